@@ -1,0 +1,26 @@
+"""Data: corpora, tokenizers, memory-mapped shards, packing, training batches and evaluation windows."""
+
+from topograd.data.corpus import Corpus, Document, read_corpus
+from topograd.data.loader import IGNORED, Loader
+from topograd.data.packing import Rows, pack
+from topograd.data.prepare import Prepared, default_cache, prepare
+from topograd.data.shards import Shards, write_shards
+from topograd.data.tokenizer import Tokenizer
+from topograd.data.windows import windows
+
+__all__ = [
+    "IGNORED",
+    "Corpus",
+    "Document",
+    "Loader",
+    "Prepared",
+    "Rows",
+    "Shards",
+    "Tokenizer",
+    "default_cache",
+    "pack",
+    "prepare",
+    "read_corpus",
+    "windows",
+    "write_shards",
+]

@@ -1,0 +1,124 @@
+"""Preparation: from a data path to a tokenizer and two folders of shards, kept in a cache.
+
+    CACHE/tokenizers/KEY.json           KEY of the corpus and the tokenizer's settings
+    CACHE/shards/KEY/train, heldout     KEY of the corpus and the tokenizer itself
+
+Keys are digests, so changed text or settings lead to another entry and never to a wrong one. An entry that
+is damaged is built again. The corpus is read each time, which is how its digest is known.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topograd.data.corpus import Corpus, Document, read_corpus
+from topograd.data.shards import Shards, write_shards
+from topograd.data.tokenizer import Tokenizer
+from topograd.errors import ConfigError, DataError
+
+_VERSION = 1
+"""Part of every key. Raise it when the same corpus and settings shall give other files."""
+_BATCH_CHARACTERS = 2**23
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a training run needs to know of its data. `digest` is that of the corpus."""
+
+    tokenizer: Tokenizer
+    train: Shards
+    heldout: Shards
+    corpus_name: str
+    digest: str
+    skipped: tuple[str, ...]
+    """Files of the corpus that were not read, each with the reason."""
+
+
+def prepare(
+    path: Path | None,
+    tokenizer_kind: str,
+    vocab: int,
+    cache: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Prepared:
+    """Build, or find in the cache, tokenizer and shards of the corpus at `path` (None: the embedded one).
+
+    `tokenizer_kind` is "bytes" (then `vocab` is not used) or "bpe" with `vocab` ids, separator included. A
+    `tokenizer` that is given is used instead. `cache` is by default $XDG_CACHE_HOME/topograd or
+    ~/.cache/topograd.
+    """
+    if tokenizer_kind not in ("bytes", "bpe"):
+        raise ConfigError(f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'")
+    cache = default_cache() if cache is None else cache
+    corpus = read_corpus(path)
+    try:
+        if tokenizer is None:
+            tokenizer = _tokenizer(corpus, tokenizer_kind, vocab, cache / "tokenizers")
+        folder = cache / "shards" / _key(corpus.digest, tokenizer.digest)
+        train = _shards(corpus, "train", corpus.train, tokenizer, folder)
+        heldout = _shards(corpus, "heldout", corpus.heldout, tokenizer, folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"cannot write the cache {str(cache)!r} ({reason}): set XDG_CACHE_HOME") from error
+    return Prepared(tokenizer, train, heldout, corpus.name, corpus.digest, corpus.skipped)
+
+
+def default_cache() -> Path:
+    """$XDG_CACHE_HOME/topograd, or ~/.cache/topograd if that variable is not an absolute path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():
+        return base / "topograd"
+    try:
+        return Path.home() / ".cache" / "topograd"
+    except RuntimeError as error:
+        raise DataError("there is no home directory for the cache: set XDG_CACHE_HOME") from error
+
+
+def _tokenizer(corpus: Corpus, kind: str, vocab: int, folder: Path) -> Tokenizer:
+    if kind == "bytes":
+        return Tokenizer.bytes()
+    path = folder / f"{_key(corpus.digest, kind, vocab)}.json"
+    try:
+        return Tokenizer.load(path)
+    except DataError:
+        tokenizer = Tokenizer.train((document.text for document in corpus.train), vocab)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(path)
+        return tokenizer
+
+
+def _shards(
+    corpus: Corpus, side: str, documents: list[Document], tokenizer: Tokenizer, folder: Path
+) -> Shards:
+    meta: dict[str, Any] = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "side": side}
+    try:
+        shards = Shards.open(folder / side)
+        if shards.meta == meta and shards.vocab == tokenizer.vocab and shards.documents == len(documents):
+            return shards
+    except DataError:
+        pass  # nothing there yet, or damaged: written below
+    tokens = _encoded(documents, tokenizer)
+    return write_shards(folder / side, tokens, tokenizer.vocab, separator=tokenizer.separator, **meta)
+
+
+def _encoded(documents: list[Document], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of each document, encoded some megabytes at a time."""
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        batch.append(document.text)
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS:
+            yield from tokenizer.encode_batch(batch)
+            batch, size = [], 0
+    yield from tokenizer.encode_batch(batch)
+
+
+def _key(*parts: str | int) -> str:
+    return hashlib.sha256(json.dumps([_VERSION, *parts]).encode()).hexdigest()[:24]

@@ -1,0 +1,275 @@
+"""Tokenizers: between text and token ids.
+
+One class, two kinds. Both are byte-level: ids 0..255 are the bytes, and the last id is the separator
+`<|doc|>`, which stands before each document and is never made from text, even from text that spells it.
+
+- "bytes": 256 bytes and the separator, 257 ids.
+- "bpe": byte pair encoding. Merge j joins two earlier tokens into a token; what may be joined is bounded by
+  GPT-2's split into words, numbers, punctuation and runs of space (`ByteLevel` of the `tokenizers` library,
+  which also trains the merges and applies them).
+
+A tokenizer is therefore its list of merges, and that is all that its file holds.
+
+Cost. Training reads at most 4 MiB of text, in blocks spaced evenly over all of it: at 1024 tokens on the
+embedded corpus that shortens the text by 0.2% less than training on all of it, in less than half the time.
+Encoding uses one thread per core, which the library's own pool is not used for: once that pool has run, any
+later fork of the process prints a warning.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from topograd.data._files import write_atomically
+from topograd.errors import ConfigError, DataError
+
+SEPARATOR = "<|doc|>"
+_FORMAT = "topograd-tokenizer"
+_VERSION = 1
+_SAMPLE_CHARACTERS = 2**22
+_BLOCK_CHARACTERS = 2**14
+_PIECE_CHARACTERS = 2**18
+# A line break alone between two visible characters is a token boundary on both of its sides: GPT-2's split
+# joins nothing but a blank to what follows. A text cut behind it is encoded as if it had not been cut.
+_SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+_Bytes = bytes  # the class below has a method of that name
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A byte-level tokenizer given by its merges, pairs of ids. Make one with `bytes`, `train` or `load`.
+
+    The token that a merge makes gets the next free id, unless an earlier merge made the same bytes.
+    """
+
+    merges: tuple[tuple[int, int], ...]
+    pieces: tuple[_Bytes, ...] = field(init=False, repr=False)
+    """What each id decodes to; the separator, which is last, to nothing."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", (*_pieces(self.merges), b""))
+
+    @classmethod
+    def bytes(cls) -> "Tokenizer":
+        """The tokenizer without merges: one token for each byte."""
+        return cls(())
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
+        """Learn merges until there are `vocab` ids, separator included; fewer, if no pair is seen twice."""
+        if vocab < 257:
+            raise ConfigError(
+                f"a vocabulary of {vocab} is too small: 256 bytes and the separator need at least 257"
+            )
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab - 1,
+            min_frequency=2,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        learner = _byte_level(models.BPE())
+        with _without_pool():
+            learner.train_from_iterator(_sample([_checked(text) for text in texts]), trainer)
+        return cls(_renumber(json.loads(learner.to_str())["model"]["merges"]))
+
+    @property
+    def kind(self) -> str:
+        """Either "bytes" or "bpe"."""
+        return "bpe" if self.merges else "bytes"
+
+    @property
+    def vocab(self) -> int:
+        """The number of ids, separator included."""
+        return len(self.pieces)
+
+    @property
+    def separator(self) -> int:
+        """The id that stands before each document: the last one."""
+        return self.vocab - 1
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """(vocab,) int64: the number of bytes that each id decodes to, 0 for the separator."""
+        return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 (hex) of the merges: equal exactly for tokenizers that encode alike."""
+        return hashlib.sha256(json.dumps(self.merges).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without a separator."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text as a uint32 array. Long texts are encoded in parts, with the same result."""
+        if not self.merges:
+            return [np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]
+        parts = [(index, part) for index, text in enumerate(texts) for part in _parts(_checked(text))]
+        with _without_pool():
+            if len(parts) <= 1:
+                arrays = [self._encode_part(part) for _, part in parts]
+            else:
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    arrays = list(pool.map(self._encode_part, [part for _, part in parts]))
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        for (index, _), array in zip(parts, arrays, strict=True):
+            found[index].append(array)
+        return [np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for pieces in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; the separator becomes nothing."""
+        given = [int(i) for i in ids]
+        wrong = next((i for i in given if not 0 <= i < self.vocab), None)
+        if wrong is not None:
+            raise DataError(f"token {wrong} is not in this vocabulary: its ids are 0 to {self.vocab - 1}")
+        return b"".join(self.pieces[i] for i in given).decode("utf-8", "replace")
+
+    def save(self, path: Path) -> None:
+        """Write one JSON file, atomically."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "vocab": self.vocab,
+            "digest": self.digest,
+            "merges": self.merges,
+        }
+        write_atomically(path, (json.dumps(content) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Read what `save` wrote."""
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise _refused(path, f"cannot be read ({type(error).__name__})") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise _refused(path, "is not a tokenizer of this package")
+        if content.get("version") != _VERSION:
+            raise _refused(path, f"has format version {content.get('version')!r}, not {_VERSION}")
+        try:
+            tokenizer = cls(tuple((int(left), int(right)) for left, right in content["merges"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise _refused(path, "is damaged (bad merges)") from error
+        if tokenizer.digest != content.get("digest"):
+            raise _refused(path, "is damaged (its digest does not fit its merges)")
+        return tokenizer
+
+    @cached_property
+    def _encoder(self) -> tokenizers.Tokenizer:
+        names = [_printable(piece) for piece in self.pieces[:-1]]
+        pairs = [(names[left], names[right]) for left, right in self.merges]
+        return _byte_level(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs))
+
+    def _encode_part(self, part: str) -> np.ndarray:
+        [encoding] = self._encoder.encode_batch_fast([part], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
+
+
+def _pieces(merges: Iterable[tuple[int, int]]) -> list[bytes]:
+    pieces = [bytes([value]) for value in range(256)]
+    known = set(pieces)
+    for left, right in merges:
+        if not (0 <= left < len(pieces) and 0 <= right < len(pieces)):
+            raise DataError(f"merge ({left}, {right}) joins a token that does not exist yet")
+        joined = pieces[left] + pieces[right]
+        if joined not in known:
+            known.add(joined)
+            pieces.append(joined)
+    return pieces
+
+
+def _renumber(pairs: Iterable[Sequence[str]]) -> tuple[tuple[int, int], ...]:
+    """The library's merges, pairs of printable names, as pairs of our ids."""
+    ids = {_printable(bytes([value])): value for value in range(256)}
+    merges = []
+    for left, right in pairs:
+        merges.append((ids[left], ids[right]))
+        ids.setdefault(left + right, len(ids))
+    return tuple(merges)
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def _byte_alphabet() -> tuple[str, ...]:
+    """The visible character by which the library names each byte: itself, or the next from U+0100 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    return tuple(chr(value) if value in visible else chr(next(others)) for value in range(256))
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _printable(piece: bytes) -> str:
+    return "".join(_ALPHABET[value] for value in piece)
+
+
+def _sample(texts: Sequence[str]) -> Iterator[str]:
+    """Blocks of the texts, spaced evenly, about `_SAMPLE_CHARACTERS` in all (everything, if that is less)."""
+    total = sum(len(text) for text in texts)
+    seen = kept = 0
+    for text in texts:
+        for start in range(0, len(text), _BLOCK_CHARACTERS):
+            block = text[start : start + _BLOCK_CHARACTERS]
+            if kept * total <= seen * _SAMPLE_CHARACTERS:
+                kept += len(block)
+                yield block
+            seen += len(block)
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while cut := _SAFE_CUT.search(text, start + _PIECE_CHARACTERS):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"text holds half a surrogate pair at character {error.start}: only valid Unicode can be encoded"
+        ) from error
+
+
+def _checked(text: str) -> str:
+    _utf8(text)
+    return text
+
+
+@contextmanager
+def _without_pool() -> Iterator[None]:
+    """Keep the library from starting its thread pool, and leave the environment as it was."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _refused(path: Path, reason: str) -> DataError:
+    return DataError(f"tokenizer file {str(path)!r} {reason}: remove it, or give one that `save` wrote")

@@ -1,0 +1,37 @@
+"""Errors that a user can cause. Each message is one line: what was given, what is allowed, what to do.
+
+Every class is also the builtin that a caller would expect, so `except ValueError` works too. The command
+line prints the line and exits with code 2.
+"""
+
+
+class TopogradError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class TopologyError(TopogradError, ValueError):
+    """A composition, configuration or stage DAG that does not exist."""
+
+
+class StackError(TopogradError, ValueError):
+    """A model that does not keep the stack protocol, or does not fit a topology."""
+
+
+class DataError(TopogradError, ValueError):
+    """A corpus, tokenizer or shard that cannot be read, or is too small."""
+
+
+class ConfigError(TopogradError, ValueError):
+    """A setting outside its range, or settings that exclude one another."""
+
+
+class RunError(TopogradError, ValueError):
+    """A run's folder that is missing, foreign or in use."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is truncated, foreign or does not fit the model."""
+
+
+class DivergenceError(TopogradError, ArithmeticError):
+    """A loss or gradient that is not finite; says at which step and stage."""

@@ -1,0 +1,139 @@
+"""Small file operations that survive a kill: a file is the old one or the new one, never half of each.
+
+JSON here is Python's dialect: NaN and Infinity are written as such and read back, since a diverged run's
+numbers are worth keeping. TOML is written by `dump_toml` and read by the standard library's `tomllib`.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from topograd.errors import ConfigError, RunError, TopogradError
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file whole or not at all. Text is UTF-8.
+
+    A kill may leave the temporary file `.<name>.<random>.tmp` beside it, which nothing reads.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync(path.parent)
+
+
+def dump_json(value: Any, *, indent: int | None = None, error: type[TopogradError] = RunError) -> str:
+    """The JSON text of a value; on one line unless `indent` is given."""
+    try:
+        return json.dumps(value, indent=indent)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise error(f"this value cannot be written as JSON: {problem}; convert it to plain numbers") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as an indented JSON file, atomically."""
+    write_atomic(path, dump_json(value, indent=2) + "\n")
+
+
+def read_json(path: Path, error: type[TopogradError] = RunError) -> Any:
+    """Read a JSON file. One that is missing or damaged raises `error`."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem.strerror}); restore it or make it again") from None
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path} is damaged, it is not JSON ({problem}); restore it or make it again") from None
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal. Reads in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def inside(folder: Path, name: str, error: type[TopogradError] = RunError) -> Path:
+    """`folder / name`, refused where it would leave the folder: by "..", an absolute name or a symlink."""
+    relative = Path(name)
+    safe = bool(relative.parts) and not relative.is_absolute() and ".." not in relative.parts
+    if safe and "\0" not in name and (folder / relative).resolve().is_relative_to(folder.resolve()):
+        return folder / relative
+    raise error(f"{name!r} does not lie inside {folder}; give the name of something in that folder")
+
+
+def dump_toml(mapping: Mapping[str, Any]) -> str:
+    """The TOML text of nested mappings of str, int, float, bool and lists.
+
+    A key whose value is None is left out, because TOML has no null. A tuple is written as a list. A mapping
+    in a list becomes an inline table.
+
+    >>> print(dump_toml({"steps": 80, "data": {"path": None, "mix": [0.5, 1e-05]}}), end="")
+    steps = 80
+    <BLANKLINE>
+    [data]
+    mix = [0.5, 1e-05]
+    """
+    return "\n".join(_toml_lines(mapping, ())).lstrip("\n") + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """The table's own values first, then each nested table under its header."""
+    for key, value in table.items():
+        if not isinstance(value, Mapping) and value is not None:
+            yield f"{_toml_key(key)} = {_toml_value(value, key)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            header = (*path, _toml_key(key))
+            yield from ("", f"[{'.'.join(header)}]")
+            yield from _toml_lines(value, header)
+
+
+def _toml_key(key: object) -> str:
+    if not isinstance(key, str):
+        raise ConfigError(f"a setting's name must be text, got {key!r} ({type(key).__name__}); rename it")
+    return key if _BARE_KEY.fullmatch(key) else _toml_value(key, key)
+
+
+def _toml_value(value: object, key: str) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return int.__repr__(value)
+        case float():
+            return float.__repr__(value)  # the shortest text that reads back to the same bits
+        case str() if value.isascii() or not re.search("[\ud800-\udfff]", value):
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(_toml_value(item, key) for item in value)}]"
+        case Mapping():
+            pairs = ((name, item) for name, item in value.items() if item is not None)
+            return (
+                f"{{{', '.join(f'{_toml_key(name)} = {_toml_value(item, name)}' for name, item in pairs)}}}"
+            )
+    allowed = "text, whole numbers, decimal numbers, booleans, lists and tables of these"
+    raise ConfigError(f"setting {key!r} holds {value!r} ({type(value).__name__}); TOML can hold {allowed}")

@@ -1,0 +1,1 @@
+"""Models: the stack protocol, the GPT, heads, relays, decoding."""

@@ -1,0 +1,349 @@
+"""A stack made of somebody else's nn.Module, which stays as it is.
+
+    stack = adapt(llama, layers="model.layers", norm="model.norm", head="lm_head")
+
+The model's own forward says how its layers are called. `embed` and `bus` run it once each in a trace: for
+that one call the layers, the norm and the head are stand-ins that only pass the hidden state on. What reaches
+the first layer is x0, embedded by the model's own code. What else each layer was given (masks, rotary tables,
+positions; layers may differ) goes on the bus, and the stack calls the layers with it. Nothing is kept on the
+module between calls.
+
+A trace also checks that the model is a stack: layers, norm and head run once each and in this order, each is
+given what the one before it returned, and nothing else that could carry gradient or memory from layer to
+layer. A model that breaks this is refused, not adapted wrongly. What a trace cannot see is what the model
+does to its logits; `verify` runs the whole model and compares.
+
+Cost: two embeddings per step, and no layer twice. Limits: inputs are one tensor; no step-by-step decoding, so
+generation runs the whole prefix again; arguments that a model computes from the hidden state of a later layer
+are seen as x0 would make them (refused where they carry gradient; `verify` finds them). Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+from topograd.nn.heads import Head
+from topograd.nn.stack import Bus, Projection, Stack
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+def adapt(
+    model: nn.Module, *, layers: str, head: str, norm: str | None = None, head_rank: int | None = None
+) -> Adapted:
+    """A stack of `model`, whose layers, last norm and head lie at these dotted paths.
+
+    With an nn.Linear as head the stack may have per-stage heads, of rank `head_rank` if that is given.
+    """
+    blocks = _module(model, "layers", layers)
+    if not isinstance(blocks, nn.ModuleList):
+        lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        raise StackError(
+            f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList; "
+            f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}"
+        )
+    if not len(blocks):
+        raise StackError(f"layers={layers!r} is empty; a stack needs at least one layer")
+    chain = [_Link(f"{layers}.{i}", block) for i, block in enumerate(blocks)]
+    if norm is not None:
+        chain.append(_Link(norm, _module(model, "norm", norm)))
+    chain.append(_Link(head, _module(model, "head", head)))
+    return Adapted(model, chain, len(blocks), head_rank)
+
+
+def _module(model: nn.Module, what: str, path: str) -> nn.Module:
+    """The module at a dotted path."""
+    module, where = model, type(model).__name__
+    for part in path.split("."):
+        child = getattr(module, part, None)
+        if not isinstance(child, nn.Module):
+            names = ", ".join(name for name, _ in module.named_children()) or "no modules"
+            raise StackError(
+                f"{what}={path!r} is no path to a module: {where} has no {part!r}, it has {names}"
+            )
+        module, where = child, part
+    return module
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A module that the hidden state goes through, and its path in the model."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer is given beside the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _Stop(BaseException):
+    """The head is reached; the rest of the model's forward is not needed."""
+
+
+class _Broken(BaseException):
+    """The model is no stack, and why. Like _Stop, no `except Exception` of the model may swallow it."""
+
+
+class _Trace:
+    """One run of the model in which every link only passes the hidden state on."""
+
+    def __init__(self, chain: Sequence[_Link], layers: int, pairs: bool) -> None:
+        self.chain, self.layers = chain, layers
+        self.pairs = pairs
+        """Layers answer (h, None) instead of h, for models that unpack or take [0]."""
+        self.calls: list[_Call] = []
+        self.x0: Tensor | None = None
+        self._sent: tuple[Tensor, int] | None = None
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """The links' forwards are this trace's `visit`; afterwards they are what they were."""
+        spaces = {link.module: link.module.__dict__ for link in self.chain}
+        before = {module: space.get("forward") for module, space in spaces.items()}
+        try:
+            for module, space in spaces.items():
+                space["forward"] = partial(self.visit, module)
+            yield
+        finally:
+            for module, space in spaces.items():
+                space.pop("forward", None)
+                if before[module] is not None:
+                    space["forward"] = before[module]
+
+    def visit(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Note what the link is given, and answer as it would, with the hidden state unchanged."""
+        place = len(self.calls)
+        name = self.chain[place].name
+        if module is not self.chain[place].module:
+            found = next(link.name for link in self.chain if link.module is module)
+            raise _Broken(f"it runs {found} where {name} should run")
+        h, call = _split(module, args, kwargs)
+        if not isinstance(h, Tensor):
+            raise _Broken(f"it gives {name} a {type(h).__name__} instead of a hidden state")
+        if self._sent is not None and not _same(h, *self._sent):
+            raise _Broken(f"{name} is not given what {self.chain[place - 1].name} returned, unchanged")
+        if place >= self.layers and (call.args or call.kwargs):
+            raise _Broken(f"it gives {name} more than the hidden state")
+        self.x0 = h if self.x0 is None else self.x0
+        self.calls.append(call)
+        if place == len(self.chain) - 1:
+            raise _Stop
+        self._sent = h, _version(h)
+        return (h, None) if self.pairs and place < self.layers else h
+
+
+def _split(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, _Call]:
+    """The hidden state, which is the first parameter of `module`'s forward, and everything else."""
+    if args:
+        return args[0], _Call(args[1:], kwargs)
+    first = list(inspect.signature(type(module).forward).parameters)[1]
+    rest = dict(kwargs)
+    return rest.pop(first, None), _Call((), rest)
+
+
+def _version(h: Tensor) -> int:
+    return 0 if h.is_inference() else h._version
+
+
+def _same(h: Tensor, sent: Tensor, version: int) -> bool:
+    """Whether h is what was sent, or a view of all of it, with no write in between."""
+    layout = h.data_ptr() == sent.data_ptr() and h.shape == sent.shape and h.stride() == sent.stride()
+    return layout and h.dtype == sent.dtype and _version(h) == version
+
+
+class _Chance:
+    """The random generators as they are now, to come back to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+class _Layer(nn.Module):
+    """A layer of the model, called as the model would call it."""
+
+    def __init__(self, inner: nn.Module, index: int) -> None:
+        super().__init__()
+        self.inner, self.index = inner, index
+
+    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+        call: _Call = bus.extras["calls"][self.index]
+        answer = self.inner(h, *call.args, **call.kwargs)
+        return answer[0] if isinstance(answer, tuple) else answer
+
+
+class Adapted(Stack):
+    """The stack that `adapt` makes. Its parameters are the model's own, and per-stage heads if added."""
+
+    def __init__(self, model: nn.Module, chain: Sequence[_Link], layers: int, head_rank: int | None) -> None:
+        super().__init__()
+        self.model = model
+        # Not registered: the model already has these modules, under their own names.
+        self.__dict__["layers"] = nn.ModuleList(
+            _Layer(link.module, i) for i, link in enumerate(chain[:layers])
+        )
+        self.__dict__["chain"] = tuple(chain)
+        self.__dict__["norm"] = chain[layers].module if len(chain) - layers == 2 else nn.Identity()
+        head = chain[-1].module
+        linear = type(head) is nn.Linear  # a subclass may compute something else
+        if head_rank is not None and not linear:
+            raise StackError(
+                f"head_rank needs an nn.Linear as head; {chain[-1].name} is a {type(head).__name__}"
+            )
+        self.head = Head(head.weight, head.bias, rank=head_rank) if linear else head  # type: ignore[arg-type]
+        named = inspect.signature(model.forward).parameters
+        self.settings = {"use_cache": False} if "use_cache" in named else {}
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        x0 = self._trace(inputs).x0
+        assert x0 is not None, "a finished trace has passed the first layer"
+        return x0
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int = 0) -> Bus:
+        if offset:
+            raise StackError(
+                f"an adapted model cannot go on from position {offset}; give it the whole prefix"
+            )
+        chance = _Chance(x0.device)
+        calls = self._trace(inputs).calls[: len(self.layers)]
+        chance.restore()
+        for link, call in zip(self.chain, calls, strict=False):
+            for name, value in (*enumerate(call.args, start=1), *call.kwargs.items()):
+                _check_argument(link.name, name, value)
+        return Bus(x0, inputs, super().bus(x0, inputs).positions, {"calls": calls})
+
+    def _trace(self, inputs: Tensor) -> _Trace:
+        """Run the model up to its head; the random generators move on by one embedding."""
+        chance = _Chance(inputs.device)
+        failures: list[tuple[int, str]] = []
+        for pairs in (False, True):
+            chance.restore()
+            trace = _Trace(self.chain, len(self.layers), pairs)
+            try:
+                with trace.stand_ins():
+                    self.model(inputs, **self.settings)
+                problem = f"its forward ends without running {self.chain[len(trace.calls)].name}"
+            except _Stop:
+                return trace
+            except _Broken as broken:
+                problem = str(broken)
+            except Exception as error:
+                if not trace.calls:
+                    raise
+                problem = f"after {self.chain[len(trace.calls) - 1].name} its forward fails ({error})"
+            failures.append((len(trace.calls), problem))
+        farthest = max(failures, key=lambda failure: failure[0])[1]
+        raise StackError(f"{type(self.model).__name__} cannot be adapted: {' '.join(farthest.split())}")
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        x = self.norm(h)
+        if isinstance(self.head, Head):
+            return self.head(x, stage, rows)
+        return self.head(x) if rows is None else self.head(x)[..., rows]
+
+    def projection(self, stage: int) -> Projection | None:
+        if not isinstance(self.head, Head):
+            return None
+        return Projection(self.norm, self.head.matrix(stage), self.head.bias)
+
+    def add_heads(self, stages: int) -> bool:
+        if not isinstance(self.head, Head):
+            return super().add_heads(stages)
+        return self.head.add(stages)
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        deltas = self.head.deltas if isinstance(self.head, Head) else ()
+        return list(deltas[stage].parameters()) if stage < len(deltas) else []
+
+    @property
+    def last_stage(self) -> int:
+        return max(len(self.head.deltas) - 1, 0) if isinstance(self.head, Head) else 0
+
+    @torch.no_grad()
+    def verify(self, inputs: Tensor) -> None:
+        """Raise StackError unless the stack, with the shared head, gives the model's logits bit for bit."""
+        chance = _Chance(inputs.device)
+        theirs = self._hidden_by_model(inputs)
+        chance.restore()
+        h = self.embed(inputs)
+        bus = self.bus(h, inputs)
+        ours = [h]
+        for layer in self.layers:
+            ours.append(layer(ours[-1], bus))
+        if len(self.chain) - len(self.layers) == 2:
+            ours.append(self.norm(ours[-1]))
+        shared = len(self.head.deltas) if isinstance(self.head, Head) else 0
+        ours.append(self.head(ours[-1], shared) if isinstance(self.head, Head) else self.head(ours[-1]))
+        chance.restore()
+        places = [
+            *(f"what {link.name} is given" for link in self.chain),
+            f"the logits, after {self.chain[-1].name}",
+        ]
+        for place, own, expected in zip(places, ours, theirs, strict=True):
+            if not torch.equal(own, expected):
+                raise StackError(
+                    f"the stack differs from {type(self.model).__name__}, first in {place}, "
+                    f"by {_distance(own, expected)}; write a Stack for this model instead"
+                )
+
+    def _hidden_by_model(self, inputs: Tensor) -> list[Tensor]:
+        """What each link is given when the model runs by itself, and the logits."""
+        seen: list[Tensor] = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(_split(module, args, kwargs)[0])
+
+        modules = dict.fromkeys(link.module for link in self.chain)
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+        try:
+            answer = self.model(inputs, **self.settings)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        logits = getattr(answer, "logits", answer)
+        return [*seen, logits[0] if isinstance(logits, tuple) else logits]
+
+
+def _check_argument(layer: str, argument: int | str, value: Any) -> None:
+    """Refuse what could carry gradient or memory past the boundaries between stages."""
+    label = f"argument {argument}" if isinstance(argument, int) else repr(argument)
+    if isinstance(value, tuple):
+        for part in value:
+            _check_argument(layer, argument, part)
+    elif isinstance(value, Tensor):
+        if value.requires_grad:
+            raise StackError(
+                f"{layer} is given {label}, a tensor with gradient, which no stage would send back; "
+                "freeze the parameters that make it, or write a Stack for this model"
+            )
+    elif not isinstance(value, _PLAIN):
+        raise StackError(
+            f"{layer} is given {label}, a {type(value).__name__}, through which layers may hear each other; "
+            "only tensors, numbers, strings, None and tuples of these may be given"
+        )
+
+
+def _distance(own: Tensor, expected: Tensor) -> str:
+    if own.shape != expected.shape:
+        return f"shape ({tuple(own.shape)} instead of {tuple(expected.shape)})"
+    return f"{(own - expected).abs().max().item():.3g}"

@@ -1,0 +1,85 @@
+"""Output heads: z_k = (W + W_k) x, with W shared and W_k per stage.
+
+    H = sh:  z_k = W x                      H = ps:  z_k = (W + W_k) x        ("Stage-Partitioned Learning" eq. 4)
+
+W_k starts at zero, so that adding per-stage heads changes no output. With `rank` r it is U_k V_k with
+U_k (vocab, r) zero and V_k (r, width) random: O(r (vocab + width)) parameters instead of O(vocab · width).
+With one stage, moving Δ from W to W_k changes nothing (Remark 5.3): a translation gauge.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+
+
+class LowRankDelta(nn.Module):
+    """W_k = U V, zero at first because U is."""
+
+    def __init__(self, vocab: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(vocab, rank))
+        self.down = nn.Parameter(torch.randn(rank, width) / width**0.5)
+
+    def matrix(self, rows: Tensor | None) -> Tensor:
+        return (self.up if rows is None else self.up[rows]) @ self.down
+
+
+class FullDelta(nn.Module):
+    """W_k itself, zero at first."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(vocab, width))
+
+    def matrix(self, rows: Tensor | None) -> Tensor:
+        return self.weight if rows is None else self.weight[rows]
+
+
+class Head(nn.Module):
+    """A shared matrix (vocab, width) and, where asked for, a delta per stage."""
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        rank: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        if rank is not None and not 0 < rank <= min(weight.shape):
+            raise StackError(f"head rank {rank} is outside 1..{min(weight.shape)} (vocabulary, width)")
+        self.weight = weight
+        self.bias = bias
+        self.rank = rank
+        self.softcap = softcap
+        self.deltas = nn.ModuleList()
+
+    def add(self, stages: int) -> bool:
+        """Give stages 0..stages-1 a delta; True if any was missing."""
+        missing = stages - len(self.deltas)
+        for _ in range(missing):
+            vocab, width = self.weight.shape
+            delta = FullDelta(vocab, width) if self.rank is None else LowRankDelta(vocab, width, self.rank)
+            self.deltas.append(delta.to(device=self.weight.device, dtype=self.weight.dtype))
+        return missing > 0
+
+    def matrix(self, stage: int, rows: Tensor | None = None) -> Tensor:
+        """W + W_k, or W where stage k has no delta, on `rows` of the vocabulary."""
+        weight = self.weight if rows is None else self.weight[rows]
+        if stage < len(self.deltas):
+            weight = weight + self.deltas[stage].matrix(rows)
+        return weight
+
+    def forward(self, x: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        bias = self.bias if self.bias is None or rows is None else self.bias[rows]
+        return cap(F.linear(x, self.matrix(stage, rows), bias), self.softcap)
+
+
+def cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """c tanh(z / c): logits kept within ±c; None leaves them alone."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,0 +1,90 @@
+"""The stack: all that the rest of the program may assume of a model.
+
+A stack is an embedding, a list of layers and a readout:
+
+    x0  = stack.embed(inputs)                   (batch, time, ...)
+    bus = stack.bus(x0, inputs)                 what every layer may hear
+    h   = layer(h, bus)                         shapes may change from layer to layer
+    z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
+
+A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
+token or many. The stage index only chooses among per-stage heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+
+
+@dataclass(frozen=True)
+class Bus:
+    """What every layer hears beside its hidden state."""
+
+    x0: Tensor
+    inputs: Tensor
+    positions: Tensor
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else a foreign layer wants, passed to it by name (masks, rotary tables)."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A readout that is a linear map of normalize(h): with its matrix, losses need no whole logits."""
+
+    normalize: Callable[[Tensor], Tensor]
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+
+
+class Stack(nn.Module):
+    """Base of every model here. Subclasses set `layers` and write `embed` and `readout`."""
+
+    layers: nn.ModuleList
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        """x0 from the inputs; `previous` is the token before them, for stacks that look one back."""
+        raise StackError(f"{type(self).__name__} has no embed; a stack must define it")
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
+        raise StackError(f"{type(self).__name__} has no readout; a stack must define it")
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int = 0) -> Bus:
+        """The bus for inputs whose first position is `offset`."""
+        time = x0.shape[1] if x0.dim() > 1 else 1
+        return Bus(x0, inputs, torch.arange(offset, offset + time, device=x0.device))
+
+    def projection(self, stage: int) -> Projection | None:
+        """The readout's matrix where it has one; None means that only `readout` may be used."""
+        return None
+
+    def add_heads(self, stages: int) -> bool:
+        """Make sure that stages 0..stages-1 have heads of their own; True if parameters were added."""
+        raise StackError(
+            f"{type(self).__name__} has one head for all stages; use heads='shared' or define add_heads"
+        )
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        """Parameters that only the head of `stage` has; what a specialist on a frozen base may train."""
+        return []
+
+    @property
+    def last_stage(self) -> int:
+        """The stage whose head `forward` reads."""
+        return 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of the last stage, through all the layers in order."""
+        h = self.embed(inputs)
+        bus = self.bus(h, inputs)
+        for layer in self.layers:
+            h = layer(h, bus)
+        return self.readout(h, self.last_stage)

@@ -1,0 +1,72 @@
+"""The training loss of a topology as one graph: the definition, without any scheduling.
+
+    L̃ = Σ_k scale_k ℓ_k,   every edge wrapped in D_λ(h) = sg(h) + λ (h - sg(h))
+
+("Stage-Partitioned Learning" eqs. 6-7 and 26). All activations and all logits are alive at once. Call
+`.backward()` on the sum; `training/executor.py` must give the same gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.nn.relays import RELAYS
+from topograd.nn.stack import Stack
+from topograd.topology.dag import EMBEDDING, Topology
+from topograd.topology.plan import Plan, Port
+from topograd.training.objectives import Distillation
+
+
+def soft_detach(h: Tensor, transmissivity: float) -> Tensor:
+    """D_λ(h): the value of h, with λ times its gradient."""
+    return h.detach() + transmissivity * (h - h.detach())
+
+
+def graph_losses(
+    stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor, teacher: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(training loss with its whole graph, the stages' losses)."""
+    plan = Plan.of(topology, len(stack.layers))
+    x0 = stack.embed(inputs)
+    bus = stack.bus(x0, inputs)
+    hidden: dict[Port, Tensor] = {Port(EMBEDDING, 0, "identity"): x0}
+    logits: list[Tensor] = []
+    losses: list[Tensor] = []
+    for planned in plan.stages:
+        heard_bus = bus if planned.live_bus else replace(bus, x0=x0.detach())
+        h = sum(
+            RELAYS[port.relay].receive(soft_detach(hidden[port], lam), heard_bus)
+            for port, lam in planned.hears
+        )
+        assert isinstance(h, Tensor)
+        for layer in planned.layers:
+            h = stack.layers[layer](h, heard_bus)
+            for port in planned.sends:
+                if port.layer == layer + 1:
+                    hidden[port] = RELAYS[port.relay].send(h, None)
+        z = stack.readout(h, planned.index)
+        losses.append(_loss(planned.stage.objective, z, logits, teacher, targets))
+        if planned.scale > 0 or planned.stage.frozen:
+            logits.append(z.detach())
+    scales = [planned.scale for planned in plan.stages]
+    total = torch.stack([s * loss for s, loss in zip(scales, losses, strict=True) if s > 0]).sum()
+    return total, torch.stack(losses).detach()
+
+
+def _loss(name: str, z: Tensor, prior: list[Tensor], teacher: Tensor | None, targets: Tensor) -> Tensor:
+    y = targets.flatten()
+    if name == "residual" and prior:
+        z = torch.stack(prior).sum(0) + z
+    loss = F.cross_entropy(z.flatten(0, -2), y)
+    if name == "distillation":
+        assert teacher is not None
+        d = Distillation()
+        log_p = F.log_softmax(teacher.flatten(0, -2) / d.temperature, dim=-1)
+        log_q = F.log_softmax(z.flatten(0, -2) / d.temperature, dim=-1)
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)[y != -100].mean()
+        loss = (1 - d.mix) * loss + d.mix * d.temperature**2 * divergence
+    return loss

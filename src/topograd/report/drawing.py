@@ -1,0 +1,159 @@
+"""How figures look: one style, one colour, dash and marker for each stage, and rendering to bytes.
+
+Colours are those of Okabe and Ito, which people with colour-blindness tell apart; backprop is always the near
+black. More stages than colours are drawn along viridis. Dashes and markers carry the same information again.
+Figures are always on white, so a page shows them on a white card in the dark too.
+
+Figures are made and rendered inside `style()`. It sets matplotlib's settings for that time and puts them
+back; they are settings of the process, so two threads must not draw at once. The same data gives the same
+bytes with the same matplotlib.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from topograd.report.data import Array
+
+INK = "#1d2433"
+MUTED = "#5d6779"
+GRID = "#e6e9ef"
+BACKPROP = "#1d2433"
+WIDTH = 8.0  # inches, of every figure: so that text has one size on the page
+MAX_POINTS = 600  # of a raw curve; more cannot be seen and make the page heavy
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5578f", "#d99100", "#3f9fd8")
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1.2)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": "#b9c0cc",
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.formatter.useoffset": False,
+    "axes.unicode_minus": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": "#b9c0cc",
+    "ytick.color": "#b9c0cc",
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "legend.handlelength": 2.6,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "savefig.dpi": 160,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "topograd",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one stage is drawn, in every figure."""
+
+    colour: str
+    dash: Any
+    marker: str
+
+
+def look(stage: int, stages: int) -> Look:
+    """The look of stage number `stage`, from 0, among `stages`."""
+    if stages <= len(_COLOURS):
+        colour = _COLOURS[stage]
+    else:
+        colour = to_hex(matplotlib.colormaps["viridis"](0.88 * stage / (stages - 1)))
+    return Look(colour, _DASHES[stage % len(_DASHES)], _MARKERS[stage % len(_MARKERS)])
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw inside this: matplotlib's own defaults and then ours, whatever the user's settings are."""
+    with matplotlib.style.context(_STYLE, after_reset=True):
+        yield
+
+
+def new_figure(height: float) -> Figure:
+    """An empty figure whose parts move aside for one another."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.09, h_pad=0.08)  # type: ignore[union-attr]
+    return figure
+
+
+def panels(figure: Figure, count: int, **options: Any) -> list[Axes]:
+    """`count` axes in one row."""
+    return list(figure.subplots(1, count, squeeze=False, **options)[0])
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for the figure, from the entries of one of its axes, under everything else."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 5))
+
+
+def bars(axes: Axes, labels: list[str], heights: list[float], colours: list[str], texts: list[str]) -> None:
+    """Bars from zero, each with its value written at its end. Unknown heights leave an empty place.
+
+    Callers set no limits: room for the texts is made here.
+    """
+    known = np.nan_to_num(np.array(heights, dtype=float))
+    axes.bar(range(len(known)), known, width=0.62, color=colours, zorder=2)
+    for place, (height, text) in enumerate(zip(known, texts, strict=True)):
+        offset = (0, -4) if height < 0 else (0, 4)
+        axes.annotate(
+            text,
+            (place, height),
+            offset,
+            textcoords="offset points",
+            ha="center",
+            va="top" if height < 0 else "bottom",
+        )
+    low, high = min(0.0, known.min()), max(0.0, known.max())
+    room = 0.16 * (high - low) or 1.0
+    axes.set_ylim(low - room if low < 0 else 0, high + room)
+    axes.set_xlim(-0.6, max(len(known), 2) - 0.4)
+    axes.set_xticks(range(len(known)), labels)
+    axes.grid(axis="x", visible=False)
+    axes.tick_params(axis="x", length=0)
+    if low < 0:
+        axes.axhline(0, color=MUTED, linewidth=0.8)
+
+
+def thin(steps: Array, values: Array) -> tuple[Array, Array]:
+    """Every j-th point, first included, so that at most `MAX_POINTS` remain."""
+    stride = -(-len(steps) // MAX_POINTS) or 1
+    return steps[::stride], values[::stride]
+
+
+def render(figure: Figure) -> tuple[str, bytes]:
+    """The figure as SVG text and as PNG bytes, without dates or names of programs."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    nameless = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    figure.savefig(svg, format="svg", metadata=nameless)
+    figure.savefig(png, format="png", metadata={"Software": None})
+    return svg.getvalue().decode(), png.getvalue()

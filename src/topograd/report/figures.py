@@ -1,0 +1,262 @@
+"""The six figures of a report. Each is a `Panel`: a drawing with its words and its numbers as a table.
+
+A function here never fails for want of data: a panel without a figure says in one sentence why it was left
+out. Call them inside `drawing.style()`.
+
+The gap is 100 (BPB of the staged model / BPB of backprop - 1), in percent. Effective rank, calibration and
+tail usefulness U_k ("Stage-Partitioned Learning" §10.2, eq. 35) come from the evaluation as they are.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from topograd.report.data import (
+    Array,
+    RunData,
+    Series,
+    bpb_by_prefix,
+    bpb_last,
+    bpb_series,
+    entry,
+    gap_at_seconds,
+    gap_at_steps,
+    loss_series,
+    number,
+    percent_above,
+    smooth,
+)
+from topograd.report.drawing import BACKPROP, INK, MUTED, legend_below, look, new_figure, panels, thin
+from topograd.report.tables import POOLINGS, Table, fixed, percent, prefix_name, smoothing_window, whole
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure with its words. Without a figure, the caption is the one sentence that says why."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure | None = None
+    alt: str = ""
+    table: Table | None = None
+
+
+def loss_panel(staged: RunData, backprop: RunData | None) -> Panel:
+    """Figure 1: the training loss of each stage over steps, and how far it is from the first stage's."""
+    name, title = "loss", "Training loss of each stage"
+    series = loss_series(staged)
+    if series is None:
+        return Panel(name, title, "Left out: the metrics hold no finite training loss.")
+    other = loss_series(backprop) if backprop else None
+    curves = [(f"stage {k + 1}", look(k, series.stages), series.values[:, k]) for k in range(series.stages)]
+    shown = [(label, stage.colour, stage.dash, series.steps, values) for label, stage, values in curves]
+    if other:
+        shown.append(("backprop", BACKPROP, "-", other.steps, other.values[:, -1]))
+    figure = new_figure(3.6)
+    axes = panels(figure, 2 if len(shown) > 1 else 1)
+    for label, colour, dash, steps, values in shown:
+        _curve(axes[0], steps, values, label, colour, dash)
+    axes[0].set(title="Loss", xlabel="step", ylabel="nats per token")
+    if len(axes) == 2:
+        for label, colour, dash, steps, values in shown[1:]:
+            common, ours, theirs = np.intersect1d(series.steps, steps, return_indices=True)
+            _curve(axes[1], common, values[theirs] - series.values[ours, 0], label, colour, dash)
+        axes[1].axhline(0, color=look(0, series.stages).colour, linewidth=1.6)
+        axes[1].set(title="Loss minus that of stage 1", xlabel="step")
+    legend_below(figure, axes[0])
+    caption = (
+        "The loss on the training batches: thin lines are single steps, thick lines a running mean. Lower is "
+        "better. A stage is worth its layers when its line ends below that of the stage before it."
+    )
+    if len(axes) == 2:
+        caption += (
+            " The curves lie close together, so the right side subtracts the first stage's loss at the same "
+            "step: below zero is better than stage 1 alone."
+        )
+    table = _loss_table(series, other)
+    alt = f"Training loss over {whole(series.steps[-1])} steps. " + _read_row(table, -1)
+    return Panel(name, title, caption, figure, alt, table)
+
+
+def _curve(axes: Axes, steps: Array, values: Array, label: str, colour: str, dash: Any) -> None:
+    """A raw curve, thin and pale, under its running mean. Few points get markers, so that one is seen."""
+    axes.plot(*thin(steps, values), color=colour, linewidth=0.6, alpha=0.28)
+    mean = smooth(values, smoothing_window(len(steps)))
+    mark = "o" if np.isfinite(values).sum() < 4 else ""
+    axes.plot(
+        *thin(steps, mean),
+        color=colour,
+        linestyle=dash,
+        linewidth=1.7,
+        label=label,
+        marker=mark,
+        markersize=4,
+    )
+
+
+def _loss_table(series: Series, other: Series | None) -> Table:
+    means = [smooth(series.values, smoothing_window(len(series.steps)))]
+    columns = [f"stage {k + 1}" for k in range(series.stages)]
+    if other:
+        mean = smooth(other.values[:, -1:], smoothing_window(len(other.steps)))
+        place = {step: index for index, step in enumerate(other.steps)}
+        beside = [mean[place[step]] if step in place else [math.nan] for step in series.steps]
+        means.append(np.array(beside))
+        columns.append("backprop")
+    values = np.concatenate(means, axis=1)
+    rows = _spread(len(series.steps), 10)
+    cells = tuple((whole(series.steps[row]), *(fixed(value) for value in values[row])) for row in rows)
+    return Table("Running mean of the training loss, nats per token", ("step", *columns), cells)
+
+
+def prefix_panel(staged: RunData, backprop: RunData | None) -> Panel:
+    """Figure 2: held-out bits per byte of each prefix and each pooling, and of backprop."""
+    name, title = "prefixes", "Bits per byte by number of stages"
+    bpb = staged.evaluation.get("bpb")
+    prefixes = bpb_by_prefix(bpb)
+    stages = len(prefixes)
+    rows = []
+    for k, value in enumerate(prefixes):
+        stage = look(k, stages)
+        rows.append((prefix_name(k + 1, stages), value, stage.colour, stage.marker, True))
+    if stages > 1:
+        rows += [(words, number(entry(bpb, key)), MUTED, "o", False) for key, words in POOLINGS.items()]
+    base = bpb_last(backprop.evaluation.get("bpb")) if backprop else math.nan
+    rows.append(("backprop", base, BACKPROP, "D", True))
+    rows = [row for row in rows if math.isfinite(row[1])]
+    if not any(math.isfinite(value) for value in prefixes):
+        return Panel(name, title, "Left out: the evaluation holds no finite bits per byte.")
+    figure = new_figure(1.25 + 0.34 * len(rows))
+    start = _dots(panels(figure, 1)[0], rows, base)
+    caption = (
+        "How many bits the model needs for each byte of text that it has not seen; lower is better. The first "
+        f"stages are a model on their own. The axis starts at {start}, not at zero, because the differences "
+        "are small: compare positions and numbers, not distances from the left edge."
+    )
+    if stages > 1:
+        caption += " Below the prefixes, hollow, are ways to pool the predictions of all stages into one."
+    if math.isfinite(base):
+        caption += " The dashed line is backprop; the percentage says how far above it a row is."
+    cells = tuple((label, fixed(value, 4), percent(percent_above(value, base))) for label, value, *_ in rows)
+    table = Table("Bits per byte on held-out text", ("model", "bits per byte", "above backprop"), cells)
+    if not math.isfinite(base):
+        table = Table(table.caption, table.header[:2], tuple(row[:2] for row in cells))
+    alt = "Bits per byte: " + "; ".join(f"{label} {value}" for label, value, *_ in cells) + "."
+    return Panel(name, title, caption, figure, alt, table)
+
+
+def _dots(axes: Axes, rows: list[tuple[str, float, str, str, bool]], base: float) -> str:
+    """One row for each value, its number in a column at the right; returns where the axis starts."""
+    values = [row[1] for row in rows]
+    span = max(values) - min(values) or 0.02 * abs(values[0]) or 1.0
+    low, high = min(values) - 0.15 * span, max(values) + 0.1 * span
+    axes.set(xlim=(low, high), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+    axes.tick_params(axis="y", length=0, labelcolor=INK, labelsize=9.5)
+    if math.isfinite(base):
+        axes.axvline(base, color=BACKPROP, linewidth=1.1, linestyle=(0, (4, 3)))
+    for place, (_, value, colour, marker, filled) in enumerate(rows):
+        axes.plot(
+            value,
+            place,
+            marker=marker,
+            markersize=8,
+            color=colour,
+            markerfacecolor=colour if filled else "white",
+            markeredgewidth=1.6,
+            linestyle="",
+        )
+        above = f"  {percent(percent_above(value, base))}" if math.isfinite(base) and value != base else ""
+        axes.annotate(
+            f"{fixed(value)}{above}", (1.02, place), xycoords=("axes fraction", "data"), va="center"
+        )
+    start = f"{low:.3f}"
+    axes.set_xlabel(f"bits per byte, lower is better (axis starts at {start}, not at zero)")
+    axes.spines["left"].set_visible(False)
+    return start
+
+
+def gap_panel(staged: RunData, backprop: RunData | None) -> Panel:
+    """Figure 3: the gap to backprop over training, at the same step and in the same time."""
+    name, title = "gap", "The gap to backprop over training"
+    if backprop is None:
+        return Panel(name, title, "Left out: there is no backprop run to compare with.")
+    ours, theirs = bpb_series(staged), bpb_series(backprop)
+    if ours is None or theirs is None:
+        which = "staged" if ours is None else "backprop"
+        return Panel(name, title, f"Left out: the {which} run recorded no evaluation during training.")
+    by_step, by_time = gap_at_steps(ours, theirs), gap_at_seconds(ours, theirs)
+    if by_step is None and by_time is None:
+        return Panel(name, title, "Left out: the two runs were evaluated at no common step or time.")
+    sides = [(by_step, "At the same step", "step"), (by_time, "In the same time", "training seconds")]
+    drawn = [(series, head, unit) for series, head, unit in sides if series is not None]
+    figure = new_figure(3.5)
+    axes = panels(figure, len(drawn), sharey=True)
+    for place, (series, head, unit) in enumerate(drawn):
+        _gap_lines(axes[place], series, series.steps if series is by_step else series.seconds)
+        axes[place].set(title=head, xlabel=unit)
+    axes[0].set_ylabel("bits per byte above backprop, %")
+    legend_below(figure, axes[0])
+    caption = (
+        "How far each prefix of the staged model lies above backprop on held-out text, in percent of "
+        "backprop's bits per byte. Zero is as good as backprop; the line of the longest prefix is the gap."
+    )
+    if by_time is not None:
+        caption += (
+            " On the right, backprop is read at the training time that the staged run had used, between its "
+            "two nearest evaluations, so a slower step counts. Both learning rates follow their own "
+            "schedules, so only the ends of a schedule compare fairly."
+        )
+    else:
+        caption += " There is no comparison at the same time: the runs recorded too few times that overlap."
+    table = _gap_table(by_step, by_time, ours.stages)
+    alt = "Gap to backprop in percent over training. " + _read_row(table, -1)
+    return Panel(name, title, caption, figure, alt, table)
+
+
+def _gap_lines(axes: Axes, series: Series, places: Array) -> None:
+    for k in range(series.stages):
+        stage = look(k, series.stages)
+        axes.plot(
+            places,
+            series.values[:, k],
+            color=stage.colour,
+            linestyle=stage.dash,
+            marker=stage.marker if len(places) <= 40 else "",
+            markersize=4.5,
+            linewidth=2.2 if k == series.stages - 1 else 1.4,
+            label=prefix_name(k + 1, series.stages),
+        )
+    axes.axhline(0, color=BACKPROP, linewidth=1.1, linestyle=(0, (4, 3)))
+
+
+def _gap_table(by_step: Series | None, by_time: Series | None, stages: int) -> Table:
+    """The longest prefix's gap at the same step and in the same time, at up to 10 evaluations."""
+    found: dict[float, list[float]] = {}
+    for side, series in enumerate((by_step, by_time)):
+        if series is not None:
+            for step, value in zip(series.steps, series.values[:, -1], strict=True):
+                found.setdefault(step, [math.nan, math.nan])[side] = value
+    steps = sorted(found)
+    rows = ((whole(steps[row]), *map(percent, found[steps[row]])) for row in _spread(len(steps), 10))
+    header = ("staged step", "gap at the same step", "gap in the same time")
+    return Table(f"Gap of the {prefix_name(stages, stages)}", header, tuple(rows))
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Up to `most` indices below `count`, evenly spread, both ends among them."""
+    return sorted({round(float(place)) for place in np.linspace(0, count - 1, min(count, most))})
+
+
+def _read_row(table: Table, row: int) -> str:
+    """One row of a table as a sentence."""
+    pairs = zip(table.header, table.rows[row], strict=True)
+    return ", ".join(f"{head} {cell}" for head, cell in pairs) + "."
+
+

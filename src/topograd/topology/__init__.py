@@ -1,0 +1,1 @@
+"""Topology: compositions, configurations, the stage DAG, its plan and its closed forms. Pure Python."""

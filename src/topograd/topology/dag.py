@@ -1,0 +1,229 @@
+"""The topology: a DAG of stages over a stack of L layers. Pure data.
+
+A stage is an interval of layers, the sources that it hears, a head and an objective. Each source carries
+a transmissivity λ in [0, 1]: the forward value never depends on it, the gradient that goes back is
+multiplied by it. λ = 0 is a stop-gradient, λ = 1 is plain backprop. This is the space C⁺(L) of
+"Stage-Partitioned Learning" (§10.4, eq. 37) with the soft boundaries of §9 (eq. 26); the constructors of
+`Topology` are its named points.
+
+Stages are listed so that each hears only earlier ones. Acyclicity is then a property of the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from topograd.errors import TopologyError
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+
+EMBEDDING = -1
+"""The source that is not a stage: the embedding stream x0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What a stage hears: the hidden state of `source` after `layer` layers of the stack."""
+
+    source: int
+    layer: int | None = None
+    """Where the source is tapped; None is the end of its interval."""
+    transmissivity: float = 0.0
+    relay: str = "identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers start..stop-1 of the stack, with what they hear and what they are asked."""
+
+    start: int
+    stop: int
+    sources: tuple[Edge, ...]
+    objective: str = "cross-entropy"
+    weight: float = 1.0
+    """The loss has this weight; 0 means that the stage has no loss of its own."""
+    frozen: bool = False
+    """Run without gradients and without a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Stages over `layers` layers. Compile it with `Plan.of` to run it."""
+
+    layers: int
+    stages: tuple[Stage, ...]
+    heads: Literal["shared", "per-stage"] = "shared"
+    bus: Literal["live", "detached"] = "live"
+    """Whether x0, which every layer may hear, carries gradient from stages that do not start at it."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """How the stages' losses become one: the mean weighs each by weight / total weight."""
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @classmethod
+    def chain(
+        cls,
+        configuration: Configuration | Composition | str,
+        *,
+        transmissivity: float = 0.0,
+        objective: str = "cross-entropy",
+        bus: Literal["live", "detached"] = "live",
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Topology:
+        """The partition as a chain: clustered Product of Experts (λ = 0) or hierarchical (λ = 1)."""
+        configuration = _configuration(configuration)
+        stages = []
+        for k, (start, stop) in enumerate(configuration.composition.intervals):
+            heard = _root() if k == 0 else Edge(k - 1, transmissivity=transmissivity)
+            stages.append(Stage(start, stop, (heard,), objective))
+        heads = configuration.heads.value
+        return cls(configuration.composition.layers, tuple(stages), heads, bus, reduction)
+
+    @classmethod
+    def soft(
+        cls, transmissivities: Sequence[float], heads: Literal["shared", "per-stage"] = "shared"
+    ) -> Topology:
+        """A boundary after every layer with its own λ_i, losses weighted τ_i = 1 - λ_i (Def. 9.5)."""
+        layers = len(transmissivities) + 1
+        stages = []
+        for i in range(layers):
+            heard = _root() if i == 0 else Edge(i - 1, transmissivity=transmissivities[i - 1])
+            weight = 1.0 if i == layers - 1 else 1.0 - transmissivities[i]
+            stages.append(Stage(i, i + 1, (heard,), weight=weight))
+        return cls(layers, tuple(stages), heads)
+
+    @classmethod
+    def forest(
+        cls,
+        branches: Sequence[Configuration | Composition | str],
+        heads: Literal["shared", "per-stage"] = "shared",
+    ) -> Topology:
+        """Several chains from the input, each with layers of its own (Def. 10.11)."""
+        stages: list[Stage] = []
+        offset = 0
+        for branch in branches:
+            composition = _configuration(branch).composition
+            for k, (start, stop) in enumerate(composition.intervals):
+                heard = _root() if k == 0 else Edge(len(stages) - 1)
+                stages.append(Stage(offset + start, offset + stop, (heard,)))
+            offset += composition.layers
+        return cls(offset, tuple(stages), heads)
+
+    @classmethod
+    def cover(
+        cls, intervals: Sequence[tuple[int, int]], heads: Literal["shared", "per-stage"] = "shared"
+    ) -> Topology:
+        """Overlapping interval experts (Def. 10.13): each starts, detached, where an earlier one passed."""
+        stages: list[Stage] = []
+        for start, stop in intervals:
+            if start == 0:
+                heard = _root()
+            else:
+                passing = [j for j, s in enumerate(stages) if s.start < start <= s.stop]
+                if not passing:
+                    raise TopologyError(
+                        f"interval {start}..{stop} starts after layer {start}, which no earlier interval "
+                        f"computes; list an interval that covers layer {start} before it"
+                    )
+                heard = Edge(passing[-1], layer=start)
+            stages.append(Stage(start, stop, (heard,)))
+        return cls(max((s.stop for s in stages), default=0), tuple(stages), heads)
+
+    def with_input_bus(self, source: Edge | None = None) -> Topology:
+        """Every stage but the roots hears `source` too; by default the embedding, detached (Def. 10.9)."""
+        source = source or Edge(EMBEDDING)
+        stages = []
+        for k, stage in enumerate(self.stages):
+            root = all(e.source == EMBEDDING for e in stage.sources)
+            if root or k <= source.source or self.tap(source) in map(self.tap, stage.sources):
+                stages.append(stage)
+            else:
+                stages.append(replace(stage, sources=(*stage.sources, source)))
+        return replace(self, stages=tuple(stages))
+
+    def tap(self, edge: Edge) -> tuple[int, int]:
+        """(source, layer) of what `edge` hears, the layer filled in; the embedding's is 0."""
+        if edge.source == EMBEDDING:
+            return EMBEDDING, 0
+        return edge.source, self.stages[edge.source].stop if edge.layer is None else edge.layer
+
+    def with_specialist(self, depth: int, objective: str = "cross-entropy") -> Topology:
+        """A stage of `depth` new layers behind the last one, everything before it frozen."""
+        base = tuple(replace(stage, frozen=True, weight=0.0) for stage in self.stages)
+        heard = Edge(len(base) - 1)
+        stage = Stage(self.layers, self.layers + depth, (heard,), objective)
+        return replace(self, layers=self.layers + depth, stages=(*base, stage), heads="per-stage")
+
+
+def _root() -> Edge:
+    return Edge(EMBEDDING, transmissivity=1.0)
+
+
+def _configuration(value: Configuration | Composition | str) -> Configuration:
+    if isinstance(value, Configuration):
+        return value
+    return Configuration.parse(str(value), heads="shared")
+
+
+def _validate(topology: Topology) -> None:
+    if not topology.stages:
+        raise TopologyError("a topology needs at least one stage; none was given")
+    for name, allowed in (
+        ("heads", ("shared", "per-stage")),
+        ("bus", ("live", "detached")),
+        ("reduction", ("mean", "sum")),
+    ):
+        if getattr(topology, name) not in allowed:
+            raise TopologyError(f"{name} {getattr(topology, name)!r} is unknown; choose one of {allowed}")
+    for k, stage in enumerate(topology.stages):
+        _validate_stage(topology, k, stage)
+    covered = {i for stage in topology.stages for i in range(stage.start, stage.stop)}
+    idle = sorted(set(range(topology.layers)) - covered)
+    if idle:
+        raise TopologyError(f"layers {idle} belong to no stage; every layer needs one")
+    if all(stage.weight == 0 for stage in topology.stages):
+        raise TopologyError("every stage has weight 0, so nothing would be learned; give one a loss")
+
+
+def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
+    if not 0 <= stage.start < stage.stop <= topology.layers:
+        raise TopologyError(
+            f"stage {k} covers layers {stage.start}..{stage.stop}; "
+            f"an interval must satisfy 0 <= start < stop <= {topology.layers}"
+        )
+    if not 0 <= stage.weight < math.inf:
+        raise TopologyError(f"stage {k} has weight {stage.weight}; a weight must be finite and at least 0")
+    if stage.frozen and stage.weight:
+        raise TopologyError(f"stage {k} is frozen but has weight {stage.weight}; a frozen stage has weight 0")
+    if not stage.sources:
+        raise TopologyError(f"stage {k} hears nothing; give it a source (EMBEDDING or an earlier stage)")
+    for edge in stage.sources:
+        _validate_edge(topology, k, edge)
+    if len({topology.tap(edge) for edge in stage.sources}) < len(stage.sources):
+        raise TopologyError(f"stage {k} hears the same source twice; list each source once")
+
+
+def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
+    if not 0.0 <= edge.transmissivity <= 1.0:
+        raise TopologyError(f"stage {k} has transmissivity {edge.transmissivity}; it must lie in [0, 1]")
+    if edge.source == EMBEDDING:
+        if edge.layer is not None:
+            raise TopologyError(f"stage {k} taps the embedding at layer {edge.layer}; leave the layer out")
+        return
+    if not 0 <= edge.source < k:
+        raise TopologyError(
+            f"stage {k} hears stage {edge.source}, which does not come before it; "
+            "stages may hear only earlier stages, or a cycle could form"
+        )
+    source = topology.stages[edge.source]
+    if edge.layer is not None and not source.start < edge.layer <= source.stop:
+        raise TopologyError(
+            f"stage {k} taps stage {edge.source} after layer {edge.layer}; "
+            f"that stage computes layers {source.start + 1}..{source.stop}"
+        )
+    if source.frozen and not topology.stages[k].frozen and edge.transmissivity > 0:
+        raise TopologyError(f"stage {k} sends gradient to frozen stage {edge.source}; use transmissivity 0")

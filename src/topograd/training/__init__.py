@@ -1,0 +1,1 @@
+"""Training: the stage executor, objectives, the trainer and its checkpoints, evaluation."""

@@ -1,0 +1,112 @@
+"""Cross-entropy of a linear readout, without ever holding all the logits.
+
+    ℓ = (1/N) Σ_n [ logsumexp(z_n) - z_n[y_n] ],   z_n = cap(W x_n + b),   N the number of targets
+
+x (N, d), W (V, d), b (V), y (N). The tokens go through in chunks of C. Each chunk computes its logits, its
+loss and at once its part of the gradients
+
+    g = ∂ℓ/∂(W x + b)  (C, V),    ∂ℓ/∂x = g W,    ∂ℓ/∂W += gᵀ x,    ∂ℓ/∂b += Σ_n g
+
+so that the backward pass only multiplies them by the incoming gradient. Memory O(C V + N d + V d) instead
+of O(N V); the multiply-adds are the same as the plain version's. Within one chunk every operation is the
+one that autograd would do, in the same order, so with N ≤ C the result is bit-equal to the plain version
+(`reference/cross_entropy.py`).
+
+Targets of -100 are ignored. Limits: first derivatives only. Gradients are computed whenever any input
+wants one, also if backward is never called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from topograd.nn.heads import cap
+
+CHUNK_ELEMENTS = 2**20
+"""Logits held at once, by default: 4 MiB in float32, which stays within a CPU's last cache."""
+
+
+def chunk_tokens(vocab: int) -> int:
+    """How many tokens make a chunk for this vocabulary."""
+    return max(CHUNK_ELEMENTS // vocab, 16)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Mean cross-entropy of cap(x Wᵀ + b) over the targets that are not -100. Leading shapes may be any."""
+    chunk = chunk or chunk_tokens(weight.shape[0])
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled():  # a Function cannot tell: its needs_input_grad ignores no_grad
+        flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
+    with torch.autocast(x.device.type, enabled=False):
+        loss: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, targets.reshape(-1), softcap, chunk)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        chunk: int,
+    ) -> Tensor:
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wanted = wants_x or wants_weight or wants_bias
+        count = (targets != -100).sum().clamp(min=1)
+        loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        dx = torch.empty_like(x) if wants_x else None
+        dweight = torch.zeros_like(weight) if wants_weight and len(x) > chunk else None
+        dbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            part, g = _chunk_loss(F.linear(x[rows], weight, bias), targets[rows], count, softcap, wanted)
+            loss += part
+            if g is None:
+                continue
+            if dx is not None:
+                torch.mm(g, weight, out=dx[rows])
+            if dweight is not None:
+                dweight.addmm_(g.t(), x[rows])
+            elif wants_weight:
+                dweight = g.t() @ x[rows]
+            if dbias is not None:
+                dbias += g.sum(0)
+        ctx.save_for_backward(dx, dweight, dbias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None)
+
+
+def _chunk_loss(
+    logits: Tensor, targets: Tensor, count: Tensor, softcap: float | None, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """This chunk's share of the mean loss, and where wanted its gradient with respect to the logits."""
+    with torch.set_grad_enabled(wanted):
+        leaf = logits.detach().requires_grad_(wanted)
+        z = cap(leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf, softcap)
+        part = F.cross_entropy(z, targets, reduction="sum") / count
+        g = torch.autograd.grad(part, leaf)[0] if wanted else None
+    return part.detach(), g

@@ -1,0 +1,179 @@
+"""Tokenizers: exact round trips, exact byte counts, and files that are refused when they are not whole."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topograd.data import tokenizer as module
+from topograd.data.tokenizer import SEPARATOR, Tokenizer
+from topograd.errors import ConfigError, DataError
+
+TEXTS = [
+    "def encode(self, text):\n    return self.encode_batch([text])\n" * 3,
+    "class Tokenizer:\n\n\n    pass  # naïve café, 東京, 12345 <|doc|>\n" * 3,
+]
+BYTES = Tokenizer.bytes()
+BPE = Tokenizer.train(TEXTS, 300)
+KINDS = pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+CODE = st.lists(st.sampled_from(["def ", "self", "\n", "    ", "\r\n", "\t", " ", "x", "é", "京", "'s", "\x1c"]))
+
+
+@KINDS
+@given(text=UNICODE | CODE.map("".join))
+def test_round_trip_and_byte_lengths(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+    assert tokenizer.separator not in ids
+
+
+@KINDS
+def test_text_that_spells_the_separator_stays_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(f"a{SEPARATOR}b")
+    assert tokenizer.separator not in ids
+    assert tokenizer.decode([*ids, tokenizer.separator, *ids]) == f"a{SEPARATOR}b" * 2
+    assert tokenizer.byte_lengths[tokenizer.separator] == 0
+
+
+def test_sizes() -> None:
+    assert (BYTES.kind, BYTES.vocab, BYTES.separator) == ("bytes", 257, 256)
+    assert (BPE.kind, BPE.vocab, BPE.separator) == ("bpe", 300, 299)
+    assert Tokenizer.train(TEXTS, 257).digest == BYTES.digest
+    assert 257 < Tokenizer.train(["ab" * 9], 5000).vocab < 300
+    assert sum(len(BPE.encode(text)) for text in TEXTS) < 0.6 * sum(len(BYTES.encode(text)) for text in TEXTS)
+
+
+def test_encoding_applies_the_merges_in_order() -> None:
+    """Against plain byte pair encoding, on words that the split into words leaves whole."""
+    for word in ["encode", "Tokenizer", "selftext", "passreturn", "é"]:
+        ids = list(word.encode())
+        for left, right in BPE.merges:
+            joined = BPE.pieces.index(BPE.pieces[left] + BPE.pieces[right])
+            place = 0
+            while place + 1 < len(ids):
+                if (ids[place], ids[place + 1]) == (left, right):
+                    ids[place : place + 2] = [joined]
+                place += 1
+        assert BPE.encode(word) == ids
+
+
+@given(st.lists(st.sampled_from(["a", "\n", " ", "b\nc", "\n\n", "\x1c", "\u2028", "'s", "7"]), max_size=80))
+def test_long_texts_are_cut_without_a_trace(parts: list[str]) -> None:
+    text = "".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE_CHARACTERS", 5)
+        assert "".join(module._parts(text)) == text
+        cut = BPE.encode(text)
+    assert cut == BPE.encode(text)
+
+
+def test_long_texts_are_cut_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 5)
+    assert list(module._parts("one two\nthree\n\nfour\n five\nsix")) == ["one two\n", "three\n\nfour\n five\n", "six"]
+
+
+def test_batch_is_each_text_alone() -> None:
+    texts = [*TEXTS, "", "x"]
+    batch = BPE.encode_batch(texts)
+    assert [array.tolist() for array in batch] == [BPE.encode(text) for text in texts]
+    assert {array.dtype for array in batch} == {np.dtype(np.uint32)}
+    assert BPE.encode_batch([]) == BYTES.encode_batch([]) == []
+
+
+def test_training_is_deterministic_and_samples_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Tokenizer.train(iter(TEXTS), 300).digest == BPE.digest
+    assert Tokenizer.train(TEXTS[:1], 300).digest != BPE.digest
+    monkeypatch.setattr(module, "_SAMPLE_CHARACTERS", 200)
+    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 10)
+    texts = ["".join(chr(0x4E00 + 100 * i + j) for j in range(95)) for i in range(10)]
+    blocks = list(module._sample(texts))
+    assert all(block in text for block, text in zip(blocks[::2], texts, strict=True))
+    assert len(blocks) == 20
+
+
+@KINDS
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="half a surrogate pair at character 1"):
+        tokenizer.encode("a\udc80")
+    with pytest.raises(DataError, match="half a surrogate"):
+        Tokenizer.train(["a\udc80"], 300)
+
+
+def test_decode_replaces_broken_characters_and_refuses_foreign_ids() -> None:
+    assert BYTES.decode([0xE6, 0x9D]) == "\ufffd"
+    assert BYTES.decode(np.array([104, 256, 105])) == "hi"
+    with pytest.raises(DataError, match="token 257 is not in this vocabulary: its ids are 0 to 256"):
+        BYTES.decode([257])
+
+
+def test_vocabulary_below_the_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 257"):
+        Tokenizer.train(TEXTS, 256)
+
+
+@KINDS
+def test_file_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("old")
+    tokenizer.save(path)
+    loaded = Tokenizer.load(path)
+    assert (loaded.digest, loaded.pieces) == (tokenizer.digest, tokenizer.pieces)
+    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "other"}, "is not a tokenizer of this package"),
+        ({"version": 2}, "has format version 2, not 1"),
+        ({"merges": [[97, 98]]}, "its digest does not fit"),
+        ({"merges": [[97, 400]]}, "bad merges"),
+        ({"merges": [[-1, 97]]}, "bad merges"),
+        ({"merges": [97]}, "bad merges"),
+        ({"merges": None}, "bad merges"),
+        ({"merges": [[float("inf"), 1]]}, "bad merges"),
+    ],
+)
+def test_foreign_or_damaged_file_is_refused(tmp_path: Path, change: dict, reason: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    BPE.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match=reason) as caught:
+        Tokenizer.load(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"format": "topograd-tok', b"\xff\xfe", b"[" * 100_000])
+def test_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="tokenizer file"):
+        Tokenizer.load(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        Tokenizer.load(tmp_path / "missing.json")
+
+
+def test_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    BPE.encode_batch(TEXTS)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    BPE.encode("x")
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+def test_fork_after_use_prints_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    BPE.encode_batch(TEXTS * 4)
+    Tokenizer.train(TEXTS, 280)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "parallelism" not in capfd.readouterr().err

@@ -1,0 +1,190 @@
+import hashlib
+import json
+import math
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topograd import files
+from topograd.errors import CheckpointError, ConfigError, RunError
+
+
+def test_write_atomic_replaces_bytes_and_text_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    files.write_atomic(path, "größe")
+    assert path.read_bytes() == "größe".encode()
+    files.write_atomic(path, b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_write_atomic_obeys_the_umask_as_a_plain_write_does(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("x")
+    files.write_atomic(tmp_path / "atomic", "x")
+    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    path = tmp_path / "a.txt"
+    files.write_atomic(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    replace, fsync = os.replace, os.fsync
+
+    def spy_replace(source: Path, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    def spy_fsync(descriptor: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "replace", spy_replace)
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    files.write_atomic(tmp_path / "a.txt", "x")
+    assert calls == ["file", "replace", "folder"]
+
+
+def test_json_round_trip_keeps_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, {"loss": math.inf, "steps": [1, 2.5, None, True, "ü"]})
+    assert files.read_json(path) == {"loss": math.inf, "steps": [1, 2.5, None, True, "ü"]}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[" * 100_000])
+def test_damaged_json_raises_the_error_that_was_asked_for_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(RunError, match="damaged") as caught:
+        files.read_json(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError):
+        files.read_json(path, CheckpointError)
+
+
+def test_missing_json_and_values_that_are_not_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot be read"):
+        files.read_json(tmp_path / "none.json")
+    with pytest.raises(RunError, match="cannot be written as JSON"):
+        files.write_json(tmp_path / "a.json", {"x": object()})
+    assert os.listdir(tmp_path) == []
+
+
+def test_sha256_is_that_of_hashlib(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    (tmp_path / "a").write_bytes(data)
+    assert files.sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.txt", "./a", ".hidden", "..a", "inner"])
+def test_inside_accepts_what_lies_inside(tmp_path: Path, name: str) -> None:
+    (tmp_path / "inner").symlink_to(tmp_path / "elsewhere-inside")
+    assert files.inside(tmp_path, name) == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "a/../../b", "a/..", "/etc/passwd", "out", "out/a", "a\0"]
+)
+def test_inside_refuses_what_escapes(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "out").symlink_to(tmp_path)
+    with pytest.raises(RunError, match="does not lie inside"):
+        files.inside(folder, name)
+    with pytest.raises(ConfigError):
+        files.inside(folder, name, ConfigError)
+
+
+def test_inside_works_below_a_relative_or_linked_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    assert files.inside(Path("link"), "a") == Path("link/a")
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text
+items: st.SearchStrategy[Any] = st.recursive(
+    st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=2),
+    max_leaves=4,
+)
+tables = st.recursive(
+    st.dictionaries(text, scalars | st.lists(items, max_size=3), max_size=4),
+    lambda inner: st.dictionaries(text, scalars | inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+@given(tables)
+def test_toml_round_trip(table: dict[str, Any]) -> None:
+    back = tomllib.loads(files.dump_toml(table))
+    assert back == without_none(table)
+    assert json.dumps(back, sort_keys=True) == json.dumps(without_none(table), sort_keys=True)  # 1 is not 1.0
+
+
+def test_toml_of_a_config_reads_well() -> None:
+    config = {
+        "steps": 80,
+        "lr": 3e-4,
+        "model": {"window": None, "partition": (2, 2), "x0": True, "rope": {"base": 1e5}},
+        "loss": math.nan,
+        "odd key": 'a "b"\n',
+        "mix": [{"path": "a", "weight": None}],
+    }
+    expected = """\
+steps = 80
+lr = 0.0003
+loss = nan
+"odd key" = "a \\"b\\"\\n"
+mix = [{path = "a"}]
+
+[model]
+partition = [2, 2]
+x0 = true
+
+[model.rope]
+base = 100000.0
+"""
+    assert files.dump_toml(config) == expected
+    assert math.isnan(tomllib.loads(expected)["loss"])
+
+
+@pytest.mark.parametrize(
+    "table", [{"a": {"b": object()}}, {"a": [None]}, {1: 2}, {"a": Path("x")}, {"a": "\ud800"}, {"\udfff": 1}]
+)
+def test_toml_refuses_what_it_cannot_hold_in_one_line(table: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        files.dump_toml(table)
+    assert "\n" not in str(caught.value)

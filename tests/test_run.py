@@ -1,0 +1,179 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.errors import RunError
+from topograd.run import Run
+
+CONFIG = {"steps": 80, "model": {"layers": 4, "window": None}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.create(tmp_path / "runs" / "x")
+    run.write_config(CONFIG)
+    return run
+
+
+def test_a_created_run_can_be_opened_and_read(run: Run) -> None:
+    opened = Run.open(str(run.folder))
+    assert opened == run
+    assert opened.read_config() == {"steps": 80, "model": {"layers": 4}}
+    assert opened.metrics() == []
+    assert sorted(os.listdir(run.folder)) == ["checkpoints", "config.toml", "figures"]
+
+
+def test_create_refuses_a_run_and_says_how_to_continue_it(run: Run) -> None:
+    with pytest.raises(RunError, match="already holds a run; continue it with --resume"):
+        Run.create(run.folder)
+
+
+def test_create_refuses_a_folder_of_something_else_and_touches_nothing(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match=r"holds 'thesis.tex' .*--resume; pass another folder"):
+        Run.create(tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_create_refuses_a_file_and_a_place_below_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunError, match=r"cannot make a run in .*; pass another folder"):
+            Run.create(folder)
+
+
+def test_create_accepts_what_a_killed_creation_left(tmp_path: Path) -> None:
+    run = Run.create(tmp_path)
+    with run.lock():
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "figures").mkdir()
+        (tmp_path / ".config.toml.0a1b.tmp").write_text("steps = ")
+    Run.create(tmp_path).write_config(CONFIG)
+    assert Run.open(tmp_path).read_config()["steps"] == 80
+
+
+def test_create_refuses_checkpoints_without_a_config(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000040").mkdir(parents=True)
+    with pytest.raises(RunError, match="holds 'checkpoints'"):
+        Run.create(tmp_path)
+
+
+def test_open_refuses_what_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder, problem in (("none", "does not exist"), ("file", "is a file"), (".", "has no config.toml")):
+        with pytest.raises(RunError, match=problem):
+            Run.open(tmp_path / folder)
+
+
+@pytest.mark.parametrize("content", [b"steps = ", b"\xff", b"a = 1\na = 2\n"])
+def test_a_damaged_config_is_one_clear_line(run: Run, content: bytes) -> None:
+    run.config_file.write_bytes(content)
+    with pytest.raises(RunError, match=r"config\.toml is damaged") as caught:
+        run.read_config()
+    assert "\n" not in str(caught.value)
+
+
+def test_metrics_come_back_in_order_as_they_were_logged(run: Run) -> None:
+    records: list[dict[str, Any]] = [
+        {"step": 1, "loss": [0.1, 1 / 3]},
+        {"note": "a\nb ü"},
+        {"step": 2, "loss": math.inf},
+    ]
+    for record in records:
+        run.log(record)
+    assert run.metrics() == records
+    assert run.metrics_file.read_bytes().count(b"\n") == 3
+
+
+def test_every_torn_end_is_skipped_by_readers_and_cut_by_the_next_log(run: Run) -> None:
+    records = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+    for record in records:
+        run.log(record)
+    whole = run.metrics_file.read_bytes()
+    for size in range(len(whole)):
+        run.metrics_file.write_bytes(whole[:size])
+        complete = records[: whole[:size].count(b"\n")]
+        assert run.metrics() == complete
+        run.log({"step": 9})
+        assert run.metrics() == [*complete, {"step": 9}]
+
+
+def test_damage_in_the_middle_is_not_hidden(run: Run) -> None:
+    run.metrics_file.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(RunError, match="line 2 is no JSON object"):
+        run.metrics()
+
+
+def test_a_record_that_is_not_json_leaves_the_metrics_alone(run: Run) -> None:
+    run.log({"step": 1})
+    with pytest.raises(RunError, match="cannot be written as JSON"):
+        run.log({"step": 2, "loss": object()})
+    assert run.metrics() == [{"step": 1}]
+
+
+def test_rewind_drops_later_steps_and_the_torn_line_and_keeps_the_bytes_of_the_rest(run: Run) -> None:
+    for step in (1, 2, 3, 4):
+        run.log({"step": step, "loss": 1 / step})
+    run.log({"note": "no step"})
+    lines = run.metrics_file.read_bytes().splitlines(keepends=True)
+    with open(run.metrics_file, "ab") as file:
+        file.write(b'{"step": 5, "lo')
+    run.rewind_metrics(2)
+    assert run.metrics_file.read_bytes() == lines[0] + lines[1] + lines[4]
+    run.rewind_metrics(0)
+    assert run.metrics() == [{"note": "no step"}]
+
+
+def test_rewind_of_a_run_without_metrics_makes_none(run: Run) -> None:
+    run.rewind_metrics(3)
+    assert not run.metrics_file.exists()
+
+
+def test_the_lock_admits_one_holder_and_can_be_taken_again(run: Run) -> None:
+    with run.lock():
+        with pytest.raises(RunError, match="in use"), run.lock():
+            pass
+        with pytest.raises(RunError, match="in use"), Run.open(run.folder).lock():  # still held
+            pass
+    with run.lock():
+        pass
+
+
+def test_the_lock_ends_with_an_exception_and_clears_a_killed_rewind(run: Run) -> None:
+    leftover = run.folder / ".metrics.jsonl.0a1b.tmp"
+    leftover.write_text("{")
+    with pytest.raises(KeyError), run.lock():
+        raise KeyError
+    assert not leftover.exists()
+    with run.lock():
+        pass
+
+
+HOLDER = """
+import sys
+from topograd.run import Run
+with Run.open(sys.argv[1]).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_is_refused_until_the_holder_is_killed(run: Run) -> None:
+    command = [sys.executable, "-c", HOLDER, str(run.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            with pytest.raises(RunError, match="in use by another process"), run.lock():
+                pass
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    assert holder.returncode == -signal.SIGKILL
+    with run.lock():
+        pass

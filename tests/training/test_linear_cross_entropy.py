@@ -1,0 +1,180 @@
+"""The chunked cross-entropy against the plain one: value, gradients, memory, precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from topograd.reference.cross_entropy import plain_cross_entropy
+from topograd.training import linear_cross_entropy as module
+from topograd.training.linear_cross_entropy import chunk_tokens, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from tests.training.conftest import LogitsWatch
+
+TOKENS, WIDTH, VOCAB = 21, 16, 50
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> Inputs:
+    """x (N, d), W (V, d), b (V), y (N); tokens 7 to 14 (a whole chunk of 7) and the last are ignored."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in (tokens, VOCAB))
+    bias = torch.randn(VOCAB, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    targets[7:14] = targets[-1] = -100
+    return x.to(dtype), weight.to(dtype), bias.to(dtype), targets
+
+
+def graded(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    plain: bool = False,
+    incoming: float = 1.0,
+) -> dict[str, Tensor]:
+    """The loss and the gradients of x, weight and bias."""
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    x, weight, bias = (None if t is None else t.detach().clone().requires_grad_() for t in leaves.values())  # type: ignore[assignment]
+    if plain:
+        loss = plain_cross_entropy(x, weight, targets, bias, softcap)
+    else:
+        loss = linear_cross_entropy(x, weight, targets, bias, softcap=softcap, chunk=chunk)
+    (loss * incoming).backward()
+    found = {"x": x.grad, "weight": weight.grad, "bias": None if bias is None else bias.grad}
+    return {"loss": loss.detach(), **{name: g for name, g in found.items() if g is not None}}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 7, TOKENS, TOKENS + 5])
+def test_equals_the_plain_version_in_float64(chunk: int, with_bias: bool, softcap: float | None) -> None:
+    x, weight, bias, y = inputs()
+    given = x, weight, bias if with_bias else None, y
+    expected = graded(*given, softcap=softcap, plain=True)
+    assert len(expected) == 3 + with_bias
+    assert_close(graded(*given, softcap=softcap, chunk=chunk), expected, 1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_equals_the_plain_version_in_float32(chunk: int) -> None:
+    # The two differ in the order of at most 21 + 50 additions, each with a rounding error of 2^-24 of terms
+    # that may cancel by a factor of ten: 71 * 10 * 6e-8 = 4e-5.
+    given = inputs(torch.float32)
+    assert_close(graded(*given, chunk=chunk), graded(*given, plain=True), 4e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [TOKENS, TOKENS + 5, None])
+def test_bit_equal_when_one_chunk_covers_everything(
+    chunk: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    given = inputs(dtype)
+    expected = graded(*given, softcap=softcap, plain=True)
+    actual = graded(*given, softcap=softcap, chunk=chunk)
+    differing = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not differing
+
+
+def test_leading_shapes_may_be_any() -> None:
+    x, weight, bias, y = inputs()
+    flat = graded(x, weight, bias, y, chunk=4)
+    shaped = graded(x.view(3, 7, WIDTH), weight, bias, y.view(3, 7), chunk=4)
+    assert torch.equal(flat.pop("x"), shaped.pop("x").flatten(0, 1))
+    assert all(torch.equal(flat[name], shaped[name]) for name in flat)
+
+
+@pytest.mark.parametrize("chunk", [5, TOKENS])
+def test_all_targets_ignored_is_zero_and_finite(chunk: int) -> None:
+    x, weight, bias, y = inputs()
+    for name, value in graded(x, weight, bias, torch.full_like(y, -100), chunk=chunk).items():
+        assert torch.equal(value, torch.zeros_like(value)), name
+
+
+@pytest.mark.parametrize("chunk", [4, TOKENS])
+def test_incoming_gradient_scales_all_gradients(chunk: int) -> None:
+    given = inputs()
+    actual = graded(*given, chunk=chunk, incoming=-0.3)
+    expected = graded(*given, plain=True, incoming=-0.3)
+    assert float(expected["x"].abs().max()) > 0
+    assert_close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_gives_only_the_gradients_that_are_wanted(wanted: str) -> None:
+    x, weight, bias, y = inputs()
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    leaves[wanted].requires_grad_()
+    linear_cross_entropy(x, weight, y, bias, chunk=4).backward()
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert grads.keys() == {wanted}
+    leaf, expected = grads[wanted], graded(x, weight, bias, y, plain=True)[wanted]
+    assert leaf is not None
+    torch.testing.assert_close(leaf, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_no_gradient_is_computed_when_none_is_wanted(disabled: bool, logits_watch: type[LogitsWatch]) -> None:
+    x, weight, bias, y = inputs()
+    if disabled:  # parameters that would take gradients, evaluated under no_grad
+        x, weight, bias = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    with torch.set_grad_enabled(not disabled), logits_watch(VOCAB, WIDTH) as watch:
+        loss = linear_cross_entropy(x, weight, y, bias, chunk=4)
+    assert not loss.requires_grad
+    assert torch.equal(loss, graded(x, weight, bias, y, chunk=4)["loss"])
+    assert "_log_softmax" in watch.operations
+    assert not [name for name in watch.operations if "backward" in name or name == "mm"]
+
+
+def test_never_holds_more_than_a_chunk_of_logits(logits_watch: type[LogitsWatch]) -> None:
+    """A tensor of logits never has more rows than a chunk, and what lives at once does not grow with N."""
+    chunk, peaks = 10, []
+    for tokens in (40, 160):
+        x, weight, bias, y = inputs(tokens=tokens)
+        with logits_watch(VOCAB, WIDTH) as watch:
+            linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), y, bias, softcap=9.0, chunk=chunk).backward()
+        assert watch.rows == chunk
+        peaks.append(watch.peak)
+    assert peaks[0] == peaks[1]
+    assert peaks[0] <= 8 * chunk * VOCAB  # logits, tanh, log-softmax and their gradients
+
+
+def test_the_watch_sees_the_plain_version_hold_all_logits(logits_watch: type[LogitsWatch]) -> None:
+    x, weight, bias, y = inputs(tokens=40)
+    with logits_watch(VOCAB, WIDTH) as watch:
+        plain_cross_entropy(x.requires_grad_(), weight, y, bias).backward()
+    assert watch.rows == 40
+
+
+def test_default_chunk_fits_the_budget() -> None:
+    for vocab in (50, 2048, 50_000):
+        assert chunk_tokens(vocab) * vocab <= module.CHUNK_ELEMENTS < (chunk_tokens(vocab) + 1) * vocab
+    assert chunk_tokens(module.CHUNK_ELEMENTS) == 16, "never less than 16 tokens"
+
+
+def test_bfloat16_autocast_is_close() -> None:
+    # bfloat16 keeps 8 bits: inputs and logits are off by 2^-9 each, relative, and the logits are of size 10.
+    given = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = graded(*given, chunk=6)
+        plain = graded(*given, plain=True)
+    exact = graded(*given, plain=True)
+    assert all(value.dtype == torch.float32 for value in actual.values()), "gradients come back as parameters are"
+    assert_close(actual, exact, 0.05)
+    assert float(torch.sub(actual["loss"], plain["loss"]).abs()) < 1e-4, "the loss itself is float32 in both"
