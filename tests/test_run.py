@@ -1,15 +1,28 @@
+"""Run as a script, this file is the process that the kill test forks its victims from."""
+
+import json
 import math
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
 
 from topograd.errors import RunError
 from topograd.run import Run
+from topograd.training import checkpoint
 
 CONFIG = {"steps": 80, "model": {"layers": 4, "window": None}}
 
@@ -177,3 +190,140 @@ def test_another_process_is_refused_until_the_holder_is_killed(run: Run) -> None
     assert holder.returncode == -signal.SIGKILL
     with run.lock():
         pass
+
+
+# A run killed at any instant, by SIGKILL. What follows runs in a child process of its own. It forks workers
+# (quicker than to load torch in each), which write what a trainer writes, and kills them.
+
+
+def numbered(step: int) -> tuple[nn.Linear, SGD]:
+    """A model, optimizer and generator whose every number says which step it is of."""
+    model = nn.Linear(64, 64)
+    optimizer = SGD(model.parameters(), lr=float(step), momentum=0.9)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, step)
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, step)}
+    torch.manual_seed(step)
+    return model, optimizer
+
+
+def write_step(run: Run, step: int) -> None:
+    """What a trainer writes: the config, a line of metrics and a checkpoint, the only one that is kept."""
+    model, optimizer = numbered(step)
+    with run.lock():
+        run.write_config({"step": step})
+        run.rewind_metrics(step - 1)
+        run.log({"step": step})
+        extra = {"step": step}
+        checkpoint.save(
+            run.checkpoints, step=step, model=model, optimizers={"sgd": optimizer}, extra=extra, keep=1
+        )
+
+
+def surviving_step(run: Run) -> int:
+    """The step of the latest checkpoint. It must load and be of one step; the rest of the run must fit it."""
+    with Run.open(run.folder).lock():
+        path = checkpoint.latest(run.checkpoints)
+        assert path is not None
+        model, optimizer = numbered(0)
+        step = checkpoint.load(path, model, {"sgd": optimizer}).step
+        assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(step).get_state())
+        assert optimizer.param_groups[0]["lr"] == step
+        for parameter in model.parameters():
+            assert (parameter == step).all()
+            assert (optimizer.state[parameter]["momentum_buffer"] == step).all()
+        assert step <= run.read_config()["step"] <= step + 1
+        steps = [record["step"] for record in run.metrics()]
+        assert steps == list(range(1, len(steps) + 1))
+        assert step - 1 <= len(steps) <= step + 1
+    return step
+
+
+def fork(work: Callable[[], None]) -> int:
+    worker = os.fork()
+    if worker == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return worker
+
+
+def kill_at_random_instants(run: Run, kills: int) -> int:
+    """After how many kills an unfinished checkpoint lay there, which says that they fell into saves."""
+    chance = random.Random(0)
+    step, unfinished = 1, 0
+    write_step(run, step)
+    start = time.perf_counter()
+    write_step(run, step)
+    duration = time.perf_counter() - start
+
+    def work() -> None:
+        for number in range(2 * step + 1, 10**9):  # each step twice: half of the saves replace a checkpoint
+            write_step(run, number // 2)
+
+    for _ in range(kills):
+        worker = fork(work)
+        time.sleep(chance.uniform(0.0, 5 * duration))
+        os.kill(worker, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(worker, 0)[1]) == signal.SIGKILL
+        unfinished += any(name.startswith(".") for name in os.listdir(run.checkpoints))
+        before, step = step, surviving_step(run)
+        assert step >= before, f"step {before} was there, now {step} is the latest"
+    return unfinished
+
+
+def snapshot_before_every_operation(run: Run, step: int, place: Path) -> list[Run]:
+    """Copies of the run before each operation on a file as it writes `step`: what a kill there leaves."""
+    names = ("mkdir", "rename", "remove", "rmdir", "truncate", "scandir", "listdir")
+    audited = {"open", *(f"os.{name}" for name in names)}
+    copies: list[Run] = []
+    busy = False
+
+    def hook(event: str, _: tuple[Any, ...]) -> None:
+        nonlocal busy
+        if event in audited and not busy:
+            busy = True  # the copy's own operations do not count
+            copies.append(Run(Path(shutil.copytree(run.folder, place / str(len(copies))))))
+            busy = False
+
+    sys.addaudithook(hook)
+    write_step(run, step)
+    busy = True  # for good: a hook cannot be removed
+    return copies
+
+
+def kill_before_every_operation(place: Path, new: int) -> int:
+    """How many operations writing step `new` after step 2 takes. From before each, the run must go on."""
+    run = Run.create(place / "run")
+    for step in (1, 2):
+        write_step(run, step)
+    copies = snapshot_before_every_operation(run, new, place)
+    for copy in copies:
+        assert surviving_step(copy) in (2, new)
+        write_step(copy, new)
+        assert surviving_step(copy) == new
+        assert os.listdir(copy.checkpoints) == [f"step-{new:08d}"], "leftovers of killed saves stay behind"
+    return len(copies)
+
+
+def test_a_run_killed_at_any_instant_keeps_its_latest_checkpoint_whole(tmp_path: Path) -> None:
+    """Twelve kills at random, and what one would leave before each operation of a new and a repeated step."""
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    unfinished, adding, replacing = json.loads(done.stdout)
+    assert unfinished >= 3
+    assert adding >= 20
+    assert replacing >= 20
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    unfinished = kill_at_random_instants(Run.create(place / "random"), kills=12)
+    with mock.patch.object(os, "fsync"):  # slow, and only a power cut could tell the difference
+        counts = [kill_before_every_operation(place / f"to-{new}", new) for new in (3, 2)]
+    print(json.dumps([unfinished, *counts]))

@@ -49,7 +49,7 @@ DIAMOND = Topology(
         Stage(2, 5, (Edge(1, transmissivity=0.7), Edge(2, transmissivity=1.0), Edge(0)), weight=0.5),
     ),
 )
-"""Two arms from a soft root without a loss of its own, one tapped early, joined by a stage that overlaps one."""
+"""Two arms from a soft root without a loss, one tapped early; the stage that joins them overlaps one."""
 
 CASES = (
     Case("backprop", BACKPROP),
@@ -92,11 +92,11 @@ class Tiny:
         *,
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
-        **settings: object,
+        **settings: Any,
     ) -> GPT:
         """A GPT that fits `topology`, heads included, with random parameters."""
         torch.manual_seed(seed)
-        shape: dict[str, object] = {"width": cls.width, "heads": 2, "vocab": cls.vocab, "context": 16}
+        shape: dict[str, Any] = {"width": cls.width, "heads": 2, "vocab": cls.vocab, "context": 16}
         stack = GPT(**{**shape, "layers": topology.layers, **settings}).to(dtype)
         prepare(stack, topology)
         with torch.no_grad():
@@ -150,9 +150,9 @@ class LogitsWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.operations.append(func.overloadpacket.__name__)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] == self.vocab:
-                if tensor.shape[-2] != self.width:
-                    self._made(tensor)
+            shape = tensor.shape[-2:] if isinstance(tensor, Tensor) else ()
+            if len(shape) == 2 and shape[1] == self.vocab and shape[0] != self.width:
+                self._made(tensor)
         return result
 
     def _made(self, tensor: Tensor) -> None:

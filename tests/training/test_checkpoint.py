@@ -1,4 +1,4 @@
-"""Run as a script, this file is the process that the kill test kills workers of, apart from pytest's own."""
+"""What a kill leaves behind is tested in tests/test_run.py, on a whole run."""
 
 import copy
 import json
@@ -6,10 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,121 +347,3 @@ def test_a_save_that_fails_keeps_what_was_there(folder: Path, monkeypatch: pytes
         save(folder, step=120, model=Net(), optimizers={}, extra={})
     assert sorted(os.listdir(folder)) == ["step-00000040", "step-00000080"]
     assert load(folder / "step-00000080", Net()).step == 80
-
-
-# Kills: everything below runs in a child process, which forks workers that save and kills them.
-
-
-def numbered(step: int) -> tuple[nn.Module, Optimizer]:
-    """A model and optimizer whose every number says which step it is of."""
-    model = nn.Linear(64, 64)
-    optimizer = SGD(model.parameters(), lr=float(step), momentum=0.9)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, step)
-        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, step)}
-    torch.manual_seed(step)
-    return model, optimizer
-
-
-def save_numbered(folder: Path, step: int) -> None:
-    model, optimizer = numbered(step)
-    save(folder, step=step, model=model, optimizers={"sgd": optimizer}, extra={"step": step}, keep=1)
-
-
-def verified_step(folder: Path) -> int:
-    """The step of the latest checkpoint, which must load, with all its numbers of that step."""
-    path = latest(folder)
-    assert path is not None
-    model, optimizer = numbered(0)
-    checkpoint = load(path, model, {"sgd": optimizer})
-    assert checkpoint.extra == {"step": checkpoint.step}
-    assert equal(snapshot(model, optimizer), snapshot(*numbered(checkpoint.step)))
-    return checkpoint.step
-
-
-def fork(work: Callable[[], None]) -> int:
-    worker = os.fork()
-    if worker == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return worker
-
-
-def kill_at_random_instants(folder: Path, kills: int) -> int:
-    """How many kills left something behind, which says that they fell into a save."""
-    chance = random.Random(0)
-    step, interrupted = 1, 0
-    save_numbered(folder, step)
-
-    def work() -> None:
-        for number in range(2 * step + 1, 10**9):  # each step twice: half of the saves replace a checkpoint
-            save_numbered(folder, number // 2)
-
-    for _ in range(kills):
-        worker = fork(work)
-        time.sleep(chance.uniform(0.0, 0.1))
-        os.kill(worker, signal.SIGKILL)
-        assert os.WTERMSIG(os.waitpid(worker, 0)[1]) == signal.SIGKILL
-        interrupted += any(not re.fullmatch(r"step-\d+", name) for name in os.listdir(folder))
-        before, step = step, verified_step(folder)
-        assert step >= before, f"step {before} was there, now {step} is the latest"
-    save_numbered(folder, step)
-    assert os.listdir(folder) == [f"step-{step:08d}"], "leftovers of killed saves stay behind"
-    return interrupted
-
-
-def die_before(operation: int) -> None:
-    """Kill this process before its n-th operation on a file, as the interpreter's audit hook counts them."""
-    audited = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
-    count = 0
-
-    def hook(event: str, _: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in audited:
-            count += 1
-            if count == operation:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def kill_before_every_operation(folder: Path, new: int) -> int:
-    """How many operations a save of step `new` after step 5 has. Workers were killed before each."""
-
-    def work() -> None:
-        die_before(operation)
-        save_numbered(folder, new)
-
-    for operation in range(1, 1000):
-        if operation % 2:  # every other worker meets what the kill before it left
-            shutil.rmtree(folder, ignore_errors=True)
-            save_numbered(folder, 5)
-        status = os.waitpid(fork(work), 0)[1]
-        assert verified_step(folder) in (5, new)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            assert os.listdir(folder) == [f"step-{new:08d}"]
-            return operation - 1
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    raise AssertionError("no save ended")
-
-
-def test_killed_at_any_instant_the_latest_checkpoint_is_whole(tmp_path: Path) -> None:
-    """Twelve kills at random, and one before each operation of a save that adds and of one that replaces."""
-    command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    interrupted, adding, replacing = json.loads(done.stdout)
-    assert interrupted >= 4
-    assert adding >= 15
-    assert replacing >= 15
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    place = Path(sys.argv[1])
-    operations = [kill_before_every_operation(place / f"to-{new}", new) for new in (6, 5)]
-    print(json.dumps([kill_at_random_instants(place / "random", 12), *operations]))

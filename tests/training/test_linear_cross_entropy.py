@@ -57,7 +57,9 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype, name
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=tolerance * float(value.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -73,10 +75,10 @@ def test_equals_the_plain_version_in_float64(chunk: int, with_bias: bool, softca
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_equals_the_plain_version_in_float32(chunk: int) -> None:
-    # The two differ in the order of at most 21 + 50 additions, each with a rounding error of 2^-24 of terms
-    # that may cancel by a factor of ten: 71 * 10 * 6e-8 = 4e-5.
+    # The two differ in the order of at most 21 + 50 additions, each of which rounds by 2^-24 of the largest
+    # term: 71 * 6e-8 = 4e-6.
     given = inputs(torch.float32)
-    assert_close(graded(*given, chunk=chunk), graded(*given, plain=True), 4e-5)
+    assert_close(graded(*given, chunk=chunk), graded(*given, plain=True), 4e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -148,7 +150,9 @@ def test_never_holds_more_than_a_chunk_of_logits(logits_watch: type[LogitsWatch]
     for tokens in (40, 160):
         x, weight, bias, y = inputs(tokens=tokens)
         with logits_watch(VOCAB, WIDTH) as watch:
-            linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), y, bias, softcap=9.0, chunk=chunk).backward()
+            linear_cross_entropy(
+                x.requires_grad_(), weight.requires_grad_(), y, bias, softcap=9.0, chunk=chunk
+            ).backward()
         assert watch.rows == chunk
         peaks.append(watch.peak)
     assert peaks[0] == peaks[1]
@@ -169,12 +173,15 @@ def test_default_chunk_fits_the_budget() -> None:
 
 
 def test_bfloat16_autocast_is_close() -> None:
-    # bfloat16 keeps 8 bits: inputs and logits are off by 2^-9 each, relative, and the logits are of size 10.
+    # bfloat16 keeps 8 bits: x, W and the logits are off by 2^-9 each, and the logits are of size 10 or less:
+    # a probability is off by 10 * 2^-9 = 2 %, and the gradients by that, their own rounding aside.
     given = inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = graded(*given, chunk=6)
         plain = graded(*given, plain=True)
     exact = graded(*given, plain=True)
-    assert all(value.dtype == torch.float32 for value in actual.values()), "gradients come back as parameters are"
-    assert_close(actual, exact, 0.05)
+    assert all(value.dtype == torch.float32 for value in actual.values()), (
+        "gradients come back as parameters are"
+    )
+    assert_close(actual, exact, 0.03)
     assert float(torch.sub(actual["loss"], plain["loss"]).abs()) < 1e-4, "the loss itself is float32 in both"

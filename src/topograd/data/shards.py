@@ -8,7 +8,7 @@ cut into files of equal size, so that any stretch of text, with the separator be
 it, is one slice. `offsets` (n + 1,) holds the positions of the separators: document i is the slice from
 offsets[i] + 1 to offsets[i + 1].
 
-    manifest.json       format, version, dtype, counts, the names of the files, the caller's meta
+    manifest.json       format, version, dtype, counts, the names of the files, a SHA-256 of both, meta
     offsets.bin         int64, little-endian
     tokens-00000.bin    uint16 (uint32 above 65536 ids), little-endian; tokens-00001.bin, ...
 
@@ -21,7 +21,7 @@ Limits. Opening checks names, sizes and offsets, not the tokens themselves: that
 
 import fcntl
 import glob
-import json
+import hashlib
 import os
 import re
 import secrets
@@ -37,8 +37,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from topograd.data._files import sync_folder, write_synced
 from topograd.errors import DataError
+from topograd.files import dump_json, read_json, sync
 
 _FORMAT = "topograd-shards"
 _VERSION = 1
@@ -120,8 +120,8 @@ def write_shards(
 ) -> Shards:
     """Write the documents, given without separators, to `folder` and open it. `meta` must be JSON-able.
 
-    Shards that are already there are kept if they have the same manifest, and are replaced if not. A folder
-    with anything else in it is left alone, and that is an error.
+    Shards that are already there are kept if they are whole and have the same manifest (which has a digest
+    of tokens and offsets), and are replaced if not. A folder with anything else in it is an error.
     """
     if not 0 <= separator < vocab or shard_tokens < 1:
         raise DataError(f"separator {separator} must be in 0..{vocab - 1}, and shard_tokens at least 1")
@@ -142,14 +142,15 @@ def write_shards(
                 positions.append(writer.written - 1)
         if len(positions) < 2:
             raise DataError(f"no documents to write to {str(folder)!r}: give at least one")
-        write_synced(temporary / _OFFSETS, np.array(positions, dtype="<i8").tobytes())
+        offsets = np.array(positions, dtype="<i8").tobytes()
+        _write(temporary / _OFFSETS, offsets)
+        writer.digest.update(offsets)
         counts = {"tokens": writer.written, "documents": len(positions) - 1, "shard_tokens": shard_tokens}
         header = {"format": _FORMAT, "version": _VERSION, "dtype": _dtype(vocab).name}
-        manifest = (
-            header | counts | {"vocab": vocab, "separator": separator, "files": writer.names, "meta": meta}
-        )
-        write_synced(temporary / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        sync_folder(temporary)
+        content = {"vocab": vocab, "separator": separator, "files": writer.names, "meta": meta}
+        manifest = header | counts | content | {"sha256": writer.digest.hexdigest()}
+        _write(temporary / _MANIFEST, (dump_json(manifest, indent=2, error=DataError) + "\n").encode())
+        sync(temporary)
         return _move_into_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -162,6 +163,7 @@ class _StreamWriter:
         self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
         self.names: list[str] = []
         self.written = 0
+        self.digest = hashlib.sha256()
         self._file: BinaryIO | None = None
 
     def add(self, tokens: np.ndarray) -> None:
@@ -174,7 +176,9 @@ class _StreamWriter:
                 room = self.shard_tokens
             assert self._file is not None
             part, tokens = tokens[:room], tokens[room:]
-            self._file.write(part.astype(self.dtype).tobytes())
+            content = part.astype(self.dtype).tobytes()
+            self._file.write(content)
+            self.digest.update(content)
             self.written += len(part)
 
     def __enter__(self) -> "_StreamWriter":
@@ -185,10 +189,14 @@ class _StreamWriter:
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
+            sync(self.folder / self.names[-1])
             self._file = None
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    sync(path)
 
 
 def _move_into_place(temporary: Path, folder: Path) -> Shards:
@@ -205,7 +213,7 @@ def _move_into_place(temporary: Path, folder: Path) -> Shards:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             os.rename(temporary, folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
         _remove_abandoned(folder)
         return Shards.open(folder)
 
@@ -251,12 +259,7 @@ def _dtype(vocab: int) -> np.dtype:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise _refused(path, "is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, f"cannot be read ({type(error).__name__})") from error
+    manifest = read_json(path, DataError)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise _refused(path, "does not describe shards of this package")
     if manifest.get("version") != _VERSION:

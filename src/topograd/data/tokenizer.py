@@ -10,10 +10,10 @@ One class, two kinds. Both are byte-level: ids 0..255 are the bytes, and the las
 
 A tokenizer is therefore its list of merges, and that is all that its file holds.
 
-Cost. Training reads at most 4 MiB of text, in blocks spaced evenly over all of it: at 1024 tokens on the
-embedded corpus that shortens the text by 0.2% less than training on all of it, in less than half the time.
-Encoding uses one thread per core, which the library's own pool is not used for: once that pool has run, any
-later fork of the process prints a warning.
+Cost. Training reads about 4 million characters at most, in blocks spaced evenly over all the text: with 1024
+ids on the embedded corpus that gives 0.1% more tokens than training on all of it, in a third of the time.
+Encoding runs in one thread per core. They are our own threads: once the library's pool has run, every later
+fork of the process prints a warning.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from topograd.data._files import write_atomically
 from topograd.errors import ConfigError, DataError
+from topograd.files import dump_json, read_json, write_atomic
 
 SEPARATOR = "<|doc|>"
 _FORMAT = "topograd-tokenizer"
@@ -146,15 +146,12 @@ class Tokenizer:
             "digest": self.digest,
             "merges": self.merges,
         }
-        write_atomically(path, (json.dumps(content) + "\n").encode())
+        write_atomic(path, dump_json(content) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
         """Read what `save` wrote."""
-        try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise _refused(path, f"cannot be read ({type(error).__name__})") from error
+        content = read_json(path, DataError)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise _refused(path, "is not a tokenizer of this package")
         if content.get("version") != _VERSION:

@@ -195,6 +195,10 @@ class _Layer(nn.Module):
 class Adapted(Stack):
     """The stack that `adapt` makes. Its parameters are the model's own, and per-stage heads if added."""
 
+    chain: tuple[_Link, ...]
+    norm: nn.Module
+    head: nn.Module
+
     def __init__(self, model: nn.Module, chain: Sequence[_Link], layers: int, head_rank: int | None) -> None:
         super().__init__()
         self.model = model
@@ -202,7 +206,7 @@ class Adapted(Stack):
         self.__dict__["layers"] = nn.ModuleList(
             _Layer(link.module, i) for i, link in enumerate(chain[:layers])
         )
-        self.__dict__["chain"] = tuple(chain)
+        self.chain = tuple(chain)
         self.__dict__["norm"] = chain[layers].module if len(chain) - layers == 2 else nn.Identity()
         head = chain[-1].module
         linear = type(head) is nn.Linear  # a subclass may compute something else
@@ -228,7 +232,9 @@ class Adapted(Stack):
         calls = self._trace(inputs).calls[: len(self.layers)]
         chance.restore()
         for link, call in zip(self.chain, calls, strict=False):
-            for name, value in (*enumerate(call.args, start=1), *call.kwargs.items()):
+            for place, value in enumerate(call.args, start=1):
+                _check_argument(link.name, f"argument {place}", value)
+            for name, value in call.kwargs.items():
                 _check_argument(link.name, name, value)
         return Bus(x0, inputs, super().bus(x0, inputs).positions, {"calls": calls})
 
@@ -324,21 +330,20 @@ class Adapted(Stack):
         return [*seen, logits[0] if isinstance(logits, tuple) else logits]
 
 
-def _check_argument(layer: str, argument: int | str, value: Any) -> None:
+def _check_argument(layer: str, argument: str, value: Any) -> None:
     """Refuse what could carry gradient or memory past the boundaries between stages."""
-    label = f"argument {argument}" if isinstance(argument, int) else repr(argument)
     if isinstance(value, tuple):
         for part in value:
             _check_argument(layer, argument, part)
     elif isinstance(value, Tensor):
         if value.requires_grad:
             raise StackError(
-                f"{layer} is given {label}, a tensor with gradient, which no stage would send back; "
+                f"{layer} is given {argument}, a tensor with gradient, which no stage would send back; "
                 "freeze the parameters that make it, or write a Stack for this model"
             )
     elif not isinstance(value, _PLAIN):
         raise StackError(
-            f"{layer} is given {label}, a {type(value).__name__}, through which layers may hear each other; "
+            f"{layer} is given {argument}, a {type(value).__name__}, by which layers could hear each other; "
             "only tensors, numbers, strings, None and tuples of these may be given"
         )
 

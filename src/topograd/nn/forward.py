@@ -64,8 +64,19 @@ class StageStates:
             [stack.layers[i].new_state(batch, capacity) for i in planned.layers]  # type: ignore[operator]
             for planned in plan.stages
         ]
+        self.seen = [0] * len(plan.stages)
+        """How many positions each stage has run; one that was not needed lags behind."""
         self.previous: Tensor | None = None
         self.length = 0
+
+    def truncate(self, length: int, previous: Tensor | None) -> None:
+        """Forget everything from position `length` on; `previous` (batch,) is the token before it."""
+        for stage, states in enumerate(self.layers):
+            if self.seen[stage] > length:
+                for state in states:
+                    state.truncate(length)
+                self.seen[stage] = length
+        self.previous, self.length = previous, length
 
 
 @torch.no_grad()
@@ -88,7 +99,15 @@ def stage_outputs(
         if planned.index not in needed:
             continue
         messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
-        memory = states.layers[planned.index] if states else None
+        memory = None
+        if states:
+            if states.seen[planned.index] != offset:
+                raise StackError(
+                    f"stage {planned.index} has seen {states.seen[planned.index]} of {offset} positions; "
+                    "ask for the same stages at every step"
+                )
+            states.seen[planned.index] += inputs.shape[1]
+            memory = states.layers[planned.index]
         h, sent = run_stage(stack, planned, messages, bus, relays, memory)
         spoken.update(sent)
         for port in planned.forget:

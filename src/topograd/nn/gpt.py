@@ -65,8 +65,14 @@ class GPTConfig:
                 f"width {self.width} does not split into {self.heads} heads of even width; "
                 "choose a width that is a multiple of twice the heads"
             )
-        if self.heads % (self.kv_heads or self.heads):
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise StackError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads; use a divisor")
+        if int(self.mlp_ratio * self.width) < 1:
+            raise StackError(f"mlp_ratio {self.mlp_ratio} leaves the MLP no width; use at least 1 / width")
+        if self.softcap is not None and not self.softcap > 0:
+            raise StackError(f"softcap is {self.softcap}; it must be positive, or None for no cap")
+        if any(window < 0 for window in self.windows):
+            raise StackError(f"windows {self.windows} has a negative span; use 0 for the whole context")
         if self.mlp not in ("relu2", "swiglu"):
             raise StackError(f"mlp {self.mlp!r} is unknown; choose 'relu2' or 'swiglu'")
         if self.value_embeddings not in ("none", "alternate", "all"):
@@ -140,7 +146,9 @@ class Attention(nn.Module):
         windowed = 0 < self.window < total
         if not windowed and (time == total or time == 1):
             return None
-        behind = torch.arange(total - time, total, device=device)[:, None] - torch.arange(total, device=device)
+        behind = torch.arange(total - time, total, device=device)[:, None] - torch.arange(
+            total, device=device
+        )
         allowed = behind >= 0
         return allowed & (behind < self.window) if windowed else allowed
 
@@ -189,6 +197,8 @@ class GPT(Stack):
 
     def __init__(self, config: GPTConfig | None = None, **settings: object) -> None:
         super().__init__()
+        if config is not None and settings:
+            raise StackError(f"GPT got a config and also {sorted(settings)}; put everything into one of them")
         self.config = config = config or GPTConfig(**settings)  # type: ignore[arg-type]
         self.embedding = nn.Embedding(config.vocab, config.width)
         self.previous = nn.Embedding(config.vocab, config.width) if config.smear else None

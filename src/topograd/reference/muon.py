@@ -6,8 +6,8 @@
     θ ← (1 − η w) θ − η s O
 
 Source: "Muon: An optimizer for hidden layers in neural networks" (K. Jordan et al.). The fast version, with
-the meaning of the symbols, is `topograd.training.muon`. Cost: 6 m² n + 2 m³ flops for each step of
-Newton-Schulz on a matrix of shape (m, n), whatever is smaller.
+the meaning of the symbols, is `topograd.training.muon`. Cost: 6 m² n flops for each step of Newton-Schulz
+on a matrix of shape (m, n), whichever side is smaller.
 """
 
 import math
@@ -47,9 +47,9 @@ def muon_step(
     blocks = []
     for block in U.chunk(split):
         rows, cols = block.shape
-        if adjust_lr_fn == "original":
-            s = math.sqrt(max(1, rows / cols))
-        else:
-            s = 0.2 * math.sqrt(max(rows, cols))
-        blocks.append(s * newton_schulz(block, ns_coefficients, ns_steps, eps))
+        scales = {
+            "original": math.sqrt(max(1, rows / cols)),
+            "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+        }
+        blocks.append(scales[adjust_lr_fn] * newton_schulz(block, ns_coefficients, ns_steps, eps))
     return (1 - lr * weight_decay) * parameter - lr * torch.cat(blocks), B

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+LARGEST = 1e15  # the size beyond which a number is taken for the trace of a divergence
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Series:
 
 
 def number(value: object) -> float:
-    """A finite number as a float; anything else, infinity included, as NaN."""
+    """A number as a float. Anything else is NaN, and so is what no sound run has: infinity, or beyond 1e15."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value) if math.isfinite(value) else math.nan
+    return float(value) if abs(value) <= LARGEST else math.nan
 
 
 def numbers(value: object) -> list[float]:
@@ -104,10 +105,11 @@ def last_value(run: RunData, kind: str, key: str) -> float:
 
 
 def percent_above(value: Array | float, base: Array | float) -> Any:
-    """How far a value lies above a base, in percent; NaN where the base is not positive."""
-    base = np.where(np.asarray(base) > 0, base, np.nan)
-    result = 100 * (value / base - 1)
-    return float(result) if np.ndim(result) == 0 else result
+    """How far a value lies above a base, in percent; NaN where that makes no sense or is beyond `LARGEST`."""
+    sound = np.asarray(base) > 1e-9
+    result = 100 * (value / np.where(sound, base, np.nan) - 1)
+    result = np.where(np.abs(result) <= LARGEST, result, np.nan)
+    return float(result) if result.ndim == 0 else result
 
 
 def gap_at_steps(staged: Series, backprop: Series) -> Series | None:
@@ -139,8 +141,8 @@ def gap_at_seconds(staged: Series, backprop: Series) -> Series | None:
 def smooth(values: Array, window: int) -> Array:
     """Centred running mean along the first axis, which ignores NaN and stays NaN where a window has none.
 
-    At the start, where a loss falls fast, the window shrinks so that it stays centred. At the end it keeps its
-    past half: the last value is the mean of the last `window // 2 + 1`.
+    At the start, where a loss falls fast, the window shrinks so that it stays centred. At the end it keeps
+    its past half: the last value is the mean of the last `window // 2 + 1`.
     """
     count = len(values)
     known = np.isfinite(values)

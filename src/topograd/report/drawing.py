@@ -17,10 +17,11 @@ from typing import Any
 
 import matplotlib
 import matplotlib.style
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
 from topograd.report.data import Array
 
@@ -30,10 +31,11 @@ GRID = "#e6e9ef"
 BACKPROP = "#1d2433"
 WIDTH = 8.0  # inches, of every figure: so that text has one size on the page
 MAX_POINTS = 600  # of a raw curve; more cannot be seen and make the page heavy
+MAX_TEXTS = 16  # bars that still have room for their values
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5578f", "#d99100", "#3f9fd8")
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1.2)))
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+_MARKERS = ("o", "s", "^", "X", "v", "P")
 
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -59,6 +61,7 @@ _STYLE: dict[str, Any] = {
     "ytick.color": "#b9c0cc",
     "xtick.labelcolor": MUTED,
     "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "legend.frameon": False,
@@ -90,6 +93,16 @@ def look(stage: int, stages: int) -> Look:
     return Look(colour, _DASHES[stage % len(_DASHES)], _MARKERS[stage % len(_MARKERS)])
 
 
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a bar chart: its name below, its height, and the text at its end."""
+
+    label: str
+    height: float
+    colour: str
+    text: str
+
+
 @contextmanager
 def style() -> Iterator[None]:
     """Draw inside this: matplotlib's own defaults and then ours, whatever the user's settings are."""
@@ -99,45 +112,57 @@ def style() -> Iterator[None]:
 
 def new_figure(height: float) -> Figure:
     """An empty figure whose parts move aside for one another."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.09, h_pad=0.08)  # type: ignore[union-attr]
-    return figure
+    return Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.08))
 
 
-def panels(figure: Figure, count: int, **options: Any) -> list[Axes]:
-    """`count` axes in one row."""
-    return list(figure.subplots(1, count, squeeze=False, **options)[0])
+def panels(figure: Figure, count: int, *, stacked: bool = False, **options: Any) -> list[Axes]:
+    """`count` axes in one row, or stacked in one column."""
+    lines, columns = (count, 1) if stacked else (1, count)
+    return list(figure.subplots(lines, columns, squeeze=False, **options).flat)
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend for the figure, from the entries of one of its axes, under everything else."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 5))
+        columns = max(1, 88 // (max(map(len, labels)) + 8))  # about 88 characters fit the width
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), columns))
 
 
-def bars(axes: Axes, labels: list[str], heights: list[float], colours: list[str], texts: list[str]) -> None:
-    """Bars from zero, each with its value written at its end. Unknown heights leave an empty place.
+def whole_steps(axes: Axes) -> None:
+    """Ticks at whole steps only, however short the run."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.set_xlabel("step")
 
-    Callers set no limits: room for the texts is made here.
+
+def bars(axes: Axes, drawn: list[Bar], slots: int) -> None:
+    """Bars from zero, each with its text at its end, in at least `slots` places so that few stay slim.
+
+    Where there are more than `MAX_TEXTS` bars, texts are left out and names thinned. Callers may raise the
+    upper limit but need not: there is room for the texts.
     """
-    known = np.nan_to_num(np.array(heights, dtype=float))
-    axes.bar(range(len(known)), known, width=0.62, color=colours, zorder=2)
-    for place, (height, text) in enumerate(zip(known, texts, strict=True)):
-        offset = (0, -4) if height < 0 else (0, 4)
+    heights = [bar.height for bar in drawn]
+    axes.bar(range(len(drawn)), heights, width=0.6, color=[bar.colour for bar in drawn])
+    for place, bar in enumerate(drawn if len(drawn) <= MAX_TEXTS else ()):
+        down = bar.height < 0
         axes.annotate(
-            text,
-            (place, height),
-            offset,
+            bar.text,
+            (place, bar.height),
+            (0, -4 if down else 4),
             textcoords="offset points",
             ha="center",
-            va="top" if height < 0 else "bottom",
+            va="top" if down else "bottom",
+            fontsize=9.5 if len(drawn) <= 8 else 8,
         )
-    low, high = min(0.0, known.min()), max(0.0, known.max())
+    low, high = min(0.0, *heights), max(0.0, *heights)
     room = 0.16 * (high - low) or 1.0
     axes.set_ylim(low - room if low < 0 else 0, high + room)
-    axes.set_xlim(-0.6, max(len(known), 2) - 0.4)
-    axes.set_xticks(range(len(known)), labels)
+    margin = max(slots - len(drawn), 0) / 2 + 0.5
+    axes.set_xlim(-margin, len(drawn) - 1 + margin)
+    stride = -(-len(drawn) // MAX_TEXTS)
+    last = len(drawn) - 1
+    shown = [*range(0, last - stride + 1, stride), last]
+    axes.set_xticks(shown, [drawn[place].label for place in shown])
     axes.grid(axis="x", visible=False)
     axes.tick_params(axis="x", length=0)
     if low < 0:
@@ -151,7 +176,9 @@ def thin(steps: Array, values: Array) -> tuple[Array, Array]:
 
 
 def render(figure: Figure) -> tuple[str, bytes]:
-    """The figure as SVG text and as PNG bytes, without dates or names of programs."""
+    """The figure as SVG text and as PNG bytes, without dates or names of programs. Lays it out once, for good."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     svg, png = io.BytesIO(), io.BytesIO()
     nameless = {"Date": None, "Creator": None, "Format": None, "Type": None}
     figure.savefig(svg, format="svg", metadata=nameless)

@@ -8,7 +8,6 @@ tail usefulness U_k ("Stage-Partitioned Learning" §10.2, eq. 35) come from the 
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +30,28 @@ from topograd.report.data import (
     percent_above,
     smooth,
 )
-from topograd.report.drawing import BACKPROP, INK, MUTED, legend_below, look, new_figure, panels, thin
-from topograd.report.tables import POOLINGS, Table, fixed, percent, prefix_name, smoothing_window, whole
+from topograd.report.drawing import (
+    BACKPROP,
+    INK,
+    MUTED,
+    legend_below,
+    look,
+    new_figure,
+    panels,
+    thin,
+    whole_steps,
+)
+from topograd.report.tables import (
+    POOLINGS,
+    Table,
+    fixed,
+    percent,
+    prefix_name,
+    read_row,
+    smoothing_window,
+    spread,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -62,30 +81,35 @@ def loss_panel(staged: RunData, backprop: RunData | None) -> Panel:
     axes = panels(figure, 2 if len(shown) > 1 else 1)
     for label, colour, dash, steps, values in shown:
         _curve(axes[0], steps, values, label, colour, dash)
-    axes[0].set(title="Loss", xlabel="step", ylabel="nats per token")
-    if len(axes) == 2:
-        for label, colour, dash, steps, values in shown[1:]:
-            common, ours, theirs = np.intersect1d(series.steps, steps, return_indices=True)
-            _curve(axes[1], common, values[theirs] - series.values[ours, 0], label, colour, dash)
-        axes[1].axhline(0, color=look(0, series.stages).colour, linewidth=1.6)
-        axes[1].set(title="Loss minus that of stage 1", xlabel="step")
-    legend_below(figure, axes[0])
+    axes[0].set(title="Loss", ylabel="nats per token")
     caption = (
         "The loss on the training batches: thin lines are single steps, thick lines a running mean. Lower is "
         "better. A stage is worth its layers when its line ends below that of the stage before it."
     )
     if len(axes) == 2:
+        means = []
+        for label, colour, dash, steps, values in shown[1:]:
+            common, ours, theirs = np.intersect1d(series.steps, steps, return_indices=True)
+            difference = values[theirs] - series.values[ours, 0]
+            means.append(_curve(axes[1], common, difference, label, colour, dash))
+        axes[1].axhline(0, color=look(0, series.stages).colour, linewidth=1.6)
+        axes[1].set_title("Loss minus that of stage 1")
+        _fit_means(axes[1], means)
         caption += (
             " The curves lie close together, so the right side subtracts the first stage's loss at the same "
-            "step: below zero is better than stage 1 alone."
+            "step: below zero is better than stage 1 alone. Its scale fits the running means after the first "
+            "tenth of the run, and what lies beyond it is cut."
         )
+    for side in axes:
+        whole_steps(side)
+    legend_below(figure, axes[0])
     table = _loss_table(series, other)
-    alt = f"Training loss over {whole(series.steps[-1])} steps. " + _read_row(table, -1)
+    alt = f"Training loss over {whole(series.steps[-1])} steps. " + read_row(table, -1)
     return Panel(name, title, caption, figure, alt, table)
 
 
-def _curve(axes: Axes, steps: Array, values: Array, label: str, colour: str, dash: Any) -> None:
-    """A raw curve, thin and pale, under its running mean. Few points get markers, so that one is seen."""
+def _curve(axes: Axes, steps: Array, values: Array, label: str, colour: str, dash: Any) -> Array:
+    """A raw curve, thin and pale, under its running mean, which is returned. Few points get markers."""
     axes.plot(*thin(steps, values), color=colour, linewidth=0.6, alpha=0.28)
     mean = smooth(values, smoothing_window(len(steps)))
     mark = "o" if np.isfinite(values).sum() < 4 else ""
@@ -98,6 +122,15 @@ def _curve(axes: Axes, steps: Array, values: Array, label: str, colour: str, das
         marker=mark,
         markersize=4,
     )
+    return mean
+
+
+def _fit_means(axes: Axes, means: list[Array]) -> None:
+    """Fit the scale to zero and the means after the first tenth of each, with some room."""
+    settled = np.concatenate([[0.0], *(mean[len(mean) // 10 :] for mean in means)])
+    low, high = np.nanmin(settled), np.nanmax(settled)
+    room = 0.2 * (high - low) or 0.01
+    axes.set_ylim(low - room, high + room)
 
 
 def _loss_table(series: Series, other: Series | None) -> Table:
@@ -110,7 +143,7 @@ def _loss_table(series: Series, other: Series | None) -> Table:
         means.append(np.array(beside))
         columns.append("backprop")
     values = np.concatenate(means, axis=1)
-    rows = _spread(len(series.steps), 10)
+    rows = spread(len(series.steps), 10)
     cells = tuple((whole(series.steps[row]), *(fixed(value) for value in values[row])) for row in rows)
     return Table("Running mean of the training loss, nats per token", ("step", *columns), cells)
 
@@ -130,17 +163,20 @@ def prefix_panel(staged: RunData, backprop: RunData | None) -> Panel:
     base = bpb_last(backprop.evaluation.get("bpb")) if backprop else math.nan
     rows.append(("backprop", base, BACKPROP, "D", True))
     rows = [row for row in rows if math.isfinite(row[1])]
-    if not any(math.isfinite(value) for value in prefixes):
+    if not any(map(math.isfinite, prefixes)):
         return Panel(name, title, "Left out: the evaluation holds no finite bits per byte.")
+    if len(rows) == 1:
+        only = f"{fixed(rows[0][1])} bits per byte ({rows[0][0]})"
+        return Panel(name, title, f"Left out: there is only one value to show, {only}.")
     figure = new_figure(1.25 + 0.34 * len(rows))
     start = _dots(panels(figure, 1)[0], rows, base)
     caption = (
-        "How many bits the model needs for each byte of text that it has not seen; lower is better. The first "
-        f"stages are a model on their own. The axis starts at {start}, not at zero, because the differences "
-        "are small: compare positions and numbers, not distances from the left edge."
+        "How many bits the model needs for each byte of text that it has not seen; lower is better. The "
+        f"first stages are a model on their own. The axis starts at {start}, not at zero, because the "
+        "differences are small: compare positions and numbers, not distances from the left edge."
     )
     if stages > 1:
-        caption += " Below the prefixes, hollow, are ways to pool the predictions of all stages into one."
+        caption += " Hollow dots are ways to pool the predictions of all stages into one."
     if math.isfinite(base):
         caption += " The dashed line is backprop; the percentage says how far above it a row is."
     cells = tuple((label, fixed(value, 4), percent(percent_above(value, base))) for label, value, *_ in rows)
@@ -156,9 +192,10 @@ def _dots(axes: Axes, rows: list[tuple[str, float, str, str, bool]], base: float
     values = [row[1] for row in rows]
     span = max(values) - min(values) or 0.02 * abs(values[0]) or 1.0
     low, high = min(values) - 0.15 * span, max(values) + 0.1 * span
+    digits = min(max(3, 2 - math.floor(math.log10(span))), 6)
     axes.set(xlim=(low, high), ylim=(len(rows) - 0.4, -0.6))
     axes.set_yticks(range(len(rows)), [row[0] for row in rows])
-    axes.tick_params(axis="y", length=0, labelcolor=INK, labelsize=9.5)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     if math.isfinite(base):
         axes.axvline(base, color=BACKPROP, linewidth=1.1, linestyle=(0, (4, 3)))
     for place, (_, value, colour, marker, filled) in enumerate(rows):
@@ -174,9 +211,9 @@ def _dots(axes: Axes, rows: list[tuple[str, float, str, str, bool]], base: float
         )
         above = f"  {percent(percent_above(value, base))}" if math.isfinite(base) and value != base else ""
         axes.annotate(
-            f"{fixed(value)}{above}", (1.02, place), xycoords=("axes fraction", "data"), va="center"
+            f"{fixed(value, digits)}{above}", (1.02, place), xycoords=("axes fraction", "data"), va="center"
         )
-    start = f"{low:.3f}"
+    start = fixed(low, digits)
     axes.set_xlabel(f"bits per byte, lower is better (axis starts at {start}, not at zero)")
     axes.spines["left"].set_visible(False)
     return start
@@ -194,14 +231,18 @@ def gap_panel(staged: RunData, backprop: RunData | None) -> Panel:
     by_step, by_time = gap_at_steps(ours, theirs), gap_at_seconds(ours, theirs)
     if by_step is None and by_time is None:
         return Panel(name, title, "Left out: the two runs were evaluated at no common step or time.")
-    sides = [(by_step, "At the same step", "step"), (by_time, "In the same time", "training seconds")]
-    drawn = [(series, head, unit) for series, head, unit in sides if series is not None]
+    sides = ((by_step, "At the same step"), (by_time, "In the same time"))
+    drawn = [(series, head) for series, head in sides if series is not None]
     figure = new_figure(3.5)
     axes = panels(figure, len(drawn), sharey=True)
-    for place, (series, head, unit) in enumerate(drawn):
+    for place, (series, head) in enumerate(drawn):
         _gap_lines(axes[place], series, series.steps if series is by_step else series.seconds)
-        axes[place].set(title=head, xlabel=unit)
-    axes[0].set_ylabel("bits per byte above backprop, %")
+        axes[place].set_title(head)
+        if series is by_step:
+            whole_steps(axes[place])
+        else:
+            axes[place].set_xlabel("training seconds of the staged run")
+    axes[0].set_ylabel("above backprop, %")
     legend_below(figure, axes[0])
     caption = (
         "How far each prefix of the staged model lies above backprop on held-out text, in percent of "
@@ -216,7 +257,7 @@ def gap_panel(staged: RunData, backprop: RunData | None) -> Panel:
     else:
         caption += " There is no comparison at the same time: the runs recorded too few times that overlap."
     table = _gap_table(by_step, by_time, ours.stages)
-    alt = "Gap to backprop in percent over training. " + _read_row(table, -1)
+    alt = "Gap to backprop in percent over training. " + read_row(table, -1)
     return Panel(name, title, caption, figure, alt, table)
 
 
@@ -231,7 +272,7 @@ def _gap_lines(axes: Axes, series: Series, places: Array) -> None:
             marker=stage.marker if len(places) <= 40 else "",
             markersize=4.5,
             linewidth=2.2 if k == series.stages - 1 else 1.4,
-            label=prefix_name(k + 1, series.stages),
+            label="stage 1" if k == 0 else f"stages 1–{k + 1}",
         )
     axes.axhline(0, color=BACKPROP, linewidth=1.1, linestyle=(0, (4, 3)))
 
@@ -244,19 +285,6 @@ def _gap_table(by_step: Series | None, by_time: Series | None, stages: int) -> T
             for step, value in zip(series.steps, series.values[:, -1], strict=True):
                 found.setdefault(step, [math.nan, math.nan])[side] = value
     steps = sorted(found)
-    rows = ((whole(steps[row]), *map(percent, found[steps[row]])) for row in _spread(len(steps), 10))
+    rows = ((whole(steps[row]), *map(percent, found[steps[row]])) for row in spread(len(steps), 10))
     header = ("staged step", "gap at the same step", "gap in the same time")
     return Table(f"Gap of the {prefix_name(stages, stages)}", header, tuple(rows))
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Up to `most` indices below `count`, evenly spread, both ends among them."""
-    return sorted({round(float(place)) for place in np.linspace(0, count - 1, min(count, most))})
-
-
-def _read_row(table: Table, row: int) -> str:
-    """One row of a table as a sentence."""
-    pairs = zip(table.header, table.rows[row], strict=True)
-    return ", ".join(f"{head} {cell}" for head, cell in pairs) + "."
-
-

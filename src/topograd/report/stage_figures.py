@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from topograd.report.data import Array, RunData, entry, number, numbers, stage_count
-from topograd.report.drawing import BACKPROP, MUTED, bars, look, new_figure, panels
+from topograd.report.drawing import BACKPROP, MUTED, Bar, bars, look, new_figure, panels
 from topograd.report.figures import Panel
 from topograd.report.tables import DASH, Table, byte_unit, fixed, size, whole
 
 _COLUMNS = 4  # reliability diagrams in a row
+_BESIDE = 5  # stages whose bars fit half the width
+_OTHER = "#b4bccb"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def reliability_panel(staged: RunData, backprop: RunData | None) -> Panel:
         diagrams += [_as_backprop(diagram) for diagram in _diagrams(backprop, stage_count(backprop))[-1:]]
     columns = min(len(diagrams), _COLUMNS)
     lines = -(-len(diagrams) // columns)
-    figure = new_figure(0.55 + lines * (2.45 if columns == _COLUMNS else 3.0))
+    figure = new_figure(0.1 + lines * (2.4 if columns == _COLUMNS else 3.0))
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for place, axes in enumerate(grid.flat):
         if place < len(diagrams):
@@ -52,12 +55,14 @@ def reliability_panel(staged: RunData, backprop: RunData | None) -> Panel:
             axes.set_xlabel("confidence" if below else "")
         else:
             axes.set_visible(False)
-    figure.supylabel("accuracy (dots), share of tokens (bars)", fontsize=9.5, color=MUTED)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accuracy")
     caption = (
-        "Tokens are grouped by how sure the model was of its first choice (confidence); a dot shows how often "
-        "it was right (accuracy). On the dashed diagonal it is as good as it says; below, it is too sure; "
-        "above, not sure enough. Bars show the share of tokens in each group: dots over tall bars count most. "
-        "ECE, the expected calibration error, is the mean distance from the diagonal; lower is better."
+        "Tokens are grouped by how sure the model was of its first choice (confidence); a dot shows how "
+        "often it was right (accuracy). On the dashed diagonal it is as good as it says; below, it is too "
+        "sure; above, not sure enough. Bars show the share of tokens in each group, on the same axis from 0 "
+        "to 1: dots over tall bars count most. ECE, the expected calibration error, is the mean distance "
+        "from the diagonal, weighted by tokens; lower is better."
     )
     rows = tuple((diagram.label, fixed(diagram.ece, 4), _surest(diagram)) for diagram in diagrams)
     header = ("stage", "expected calibration error", "surest group: confidence, accuracy")
@@ -68,9 +73,10 @@ def reliability_panel(staged: RunData, backprop: RunData | None) -> Panel:
 def _diagrams(run: RunData, stages: int) -> list[_Diagram]:
     """The diagrams of the stages that have one. A bin counts if its numbers are known and it has tokens."""
     recorded = run.evaluation.get("reliability")
+    recorded = recorded if isinstance(recorded, list | tuple) else []
     errors = numbers(run.evaluation.get("ece"))
     found = []
-    for k, bins in enumerate(recorded if isinstance(recorded, list | tuple) else ()):
+    for k, bins in enumerate(recorded):
         columns = [numbers(entry(bins, key)) for key in ("confidence", "accuracy", "count")]
         length = min(map(len, columns))
         table = np.array([column[:length] for column in columns])
@@ -91,7 +97,7 @@ def _as_backprop(diagram: _Diagram) -> _Diagram:
 
 def _draw_diagram(axes: Axes, diagram: _Diagram) -> None:
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.bar(diagram.confidence, diagram.share, width=0.05, color=diagram.colour, alpha=0.25)
+    axes.bar(diagram.confidence, diagram.share, width=0.054, color=diagram.colour, alpha=0.25)
     axes.plot(
         diagram.confidence,
         diagram.accuracy,
@@ -115,45 +121,59 @@ def memory_panel(comparison: Mapping[str, Any] | None, stages: int) -> Panel:
     """Figure 5: peak activation memory of a step, against backprop and by number of stages."""
     name, title = "memory", "Peak activation memory"
     memory = entry(comparison, "memory")
-    pair = [number(entry(memory, key)) for key in ("backprop", "staged")]
+    pair = {key: number(entry(memory, key)) for key in ("backprop", "staged")}
     by_stages = _by_stages(entry(memory, "by_stages"))
-    if not (all(map(math.isfinite, pair)) or by_stages):
+    if not all(map(math.isfinite, pair.values())):
+        pair = {}
+    if not (pair or by_stages):
         return Panel(name, title, "Left out: no comparison of memory was measured.")
-    scale, unit = byte_unit(max([value for value in (*pair, *by_stages.values()) if math.isfinite(value)]))
-    sides: list[tuple[str, list[str], list[float], list[str]]] = []
-    colour = look(max(stages, 1) - 1, max(stages, 1)).colour
-    if all(map(math.isfinite, pair)):
-        sides.append(("These two runs", ["backprop", "staged"], pair, [BACKPROP, colour]))
-    if by_stages:
-        labels = list(map(str, by_stages))
-        sides.append(
-            ("By number of stages", labels, list(by_stages.values()), [MUTED] * len(by_stages))
-        )
-    figure = new_figure(3.3)
-    ratios = [len(values) + 1 for _, _, values, _ in sides]
-    axes = panels(figure, len(sides), sharey=True, width_ratios=ratios)
-    top = max(max(values) for _, _, values, _ in sides) / scale
-    for place, (head, labels, values, colours) in enumerate(sides):
-        scaled = [value / scale for value in values]
-        bars(axes[place], labels, scaled, colours, [f"{value:.3g}" for value in scaled])
-        axes[place].set(title=head, ylim=(0, 1.16 * top))
-    axes[0].set_ylabel(unit)
-    if by_stages:
-        axes[-1].set_xlabel("stages")
+    figure = _draw_memory(pair, by_stages, stages, number(entry(memory, "ratio")))
     caption = (
-        "The most memory that a training step holds for its backward pass. A stage's backward runs as soon as "
-        "its forward is done, so one stage's activations are alive at a time; backprop keeps those of all "
+        "The most memory that a training step holds for its backward pass. A stage's backward runs as soon "
+        "as its forward is done, so one stage's activations are alive at a time; backprop keeps those of all "
         "layers. Shorter bars are better, and the axis starts at zero."
     )
     if by_stages:
-        caption += " On the right, the same model cut into more and more stages; one stage is backprop."
-    rows = [(head, size(value)) for head, value in zip(("backprop", "staged"), pair, strict=True)]
-    ratio = number(entry(memory, "ratio"))
-    rows.append(("staged over backprop", fixed(ratio)))
+        caption += " The same model cut into more and more stages is shown too; one stage is backprop."
+    rows = [(key, size(value)) for key, value in pair.items()]
+    rows.append(("staged over backprop", fixed(number(entry(memory, "ratio")))))
     rows += [(f"{count} {'stage' if count == 1 else 'stages'}", size(v)) for count, v in by_stages.items()]
-    rows = [row for row in rows if row[1] != DASH]
-    alt = "Peak activation memory: " + "; ".join(f"{head} {value}" for head, value in rows) + "."
-    return Panel(name, title, caption, figure, alt, Table("Peak activation memory", ("", "peak"), tuple(rows)))
+    cells = tuple(row for row in rows if row[1] != DASH)
+    alt = "Peak activation memory: " + "; ".join(f"{head} {value}" for head, value in cells) + "."
+    return Panel(name, title, caption, figure, alt, Table("Peak activation memory", ("model", "peak"), cells))
+
+
+def _draw_memory(pair: dict[str, float], by_stages: dict[int, float], stages: int, ratio: float) -> Figure:
+    """The two runs side by side, and beside them the same model in 1, 2, ... stages; one scale for all."""
+    largest = max((*pair.values(), *by_stages.values()))
+    scale, unit = byte_unit(largest)
+    ours = look(max(stages, 1) - 1, max(stages, 1)).colour
+    share = f" (×{fixed(ratio, 2)})" if math.isfinite(ratio) else ""
+    sides: list[tuple[str, list[Bar]]] = []
+    if pair:
+        looks = {"backprop": (BACKPROP, ""), "staged": (ours, share)}
+        drawn = [
+            Bar(key, value / scale, looks[key][0], f"{value / scale:.3g}{looks[key][1]}")
+            for key, value in pair.items()
+        ]
+        sides.append(("These two runs", drawn))
+    if by_stages:
+        colours = {1: BACKPROP, stages: ours} if stages > 1 else {1: BACKPROP}
+        drawn = [
+            Bar(str(count), value / scale, colours.get(count, _OTHER), f"{value / scale:.3g}")
+            for count, value in by_stages.items()
+        ]
+        sides.append(("By number of stages", drawn))
+    figure = new_figure(3.2)
+    slots = 3 if len(sides) == 2 else 6
+    axes = panels(figure, len(sides), sharey=True, width_ratios=[max(len(d), slots) for _, d in sides])
+    for place, (head, drawn) in enumerate(sides):
+        bars(axes[place], drawn, slots)
+        axes[place].set_title(head)
+    axes[0].set(ylim=(0, 1.16 * largest / scale or 1.0), ylabel=unit)
+    if by_stages:
+        axes[-1].set_xlabel("stages")
+    return figure
 
 
 def _by_stages(recorded: object) -> dict[int, float]:
@@ -168,25 +188,54 @@ def rank_panel(staged: RunData, backprop: RunData | None) -> Panel:
     """Figure 6: the effective rank at the end of each stage, and what each stage adds to those before."""
     name, title = "rank", "What each stage holds, and what it adds"
     ranks, useful = (numbers(staged.evaluation.get(key)) for key in ("effective_rank", "usefulness"))
-    has_rank, has_use = (any(map(math.isfinite, values)) for values in (ranks, useful))
-    if not (has_rank or has_use):
+    stages = max(len(ranks), len(useful))
+    if not any(map(math.isfinite, (*ranks, *useful))):
         return Panel(name, title, "Left out: the evaluation holds no effective rank and no usefulness.")
-    figure = new_figure(3.3)
-    axes = panels(figure, has_rank + has_use)
-    rows = []
-    if has_rank:
-        labels, heights, colours = _by_stage(ranks)
-        other = numbers(backprop.evaluation.get("effective_rank")) if backprop else []
-        if other and math.isfinite(other[-1]):
-            labels, heights, colours = [*labels, "backprop"], [*heights, other[-1]], [*colours, BACKPROP]
-        bars(axes[0], labels, heights, colours, [fixed(value, 1) for value in heights])
-        axes[0].set(title="Effective rank", ylabel="directions")
-        rows += [(f"effective rank, {_stage(label)}", fixed(v, 1)) for label, v in zip(labels, heights)]
-    if has_use:
-        labels, heights, colours = _by_stage(useful)
-        places = [k for k, value in enumerate(heights) if math.isfinite(value)]
-        labels, heights, colours = ([column[k] for k in places] for column in (labels, heights, colours))
-        bars(axes[-1], labels, heights, colours, [fixed(value, 4) for value in heights])
-        axes[-1].set(title="Tail usefulness U", ylabel="nats per token")
-        rows += [(f"usefulness, {_stage(label)}", fixed(v, 4)) for label, v in zip(labels, heights)]
-    return Panel(name, title, _rank_caption(staged, has_rank, has_use), figure, alt, table)
+    captions, sides = [], []
+    rank_bars, useful_bars = _stage_bars(ranks, stages, 1), _stage_bars(useful, stages, 4)
+    if rank_bars:
+        theirs = numbers(backprop.evaluation.get("effective_rank")) if backprop else []
+        if theirs and math.isfinite(theirs[-1]):
+            rank_bars.append(Bar("backprop", theirs[-1], BACKPROP, fixed(theirs[-1], 1)))
+        sides.append(("Effective rank", "directions", rank_bars))
+        width = number(entry(staged.config, "model", "width"))
+        limit = f", which cannot exceed the width of {whole(width)}" if math.isfinite(width) else ""
+        captions.append(
+            "Effective rank counts the directions that the hidden states at the end of a stage really use"
+            f"{limit}. A fall from one stage to the next is a bottleneck."
+        )
+    if useful_bars:
+        sides.append(("Tail usefulness U", "nats per token", useful_bars))
+        captions.append(
+            "Tail usefulness is how much the loss falls when a stage's logits are added to those of the "
+            "stages before it. Near zero, the stage repeats what is known; below zero, adding it hurts."
+        )
+    if sum(len(drawn) for _, _, drawn in sides) == 1:
+        head, _, (only,) = sides[0]
+        return Panel(name, title, f"Left out: there is only one value to show, {head.lower()} {only.text}.")
+    figure = _draw_sides(sides, stacked=stages > _BESIDE)
+    rows = tuple(
+        (f"{head.lower()}, {bar.label if bar.label == 'backprop' else f'stage {bar.label}'}", bar.text)
+        for head, _, drawn in sides
+        for bar in drawn
+    )
+    alt = "; ".join(f"{label} {text}" for label, text in rows) + "."
+    return Panel(name, title, " ".join(captions), figure, alt, Table(title, ("number", "value"), rows))
+
+
+def _stage_bars(values: list[float], stages: int, digits: int) -> list[Bar]:
+    """A bar for each stage whose value is known, named by the number of the stage."""
+    return [
+        Bar(str(k + 1), value, look(k, stages).colour, fixed(value, digits))
+        for k, value in enumerate(values)
+        if math.isfinite(value)
+    ]
+
+
+def _draw_sides(sides: list[tuple[str, str, list[Bar]]], *, stacked: bool) -> Figure:
+    figure = new_figure(2.6 * len(sides) if stacked else 3.2)
+    slots = 4 if len(sides) == 2 and not stacked else 8
+    for axes, (head, unit, drawn) in zip(panels(figure, len(sides), stacked=stacked), sides, strict=True):
+        bars(axes, drawn, slots)
+        axes.set(title=head, ylabel=unit, xlabel="stage")
+    return figure

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from topograd.report.data import (
     RunData,
     bpb_by_prefix,
@@ -23,7 +25,7 @@ from topograd.report.data import (
 )
 
 DASH = "–"
-POOLINGS = {"sum": "sum of all stages' logits", "mean": "mean of them", "shrinkage": "entropy shrinkage"}
+POOLINGS = {"sum": "pooled by sum", "mean": "pooled by mean", "shrinkage": "pooled by shrinkage"}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -37,22 +39,23 @@ class Table:
 
 
 def fixed(value: float, digits: int = 3) -> str:
-    """With a fixed number of digits after the point; numbers too small for them in scientific notation."""
+    """With a fixed number of digits after the point; the very large and very small as powers of ten."""
     if not math.isfinite(value):
         return DASH
-    if value != 0 and abs(value) < 0.5 * 10**-digits:
-        return f"{value:.1e}".replace("-", "−")
-    return f"{value:.{digits}f}".replace("-", "−")
+    plain = value == 0 or 0.5 * 10**-digits <= abs(value) < 1e6
+    return (f"{value:.{digits}f}" if plain else f"{value:.1e}").replace("-", "−")
 
 
 def whole(value: float) -> str:
     """A whole number with its thousands apart."""
-    return f"{value:,.0f}".replace(",", " ").replace("-", "−") if math.isfinite(value) else DASH
+    return f"{value:,.0f}".replace(",", "\u00a0").replace("-", "−") if math.isfinite(value) else DASH
 
 
 def percent(value: float) -> str:
     """A signed percentage."""
-    return f"{value:+.1f} %".replace("-", "−") if math.isfinite(value) else DASH
+    if not math.isfinite(value):
+        return DASH
+    return (f"{value:+.1f}" if abs(value) < 1e5 else f"{value:+.0e}").replace("-", "−") + "\u00a0%"
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
@@ -117,13 +120,15 @@ def all_numbers(staged: RunData, backprop: RunData | None) -> Table:
     losses = [_final_loss(run) for run in runs]
     for stage in range(stages):
         values = [_of_stage(loss, stage, stages) for loss in losses]
-        add(f"training loss at the end, stage {stage + 1}, nats per token", [fixed(value) for value in values])
+        add(
+            f"training loss at the end, stage {stage + 1}, nats per token", [fixed(value) for value in values]
+        )
     add("steps", [whole(number(run.evaluation.get("steps"))) for run in runs])
     add("training tokens", [whole(last_value(run, "train", "tokens")) for run in runs])
     add("training seconds", [fixed(last_value(run, "train", "seconds"), 1) for run in runs])
     add("tokens evaluated", [whole(number(run.evaluation.get("tokens"))) for run in runs])
     add("bytes evaluated", [whole(number(run.evaluation.get("bytes"))) for run in runs])
-    return Table("Every number of the runs", ("", *_columns(backprop)), tuple(rows))
+    return Table("What the runs measured", ("number", *_columns(backprop)), tuple(rows))
 
 
 def comparison_numbers(comparison: Mapping[str, Any] | None) -> Table | None:
@@ -140,20 +145,30 @@ def comparison_numbers(comparison: Mapping[str, Any] | None) -> Table | None:
         ("peak activation memory, staged over backprop", fixed(memory["ratio"])),
     )
     rows = tuple(row for row in candidates if not row[1].startswith(DASH))
-    return Table("Staged against backprop", ("", "measured"), rows) if rows else None
+    return Table("Staged against backprop", ("number", "measured"), rows) if rows else None
 
 
 def settings(staged: RunData, backprop: RunData | None) -> Table:
     """The configuration with dotted names; where two runs differ, a last column says so."""
     ours = _flatten(staged.config)
     if backprop is None:
-        rows = tuple((key, value) for key, value in ours.items())
-        return Table("Configuration", ("setting", "value"), rows)
+        return Table("What was asked for", ("setting", "value"), tuple(ours.items()))
     theirs = _flatten(backprop.config)
     keys = [*ours, *(key for key in theirs if key not in ours)]
     pairs = ((key, ours.get(key, DASH), theirs.get(key, DASH)) for key in keys)
     rows = tuple((key, one, two, "" if one == two else "differs") for key, one, two in pairs)
-    return Table("Configuration", ("setting", *_columns(backprop), ""), rows)
+    return Table("What was asked for", ("setting", *_columns(backprop), "difference"), rows)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Up to `most` indices below `count`, evenly spread, both ends among them."""
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most))})
+
+
+def read_row(table: Table, row: int) -> str:
+    """One row of a table as a sentence."""
+    pairs = zip(table.header, table.rows[row], strict=True)
+    return ", ".join(f"{head} {cell}" for head, cell in pairs) + "."
 
 
 def _columns(backprop: RunData | None) -> tuple[str, ...]:

@@ -92,7 +92,8 @@ class Topology:
         stages = []
         for i in range(layers):
             heard = _root() if i == 0 else Edge(i - 1, transmissivity=transmissivities[i - 1])
-            weight = 1.0 if i == layers - 1 else 1.0 - transmissivities[i]
+            # A λ outside [0, 1] is refused as what it is, at its edge, not as the weight that it would give.
+            weight = 1.0 if i == layers - 1 else max(0.0, 1.0 - transmissivities[i])
             stages.append(Stage(i, i + 1, (heard,), weight=weight))
         return cls(layers, tuple(stages), heads)
 

@@ -26,7 +26,11 @@ def gradient_depth(plan: Plan) -> int:
 
 
 def activation_layers(plan: Plan) -> int:
-    """The largest number of layers whose activations are held at once during a step."""
+    """The largest number of layers whose activations are held at once during a step.
+
+    A stage counts whole until its backward. One without a loss that is tapped only before its end drops the
+    rest at once, so there this is a bound.
+    """
     waiting = {planned.index: planned.listeners for planned in plan.stages}
     held: dict[int, int] = {}
     peak = 0

@@ -69,7 +69,8 @@ def newton_schulz_dtype(device: torch.device) -> torch.dtype:
     timing, so that a resumed run repeats the same arithmetic.
     """
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        with torch.cuda.device(device):
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         fast = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
@@ -80,16 +81,14 @@ def orthogonalise(batch: Tensor, coefficients: Coefficients, steps: int, eps: fl
 
     Returns a new tensor of the same shape; the batch itself is overwritten by its normalised matrices.
     """
-    batch.div_(torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps))
-    tall = batch.shape[-2] > batch.shape[-1]
-    X = batch.mT if tall else batch
-    run = _gram_run(coefficients[0], steps) if 2 * X.shape[-1] > 3 * X.shape[-2] else 1
-    if run > 1 and X.dtype in _GRAM_DTYPES:
-        for start in range(0, steps, run):
-            X = _gram_steps(X, coefficients, min(run, steps - start))
-    else:
-        X = _direct_steps(X, coefficients, steps)
-    return X.mT if tall else X
+    X = batch.div_(torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps))
+    m, n = sorted(X.shape[-2:])
+    run = _gram_run(coefficients[0], steps) if 2 * n > 3 * m else 1
+    if run == 1 or X.dtype not in _GRAM_DTYPES:
+        return _direct_steps(X, coefficients, steps)
+    for start in range(0, steps, run):
+        X = _gram_steps(X, coefficients, min(run, steps - start))
+    return X
 
 
 def _gram_run(a: float, steps: int) -> int:
@@ -98,35 +97,38 @@ def _gram_run(a: float, steps: int) -> int:
     return steps if growth * steps <= _GRAM_GAIN else int(_GRAM_GAIN / growth)
 
 
+def _gram_matrix(X: Tensor) -> Tensor:
+    """A = X Xᵀ, or Xᵀ X of a tall X: the smaller of the two."""
+    return torch.bmm(X.mT, X) if X.shape[-2] > X.shape[-1] else torch.bmm(X, X.mT)
+
+
+def _sides(P: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of P X, or of X P for a tall X: P is symmetric, so no matrix need be transposed."""
+    return (X, P) if X.shape[-2] > X.shape[-1] else (P, X)
+
+
 def _direct_steps(X: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
-    """X ← a X + (b A + c A²) X with A = X Xᵀ, `steps` times; X of shape (batch, m, n) is not changed."""
+    """X ← a X + (b A + c A²) X, `steps` times; X of shape (batch, rows, cols) is not changed."""
     a, b, c = coefficients
-    A = X.new_empty(len(X), X.shape[1], X.shape[1])
-    B = torch.empty_like(A)
-    free = [torch.empty_like(X), torch.empty_like(X)]  # X_k and X_{k+1} take turns
-    for k in range(steps):
-        torch.bmm(X, X.mT, out=A)
-        torch.baddbmm(A, A, A, beta=b, alpha=c, out=B)
-        X = torch.baddbmm(X, B, X, beta=a, out=free[k % 2])
+    for _ in range(steps):
+        A = _gram_matrix(X)
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, *_sides(B, X), beta=a)
     return X
 
 
 def _gram_steps(X: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     """The same as `_direct_steps` by polynomials of the Gram matrix: Q X with Q = P_{K-1} ... P_1 P_0."""
     a, b, c = coefficients
-    A = torch.bmm(X, X.mT)
-    P, Q, spare = torch.empty_like(A), torch.empty_like(A), torch.empty_like(A)
+    A = _gram_matrix(X)
+    Q = A
     for k in range(steps):
-        factor = P if k else Q
-        torch.baddbmm(A, A, A, beta=b, alpha=c, out=factor)
-        factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        if k:
-            torch.bmm(P, Q, out=spare)
-            Q, spare = spare, Q
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        Q = torch.bmm(P, Q) if k else P
         if k < steps - 1:
-            torch.bmm(factor, A, out=spare)
-            torch.bmm(factor, spare, out=A)
-    return torch.bmm(Q, X, out=torch.empty_like(X))
+            A = torch.bmm(P, torch.bmm(P, A))
+    return torch.bmm(*_sides(Q, X))
 
 
 def adjustment(adjust_lr_fn: str, rows: int, cols: int) -> float:

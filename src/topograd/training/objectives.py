@@ -132,11 +132,13 @@ def stage_loss(
 
     def part(rows: Tensor, start: int) -> Tensor:
         where = slice(start, start + len(rows))
+        said: Tensor | None = None
         with torch.no_grad():
-            heard = [stack.readout(earlier[where], k) for k, earlier in before]
+            for k, earlier in before:
+                z = stack.readout(earlier[where], k)
+                said = z if said is None else said + z
             taught = None if teacher is None else teacher(where)
-        total = torch.stack(heard).sum(0) if heard else None
-        return objective(stack.readout(rows, stage), total, taught, y[where])
+        return objective(stack.readout(rows, stage), said, taught, y[where])
 
     total = torch.zeros((), device=h.device, dtype=h.dtype)
     for i, rows in enumerate(flat.split(chunk)):

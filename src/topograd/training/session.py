@@ -59,7 +59,9 @@ def find_checkpoint(run: Run, name: str | None) -> Path:
     for path in found:
         if path.name == name:
             return path
-    raise CheckpointError(f"{run.folder} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
+    raise CheckpointError(
+        f"{run.folder} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}"
+    )
 
 
 def build_stack(config: TrainConfig) -> tuple[GPT, Plan]:

@@ -28,7 +28,14 @@ from topograd.training.config import TrainConfig
 from topograd.training.evaluation import evaluate
 from topograd.training.executor import train_step
 from topograd.training.optimizer import make_optimizers, set_learning_rates
-from topograd.training.session import build_stack, device_of, find_checkpoint, heldout_text, load_data, summary
+from topograd.training.session import (
+    build_stack,
+    device_of,
+    find_checkpoint,
+    heldout_text,
+    load_data,
+    summary,
+)
 
 OnStep = Callable[[int, int, list[float], dict[str, Any] | None], None]
 """Called after each step with (step, steps, losses, evaluation or None)."""
@@ -147,9 +154,7 @@ class Trainer:
         config, device = self.config, next(self.stack.parameters()).device
         inputs, targets = (tensor.to(device) for tensor in next(self.loader))
         with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-            return train_step(
-                self.stack, self.plan.topology, inputs, targets, scale=1 / config.accumulate
-            )
+            return train_step(self.stack, self.plan.topology, inputs, targets, scale=1 / config.accumulate)
 
     def _clip(self) -> float | None:
         if self.config.optimizer.clip is None:

@@ -1,0 +1,87 @@
+"""topograd: design and read a network's gradient, where it may flow and the ground that it flows over.
+
+    import topograd as tg
+
+    stack = tg.GPT(layers=6, width=96, heads=3, vocab=1024, context=128)
+    topology = tg.Topology.chain(tg.Configuration.parse("2,2,2"))
+    losses = tg.train_step(stack, topology, inputs, targets)      # every .grad is filled
+
+A name is imported when it is first used, so that what needs no torch does not wait for it.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from topograd.errors import TopogradError
+    from topograd.nn.adapt import adapt
+    from topograd.nn.gpt import GPT, GPTConfig
+    from topograd.nn.stack import Bus, Stack
+    from topograd.topology.composition import Composition
+    from topograd.topology.configuration import Configuration
+    from topograd.topology.dag import Edge, Stage, Topology
+    from topograd.topology.plan import Plan
+    from topograd.training.evaluation import evaluate
+    from topograd.training.executor import prepare, train_step
+    from topograd.training.linear_cross_entropy import linear_cross_entropy
+    from topograd.training.pooling import pool
+
+    __version__: str
+else:
+    _HOME = {
+        "Bus": "nn.stack",
+        "Composition": "topology.composition",
+        "Configuration": "topology.configuration",
+        "Edge": "topology.dag",
+        "GPT": "nn.gpt",
+        "GPTConfig": "nn.gpt",
+        "Plan": "topology.plan",
+        "Stack": "nn.stack",
+        "Stage": "topology.dag",
+        "TopogradError": "errors",
+        "Topology": "topology.dag",
+        "adapt": "nn.adapt",
+        "evaluate": "training.evaluation",
+        "linear_cross_entropy": "training.linear_cross_entropy",
+        "pool": "training.pooling",
+        "prepare": "training.executor",
+        "train_step": "training.executor",
+    }
+
+    def __getattr__(name: str) -> object:
+        import importlib
+        import importlib.metadata
+
+        if name == "__version__":
+            value = importlib.metadata.version(__name__)
+        elif name in _HOME:
+            value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+__all__ = [
+    "GPT",
+    "Bus",
+    "Composition",
+    "Configuration",
+    "Edge",
+    "GPTConfig",
+    "Plan",
+    "Stack",
+    "Stage",
+    "TopogradError",
+    "Topology",
+    "__version__",
+    "adapt",
+    "evaluate",
+    "linear_cross_entropy",
+    "pool",
+    "prepare",
+    "train_step",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

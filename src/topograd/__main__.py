@@ -1,0 +1,8 @@
+"""`python -m topograd` is the command `topograd`."""
+
+import sys
+
+from topograd.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

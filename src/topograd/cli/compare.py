@@ -1,0 +1,96 @@
+"""`topograd compare`: runs side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from topograd.cli.console import DASH, Json, note, number, out, parse, percent, print_json
+from topograd.cli.results import POOLINGS, results_of
+from topograd.errors import ConfigError
+from topograd.training.config import TrainConfig
+
+_SAME_TEXT = ("data", "tokenizer", "eval_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Put runs side by side; the gap is to the first backprop run, or to the first run if there is none."""
+
+    folders: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR ...]")]]
+    """The runs' folders."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Compare, print, return the exit code."""
+    asked = parse(Compare, argv, "compare")
+    if not asked.folders:
+        raise ConfigError("there is no run to compare; give the folders of some: topograd compare DIR DIR")
+    runs = [results_of(folder) for folder in asked.folders]
+    comparison = compare(runs)
+    settings = [config for config, _ in runs]
+    for name in _SAME_TEXT:
+        if len({getattr(config, name) for config in settings}) > 1:
+            note(f"these runs differ in {name}: their bits per byte were measured on different text")
+    if asked.json:
+        print_json(comparison)
+    else:
+        out().print(_table(comparison))
+    return 0
+
+
+def compare(runs: list[tuple[TrainConfig, dict[str, Any]]]) -> dict[str, Any]:
+    """One row for each run, and the run that the gaps are against. A gap is of bits per byte, in %."""
+    stages = [len(config.topology().stages) for config, _ in runs]
+    reference = stages.index(1) if 1 in stages else 0
+    base = runs[reference][1]["bpb"]["last"]
+    rows = [_row(config, results, base) for config, results in runs]
+    return {"against": rows[reference]["run"], "runs": rows}
+
+
+def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str, Any]:
+    bpb = results["bpb"]
+    named = {f"prefix {k + 1}": value for k, value in enumerate(bpb["prefix"])}
+    named |= {how: bpb[how] for how in POOLINGS}
+    best = min(named, key=lambda name: named[name])
+    return {
+        "run": results["run"],
+        "partition": [stage.stop - stage.start for stage in config.topology().stages],
+        "heads": config.stage_heads,
+        "steps": results["steps"],
+        "finished": results.get("finished"),
+        "seconds": results.get("seconds"),
+        "bpb": bpb,
+        "best": {"prediction": best, "bpb": named[best]},
+        "gap": {"last": _gap(bpb["last"], base), "best": _gap(named[best], base)},
+    }
+
+
+def _gap(bpb: float, base: float) -> float | None:
+    return 100 * (bpb / base - 1) if base > 0 else None
+
+
+def _table(comparison: dict[str, Any]) -> Table:
+    table = Table(title=f"bits per byte; the gap is to {comparison['against']}")
+    table.add_column("run", overflow="fold")
+    table.add_column("partition", overflow="fold")
+    for name in ("steps", "seconds", "last", "best", "sum", "mean", "shrinkage", "gap"):
+        table.add_column(name, justify="right")
+    for row in comparison["runs"]:
+        best = row["best"]
+        table.add_row(
+            row["run"],
+            ",".join(map(str, row["partition"])),
+            f"{row['steps']}{'' if row['finished'] else ' …'}",
+            number(row["seconds"], 0),
+            number(row["bpb"]["last"]),
+            f"{number(best['bpb'])} {best['prediction']}" if len(row["partition"]) > 1 else DASH,
+            *(number(row["bpb"][how]) if len(row["partition"]) > 1 else DASH for how in POOLINGS),
+            percent(row["gap"]["last"]),
+        )
+    return table

@@ -1,0 +1,88 @@
+"""What the verbs share: reading flags, and writing for programs and for people.
+
+Results go to stdout, everything else to stderr. With --json, stdout is exactly one JSON object; a number
+that is not finite is null there, because JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+from rich.console import Console
+
+from topograd.errors import ConfigError
+
+T = TypeVar("T")
+Json = Annotated[
+    tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help="Print one JSON object instead of a table.")
+]
+Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+DASH = "–"
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
+    """The dataclass that the flags describe. What cannot be read is a ConfigError."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            if default is None:
+                return tyro.cli(kind, prog=f"topograd {verb}", args=argv)
+            return tyro.cli(kind, prog=f"topograd {verb}", args=argv, default=default)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ConfigError(f"{_first_paragraph(said.getvalue())}; see topograd {verb} --help") from None
+
+
+def _first_paragraph(box: str) -> str:
+    """What tyro's box says before its first rule, on one line, and the flag that it takes for meant."""
+    rows = [line.strip("│ ") for line in _COLOUR.sub("", box).splitlines() if line.startswith("│")]
+    rules = [i for i, row in enumerate(rows) if row and not row.strip("─")] or [len(rows)]
+    meant = re.search(r"Perhaps you meant:\s+(--\S+)", "\n".join(rows))
+    return " ".join(rows[: rules[0]]).rstrip(" .:") + (f" (did you mean {meant[1]}?)" if meant else "")
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """The one JSON object of a verb."""
+    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def note(text: str) -> None:
+    """A line for a person, beside the result."""
+    print(f"topograd: {text}", file=sys.stderr, flush=True)
+
+
+def out() -> Console:
+    """Where tables for people go."""
+    return Console(highlight=False)
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A number with that many digits, or a dash."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return f"{value:.{digits}f}"
+    return DASH
+
+
+def percent(value: object) -> str:
+    """A signed percentage, or a dash."""
+    return f"{value:+.2f} %" if isinstance(value, int | float) and math.isfinite(value) else DASH

@@ -1,0 +1,173 @@
+"""`topograd demo`: one model trained twice, in stages and by backprop, compared and explained.
+
+What a first run makes, a second one reuses: each training is an ordinary run in the demo's folder.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from topograd.cli.console import Json, note, number, out, parse, percent, print_json
+from topograd.cli.main import INTERRUPTED
+from topograd.cli.progress import training_progress
+from topograd.cli.results import POOLINGS, stored_results
+from topograd.errors import RunError
+from topograd.files import read_json, write_json
+from topograd.nn.generate import generate
+from topograd.report import RunData, write_report
+from topograd.run import Run
+from topograd.training.comparison import gap_percent, measure_step
+from topograd.training.config import TrainConfig, preset
+from topograd.training.session import Session, open_session
+from topograd.training.trainer import resume, start
+
+PROMPT = "def read("
+SAMPLE_TOKENS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Train one small GPT in stages and by backprop, compare the two, and write a report."""
+
+    out: Path = Path("runs/demo")
+    """Where the two runs and the report go; what is there already is used again."""
+    partition: str = "2,2,2"
+    """Layers per stage of the staged run."""
+    steps: int | None = None
+    """Length of both trainings; by default what the preset small says."""
+    seed: int = 0
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Train what is missing, then print the table, the samples and where the report lies."""
+    began = time.monotonic()
+    asked = parse(Demo, argv, "demo")
+    results: dict[str, dict[str, Any]] = {}
+    for name, config in wanted(asked).items():
+        result = _trained(asked.out / name, config, name)
+        if not result["finished"]:
+            note(f"stopped at step {result['steps']} of {config.steps}; the same command goes on from there")
+            return INTERRUPTED
+        results[name] = result
+    session = open_session(asked.out / "staged")
+    comparison = _comparison(asked.out, session, results)
+    report = write_report(
+        asked.out / "report.html",
+        _run_data(asked.out / "staged", results["staged"]),
+        _run_data(asked.out / "backprop", results["backprop"]),
+        comparison,
+    )
+    if asked.json:
+        print_json({"run": str(asked.out), **results, "comparison": comparison, "report": str(report)})
+        return 0
+    console = out()
+    console.print(summary_table(results, comparison))
+    for sample in comparison["samples"]:
+        text = Text.assemble((sample["prompt"], "bold"), sample["text"])
+        console.print(Panel(text, title=sample["title"], title_align="left"))
+    console.print(f"Report: {report.resolve()}", soft_wrap=True)
+    note(f"done in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def wanted(asked: Demo) -> dict[str, TrainConfig]:
+    """The two trainings: the same model, data and steps, another partition."""
+    config = preset("small", seed=asked.seed)
+    config = config if asked.steps is None else replace(config, steps=asked.steps)
+    return {
+        "backprop": replace(config, partition=str(config.model.layers)),
+        "staged": replace(config, partition=asked.partition),
+    }
+
+
+def _trained(folder: Path, config: TrainConfig, title: str) -> dict[str, Any]:
+    """The results of the run in `folder`, trained or trained on if it is not finished."""
+    if (folder / "config.toml").exists():
+        existing = Run.open(folder)
+        found = TrainConfig.from_dict(existing.read_config())
+        if replace(found, model=config.model) != config:
+            raise RunError(f"{folder} holds a run with other settings; pass another --out, or delete it")
+        results = stored_results(existing)
+        if results is not None and results.get("finished"):
+            note(f"{folder} is trained already")
+            return results
+        trainer = resume(folder)
+    else:
+        trainer = start(config, folder)
+    with training_progress(title, config.batch * config.model.context) as on_step:
+        return trainer.train(on_step=on_step)
+
+
+def _comparison(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Gap, step time, memory and samples; measured once and kept in comparison.json."""
+    kept = folder / "comparison.json"
+    gap = gap_percent(results["staged"], results["backprop"])
+    if kept.exists():
+        found = read_json(kept)
+        if isinstance(found, dict) and found.get("gap") == gap:
+            return found
+    note("measuring step time and memory")
+    comparison = {"gap": gap, **measure_step(session), "samples": _samples(session)}
+    backprop = open_session(folder / "backprop")
+    comparison["samples"] += [_sample(backprop, 0, f"backprop, {backprop.config.model.layers} layers")]
+    write_json(kept, comparison)
+    return comparison
+
+
+def _samples(session: Session) -> list[dict[str, str]]:
+    stages = session.plan.stages
+    return [
+        _sample(session, p.index, f"first {p.index + 1} of {len(stages)} stages, {p.stage.stop} layers")
+        for p in stages
+    ]
+
+
+def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
+    prompt = session.tokenizer.encode(PROMPT)
+    ids = generate(
+        session.stack,
+        session.plan,
+        [session.tokenizer.separator, *prompt],
+        SAMPLE_TOKENS,
+        stage=stage,
+        temperature=0.7,
+        top_k=50,
+        context=session.config.model.context,
+    )
+    return {"title": title, "prompt": PROMPT, "text": session.tokenizer.decode(list(ids))}
+
+
+def _run_data(folder: Path, results: dict[str, Any]) -> RunData:
+    found = Run.open(folder)
+    return RunData(folder.name, found.read_config(), found.metrics(), results)
+
+
+def summary_table(results: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table:
+    """Everything that was measured, in one table."""
+    reference = results["backprop"]["bpb"]["last"]
+    table = Table(title="Bits per byte of held-out text: lower is better")
+    table.add_column("prediction")
+    table.add_column("BPB", justify="right")
+    table.add_column("against backprop", justify="right")
+    table.add_row("backprop", number(reference), "")
+    staged = results["staged"]["bpb"]
+    for k, bpb in enumerate(staged["prefix"]):
+        table.add_row(f"stages 1 to {k + 1}", number(bpb), percent(100 * (bpb / reference - 1)))
+    for how in POOLINGS:
+        bpb = staged[how]
+        table.add_row(f"{how} of all stages", number(bpb), percent(100 * (bpb / reference - 1)))
+    table.add_section()
+    step, memory = comparison["step_time_ratio"], comparison["memory"]
+    spread = f"{number(step['low'], 2)} to {number(step['high'], 2)}"
+    table.add_row("time of a step, staged / backprop", number(step["median"], 2), spread)
+    sizes = f"{memory['staged'] / 2**20:.0f} / {memory['backprop'] / 2**20:.0f} MiB"
+    table.add_row("peak activation memory, staged / backprop", number(memory["ratio"], 2), sizes)
+    return table

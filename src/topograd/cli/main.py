@@ -1,0 +1,78 @@
+"""The command `topograd VERB ...`.
+
+Exit codes: 0 done, 1 a bug, 2 something given that cannot be done (said in one line), 130 interrupted.
+A verb's module is imported when it is called, so that `topograd --help` and `topograd space` start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from topograd.errors import TopogradError
+
+VERBS = {
+    "demo": "train a staged model and its backprop twin, compare them, write a report",
+    "train": "train a model, or continue a run",
+    "eval": "measure a run: bits per byte, calibration, rank",
+    "compare": "put runs side by side",
+    "generate": "continue a text with the first stages of a run, or all of them",
+    "report": "explain a run in one HTML page",
+    "space": "look around the space of partitions",
+}
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb and return the exit code. Whatever a user can cause becomes one line on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(argv)
+    except TopogradError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has gone; Python's own flush at exit must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(f"the system refused: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        return _fail("there is not enough memory for this; choose a smaller model, batch or context")
+    except SystemExit as end:  # of --help
+        return end.code if isinstance(end.code, int) else 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb = argv[0] if argv else ""
+    if verb in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if verb == "--version":
+        from topograd import __version__
+
+        print(f"topograd {__version__}")
+        return 0
+    if not verb:
+        print(_overview(), file=sys.stderr)
+        return 2
+    if verb not in VERBS:
+        return _fail(f"{verb!r} is not a verb; choose one of {', '.join(VERBS)}")
+    code: int = importlib.import_module(f"topograd.cli.{verb}").run(argv[1:])
+    return code
+
+
+def _overview() -> str:
+    lines = [f"  {verb:10}{words}" for verb, words in VERBS.items()]
+    return "\n".join(
+        ["usage: topograd VERB ...", "", *lines, "", "topograd VERB --help says what a verb takes."]
+    )
+
+
+def _fail(message: str) -> int:
+    print("topograd: " + " ".join(message.splitlines()), file=sys.stderr)
+    return 2

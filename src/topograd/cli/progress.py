@@ -1,0 +1,98 @@
+"""Training, as it goes: a bar on a terminal, otherwise a line every few seconds. Both on stderr."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from topograd.training.trainer import OnStep
+
+SECONDS_BETWEEN_LINES = 5.0
+_SHOWN = 6  # losses; of more stages, the first and the last few
+
+
+@contextmanager
+def training_progress(title: str, tokens_per_step: int | None = None) -> Iterator[OnStep]:
+    """Shows a training to whoever waits for it: `with training_progress("staged") as on_step: ...`.
+
+    The speed in tokens is shown where `tokens_per_step` is given.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _Lines(console, title, tokens_per_step)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}"),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _Bar(progress, progress.add_task(title, total=None, words=""), tokens_per_step)
+
+
+class _Speed:
+    """Steps per second since the first step that was seen."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, step: int) -> float | None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        since, began = self._first
+        return (step - since) / (now - began) if step > since and now > began else None
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: TaskID, tokens: int | None) -> None:
+        self._progress, self._task, self._tokens = progress, task, tokens
+        self._speed = _Speed()
+        self._bpb = ""
+
+    def __call__(self, step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+        if readings is not None:
+            self._bpb = f"  BPB {readings['bpb']['last']:.3f}"
+        speed = _tokens_per_second(self._speed(step), self._tokens)
+        words = f"loss {_losses(losses)}{self._bpb}{'  ' if speed else ''}{speed}"
+        self._progress.update(self._task, completed=step, total=steps, words=words)
+
+
+class _Lines:
+    def __init__(self, console: Console, title: str, tokens: int | None) -> None:
+        self._console, self._title, self._tokens = console, title, tokens
+        self._speed = _Speed()
+        self._last = time.monotonic()
+
+    def __call__(self, step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+        rate = self._speed(step)
+        now = time.monotonic()
+        if readings is None and step < steps and now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        parts = [f"{self._title}: step {step}/{steps}", f"loss {_losses(losses)}"]
+        if readings is not None:
+            parts.append(f"BPB {readings['bpb']['last']:.3f}")
+        parts.append(_tokens_per_second(rate, self._tokens))
+        if rate and step < steps:
+            parts.append(f"{(steps - step) / rate:.0f} s left")
+        self._console.print(", ".join(filter(None, parts)), soft_wrap=True, markup=False)
+
+
+def _tokens_per_second(rate: float | None, tokens: int | None) -> str:
+    return f"{rate * tokens:,.0f} tokens/s" if rate and tokens else ""
+
+
+def _losses(losses: list[float]) -> str:
+    shown = [f"{loss:.3f}" for loss in losses]
+    if len(shown) > _SHOWN:
+        shown[_SHOWN // 2 : -_SHOWN // 2] = ["…"]
+    return " ".join(shown)

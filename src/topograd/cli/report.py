@@ -1,0 +1,48 @@
+"""`topograd report`: explain a run in one HTML page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from topograd.cli.console import Folder, Json, parse, print_json
+from topograd.cli.results import results_of
+from topograd.report import RunData, write_report
+from topograd.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write the run's report.html and its figures."""
+
+    folder: Folder
+    """The run's folder; the page is written there."""
+    against: Path | None = None
+    """Another run to compare it with; the one of a single stage is called backprop."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Write the report, say where it lies, return the exit code."""
+    asked = parse(Report, argv, "report")
+    runs = [_read(folder) for folder in (asked.folder, asked.against) if folder is not None]
+    staged, backprop = runs[0][1], None
+    if len(runs) > 1:
+        backprop = runs[1][1]
+        if runs[0][0] == 1 < runs[1][0]:
+            staged, backprop = backprop, staged
+    page = write_report(Run.open(asked.folder).report_file, staged, backprop, None)
+    if asked.json:
+        names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
+        print_json({"run": str(asked.folder), "report": str(page), **names})
+    else:
+        print(page)
+    return 0
+
+
+def _read(folder: Path) -> tuple[int, RunData]:
+    """How many stages a run has, and what a report reads of it."""
+    config, results = results_of(folder)
+    opened = Run.open(folder)
+    data = RunData(str(folder), opened.read_config(), opened.metrics(), results)
+    return len(config.topology().stages), data

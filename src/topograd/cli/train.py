@@ -1,0 +1,123 @@
+"""`topograd train`: train a model, or continue a run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.main import INTERRUPTED
+from topograd.cli.progress import training_progress
+from topograd.cli.results import readings_table, stored_results
+from topograd.errors import ConfigError
+from topograd.run import Run
+from topograd.training.config import TrainConfig, preset
+from topograd.training.trainer import Trainer, resume, start
+
+_WITH_RESUME = ("--resume", "--from", "--stop-after", "--json", "--help")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model, or continue a run with --resume. The preset sets every default below."""
+
+    preset: Literal["tiny", "small", "base"] = "small"
+    """tiny takes seconds, small a minute or two, base an evening on two cores."""
+    out: Path | None = None
+    """The run's folder; by default a new one in runs/."""
+    resume: Path | None = None
+    """Continue the run in this folder; its settings stay as they are."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """With --resume: the checkpoint to continue from, instead of the newest; later ones are given up."""
+    stop_after: int | None = None
+    """Stop and save after this step of the schedule; --resume goes on from there."""
+    json: Json = False
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def run(argv: list[str]) -> int:
+    """Train, print the results, return the exit code."""
+    asked = _read(argv)
+    if asked.stop_after is not None and asked.stop_after < 1:
+        raise ConfigError(f"--stop-after is {asked.stop_after}; it must be at least 1")
+    if asked.resume is not None:
+        found = _finished(asked)
+        if found is not None:
+            _show(asked, *found)
+            return 0
+        trainer = resume(asked.resume, asked.from_)
+    else:
+        trainer = start(asked.config, asked.out or _fresh_folder(asked.preset, asked.config))
+    return _train(asked, trainer)
+
+
+def _read(argv: list[str]) -> Train:
+    """The flags, with the defaults of the preset that they name."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--preset", nargs="?")
+    name = first.parse_known_args(argv)[0].preset or Train.preset
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    if "--resume" in flags:
+        foreign = next((flag for flag in flags if flag not in _WITH_RESUME), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with; "
+                "leave it out, or start another run"
+            )
+    elif "--from" in flags:
+        raise ConfigError("--from names a checkpoint of the run to --resume; give that run too")
+    return parse(Train, argv, "train", Train(config=preset(name)))
+
+
+def _fresh_folder(name: str, config: TrainConfig) -> Path:
+    """A folder in runs/ that does not exist yet, named after the run."""
+    parts = "-".join(str(stage.stop - stage.start) for stage in config.topology().stages)
+    base = f"{name}-{parts if len(parts) <= 60 else f'{len(config.topology().stages)}-stages'}-s{config.seed}"
+    return next(folder for folder in _numbered(Path("runs") / base) if not folder.exists())
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    yield folder
+    number = 2
+    while True:
+        yield folder.with_name(f"{folder.name}-{number}")
+        number += 1
+
+
+def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
+    """Settings and results of a run that has nothing left to train; None if there is something to do."""
+    assert asked.resume is not None
+    folder = Run.open(asked.resume)
+    results = stored_results(folder) if asked.from_ is None else None
+    if results is None or not results.get("finished"):
+        return None
+    return TrainConfig.from_dict(folder.read_config()), results
+
+
+def _train(asked: Train, trainer: Trainer) -> int:
+    config = trainer.config
+    for reason in trainer.data.skipped:
+        note(f"not read: {reason}")
+    tokens = config.batch * config.accumulate * config.model.context
+    with training_progress(trainer.run.folder.name, tokens) as on_step:
+        results = trainer.train(asked.stop_after, on_step)
+    _show(asked, config, results)
+    if results["finished"]:
+        return 0
+    again = f"topograd train --resume {shlex.quote(str(trainer.run.folder))}"
+    note(f"stopped and saved at step {results['steps']} of {config.steps}; continue with: {again}")
+    asked_for = min(asked.stop_after or config.steps, config.steps)
+    return 0 if results["steps"] >= asked_for else INTERRUPTED
+
+
+def _show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:
+    if asked.json:
+        print_json(results)
+    else:
+        out().print(readings_table(config, results))

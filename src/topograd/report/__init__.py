@@ -1,0 +1,9 @@
+"""A run explained to a person: figures and one self-contained HTML page, from plain records.
+
+It reads only dictionaries as JSON holds them, so it knows nothing of models or trainers.
+"""
+
+from topograd.report.data import RunData
+from topograd.report.page import write_report
+
+__all__ = ["RunData", "write_report"]

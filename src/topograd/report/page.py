@@ -1,0 +1,208 @@
+"""A report: one HTML file that explains a staged run, alone or against a backprop run, to a person.
+
+The file stands alone: no script, nothing loaded, and a content policy that forbids both. Every text that
+comes from a run (names, settings, samples) is escaped. Each figure is inline SVG with a description and the
+same numbers as a table, and is also saved as figures/<name>.svg and figures/<name>.png beside the page. The
+page is written last, so a page never speaks of figures that are not there.
+"""
+
+import html
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from topograd.errors import RunError
+from topograd.files import write_atomic
+from topograd.report.data import RunData, bpb_last, entry, number, stage_count
+from topograd.report.drawing import render, style
+from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
+from topograd.report.stage_figures import memory_panel, rank_panel, reliability_panel
+from topograd.report.stylesheet import STYLESHEET
+from topograd.report.tables import (
+    Table,
+    all_numbers,
+    comparison_numbers,
+    fixed,
+    gap_percent,
+    percent,
+    settings,
+    whole,
+)
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+
+
+def write_report(
+    path: Path, staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None
+) -> Path:
+    """Write the report to `path` and its figures beside it, and return `path`.
+
+    Figures of an earlier report that this one leaves out are removed. The same data gives the same bytes.
+    """
+    figures = path.parent / "figures"
+    with style():
+        panels = _panels(staged, backprop, comparison)
+        drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
+    page = _page(staged, backprop, comparison, panels, {name: svg for name, (svg, _) in drawn.items()})
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        for panel in panels:
+            if panel.name in drawn:
+                svg, png = drawn[panel.name]
+                write_atomic(figures / f"{panel.name}.svg", svg)
+                write_atomic(figures / f"{panel.name}.png", png)
+            else:
+                for suffix in ("svg", "png"):
+                    (figures / f"{panel.name}.{suffix}").unlink(missing_ok=True)
+        write_atomic(path, page)
+    except OSError as problem:
+        raise RunError(
+            f"cannot write the report {path} ({problem.strerror}); pass a file in a folder you can write"
+        ) from None
+    return path
+
+
+def escape(value: object) -> str:
+    """Text that is safe in HTML and in attributes. Control characters become their visible pictures."""
+    text = str(value).encode("utf-8", "replace").decode()  # a lone surrogate becomes "?"
+    return html.escape(text.translate(_CONTROL))
+
+
+def _panels(
+    staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None
+) -> tuple[Panel, ...]:
+    return (
+        loss_panel(staged, backprop),
+        prefix_panel(staged, backprop),
+        gap_panel(staged, backprop),
+        reliability_panel(staged, backprop),
+        memory_panel(comparison, stage_count(staged)),
+        rank_panel(staged, backprop),
+    )
+
+
+def _page(
+    staged: RunData,
+    backprop: RunData | None,
+    comparison: Mapping[str, Any] | None,
+    panels: tuple[Panel, ...],
+    svgs: Mapping[str, str],
+) -> str:
+    samples = _samples(comparison)
+    links = [(panel.name, panel.title) for panel in panels]
+    links += [("numbers", "All the numbers"), *([("samples", "Samples")] if samples else [])]
+    links.append(("configuration", "Configuration"))
+    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
+    against = f" against {escape(backprop.name)}" if backprop else ""
+    compared = comparison_numbers(comparison)
+    numbers = _table(all_numbers(staged, backprop)) + (_table(compared) if compared else "")
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(staged.name)}{against}</title>",
+        f"<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
+        f"<h1>{escape(staged.name)}{against}</h1>",
+        f'<p class="lead">{escape(_lead(staged, backprop))}</p>',
+        _tiles(staged, backprop, comparison),
+        f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
+        *(_figure(panel, svgs.get(panel.name)) for panel in panels),
+        _section("numbers", "All the numbers", numbers),
+        samples,
+        _section("configuration", "Configuration", _table(settings(staged, backprop), "settings")),
+        "</main>\n</body>\n</html>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _lead(staged: RunData, backprop: RunData | None) -> str:
+    """What was trained and how, in a few sentences."""
+    stages = stage_count(staged)
+    partition = staged.config.get("partition")
+    cut = f" (partition {partition})" if isinstance(partition, str | int) else ""
+    steps = number(staged.evaluation.get("steps"))
+    trained = f" It was trained for {whole(steps)} steps." if math.isfinite(steps) else ""
+    if stages > 1:
+        what = (
+            f"This language model is cut into {stages} stages{cut}. Each has a loss of its own, and no "
+            "gradient crosses from one to the one before unless the configuration lets it. So each stage "
+            "ends in a prediction, and the first stages are a smaller model on their own."
+        )
+    else:
+        what = f"This language model is one stage{cut}: plain backprop through all its layers."
+    other = " It is compared with the run that trains all layers by backprop." if backprop else ""
+    return f"{what}{trained}{other}"
+
+
+def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None) -> str:
+    """The few numbers to remember."""
+    time, memory = (
+        number(entry(comparison, *keys)) for keys in (("step_time_ratio", "median"), ("memory", "ratio"))
+    )
+    tiles = [("bits per byte, staged", fixed(bpb_last(staged.evaluation.get("bpb"))))]
+    if backprop:
+        tiles.append(("bits per byte, backprop", fixed(bpb_last(backprop.evaluation.get("bpb")))))
+    gap = gap_percent(staged, backprop, comparison)
+    tiles += [("gap to backprop", percent(gap))] if math.isfinite(gap) else []
+    tiles += [("step time over backprop's", fixed(time, 2))] if math.isfinite(time) else []
+    tiles += [("memory over backprop's", fixed(memory, 2))] if math.isfinite(memory) else []
+    cells = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in tiles)
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _section(anchor: str, title: str, body: str) -> str:
+    heading = f'<h2 id="{anchor}-title">{escape(title)}</h2>'
+    return f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n{heading}\n{body}\n</section>'
+
+
+def _figure(panel: Panel, svg: str | None) -> str:
+    if svg is None:
+        return _section(panel.name, panel.title, f'<p class="missing">{escape(panel.caption)}</p>')
+    numbers = _table(panel.table) if panel.table else ""
+    body = (
+        f'<figure>\n<div class="plot">{_inline(svg, panel.name, panel.alt)}</div>\n'
+        f"<figcaption>{escape(panel.caption)}</figcaption>\n</figure>\n"
+        f"<details><summary>The numbers of this figure</summary>{numbers}</details>"
+    )
+    return _section(panel.name, panel.title, body)
+
+
+def _inline(svg: str, name: str, alt: str) -> str:
+    """An SVG file as an element of the page: described, and with ids that no other figure has."""
+    element = re.sub(r"<!--.*?-->\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    element = re.sub(r'\bid="', f'id="{name}-', element)
+    element = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", element)
+    return element.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1).strip()
+
+
+def _table(table: Table, kind: str = "") -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
+    lines = []
+    for row in table.rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        lines.append(f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>')
+    name = f' class="{kind}"' if kind else ""
+    return (
+        f'<div class="wide"><table{name}><caption>{escape(table.caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody></table></div>"
+    )
+
+
+def _samples(comparison: Mapping[str, Any] | None) -> str:
+    """Text that each prefix wrote, the prompt marked; empty if there is none."""
+    recorded = entry(comparison, "samples")
+    blocks = []
+    for sample in recorded if isinstance(recorded, list | tuple) else ():
+        prompt, text = (str(entry(sample, key) or "") for key in ("prompt", "text"))
+        written = text.removeprefix(prompt)
+        blocks.append(
+            f'<figure class="sample"><figcaption>{escape(entry(sample, "title") or "sample")}</figcaption>'
+            f"<pre><b>{escape(prompt)}</b>{escape(written)}</pre></figure>"
+        )
+    if not blocks:
+        return ""
+    note = '<p class="note">The same prompt, in colour, continued by each prefix of stages.</p>'
+    return _section("samples", "Samples", note + "\n".join(blocks))

@@ -1,0 +1,174 @@
+"""The GPT's attention against the written-out version, its rotary positions, its start and its errors."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from topograd.errors import StackError
+from topograd.nn.gpt import GPT, Attention, GPTConfig, norm, rotate
+from topograd.reference.attention import attention_output, plain_attention, root_mean_square_norm, rotated
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+VARIANTS = [
+    {},
+    {"kv_heads": 1},
+    {"kv_heads": 2, "value_embeddings": "all"},
+    {"windows": (1,)},
+    {"windows": (3,), "kv_heads": 2},
+    {"windows": (8,)},
+    {"windows": (50,)},
+]
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_attention_is_the_written_out_one(make_gpt: Callable[..., GPT], settings: dict[str, Any]) -> None:
+    model = make_gpt(rope_base=100.0, **settings)
+    attention = model.layers[-1].attention
+    assert isinstance(attention, Attention)
+    inputs = torch.randint(23, (2, 9))
+    x = torch.randn(2, 9, 16, requires_grad=True)
+    weights = torch.randn(2, 9, 16)
+    wanted = [x, *attention.parameters()]
+    fast = attention(x, model.bus(x, inputs))
+    slow = attention_output(attention, x, inputs, base=100.0)
+    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    for a, b in zip(
+        torch.autograd.grad((fast * weights).sum(), wanted),
+        torch.autograd.grad((slow * weights).sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_the_written_out_attention_on_numbers() -> None:
+    """Two equal scores give the mean of the values; a window of one gives the value itself."""
+    q, k = torch.zeros(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
+    v = torch.tensor([[1.0, 0.0], [3.0, 0.0], [8.0, 6.0]]).view(1, 1, 3, 2)
+    expected = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 2.0]])
+    torch.testing.assert_close(plain_attention(q, k, v)[0, 0], expected)
+    torch.testing.assert_close(plain_attention(q[:, :, 2:], k, v)[0, 0], expected[2:])
+    assert torch.equal(plain_attention(q, k, v, window=1), v)
+    torch.testing.assert_close(plain_attention(q, k, v, window=2)[0, 0, 2], torch.tensor([5.5, 3.0]))
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    q, k = torch.randn(8), torch.randn(8)
+    model = GPT(layers=1, width=8, heads=1, vocab=5, context=64)
+    bus = model.bus(torch.zeros(1, 64, 8), torch.zeros(1, 64, dtype=torch.long), offset=100)
+    cos, sin = bus.extras["rotary"]
+    turned_q, turned_k = rotate(q.expand(64, 8), cos, sin), rotate(k.expand(64, 8), cos, sin)
+    scores = turned_q @ turned_k.T
+    for distance in (0, 1, 7):
+        along = scores.diagonal(-distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(scores[0, 0], scores[1, 0])
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(64))
+    torch.testing.assert_close(turned_q, rotated(q.expand(64, 8), torch.arange(100, 164), base=10_000.0))
+
+
+def test_norm() -> None:
+    x = torch.randn(3, 7)
+    torch.testing.assert_close(norm(x), root_mean_square_norm(x), rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(norm(x).square().mean(-1), torch.ones(3), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mlp": "swiglu", "softcap": 3.0}, {"smear": False}], ids=str)
+def test_every_stage_first_predicts_the_uniform_distribution(settings: dict[str, Any]) -> None:
+    model = GPT(layers=3, width=8, heads=2, vocab=11, context=6, **settings)
+    model.add_heads(2)
+    inputs, targets = torch.randint(11, (2, 6)), torch.randint(11, (2, 6))
+    for stage in range(2):
+        logits = model.readout(model.embed(inputs), stage)
+        assert logits.count_nonzero() == 0
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        assert loss.item() == pytest.approx(math.log(11), abs=1e-14)
+    h = model.embed(inputs)
+    assert torch.equal(model.layers[0].mlp(h), torch.zeros_like(h))
+
+
+def test_the_previous_token_is_heard(make_gpt: Callable[..., GPT]) -> None:
+    model = make_gpt()
+    inputs = torch.randint(23, (2, 9))
+    x0 = model.embed(inputs)
+    assert torch.equal(model.embed(inputs[:, 4:], previous=inputs[:, 3]), x0[:, 4:])
+    assert not torch.allclose(model.embed(inputs[:, 4:])[:, 0], x0[:, 4])
+    alone = make_gpt(smear=False)
+    assert torch.equal(alone.embed(inputs[:, 4:]), alone.embed(inputs)[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("choice", "valued"),
+    [("none", []), ("alternate", [1, 3]), ("all", [0, 1, 2, 3])],
+)
+def test_value_embeddings(make_gpt: Callable[..., GPT], choice: str, valued: list[int]) -> None:
+    model = make_gpt(value_embeddings=choice)
+    found = [i for i, layer in enumerate(model.layers) if layer.attention.value_embedding is not None]
+    assert found == valued
+
+
+def test_windows_repeat_over_the_layers(make_gpt: Callable[..., GPT]) -> None:
+    assert [layer.attention.window for layer in make_gpt(windows=(3, 0, 5)).layers] == [3, 0, 5, 3]
+
+
+def test_a_window_hides_what_lies_before_it() -> None:
+    """One layer with a window of 3 hears the tokens t-2, t-1 and t, and through the smear t-3."""
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=8, heads=2, vocab=23, context=9, windows=(3,), x0_blend=False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    inputs = torch.randint(23, (1, 9))
+    before = model(inputs)[:, 8]
+    for t, heard in ((8, True), (6, True), (5, True), (4, False), (0, False)):
+        changed = inputs.clone()
+        changed[:, t] = (changed[:, t] + 1) % 23
+        assert torch.equal(model(changed)[:, 8], before) is not heard
+
+
+def test_tied_head_is_the_embedding() -> None:
+    model = GPT(layers=1, width=8, heads=2, vocab=11, context=6, tied=True)
+    assert model.head.weight is model.embedding.weight
+    assert sum(p.shape == (11, 8) for p in model.parameters()) == 3  # embedding, smear, values
+
+
+def test_softcap_bounds_the_logits(make_gpt: Callable[..., GPT]) -> None:
+    model = make_gpt(softcap=0.5)
+    with torch.no_grad():
+        model.head.weight.mul_(100.0)
+        logits = model(torch.randint(23, (2, 9)))
+    assert 0.49 < logits.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"vocab": -3}, "vocab is -3; it must be at least 1"),
+        ({"width": 30, "heads": 4}, "width 30 does not split into 4 heads"),
+        ({"width": 12, "heads": 4}, "4 heads of even width"),
+        ({"heads": 4, "kv_heads": 3}, "4 heads cannot share 3 kv_heads"),
+        ({"heads": 4, "kv_heads": 0}, "4 heads cannot share 0 kv_heads"),
+        ({"heads": 4, "kv_heads": -2}, "4 heads cannot share -2 kv_heads"),
+        ({"mlp": "gelu"}, "mlp 'gelu' is unknown; choose 'relu2' or 'swiglu'"),
+        ({"mlp_ratio": 0.0}, "mlp_ratio 0.0 leaves the MLP no width"),
+        ({"value_embeddings": "some"}, "value_embeddings 'some' is unknown"),
+        ({"softcap": 0.0}, "softcap is 0.0; it must be positive"),
+        ({"windows": (4, -1)}, r"windows \(4, -1\) has a negative span"),
+        ({"head_rank": 17}, "head rank 17 is outside 1..16"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(StackError, match=message) as caught:
+        GPT(**{"layers": 2, "width": 16, "heads": 2, "vocab": 23, "context": 8} | settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_or_settings_but_not_both() -> None:
+    config = GPTConfig(layers=1, width=8, heads=2, vocab=11, context=6)
+    assert GPT(config).config is config
+    with pytest.raises(StackError, match=r"a config and also \['layers'\]"):
+        GPT(config, layers=2)

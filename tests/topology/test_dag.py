@@ -1,0 +1,190 @@
+"""The stage DAG: its named points stage by stage, and one clear line for what does not exist."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from topograd.errors import TopologyError
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
+
+ROOT = Edge(EMBEDDING, transmissivity=1.0)
+WHOLE = Stage(0, 3, (ROOT,))
+
+
+def intervals(topology: Topology) -> list[tuple[int, int]]:
+    return [(stage.start, stage.stop) for stage in topology.stages]
+
+
+def heard(topology: Topology) -> list[list[tuple[int, int | None, float]]]:
+    return [[(e.source, e.layer, e.transmissivity) for e in stage.sources] for stage in topology.stages]
+
+
+@pytest.mark.parametrize("given", ["2,1,3", Composition.parse("2,1,3"), Configuration.parse("2,1,3")])
+def test_chain_follows_the_partition(given: str | Composition | Configuration) -> None:
+    topology = Topology.chain(given)
+    assert topology.layers == 6
+    assert intervals(topology) == [(0, 2), (2, 3), (3, 6)]
+    assert heard(topology) == [[(EMBEDDING, None, 1.0)], [(0, None, 0.0)], [(1, None, 0.0)]]
+    assert (topology.heads, topology.bus, topology.reduction) == ("shared", "live", "mean")
+    assert all(stage.weight == 1 and stage.objective == "cross-entropy" for stage in topology.stages)
+
+
+def test_chain_takes_everything_else_by_name() -> None:
+    configuration = Configuration.parse("1,1", heads="per-stage")
+    topology = Topology.chain(
+        configuration, transmissivity=0.25, objective="residual", bus="detached", reduction="sum"
+    )
+    assert heard(topology)[1] == [(0, None, 0.25)]
+    assert [stage.objective for stage in topology.stages] == ["residual", "residual"]
+    assert (topology.heads, topology.bus, topology.reduction) == ("per-stage", "detached", "sum")
+    assert type(topology.heads) is str
+
+
+def test_soft_has_a_boundary_after_every_layer_and_weights_one_minus_lambda() -> None:
+    topology = Topology.soft([0.25, 1.0, 0.0], heads="per-stage")
+    assert intervals(topology) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [stage.weight for stage in topology.stages] == [0.75, 0.0, 1.0, 1.0]
+    assert [edges[0][2] for edges in heard(topology)] == [1.0, 0.25, 1.0, 0.0]
+    assert topology.heads == "per-stage"
+    assert Topology.soft([]) == Topology.chain("1")
+
+
+def test_forest_is_several_chains_from_the_input() -> None:
+    topology = Topology.forest(["1,2", Composition.parse("2")])
+    assert intervals(topology) == [(0, 1), (1, 3), (3, 5)]
+    assert heard(topology) == [[(EMBEDDING, None, 1.0)], [(0, None, 0.0)], [(EMBEDDING, None, 1.0)]]
+
+
+def test_cover_starts_where_an_earlier_interval_passed() -> None:
+    topology = Topology.cover([(0, 3), (1, 4), (0, 2), (4, 5)])
+    assert topology.layers == 5
+    assert heard(topology) == [
+        [(EMBEDDING, None, 1.0)],
+        [(0, 1, 0.0)],
+        [(EMBEDDING, None, 1.0)],
+        [(1, 4, 0.0)],
+    ]
+
+
+def test_cover_by_a_partition_is_the_hard_chain() -> None:
+    cover, chain = Topology.cover([(0, 2), (2, 3)]), Topology.chain("2,1")
+    assert [[c.tap(e) for e in s.sources] for c in (cover, chain) for s in c.stages][:2] == [
+        [chain.tap(e) for e in s.sources] for s in chain.stages
+    ]
+    assert intervals(cover) == intervals(chain)
+
+
+def test_input_bus_reaches_every_stage_but_the_roots() -> None:
+    topology = Topology.forest(["1,1", "1,1"]).with_input_bus()
+    assert heard(topology) == [
+        [(EMBEDDING, None, 1.0)],
+        [(0, None, 0.0), (EMBEDDING, None, 0.0)],
+        [(EMBEDDING, None, 1.0)],
+        [(2, None, 0.0), (EMBEDDING, None, 0.0)],
+    ]
+
+
+def test_input_bus_from_an_early_layer_reaches_those_who_come_later_and_do_not_hear_it() -> None:
+    topology = Topology.chain("2,1,1").with_input_bus(Edge(0, layer=1))
+    assert heard(topology)[1:] == [[(0, None, 0.0), (0, 1, 0.0)], [(1, None, 0.0), (0, 1, 0.0)]]
+    end = Topology.chain("2,1,1").with_input_bus(Edge(0, layer=2))
+    assert heard(end)[1:] == [[(0, None, 0.0)], [(1, None, 0.0), (0, 2, 0.0)]]
+
+
+def test_two_input_buses_add_up() -> None:
+    topology = Topology.chain("2,1,1").with_input_bus().with_input_bus(Edge(0, layer=1)).with_input_bus()
+    assert heard(topology)[2] == [(1, None, 0.0), (EMBEDDING, None, 0.0), (0, 1, 0.0)]
+
+
+@pytest.mark.parametrize("transmissivity", [0.0, 1.0])
+def test_specialist_comes_last_on_a_frozen_base(transmissivity: float) -> None:
+    base = Topology.chain("2,1", transmissivity=transmissivity)
+    topology = base.with_specialist(2, "residual")
+    assert topology.layers == 5
+    assert topology.heads == "per-stage"
+    assert [(s.frozen, s.weight) for s in topology.stages] == [(True, 0.0), (True, 0.0), (False, 1.0)]
+    assert topology.stages[2] == Stage(3, 5, (Edge(1),), "residual")
+    again = topology.with_specialist(1)
+    assert [s.frozen for s in again.stages] == [True, True, True, False]
+
+
+def test_a_tap_without_a_layer_is_the_end_of_its_source() -> None:
+    topology = Topology.chain("2,3")
+    assert topology.tap(Edge(1)) == (1, 5)
+    assert topology.tap(Edge(0, layer=1)) == (0, 1)
+    assert topology.tap(Edge(EMBEDDING)) == (EMBEDDING, 0)
+
+
+def test_topologies_are_values() -> None:
+    topology = Topology.chain("1,2")
+    assert topology == Topology.chain("1,2") != Topology.chain("2,1")
+    assert hash(topology) == hash(Topology.chain("1,2"))
+    with pytest.raises(FrozenInstanceError):
+        topology.layers = 4  # type: ignore[misc]
+
+
+def after(edge: Edge, **stage: object) -> tuple[Stage, ...]:
+    """Stages 0..2 and 2..3, of which the second hears `edge`."""
+    return Stage(0, 2, (ROOT,)), replace(Stage(2, 3, (edge,)), **stage)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ((), "at least one stage"),
+        ((Stage(2, 2, (ROOT,)),), r"stage 0 covers layers 2\.\.2"),
+        ((Stage(-1, 3, (ROOT,)),), r"-1\.\.3.*0 <= start"),
+        ((Stage(0, 4, (ROOT,)),), r"0\.\.4.*stop <= 3"),
+        ((Stage(0, 2, (ROOT,)),), r"layers \[2\] belong to no stage"),
+        ((Stage(1, 2, (ROOT,)),), r"layers \[0, 2\]"),
+        ((replace(WHOLE, weight=-1.0),), "weight -1.0"),
+        ((replace(WHOLE, weight=math.nan),), "weight nan"),
+        ((replace(WHOLE, weight=math.inf),), "weight inf"),
+        ((replace(WHOLE, weight=0.0),), "every stage has weight 0"),
+        ((replace(WHOLE, frozen=True),), "frozen but has weight 1.0"),
+        ((replace(WHOLE, sources=()),), "stage 0 hears nothing"),
+        ((replace(WHOLE, sources=(ROOT, Edge(EMBEDDING))),), "stage 0 hears the same source twice"),
+        (after(Edge(0), sources=(Edge(0), Edge(0, layer=2))), "stage 1 hears the same source twice"),
+        (after(Edge(0, transmissivity=1.5)), "transmissivity 1.5"),
+        (after(Edge(0, transmissivity=-0.1)), "transmissivity -0.1"),
+        (after(Edge(0, transmissivity=math.nan)), "transmissivity nan"),
+        (after(Edge(1)), "stage 1 hears stage 1"),
+        (after(Edge(2)), "stage 1 hears stage 2"),
+        (after(Edge(-2)), "stage 1 hears stage -2"),
+        (after(Edge(EMBEDDING, layer=1)), "taps the embedding at layer 1"),
+        (after(Edge(0, layer=0)), r"stage 0 after layer 0.*1\.\.2"),
+        (after(Edge(0, layer=3)), r"stage 0 after layer 3.*1\.\.2"),
+        (
+            (Stage(0, 2, (ROOT,), weight=0.0, frozen=True), Stage(2, 3, (Edge(0, transmissivity=0.5),))),
+            "stage 1 sends gradient to frozen stage 0",
+        ),
+    ],
+)
+def test_what_does_not_exist_is_one_clear_line(stages: tuple[Stage, ...], message: str) -> None:
+    with pytest.raises(TopologyError, match=message) as raised:
+        Topology(3, stages)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["heads", "bus", "reduction"])
+def test_unknown_choices_name_the_known(name: str) -> None:
+    with pytest.raises(TopologyError, match=rf"{name} 'both' is unknown; choose one of \('"):
+        replace(Topology.chain("3"), **{name: "both"})  # type: ignore[arg-type]
+
+
+def test_constructors_refuse_what_they_cannot_build() -> None:
+    with pytest.raises(TopologyError, match=r"interval 2\.\.4 starts after layer 2"):
+        Topology.cover([(0, 1), (2, 4)])
+    with pytest.raises(TopologyError, match="at least one stage"):
+        Topology.cover([])
+    with pytest.raises(TopologyError, match="at least one stage"):
+        Topology.forest([])
+    with pytest.raises(TopologyError, match=r"transmissivity 2\.0"):
+        Topology.soft([2.0])
+    with pytest.raises(TopologyError, match=r"covers layers 2\.\.2"):
+        Topology.chain("2").with_specialist(0)

@@ -1,0 +1,108 @@
+"""The compiled topology: ports, listeners, scales, and when a message may be forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from topograd.errors import TopologyError
+from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
+from topograd.topology.plan import Plan, Port
+
+ROOT = Edge(EMBEDDING, transmissivity=1.0)
+X0 = Port(EMBEDDING, 0, "identity")
+
+DAG = Topology(
+    6,
+    (
+        Stage(0, 3, (ROOT,)),
+        Stage(3, 4, (Edge(0, layer=2), Edge(EMBEDDING)), weight=2.0),
+        Stage(3, 5, (Edge(0, transmissivity=0.5), Edge(0, layer=2, transmissivity=1.0)), weight=0.0),
+        Stage(5, 6, (Edge(1, transmissivity=0.3), Edge(2, transmissivity=1.0), Edge(0))),
+    ),
+)
+"""Stage 0 speaks after layers 2 and 3, stages 1 and 2 share layer 3, stage 3 joins them all."""
+
+
+def port(source: int, layer: int) -> Port:
+    return Port(source, layer, "identity")
+
+
+def test_ports_are_what_is_heard_each_once() -> None:
+    plan = Plan.of(DAG, 6)
+    assert [p.sends for p in plan.stages] == [(port(0, 2), port(0, 3)), (port(1, 4),), (port(2, 5),), ()]
+    assert [p.hears for p in plan.stages] == [
+        ((X0, 1.0),),
+        ((port(0, 2), 0.0), (X0, 0.0)),
+        ((port(0, 3), 0.5), (port(0, 2), 1.0)),
+        ((port(1, 4), 0.3), (port(2, 5), 1.0), (port(0, 3), 0.0)),
+    ]
+    assert [list(p.layers) for p in plan.stages] == [[0, 1, 2], [3], [3, 4], [5]]
+
+
+def test_listeners_are_the_stages_that_send_gradient_back() -> None:
+    """Stage 2 sends through two ports of stage 0 and counts once; detached listeners do not count."""
+    plan = Plan.of(DAG, 6)
+    assert [p.listeners for p in plan.stages] == [1, 1, 1, 0]
+    assert [plan.gradient_sources(k) for k in range(4)] == [[], [], [0], [1, 2]]
+    assert [p.listeners for p in Plan.of(Topology.chain("1,1,1"), 3).stages] == [0, 0, 0]
+    assert [p.listeners for p in Plan.of(Topology.chain("1,1,1", transmissivity=0.1), 3).stages] == [1, 1, 0]
+
+
+def test_a_port_is_forgotten_after_its_last_listener() -> None:
+    plan = Plan.of(DAG, 6)
+    forgotten = [set(p.forget) for p in plan.stages]
+    assert forgotten == [set(), {X0}, {port(0, 2)}, {port(0, 3), port(1, 4), port(2, 5)}]
+    every = {p for planned in plan.stages for p, _ in planned.hears}
+    assert set.union(*forgotten) == every, "each port once, none for ever"
+
+
+def test_relays_make_ports_of_their_own() -> None:
+    stages = (Stage(0, 1, (ROOT,)), Stage(1, 2, (Edge(0),)), Stage(2, 3, (Edge(0, relay="gate"),)))
+    plan = Plan.of(Topology(3, stages), 3)
+    assert plan.stages[0].sends == (Port(0, 1, "identity"), Port(0, 1, "gate"))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "scales"), [("mean", [0.25, 0.5, 0.0, 0.25]), ("sum", [1.0, 2.0, 0.0, 1.0])]
+)
+def test_scales_of_the_losses(reduction: str, scales: list[float]) -> None:
+    plan = Plan.of(replace(DAG, reduction=reduction), 6)  # type: ignore[arg-type]
+    assert [p.scale for p in plan.stages] == scales
+    assert plan.predicting() == [0, 1, 3]
+
+
+def test_bus_is_live_at_the_roots_and_elsewhere_as_the_topology_says() -> None:
+    assert [p.live_bus for p in Plan.of(DAG, 6).stages] == [True] * 4
+    detached = Plan.of(replace(DAG, bus="detached"), 6)
+    assert [p.live_bus for p in detached.stages] == [True, False, False, False]
+    assert [p.live_bus for p in Plan.of(Topology.chain("1,1").with_specialist(1), 3).stages] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_needed_is_what_a_stage_depends_on() -> None:
+    plan = Plan.of(DAG, 6)
+    assert [[p.index for p in plan.needed(k)] for k in range(4)] == [[0], [0, 1], [0, 2], [0, 1, 2, 3]]
+    forest = Plan.of(Topology.forest(["1,1", "1,1"]), 4)
+    assert [p.index for p in forest.needed(3)] == [2, 3]
+
+
+def test_a_frozen_stage_sends_no_gradient_whatever_its_edges_say() -> None:
+    plan = Plan.of(Topology.chain("1,1", transmissivity=1.0).with_specialist(1), 3)
+    assert plan.frozen
+    assert [p.listeners for p in plan.stages] == [0, 0, 0]
+    assert all(lam == 0 for p in plan.stages for _, lam in p.hears)
+    assert [p.scale for p in plan.stages] == [0.0, 0.0, 1.0]
+    assert plan.predicting() == [0, 1, 2], "frozen stages have heads worth reading"
+    assert not Plan.of(DAG, 6).frozen
+
+
+def test_another_depth_is_one_clear_line() -> None:
+    with pytest.raises(
+        TopologyError, match="topology has 6 layers and the stack has 4; use a partition of 4"
+    ):
+        Plan.of(DAG, 4)

@@ -1,0 +1,323 @@
+"""The executor against one graph with one backward (`reference/executor.py`), and its schedule."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError, StackError, TopologyError
+from topograd.nn.gpt import GPT
+from topograd.nn.relays import RELAYS
+from topograd.nn.stack import Bus, Stack
+from topograd.reference.executor import graph_losses
+from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
+from topograd.topology.plan import Plan
+from topograd.topology.properties import activation_layers
+from topograd.training.executor import prepare, train_step
+from topograd.training.objectives import OBJECTIVES, Logits, teacher_logits
+
+if TYPE_CHECKING:
+    from tests.training.conftest import Case, Tiny
+
+HARD = Topology.chain("1,1,2")
+HIERARCHICAL = Topology.chain("1,1,2", transmissivity=1.0)
+
+
+@st.composite
+def dags(draw: st.DrawFn) -> Topology:
+    """Up to five stages over up to four layers: any intervals, taps, λ, weights, objectives."""
+    layers = draw(st.integers(1, 4))
+    stages: list[Stage] = []
+    for k in range(draw(st.integers(1, 5))):
+        start = draw(st.integers(0, layers - 1))
+        sources = draw(st.lists(st.integers(EMBEDDING, k - 1), min_size=1, max_size=3, unique=True))
+        edges = []
+        for j in sources:
+            tap = (
+                None if j == EMBEDDING else draw(st.none() | st.integers(stages[j].start + 1, stages[j].stop))
+            )
+            edges.append(Edge(j, tap, draw(st.sampled_from([0.0, 0.3, 1.0]))))
+        objective = draw(st.sampled_from(["cross-entropy", "residual"]))
+        weight = draw(st.sampled_from([0.0, 0.5, 1.0]))
+        stages.append(Stage(start, draw(st.integers(start + 1, layers)), tuple(edges), objective, weight))
+    idle = set(range(layers)) - {i for s in stages[:-1] for i in range(s.start, s.stop)}
+    start, stop = min({stages[-1].start, *idle}), max({stages[-1].stop, *(i + 1 for i in idle)})
+    stages[-1] = replace(stages[-1], start=start, stop=stop, weight=1.0)
+    return Topology(
+        layers,
+        tuple(stages),
+        heads=draw(st.sampled_from(["shared", "per-stage"])),
+        bus=draw(st.sampled_from(["live", "detached"])),
+        reduction=draw(st.sampled_from(["mean", "sum"])),
+    )
+
+
+def both_ways(tiny: type[Tiny], topology: Topology, **settings: Any) -> None:
+    """Losses and every gradient of the executor against those of the one graph."""
+    inputs, targets = tiny.batch()
+    stack = tiny.gpt(topology, **settings)
+    teacher = tiny.gpt(seed=7)
+    total, expected_losses = graph_losses(stack, topology, inputs, targets, teacher(inputs).detach())
+    total.backward()
+    silent = {name for name, p in stack.named_parameters() if p.grad is None}
+    expected = tiny.gradients(stack)
+    losses = train_step(stack, topology, inputs, targets, teacher=teacher_logits(teacher, inputs))
+    actual = tiny.gradients(stack)
+    tiny.assert_same(actual, expected)
+    assert not [name for name in silent if actual[name].any()], "no gradient here where the graph has none"
+    with_loss = torch.tensor([stage.weight > 0 for stage in topology.stages])
+    torch.testing.assert_close(losses[with_loss], expected_losses[with_loss], rtol=1e-13, atol=0)
+    assert losses[~with_loss].isnan().all()
+
+
+def test_equals_one_graph_with_one_backward(case: Case, tiny: type[Tiny]) -> None:
+    both_ways(tiny, case.topology, **case.settings)
+
+
+@settings(deadline=None, max_examples=30)
+@given(topology=dags())
+def test_equals_one_graph_on_random_dags(topology: Topology, tiny: type[Tiny]) -> None:
+    both_ways(tiny, topology)
+
+
+def test_gradients_add_up_over_batches_with_their_scale(tiny: type[Tiny]) -> None:
+    topology = Topology.chain("1,3", transmissivity=0.3)
+    stack, scales = tiny.gpt(topology), (0.25, 0.75)
+    for seed, scale in enumerate(scales):
+        (scale * graph_losses(stack, topology, *tiny.batch(seed))[0]).backward()
+    expected = tiny.gradients(stack)
+    losses = [
+        train_step(stack, topology, *tiny.batch(seed), scale=scale) for seed, scale in enumerate(scales)
+    ]
+    tiny.assert_same(tiny.gradients(stack), expected)
+    assert torch.equal(losses[1], train_step(stack, topology, *tiny.batch(1))), "the losses are not scaled"
+
+
+def test_twice_the_same_step_doubles_the_gradients(tiny: type[Tiny], case: Case) -> None:
+    stack, (inputs, targets) = tiny.gpt(case.topology, **case.settings), tiny.batch()
+    teacher = teacher_logits(tiny.gpt(seed=7), inputs)
+    train_step(stack, case.topology, inputs, targets, teacher=teacher)
+    once = {name: 2 * g for name, g in tiny.gradients(stack).items()}
+    for _ in range(2):
+        train_step(stack, case.topology, inputs, targets, teacher=teacher)
+    tiny.assert_same(tiny.gradients(stack), once)
+
+
+class Recorder:
+    """Forward and backward of every layer, in order, and how many layers' activations live at once.
+
+    Each call of a layer is a number; a tensor that autograd saves within it belongs to it. After every
+    layer, the calls of which a saved tensor is still alive are counted.
+    """
+
+    class Saved:
+        def __init__(self, call: int, tensor: Tensor) -> None:
+            self.call, self.tensor = call, tensor
+
+    def __init__(self, stack: Stack) -> None:
+        self.events: list[str] = []
+        self.peak = 0
+        self._calls = 0
+        self._inside = False
+        self._saved: WeakSet[Recorder.Saved] = WeakSet()
+        self._layers = {id(layer): i for i, layer in enumerate(stack.layers)}
+        self._handles = ExitStack()
+        for layer in stack.layers:
+            self._handles.enter_context(layer.register_forward_pre_hook(self._enter))
+            self._handles.enter_context(layer.register_forward_hook(self._leave))
+        self._handles.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda s: s.tensor))
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handles.close()
+
+    def _pack(self, tensor: Tensor) -> Recorder.Saved:
+        saved = Recorder.Saved(self._calls, tensor.detach())  # not its graph, which would keep itself alive
+        if self._inside:
+            self._saved.add(saved)
+        return saved
+
+    def _enter(self, layer: nn.Module, args: tuple[object, ...]) -> None:
+        self._calls, self._inside = self._calls + 1, True
+
+    def _leave(self, layer: nn.Module, args: tuple[object, ...], h: Tensor) -> None:
+        self._inside = False
+        name = str(self._layers[id(layer)])
+        self.events.append("F" + name)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: self.events.append("B" + name))
+        self.peak = max(self.peak, len({saved.call for saved in self._saved}))
+
+
+def recorded(tiny: type[Tiny], topology: Topology) -> tuple[str, int]:
+    """The order of forwards F and backwards B of the layers, and the most that lived at once."""
+    stack, (inputs, targets) = tiny.gpt(topology), tiny.batch()
+    teacher = teacher_logits(tiny.gpt(seed=7), inputs)
+    with Recorder(stack) as recorder:
+        train_step(stack, topology, inputs, targets, teacher=teacher)
+    return " ".join(recorder.events), recorder.peak
+
+
+def linked(topology: Topology) -> Topology:
+    """The same with λ = 1 on every edge between stages."""
+    return replace(
+        topology,
+        stages=tuple(
+            replace(s, sources=tuple(replace(e, transmissivity=1.0) for e in s.sources))
+            for s in topology.stages
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "order"),
+    [
+        (Topology.chain("4"), "F0 F1 F2 F3 B3 B2 B1 B0"),
+        (HARD, "F0 B0 F1 B1 F2 F3 B3 B2"),
+        (HIERARCHICAL, "F0 F1 F2 F3 B3 B2 B1 B0"),
+        (Topology.soft([0.0, 0.5, 0.0]), "F0 B0 F1 F2 B2 B1 F3 B3"),
+        (Topology.forest(["1,1", "2"]), "F0 B0 F1 B1 F2 F3 B3 B2"),
+        (linked(Topology.forest(["1,1", "1,1"])), "F0 F1 B1 B0 F2 F3 B3 B2"),
+        (Topology.cover([(0, 2), (1, 3)]), "F0 F1 B1 B0 F1 F2 B2 B1"),
+        (Topology.chain("1,1").with_specialist(1), "F0 F1 F2 B2"),
+    ],
+    ids=["backprop", "hard", "hierarchical", "soft", "forest", "forest-hierarchical", "cover", "specialist"],
+)
+def test_a_backward_runs_as_soon_as_nothing_answers_any_more(
+    topology: Topology, order: str, tiny: type[Tiny]
+) -> None:
+    """λ = 0: before the next stage's forward. λ > 0: after the last listener's backward, and no later."""
+    assert recorded(tiny, topology)[0] == order
+
+
+def test_activations_live_as_the_closed_form_says(case: Case, tiny: type[Tiny]) -> None:
+    assert recorded(tiny, case.topology)[1] == activation_layers(Plan.of(case.topology, case.topology.layers))
+
+
+@settings(deadline=None, max_examples=25)
+@given(topology=dags())
+def test_activations_live_as_the_closed_form_says_on_random_dags(
+    topology: Topology, tiny: type[Tiny]
+) -> None:
+    """Equal, but for stages without a loss that are heard only before their end: there it is a bound."""
+    plan = Plan.of(topology, topology.layers)
+    held = recorded(tiny, topology)[1]
+    cut = [p for p in plan.stages if p.scale == 0 and p.sends and p.sends[-1].layer < p.stage.stop]
+    assert held <= activation_layers(plan) if cut else held == activation_layers(plan)
+
+
+class Doubling:
+    """A relay of our own: speaks twice the hidden state plus what it heard, listens with x0 beside."""
+
+    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+        assert heard is not None
+        return 2 * h + heard
+
+    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        return message + bus.x0
+
+
+class ZLoss:
+    """An objective of our own: cross-entropy, and a little of logsumexp²."""
+
+    hears_prior = False
+
+    def __call__(
+        self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        counted = targets != -100
+        return OBJECTIVES["cross-entropy"](logits, prior, teacher, targets) + 0.1 * (
+            logits[counted].logsumexp(-1).square().sum()
+        )
+
+
+def test_a_relay_and_an_objective_of_ones_own(tiny: type[Tiny]) -> None:
+    """Both ends of the relay carry gradient, λ acts between them; the objective is used by name."""
+    heard = Edge(0, transmissivity=0.3, relay="doubling")
+    topology = Topology(
+        2, (Stage(0, 1, (Edge(EMBEDDING, transmissivity=1.0),)), Stage(1, 2, (heard,), objective="z-loss"))
+    )
+    stack, (inputs, targets) = tiny.gpt(topology), tiny.batch()
+    x0 = stack.embed(inputs)
+    bus = stack.bus(x0, inputs)
+    h0 = stack.layers[0](x0, bus)
+    message = 2 * h0 + x0
+    h1 = stack.layers[1](message.detach() + 0.3 * (message - message.detach()) + x0, bus)
+    z = stack.readout(h1, 1)[targets != -100]
+    first = F.cross_entropy(stack.readout(h0, 0).flatten(0, 1), targets.flatten())
+    second = F.cross_entropy(z, targets[targets != -100]) + 0.1 * z.logsumexp(-1).square().mean()
+    ((first + second) / 2).backward()
+    expected = tiny.gradients(stack)
+    relays = {**RELAYS, "doubling": Doubling()}
+    train_step(stack, topology, inputs, targets, relays=relays, objectives={**OBJECTIVES, "z-loss": ZLoss()})
+    tiny.assert_same(tiny.gradients(stack), expected)
+
+
+def test_prepare_adds_silent_heads_once(tiny: type[Tiny]) -> None:
+    stack, (inputs, _) = tiny.gpt(), tiny.batch()
+    before = stack(inputs)
+    topology = replace(HARD, heads="per-stage")
+    plan = prepare(stack, topology)
+    heads = list(stack.head.deltas.parameters())
+    assert len(heads) == 3
+    assert torch.equal(stack(inputs), before), "a new head changes no output"
+    assert prepare(stack, topology) is plan
+    train_step(stack, topology, *tiny.batch())
+    assert list(map(id, stack.head.deltas.parameters())) == list(map(id, heads))
+
+
+def test_prepare_freezes_all_but_the_specialist(tiny: type[Tiny]) -> None:
+    stack = tiny.gpt(Topology.chain("1,1").with_specialist(2))
+    learning = {name for name, p in stack.named_parameters() if p.requires_grad}
+    own = {name for name, _ in stack.named_parameters() if name.startswith(("layers.2", "layers.3"))}
+    assert learning == own | {"head.deltas.2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "message"),
+    [
+        ({"sources": (Edge(EMBEDDING, relay="pigeon"),)}, StackError, r"'pigeon'.*identity"),
+        ({"objective": "hinge"}, TopologyError, r"'hinge'.*cross-entropy"),
+        ({"objective": "distillation"}, ConfigError, "teacher="),
+    ],
+)
+def test_unknown_parts_are_one_clear_line(
+    stages: dict[str, object], error: type[Exception], message: str, tiny: type[Tiny]
+) -> None:
+    stage = replace(Stage(0, 4, (Edge(EMBEDDING),)), **stages)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message) as raised:
+        train_step(tiny.gpt(), Topology(4, (stage,)), *tiny.batch())
+    assert "\n" not in str(raised.value)
+
+
+def test_wrong_depth_is_one_clear_line(tiny: type[Tiny]) -> None:
+    with pytest.raises(TopologyError, match=r"topology has 5 layers and the stack has 4"):
+        train_step(tiny.gpt(), Topology.chain("2,3"), *tiny.batch())
+
+
+def test_a_stack_with_one_head_says_so() -> None:
+    class OneHead(GPT):
+        add_heads = Stack.add_heads
+
+    stack = OneHead(layers=2, width=16, heads=2, vocab=50, context=16)
+    with pytest.raises(StackError, match="OneHead has one head"):
+        prepare(stack, replace(Topology.chain("1,1"), heads="per-stage"))
+
+
+def test_a_teacher_is_heard_only_by_those_who_ask(tiny: type[Tiny]) -> None:
+    def teacher(rows: slice) -> Tensor:
+        raise AssertionError("cross-entropy asked the teacher")
+
+    silent: Logits = teacher
+    train_step(tiny.gpt(), HARD, *tiny.batch(), teacher=silent)
