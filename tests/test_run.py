@@ -221,21 +221,27 @@ def write_step(run: Run, step: int) -> None:
 
 
 def surviving_step(run: Run) -> int:
-    """The step of the latest checkpoint. It must load and be of one step; the rest of the run must fit it."""
+    """The step of the latest checkpoint. All that count must load; the rest of the run must fit the latest."""
     with Run.open(run.folder).lock():
-        path = checkpoint.latest(run.checkpoints)
-        assert path is not None
-        model, optimizer = numbered(0)
-        step = checkpoint.load(path, model, {"sgd": optimizer}).step
-        assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(step).get_state())
-        assert optimizer.param_groups[0]["lr"] == step
-        for parameter in model.parameters():
-            assert (parameter == step).all()
-            assert (optimizer.state[parameter]["momentum_buffer"] == step).all()
+        paths = checkpoint.available(run.checkpoints)
+        assert paths[-1] == checkpoint.latest(run.checkpoints)
+        step = [verified_step(path) for path in paths][-1]
         assert step <= run.read_config()["step"] <= step + 1
         steps = [record["step"] for record in run.metrics()]
         assert steps == list(range(1, len(steps) + 1))
         assert step - 1 <= len(steps) <= step + 1
+    return step
+
+
+def verified_step(path: Path) -> int:
+    """The step of a checkpoint that loads, with all its numbers of that step."""
+    model, optimizer = numbered(0)
+    step = checkpoint.load(path, model, {"sgd": optimizer}).step
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(step).get_state())
+    assert optimizer.param_groups[0]["lr"] == step
+    for parameter in model.parameters():
+        assert (parameter == step).all()
+        assert (optimizer.state[parameter]["momentum_buffer"] == step).all()
     return step
 
 
@@ -295,15 +301,18 @@ def snapshot_before_every_operation(run: Run, step: int, place: Path) -> list[Ru
     return copies
 
 
-def kill_before_every_operation(place: Path, new: int) -> int:
-    """How many operations writing step `new` after step 2 takes. From before each, the run must go on."""
-    run = Run.create(place / "run")
-    for step in (1, 2):
-        write_step(run, step)
+def kill_before_every_operation(run: Run, new: int, place: Path) -> int:
+    """How many operations writing step `new` after step 2 takes. From before each, the run must go on.
+
+    Where only an old checkpoint that was set aside is left, the run is killed again as it goes on.
+    """
     copies = snapshot_before_every_operation(run, new, place)
     for copy in copies:
         assert surviving_step(copy) in (2, new)
-        write_step(copy, new)
+        if not any(copy.checkpoints.glob("step-*")):
+            kill_before_every_operation(copy, new, place / f"again-{copy.folder.name}")
+        else:
+            write_step(copy, new)
         assert surviving_step(copy) == new
         assert os.listdir(copy.checkpoints) == [f"step-{new:08d}"], "leftovers of killed saves stay behind"
     return len(copies)
@@ -324,6 +333,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
     unfinished = kill_at_random_instants(Run.create(place / "random"), kills=12)
-    with mock.patch.object(os, "fsync"):  # slow, and only a power cut could tell the difference
-        counts = [kill_before_every_operation(place / f"to-{new}", new) for new in (3, 2)]
+    counts = []
+    for new in (3, 2):
+        run = Run.create(place / f"to-{new}")
+        with mock.patch.object(os, "fsync"):  # slow, and only a power cut could tell the difference
+            for step in (1, 2):
+                write_step(run, step)
+            counts.append(kill_before_every_operation(run, new, place / f"kills-{new}"))
     print(json.dumps([unfinished, *counts]))

@@ -51,6 +51,17 @@ DIAMOND = Topology(
 )
 """Two arms from a soft root without a loss, one tapped early; the stage that joins them overlaps one."""
 
+FAN = Topology(
+    4,
+    (
+        Stage(0, 1, (Edge(EMBEDDING, transmissivity=0.5),)),
+        Stage(1, 2, (Edge(0, transmissivity=1.0), Edge(EMBEDDING, transmissivity=0.3))),
+        Stage(2, 3, (Edge(0, transmissivity=0.3),)),
+        Stage(3, 4, (Edge(0, transmissivity=0.7), Edge(2))),
+    ),
+)
+"""Three stages answer one message, two the embedding."""
+
 CASES = (
     Case("backprop", BACKPROP),
     Case("hard", HARD),
@@ -74,6 +85,7 @@ CASES = (
     Case("sum", Topology.chain("1,1,2", reduction="sum")),
     Case("specialist", Topology.chain("1,2").with_specialist(1)),
     Case("specialist-residual", Topology.chain("2", transmissivity=1.0).with_specialist(2, "residual")),
+    Case("fan", FAN),
     Case("diamond", DIAMOND),
     Case("diamond-detached", replace(DIAMOND, bus="detached", reduction="sum", heads="per-stage")),
 )

