@@ -12,7 +12,6 @@ import argparse
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,35 +43,25 @@ class Row:
     rounds: int
 
 
-def matrices(width: int, layers: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The fused qkv projections, and the other matrices, of a GPT; each with a gradient."""
+def matrices(width: int, layers: int) -> list[nn.Parameter]:
+    """The matrices of a GPT, each with a gradient."""
     torch.manual_seed(0)
-    d = width
-    qkv = [nn.Parameter(torch.randn(3 * d, d)) for _ in range(layers)]
-    others = [nn.Parameter(torch.randn(s)) for _ in range(layers) for s in ((d, d), (4 * d, d), (d, 4 * d))]
-    for parameter in (*qkv, *others):
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    found = [nn.Parameter(torch.randn(shape)) for _ in range(layers) for shape in shapes]
+    for parameter in found:
         parameter.grad = torch.randn_like(parameter)
-    return qkv, others
+    return found
 
 
 def contestants(width: int, layers: int) -> list[Contestant]:
     """Each on matrices of its own; the first is the base of the ratios."""
-    found = []
-    qkv, others = matrices(width, layers)
-    groups: list[dict[str, Any]] = [{"params": qkv, "split": 3}, {"params": others}]
-    found.append(Contestant("Muon, qkv split", Muon(groups)))
-    qkv, others = matrices(width, layers)
-    found.append(Contestant("Muon, qkv whole", Muon(qkv + others)))
-    qkv, others = matrices(width, 1)
-    blocks = [nn.Parameter(block.detach().clone()) for block in qkv[0].chunk(3)]  # torch has no split
-    for block in blocks:
-        block.grad = torch.randn_like(block)
-    found.append(Contestant("torch.optim.Muon, q, k, v apart", torch.optim.Muon(blocks + others), layers))
-    qkv, others = matrices(width, layers)
-    found.append(Contestant("torch.optim.AdamW, foreach", torch.optim.AdamW(qkv + others, foreach=True)))
-    qkv, others = matrices(width, layers)
-    found.append(Contestant("torch.optim.AdamW, fused", torch.optim.AdamW(qkv + others, fused=True)))
-    return found
+    adamw = torch.optim.AdamW
+    return [
+        Contestant("Muon", Muon(matrices(width, layers))),
+        Contestant("torch.optim.Muon", torch.optim.Muon(matrices(width, 1)), layers),
+        Contestant("torch.optim.AdamW, foreach", adamw(matrices(width, layers), foreach=True)),
+        Contestant("torch.optim.AdamW, fused", adamw(matrices(width, layers), fused=True)),
+    ]
 
 
 def measure(width: int, layers: int, seconds: float) -> list[Row]:

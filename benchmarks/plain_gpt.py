@@ -52,6 +52,8 @@ class PlainGPT(nn.Module):
             PlainBlock(vocab, width, heads, (layers - 1 - i) % 2 == 0) for i in range(layers)
         )
         self.head = nn.Linear(width, vocab, bias=False)
+        self.cos: Tensor
+        self.sin: Tensor
         half = width // heads // 2
         angles = torch.arange(context)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
         self.register_buffer("cos", angles.cos())

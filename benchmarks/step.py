@@ -8,14 +8,11 @@ All times are forward and backward of one batch, in one process, taking turns; g
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import tyro
-
-sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from plain_gpt import PlainGPT, copy_weights, plain_step
 
 from topograd.nn.gpt import GPT
@@ -45,7 +42,7 @@ def even(layers: int, stages: int) -> Topology:
 
 def measure(settings: Settings) -> dict[str, Any]:
     torch.manual_seed(0)
-    shape = {
+    shape: dict[str, Any] = {
         "layers": settings.layers,
         "width": settings.width,
         "heads": settings.width // 64,

@@ -221,7 +221,7 @@ def write_step(run: Run, step: int) -> None:
 
 
 def surviving_step(run: Run) -> int:
-    """The step of the latest checkpoint. All that count must load; the rest of the run must fit the latest."""
+    """The step of the latest checkpoint. All that count must load; the rest of the run must fit it."""
     with Run.open(run.folder).lock():
         paths = checkpoint.available(run.checkpoints)
         assert paths[-1] == checkpoint.latest(run.checkpoints)
@@ -301,16 +301,16 @@ def snapshot_before_every_operation(run: Run, step: int, place: Path) -> list[Ru
     return copies
 
 
-def kill_before_every_operation(run: Run, new: int, place: Path) -> int:
+def kill_before_every_operation(run: Run, new: int, place: Path, again: bool = True) -> int:
     """How many operations writing step `new` after step 2 takes. From before each, the run must go on.
 
-    Where only an old checkpoint that was set aside is left, the run is killed again as it goes on.
+    Where only an old checkpoint that was set aside is left, the run is killed `again` as it goes on.
     """
     copies = snapshot_before_every_operation(run, new, place)
     for copy in copies:
         assert surviving_step(copy) in (2, new)
-        if not any(copy.checkpoints.glob("step-*")):
-            kill_before_every_operation(copy, new, place / f"again-{copy.folder.name}")
+        if again and not any(copy.checkpoints.glob("step-*")):
+            kill_before_every_operation(copy, new, place / f"{copy.folder.name}-again", again=False)
         else:
             write_step(copy, new)
         assert surviving_step(copy) == new
@@ -335,9 +335,9 @@ if __name__ == "__main__":
     unfinished = kill_at_random_instants(Run.create(place / "random"), kills=12)
     counts = []
     for new in (3, 2):
-        run = Run.create(place / f"to-{new}")
+        victim = Run.create(place / f"to-{new}")
         with mock.patch.object(os, "fsync"):  # slow, and only a power cut could tell the difference
             for step in (1, 2):
-                write_step(run, step)
-            counts.append(kill_before_every_operation(run, new, place / f"kills-{new}"))
+                write_step(victim, step)
+            counts.append(kill_before_every_operation(victim, new, place / f"kills-{new}"))
     print(json.dumps([unfinished, *counts]))

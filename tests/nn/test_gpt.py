@@ -25,11 +25,14 @@ VARIANTS = [
 ]
 
 
+def attentions(model: GPT) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_attention_is_the_written_out_one(make_gpt: Callable[..., GPT], settings: dict[str, Any]) -> None:
     model = make_gpt(rope_base=100.0, **settings)
-    attention = model.layers[-1].attention
-    assert isinstance(attention, Attention)
+    attention = attentions(model)[-1]
     inputs = torch.randint(23, (2, 9))
     x = torch.randn(2, 9, 16, requires_grad=True)
     weights = torch.randn(2, 9, 16)
@@ -88,7 +91,7 @@ def test_every_stage_first_predicts_the_uniform_distribution(settings: dict[str,
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         assert loss.item() == pytest.approx(math.log(11), abs=1e-14)
     h = model.embed(inputs)
-    assert torch.equal(model.layers[0].mlp(h), torch.zeros_like(h))
+    assert torch.equal(model.layers[0].get_submodule("mlp")(h), torch.zeros_like(h))
 
 
 def test_the_previous_token_is_heard(make_gpt: Callable[..., GPT]) -> None:
@@ -107,12 +110,11 @@ def test_the_previous_token_is_heard(make_gpt: Callable[..., GPT]) -> None:
 )
 def test_value_embeddings(make_gpt: Callable[..., GPT], choice: str, valued: list[int]) -> None:
     model = make_gpt(value_embeddings=choice)
-    found = [i for i, layer in enumerate(model.layers) if layer.attention.value_embedding is not None]
-    assert found == valued
+    assert [i for i, a in enumerate(attentions(model)) if a.value_embedding is not None] == valued
 
 
 def test_windows_repeat_over_the_layers(make_gpt: Callable[..., GPT]) -> None:
-    assert [layer.attention.window for layer in make_gpt(windows=(3, 0, 5)).layers] == [3, 0, 5, 3]
+    assert [a.window for a in attentions(make_gpt(windows=(3, 0, 5)))] == [3, 0, 5, 3]
 
 
 def test_a_window_hides_what_lies_before_it() -> None:

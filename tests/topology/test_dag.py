@@ -71,6 +71,10 @@ def test_cover_starts_where_an_earlier_interval_passed() -> None:
     ]
 
 
+def test_cover_hears_the_latest_of_those_that_passed() -> None:
+    assert heard(Topology.cover([(0, 3), (1, 4), (2, 5)]))[2] == [(1, 2, 0.0)]
+
+
 def test_cover_by_a_partition_is_the_hard_chain() -> None:
     cover, chain = Topology.cover([(0, 2), (2, 3)]), Topology.chain("2,1")
     assert [[c.tap(e) for e in s.sources] for c in (cover, chain) for s in c.stages][:2] == [
@@ -94,6 +98,11 @@ def test_input_bus_from_an_early_layer_reaches_those_who_come_later_and_do_not_h
     assert heard(topology)[1:] == [[(0, None, 0.0), (0, 1, 0.0)], [(1, None, 0.0), (0, 1, 0.0)]]
     end = Topology.chain("2,1,1").with_input_bus(Edge(0, layer=2))
     assert heard(end)[1:] == [[(0, None, 0.0)], [(1, None, 0.0), (0, 2, 0.0)]]
+
+
+def test_input_bus_leaves_roots_alone_wherever_it_comes_from() -> None:
+    forest = Topology.forest(["1,1", "1"])
+    assert forest.with_input_bus(Edge(0)).stages[2] == forest.stages[2]
 
 
 def test_two_input_buses_add_up() -> None:

@@ -96,11 +96,14 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
         ({"seed": 2**63}, ConfigError, "below 2"),
         ({"partition": "3,3"}, ConfigError, "partition 3,3 has 6 layers and the model has 4"),
         ({"partition": "2,x"}, TopologyError, "part 2 is 'x'"),
-        ({"transmissivity": 1.5}, TopologyError, "transmissivity 1.5"),
+        ({"partition": "2,2", "transmissivity": 1.5}, TopologyError, "transmissivity 1.5"),
     ],
 )
 def test_settings_outside_their_range(change: dict[str, Any], error: type[TopogradError], words: str) -> None:
     with pytest.raises(error, match=words):
         preset("tiny", **change)
+
+
+def test_a_model_that_cannot_be_built() -> None:
     with pytest.raises(StackError, match="width is 0"):
         preset("tiny", model=dataclasses.replace(preset("tiny").model, width=0))

@@ -112,6 +112,22 @@ def test_twice_the_same_step_doubles_the_gradients(tiny: type[Tiny], case: Case)
     tiny.assert_same(tiny.gradients(stack), once)
 
 
+@pytest.mark.parametrize("objective", ["cross-entropy", "residual"])
+def test_bfloat16_autocast_is_close(objective: str, tiny: type[Tiny]) -> None:
+    # bfloat16 rounds by 2^-9 = 0.2 %; four layers and a head are some ten matrix products deep, one way and
+    # back, so a few per cent of the gradient's norm.
+    topology = Topology.chain("1,3", transmissivity=0.3, objective=objective)
+    stack = tiny.gpt(topology, dtype=torch.float32)
+    exact = train_step(stack, topology, *tiny.batch())
+    expected = torch.cat([g.flatten() for g in tiny.gradients(stack).values()])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = train_step(stack, topology, *tiny.batch())
+    actual = torch.cat([g.flatten() for g in tiny.gradients(stack).values()])
+    assert actual.dtype == torch.float32
+    assert 0 < float((actual - expected).norm() / expected.norm()) < 0.05
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.01, atol=0)
+
+
 class Recorder:
     """Forward and backward of every layer, in order, and how many layers' activations live at once.
 
@@ -272,7 +288,7 @@ def test_prepare_adds_silent_heads_once(tiny: type[Tiny]) -> None:
     heads = list(stack.head.deltas.parameters())
     assert len(heads) == 3
     assert torch.equal(stack(inputs), before), "a new head changes no output"
-    assert prepare(stack, topology) is plan
+    assert prepare(stack, topology) == plan
     train_step(stack, topology, *tiny.batch())
     assert list(map(id, stack.head.deltas.parameters())) == list(map(id, heads))
 

@@ -1,6 +1,7 @@
 """The counter against allocations that are known, and the promise of stages: less held at once."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -74,7 +75,12 @@ def test_what_autograd_saves_is_counted_until_the_backward() -> None:
     assert peak_bytes(detached) == 8 * 2000, "without a graph the sum is made when the first exp is gone"
 
 
+@cache
 def step_peak(partition: str) -> int:
+    return measured(partition)
+
+
+def measured(partition: str) -> int:
     torch.manual_seed(0)
     stack = GPT(layers=8, width=16, heads=2, vocab=32, context=32)
     topology = Topology.chain(partition)
@@ -93,13 +99,13 @@ def test_a_staged_step_holds_less_than_backprop_and_less_with_every_cut() -> Non
 
 
 def test_the_largest_stage_decides() -> None:
-    """Activation memory is O(max d_k), "Stage-Partitioned Learning" P4: where the stages lie changes little."""
-    assert step_peak("4,4") <= step_peak("2,2,4") * 1.05
+    """Activation memory is O(max d_k): "Stage-Partitioned Learning" P4."""
+    assert step_peak("4,4") == pytest.approx(step_peak("2,2,4"), rel=0.05)
     assert step_peak("2,2,4") > 1.3 * step_peak("2,2,2,2")
 
 
 def test_the_count_is_exact() -> None:
-    assert len({step_peak("2,2,2,2") for _ in range(3)}) == 1
+    assert measured("2,2,2,2") == measured("2,2,2,2")
 
 
 def test_gradients_are_allocated_before_the_count() -> None:

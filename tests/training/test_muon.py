@@ -44,11 +44,9 @@ CASES = [
     Case("barely wide, direct", ((6, 8), (8, 6))),
     Case("shapes interleaved", ((4, 12), (5, 5), (4, 12), (12, 4), (5, 5))),
     Case("rows and columns", ((1, 7), (7, 1), (1, 1))),
-    Case("fused qkv", ((12, 4), (12, 4)), {"split": 3}),
-    Case("split of a wide matrix", ((4, 10),), {"split": 2}),
     Case("plain momentum", ((4, 4), (4, 16)), {"nesterov": False}),
     Case("no momentum, no decay", ((4, 4), (4, 16)), {"momentum": 0.0, "weight_decay": 0.0}),
-    Case("rms of AdamW", ((4, 4), (16, 4), (12, 4)), {"adjust_lr_fn": "match_rms_adamw", "split": 2}),
+    Case("rms of AdamW", ((4, 4), (16, 4), (12, 4)), {"adjust_lr_fn": "match_rms_adamw"}),
     Case("no Newton-Schulz", ((4, 8),), {"ns_steps": 0}),
     Case("one step", ((4, 8),), {"ns_steps": 1}),
     Case("more steps than a Gram run", ((4, 16), (16, 4)), {"ns_steps": 12}),
@@ -94,13 +92,13 @@ def test_equals_the_reference_in_float64(case: Case) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(0, 8))
-def test_any_shape_equals_the_reference(rows: int, cols: int, split: int, count: int, ns_steps: int) -> None:
-    shapes = ((rows * split, cols),) * count
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 3), st.integers(0, 8))
+def test_any_shape_equals_the_reference(rows: int, cols: int, count: int, ns_steps: int) -> None:
+    shapes = ((rows, cols),) * count
     params = start(shapes)
-    run(Muon(params, **{**DEFAULTS, "split": split, "ns_steps": ns_steps}), params, range(1))
+    options = {**DEFAULTS, "ns_steps": ns_steps}
+    run(Muon(params, **options), params, range(1))
     for p, value, grad in zip(params, matrices(shapes, 7), matrices(shapes, 1000), strict=True):
-        options = {**DEFAULTS, "split": split, "ns_steps": ns_steps}
         expected, _ = muon_step(value, grad, torch.zeros_like(value), **options)
         torch.testing.assert_close(p.data, expected, rtol=0, atol=1e-12)
 
@@ -157,13 +155,14 @@ def test_float32_stays_close_to_float64() -> None:
         torch.testing.assert_close(found.double(), newton_schulz(U, COEFFICIENTS, 5, 1e-7), rtol=0, atol=1e-5)
 
 
-def test_bfloat16_takes_the_direct_step() -> None:
-    """bfloat16 rounds at 2^-9 and five steps amplify it: a few percent, as in torch. Gram runs lose more."""
-    for shape in ((16, 16), (16, 64), (64, 16)):
-        (U,) = matrices((shape,), 5)
-        found = orthogonalise(U.bfloat16()[None], COEFFICIENTS, 5, 1e-7)[0].double()
-        expected = newton_schulz(U, COEFFICIENTS, 5, 1e-7)
-        assert (found - expected).norm() < 0.05 * expected.norm()
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
+def test_bfloat16_takes_the_direct_step(shape: tuple[int, int]) -> None:
+    """bfloat16 rounds at 2^-9 and five steps amplify it: a few percent. A Gram run would give 1e6 here."""
+    wide = spectrum(16, max(shape), torch.tensor([1.0] + [0.01] * 15, dtype=torch.float64))
+    U = wide if shape[0] == 16 else wide.T
+    found = orthogonalise(U.bfloat16()[None], COEFFICIENTS, 5, 1e-7)[0].double()
+    expected = newton_schulz(U, COEFFICIENTS, 5, 1e-7)
+    assert (found - expected).norm() < 0.1 * expected.norm()
 
 
 TORCH_CASES = [
@@ -231,18 +230,6 @@ def test_a_zero_gradient_only_decays() -> None:
         assert torch.equal(p, value)
 
 
-def test_split_is_the_same_as_parameters_apart() -> None:
-    fused, parts = start(((12, 4),)), [nn.Parameter(block.clone()) for block in start(((12, 4),))[0].chunk(3)]
-    one, other = Muon(fused, split=3), Muon(parts)
-    for seed in range(3):
-        fused[0].grad = matrices(((12, 4),), seed)[0]
-        for part, grad in zip(parts, fused[0].grad.chunk(3), strict=True):
-            part.grad = grad
-        one.step()
-        other.step()
-    torch.testing.assert_close(fused[0].data, torch.cat([part.data for part in parts]), rtol=0, atol=1e-13)
-
-
 def test_small_batches_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = ((4, 6),) * 5
     whole, pieces = start(shapes), start(shapes)
@@ -304,11 +291,11 @@ def test_the_closure_is_run_with_gradients_and_its_loss_returned() -> None:
 
 def test_groups_have_their_own_settings() -> None:
     params = start(((12, 4), (4, 4)))
-    groups: list[dict[str, Any]] = [{"params": params[:1], "split": 3, "lr": 0.1}, {"params": params[1:]}]
+    groups: list[dict[str, Any]] = [{"params": params[:1], "lr": 0.1}, {"params": params[1:]}]
     optimizer = Muon(groups, lr=0.02)
     run(optimizer, params, range(1))
     values, grads = matrices(((12, 4), (4, 4)), 7), matrices(((12, 4), (4, 4)), 1000)
-    for i, options in enumerate(({"split": 3, "lr": 0.1}, {"lr": 0.02})):
+    for i, options in enumerate(({"lr": 0.1}, {"lr": 0.02})):
         zeros = torch.zeros_like(values[i])
         expected, _ = muon_step(values[i], grads[i], zeros, **{**DEFAULTS, **options})
         torch.testing.assert_close(params[i].data, expected, rtol=0, atol=1e-12)
@@ -340,8 +327,6 @@ def test_dtype_on_a_cpu_follows_its_matrix_unit(
         {"ns_coefficients": (1.0, 2.0)},
         {"ns_coefficients": (1.0, 2.0, math.inf)},
         {"adjust_lr_fn": "none"},
-        {"split": 0},
-        {"split": 3},
     ],
     ids=str,
 )

@@ -139,7 +139,7 @@ def test_settings_outside_their_range_are_refused(change: dict[str, Any], words:
         OptimizerConfig(**change)
 
 
-@pytest.mark.parametrize("change", [{"momentum": 1.5}, {"newton_schulz_steps": 0}, {"weight_decay": -1.0}])
+@pytest.mark.parametrize("change", [{"momentum": 1.5}, {"newton_schulz_steps": -1}, {"weight_decay": -1.0}])
 def test_what_muon_cannot_take_is_refused_when_it_is_made(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Muon was given"):
         make_optimizers(model(PER_STAGE), OptimizerConfig(**change))

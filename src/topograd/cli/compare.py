@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, number, out, parse, percent, print_json
+from topograd.cli.console import Json, note, number, out, parse, percent, print_json
 from topograd.cli.results import POOLINGS, results_of
 from topograd.errors import ConfigError
 from topograd.training.config import TrainConfig
@@ -56,7 +56,8 @@ def compare(runs: list[tuple[TrainConfig, dict[str, Any]]]) -> dict[str, Any]:
 def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str, Any]:
     bpb = results["bpb"]
     named = {f"prefix {k + 1}": value for k, value in enumerate(bpb["prefix"])}
-    named |= {how: bpb[how] for how in POOLINGS}
+    if len(named) > 1:
+        named |= {how: bpb[how] for how in POOLINGS}
     best = min(named, key=lambda name: named[name])
     return {
         "run": results["run"],
@@ -76,21 +77,22 @@ def _gap(bpb: float, base: float) -> float | None:
 
 
 def _table(comparison: dict[str, Any]) -> Table:
+    """One column for each run: names are long, and there are more readings than runs."""
+    rows = comparison["runs"]
     table = Table(title=f"bits per byte; the gap is to {comparison['against']}")
-    table.add_column("run", overflow="fold")
-    table.add_column("partition", overflow="fold")
-    for name in ("steps", "seconds", "last", "best", "sum", "mean", "shrinkage", "gap"):
-        table.add_column(name, justify="right")
-    for row in comparison["runs"]:
-        best = row["best"]
-        table.add_row(
-            row["run"],
-            ",".join(map(str, row["partition"])),
-            f"{row['steps']}{'' if row['finished'] else ' …'}",
-            number(row["seconds"], 0),
-            number(row["bpb"]["last"]),
-            f"{number(best['bpb'])} {best['prediction']}" if len(row["partition"]) > 1 else DASH,
-            *(number(row["bpb"][how]) if len(row["partition"]) > 1 else DASH for how in POOLINGS),
-            percent(row["gap"]["last"]),
-        )
+    table.add_column("")
+    for row in rows:
+        table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
+    cells = {
+        "partition": [",".join(map(str, row["partition"])) for row in rows],
+        "steps": [f"{row['steps']}{'' if row['finished'] else ', unfinished'}" for row in rows],
+        "seconds": [number(row["seconds"], 1) for row in rows],
+        "last stage": [number(row["bpb"]["last"]) for row in rows],
+        "best prefix": [number(min(row["bpb"]["prefix"])) for row in rows],
+        **{how: [number(row["bpb"][how]) for row in rows] for how in POOLINGS},
+        "gap of the last stage": [percent(row["gap"]["last"]) for row in rows],
+        "gap of the best": [f"{percent(row['gap']['best'])} ({row['best']['prediction']})" for row in rows],
+    }
+    for name, values in cells.items():
+        table.add_row(name, *values)
     return table

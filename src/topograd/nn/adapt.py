@@ -11,7 +11,7 @@ module between calls.
 A trace also checks that the model is a stack: layers, norm and head run once each and in this order, each is
 given what the one before it returned, and nothing else that could carry gradient or memory from layer to
 layer. A model that breaks this is refused, not adapted wrongly. What a trace cannot see is what the model
-does to its logits; `verify` runs the whole model and compares.
+does to its logits; `verify` runs the whole model and compares. Models that can cache are run without.
 
 Cost: two embeddings per step, and no layer twice. Limits: inputs are one tensor; no step-by-step decoding, so
 generation runs the whole prefix again; arguments that a model computes from the hidden state of a later layer
@@ -278,12 +278,11 @@ class Adapted(Stack):
         return self.head.add(stages)
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
-        deltas = self.head.deltas if isinstance(self.head, Head) else ()
-        return list(deltas[stage].parameters()) if stage < len(deltas) else []
+        return self.head.own_parameters(stage) if isinstance(self.head, Head) else []
 
     @property
     def last_stage(self) -> int:
-        return max(len(self.head.deltas) - 1, 0) if isinstance(self.head, Head) else 0
+        return self.head.last_stage if isinstance(self.head, Head) else 0
 
     @torch.no_grad()
     def verify(self, inputs: Tensor) -> None:

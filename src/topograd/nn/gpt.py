@@ -14,7 +14,7 @@ Cost per token and layer: 2·(4 + 2·mlp) width² multiply-adds forward, plus at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -195,24 +195,25 @@ class Block(nn.Module):
 class GPT(Stack):
     """The stack; `GPT(layers=6, width=96, heads=3, vocab=1024, context=128)` and the rest of GPTConfig."""
 
-    def __init__(self, config: GPTConfig | None = None, **settings: object) -> None:
+    frequencies: Tensor
+
+    def __init__(self, config: GPTConfig | None = None, **settings: Any) -> None:
         super().__init__()
         if config is not None and settings:
             raise StackError(f"GPT got a config and also {sorted(settings)}; put everything into one of them")
-        self.config = config = config or GPTConfig(**settings)  # type: ignore[arg-type]
+        self.config = config = config or GPTConfig(**settings)
         self.embedding = nn.Embedding(config.vocab, config.width)
         self.previous = nn.Embedding(config.vocab, config.width) if config.smear else None
         for table in (self.embedding, self.previous):
             if table is not None:
                 nn.init.normal_(table.weight, std=1.0 if not config.tied else config.width**-0.5)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        own = nn.Parameter(torch.zeros(config.vocab, config.width))
-        weight = self.embedding.weight if config.tied else own
-        self.head = Head(weight, rank=config.head_rank, softcap=config.softcap)
+        own = matrix(config.vocab, config.width, 0.0)
+        tied = self.embedding if config.tied else own
+        self.head = Head(tied.weight, rank=config.head_rank, softcap=config.softcap)
         half = config.width // config.heads // 2
-        self.register_buffer(
-            "frequencies", config.rope_base ** (-torch.arange(half) / half), persistent=False
-        )
+        frequencies = config.rope_base ** (-torch.arange(half) / half)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         x = self.embedding(inputs)
@@ -237,8 +238,8 @@ class GPT(Stack):
         return self.head.add(stages)
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
-        return list(self.head.deltas[stage].parameters()) if stage < len(self.head.deltas) else []
+        return self.head.own_parameters(stage)
 
     @property
     def last_stage(self) -> int:
-        return max(len(self.head.deltas) - 1, 0)
+        return self.head.last_stage

@@ -1,6 +1,6 @@
 """Output heads: z_k = (W + W_k) x, with W shared and W_k per stage.
 
-    H = sh:  z_k = W x                      H = ps:  z_k = (W + W_k) x        ("Stage-Partitioned Learning" eq. 4)
+    H = sh:  z_k = W x              H = ps:  z_k = (W + W_k) x        "Stage-Partitioned Learning" eq. 4
 
 W_k starts at zero, so that adding per-stage heads changes no output. With `rank` r it is U_k V_k with
 U_k (vocab, r) zero and V_k (r, width) random: O(r (vocab + width)) parameters instead of O(vocab · width).
@@ -17,25 +17,25 @@ from topograd.errors import StackError
 
 
 class LowRankDelta(nn.Module):
-    """W_k = U V, zero at first because U is."""
+    """W_k = U V, on some rows or all; zero at first because U is."""
 
     def __init__(self, vocab: int, width: int, rank: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.zeros(vocab, rank))
         self.down = nn.Parameter(torch.randn(rank, width) / width**0.5)
 
-    def matrix(self, rows: Tensor | None) -> Tensor:
+    def forward(self, rows: Tensor | None) -> Tensor:
         return (self.up if rows is None else self.up[rows]) @ self.down
 
 
 class FullDelta(nn.Module):
-    """W_k itself, zero at first."""
+    """W_k itself, on some rows or all; zero at first."""
 
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(vocab, width))
 
-    def matrix(self, rows: Tensor | None) -> Tensor:
+    def forward(self, rows: Tensor | None) -> Tensor:
         return self.weight if rows is None else self.weight[rows]
 
 
@@ -44,8 +44,8 @@ class Head(nn.Module):
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None = None,
+        weight: Tensor,
+        bias: Tensor | None = None,
         *,
         rank: int | None = None,
         softcap: float | None = None,
@@ -68,11 +68,20 @@ class Head(nn.Module):
             self.deltas.append(delta.to(device=self.weight.device, dtype=self.weight.dtype))
         return missing > 0
 
+    def own_parameters(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that only this stage's head has."""
+        return list(self.deltas[stage].parameters()) if stage < len(self.deltas) else []
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage that has a delta; 0 where none has."""
+        return max(len(self.deltas) - 1, 0)
+
     def matrix(self, stage: int, rows: Tensor | None = None) -> Tensor:
         """W + W_k, or W where stage k has no delta, on `rows` of the vocabulary."""
         weight = self.weight if rows is None else self.weight[rows]
         if stage < len(self.deltas):
-            weight = weight + self.deltas[stage].matrix(rows)
+            weight = weight + self.deltas[stage](rows)
         return weight
 
     def forward(self, x: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:

@@ -39,17 +39,11 @@ def muon_step(
     eps: float,
     ns_steps: int,
     adjust_lr_fn: str,
-    split: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The parameter and the momentum after one step; nothing is changed in place."""
     B = momentum * momentum_buffer + (1 - momentum) * gradient
     U = momentum * B + (1 - momentum) * gradient if nesterov else B
-    blocks = []
-    for block in U.chunk(split):
-        rows, cols = block.shape
-        scales = {
-            "original": math.sqrt(max(1, rows / cols)),
-            "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
-        }
-        blocks.append(scales[adjust_lr_fn] * newton_schulz(block, ns_coefficients, ns_steps, eps))
-    return (1 - lr * weight_decay) * parameter - lr * torch.cat(blocks), B
+    rows, cols = parameter.shape
+    scales = {"original": math.sqrt(max(1, rows / cols)), "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols))}
+    step = scales[adjust_lr_fn] * newton_schulz(U, ns_coefficients, ns_steps, eps)
+    return (1 - lr * weight_decay) * parameter - lr * step, B

@@ -43,7 +43,7 @@ class Series:
 
 
 def number(value: object) -> float:
-    """A number as a float. Anything else is NaN, and so is what no sound run has: infinity, or beyond 1e15."""
+    """A number as a float; NaN for anything else, and for infinity or a size beyond `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(value) if abs(value) <= LARGEST else math.nan

@@ -170,13 +170,14 @@ def bars(axes: Axes, drawn: list[Bar], slots: int) -> None:
 
 
 def thin(steps: Array, values: Array) -> tuple[Array, Array]:
-    """Every j-th point, first included, so that at most `MAX_POINTS` remain."""
+    """Every j-th point, the last included, so that at most `MAX_POINTS` remain."""
     stride = -(-len(steps) // MAX_POINTS) or 1
-    return steps[::stride], values[::stride]
+    start = (len(steps) - 1) % stride
+    return steps[start::stride], values[start::stride]
 
 
 def render(figure: Figure) -> tuple[str, bytes]:
-    """The figure as SVG text and as PNG bytes, without dates or names of programs. Lays it out once, for good."""
+    """The figure as SVG text and as PNG bytes, without dates or names of programs; laid out once for both."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     svg, png = io.BytesIO(), io.BytesIO()

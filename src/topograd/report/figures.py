@@ -1,10 +1,11 @@
-"""The six figures of a report. Each is a `Panel`: a drawing with its words and its numbers as a table.
+"""The figures of the whole run: loss, bits per byte by prefix, and the gap over training (1 to 3).
 
-A function here never fails for want of data: a panel without a figure says in one sentence why it was left
-out. Call them inside `drawing.style()`.
+Each is a `Panel`: a drawing with its words and its numbers as a table. A function here never fails for
+want of data: a panel without a figure says in one sentence why it was left out. Call them inside
+`drawing.style()`.
 
-The gap is 100 (BPB of the staged model / BPB of backprop - 1), in percent. Effective rank, calibration and
-tail usefulness U_k ("Stage-Partitioned Learning" §10.2, eq. 35) come from the evaluation as they are.
+The gap is 100 (BPB of the staged model / BPB of backprop - 1), in percent; BPB is bits per byte of text that
+was not trained on. Limits: raw curves are thinned to `drawing.MAX_POINTS` points, tables to ten rows.
 """
 
 import math
@@ -83,8 +84,8 @@ def loss_panel(staged: RunData, backprop: RunData | None) -> Panel:
         _curve(axes[0], steps, values, label, colour, dash)
     axes[0].set(title="Loss", ylabel="nats per token")
     caption = (
-        "The loss on the training batches: thin lines are single steps, thick lines a running mean. Lower is "
-        "better. A stage is worth its layers when its line ends below that of the stage before it."
+        "The loss on the training batches: thin lines are single records, thick lines a running mean. Lower "
+        "is better. A stage is worth its layers when its line ends below that of the stage before it."
     )
     if len(axes) == 2:
         means = []
@@ -250,9 +251,9 @@ def gap_panel(staged: RunData, backprop: RunData | None) -> Panel:
     )
     if by_time is not None:
         caption += (
-            " On the right, backprop is read at the training time that the staged run had used, between its "
-            "two nearest evaluations, so a slower step counts. Both learning rates follow their own "
-            "schedules, so only the ends of a schedule compare fairly."
+            " For the same time, backprop is read at the training time that the staged run had used, between "
+            "its two nearest evaluations, so a slower step counts. Learning rates follow the steps, so the "
+            "run that is further in its schedule has an advantage there."
         )
     else:
         caption += " There is no comparison at the same time: the runs recorded too few times that overlap."

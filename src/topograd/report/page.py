@@ -204,5 +204,5 @@ def _samples(comparison: Mapping[str, Any] | None) -> str:
         )
     if not blocks:
         return ""
-    note = '<p class="note">The same prompt, in colour, continued by each prefix of stages.</p>'
+    note = '<p class="note">Each block begins with its prompt, in colour; the model wrote the rest.</p>'
     return _section("samples", "Samples", note + "\n".join(blocks))

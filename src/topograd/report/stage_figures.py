@@ -1,11 +1,15 @@
 """The figures that look at the stages one by one: calibration, memory, rank and usefulness (4 to 6).
 
 As in `figures`: a panel without a figure says why, and all is called inside `drawing.style()`.
+
+The numbers come from the evaluation as they are: expected calibration error and reliability bins, effective
+rank, and tail usefulness U_k = CE(A_{k-1}, y) - CE(A_{k-1} + z_k, y) in nats per token, A_k the sum of the
+first k stages' logits z ("Stage-Partitioned Learning" §10.2.2, eq. 35).
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,7 @@ class _Diagram:
     confidence: Array
     accuracy: Array
     share: Array
+    bins: int
     ece: float
 
 
@@ -42,7 +47,8 @@ def reliability_panel(staged: RunData, backprop: RunData | None) -> Panel:
     if not diagrams:
         return Panel(name, title, "Left out: the evaluation holds no reliability bins with tokens in them.")
     if backprop:
-        diagrams += [_as_backprop(diagram) for diagram in _diagrams(backprop, stage_count(backprop))[-1:]]
+        theirs = _diagrams(backprop, stage_count(backprop))[-1:]
+        diagrams += [replace(each, label="backprop", colour=BACKPROP, marker="D") for each in theirs]
     columns = min(len(diagrams), _COLUMNS)
     lines = -(-len(diagrams) // columns)
     figure = new_figure(0.1 + lines * (2.4 if columns == _COLUMNS else 3.0))
@@ -85,19 +91,14 @@ def _diagrams(run: RunData, stages: int) -> list[_Diagram]:
             stage = look(k, max(stages, len(recorded)))
             ece = errors[k] if k < len(errors) else math.nan
             share = table[2] / table[2].sum()
-            label = f"stage {k + 1}"
-            found.append(_Diagram(label, stage.colour, stage.marker, table[0], table[1], share, ece))
+            words = (f"stage {k + 1}", stage.colour, stage.marker)
+            found.append(_Diagram(*words, table[0], table[1], share, length, ece))
     return found
-
-
-def _as_backprop(diagram: _Diagram) -> _Diagram:
-    bins = (diagram.confidence, diagram.accuracy, diagram.share)
-    return _Diagram("backprop", BACKPROP, "D", *bins, diagram.ece)
 
 
 def _draw_diagram(axes: Axes, diagram: _Diagram) -> None:
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.bar(diagram.confidence, diagram.share, width=0.054, color=diagram.colour, alpha=0.25)
+    axes.bar(diagram.confidence, diagram.share, width=0.8 / diagram.bins, color=diagram.colour, alpha=0.25)
     axes.plot(
         diagram.confidence,
         diagram.accuracy,
@@ -153,14 +154,14 @@ def _draw_memory(pair: dict[str, float], by_stages: dict[int, float], stages: in
     if pair:
         looks = {"backprop": (BACKPROP, ""), "staged": (ours, share)}
         drawn = [
-            Bar(key, value / scale, looks[key][0], f"{value / scale:.3g}{looks[key][1]}")
+            Bar(key, value / scale, looks[key][0], f"{_short(value / scale)}{looks[key][1]}")
             for key, value in pair.items()
         ]
         sides.append(("These two runs", drawn))
     if by_stages:
         colours = {1: BACKPROP, stages: ours} if stages > 1 else {1: BACKPROP}
         drawn = [
-            Bar(str(count), value / scale, colours.get(count, _OTHER), f"{value / scale:.3g}")
+            Bar(str(count), value / scale, colours.get(count, _OTHER), _short(value / scale))
             for count, value in by_stages.items()
         ]
         sides.append(("By number of stages", drawn))
@@ -174,6 +175,10 @@ def _draw_memory(pair: dict[str, float], by_stages: dict[int, float], stages: in
     if by_stages:
         axes[-1].set_xlabel("stages")
     return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _by_stages(recorded: object) -> dict[int, float]:
@@ -202,7 +207,7 @@ def rank_panel(staged: RunData, backprop: RunData | None) -> Panel:
         limit = f", which cannot exceed the width of {whole(width)}" if math.isfinite(width) else ""
         captions.append(
             "Effective rank counts the directions that the hidden states at the end of a stage really use"
-            f"{limit}. A fall from one stage to the next is a bottleneck."
+            f"{limit}. Where it falls from one stage to the next, the later stage may be a bottleneck."
         )
     if useful_bars:
         sides.append(("Tail usefulness U", "nats per token", useful_bars))

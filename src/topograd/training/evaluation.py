@@ -24,7 +24,7 @@ from topograd.nn.forward import stage_outputs
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 from topograd.training.linear_cross_entropy import chunk_tokens
-from topograd.training.pooling import POOLINGS, pool
+from topograd.training.pooling import pool
 
 BINS = 15
 RANK_TOKENS = 2048
@@ -45,7 +45,7 @@ class _Tally:
     def __init__(self, stages: int) -> None:
         self.nats = torch.zeros(stages, dtype=torch.float64)
         self.running = torch.zeros(stages, dtype=torch.float64)
-        self.pooled = dict.fromkeys(POOLINGS, 0.0)
+        self.pooled = dict.fromkeys(("mean", "shrinkage"), 0.0)
         self.bins = torch.zeros(stages, BINS, 3, dtype=torch.float64)  # count, confidence, accuracy
         self.tokens = 0
 
@@ -56,7 +56,7 @@ class _Tally:
             self.nats[k] += _nats(z, targets)
             self.running[k] += _nats(total, targets)
             self.bins[k] += _bins(z, targets)
-        for how in POOLINGS:
+        for how in self.pooled:
             self.pooled[how] += _nats(pool(logits, how), targets)
         self.tokens += len(targets)
 
@@ -101,10 +101,13 @@ def _readings(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> dict[st
     to_bpb = 1 / (math.log(2) * max(nbytes, 1))
     tokens = max(tally.tokens, 1)
     useful = [None, *((tally.running[:-1] - tally.running[1:]) / tokens).tolist()]
+    prefix = (tally.nats * to_bpb).tolist()
     return {
         "bpb": {
+            "last": prefix[-1],
+            "sum": tally.running[-1].item() * to_bpb,
             **{how: nats * to_bpb for how, nats in tally.pooled.items()},
-            "prefix": (tally.nats * to_bpb).tolist(),
+            "prefix": prefix,
         },
         "ece": [calibration_error(bins) for bins in tally.bins],
         "reliability": [_reliability(bins) for bins in tally.bins],

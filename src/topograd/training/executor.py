@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,36 +25,26 @@ from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.objectives import OBJECTIVES, Logits, Objective, objective_named, stage_loss
 
-_prepared: WeakKeyDictionary[Stack, Plan] = WeakKeyDictionary()
-
 
 def prepare(stack: Stack, topology: Topology) -> Plan:
     """Compile `topology` for `stack`, and make the stack fit it.
 
     Heads that the topology calls for and the stack lacks are added (zero, so that no output changes), and
-    parameters that a frozen stage uses stop asking for gradients. Call it before you build an optimizer.
+    parameters that only frozen stages use stop asking for gradients, until you say otherwise. Call it
+    before you build an optimizer.
     """
-    plan = _prepared.get(stack)
-    if plan is not None and plan.topology == topology:
-        return plan
     plan = Plan.of(topology, len(stack.layers))
     if topology.heads == "per-stage":
         stack.add_heads(len(plan.stages))
     if plan.frozen:
-        _freeze(stack, plan)
-    _prepared[stack] = plan
+        learning = [planned for planned in plan.stages if not planned.stage.frozen]
+        modules = [stack.layers[i] for planned in learning for i in planned.layers]
+        kept = {id(p) for module in modules for p in module.parameters()}
+        kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.index)}
+        for parameter in stack.parameters():
+            if id(parameter) not in kept:
+                parameter.requires_grad_(False)
     return plan
-
-
-def _freeze(stack: Stack, plan: Plan) -> None:
-    """Only the layers and the heads of stages that still learn ask for gradients."""
-    learning = [p for p in plan.stages if not p.stage.frozen]
-    stack.requires_grad_(False)
-    for planned in learning:
-        for i in planned.layers:
-            stack.layers[i].requires_grad_(True)
-        for parameter in stack.head_parameters(planned.index):
-            parameter.requires_grad_(True)
 
 
 @dataclass

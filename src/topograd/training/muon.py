@@ -16,9 +16,7 @@ With the usual (a, b, c) the singular values end in a band around 1, not at 1: a
 small singular values rise fast. This is the algorithm, and these are the names, of `torch.optim.Muon`.
 
 What differs from torch's version: matrices of one shape go through batched products; Newton-Schulz runs in
-float32 where bfloat16 is slow (`newton_schulz_dtype`) and in float64 for float64 parameters; a group may
-`split` each parameter into equal blocks of rows (q, k and v of a fused projection) that are
-orthogonalised, and have their s, each on its own.
+float32 where bfloat16 is slow (`newton_schulz_dtype`) and in float64 for float64 parameters.
 
 Cost. The products are nearly all of it: the direct step costs 4 m² n + 2 m³ flops. Where n > 1.5 m the same
 polynomial is taken in Gram form: every X_k is Q_k X_0 with Q_k a polynomial in A_0 = X_0 X_0ᵀ, so that
@@ -152,10 +150,7 @@ def adjustment(adjust_lr_fn: str, rows: int, cols: int) -> float:
 
 
 class Muon(Optimizer):
-    """Muon for matrices, in batches; see the module for the algorithm. All settings may differ by group.
-
-    `split` = k: a parameter of shape (k m, n) is k matrices of shape (m, n), one above the other.
-    """
+    """Muon for matrices, in batches; see the module for the algorithm. All settings may differ by group."""
 
     def __init__(
         self,
@@ -168,7 +163,6 @@ class Muon(Optimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str = "original",
-        split: int = 1,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -179,7 +173,6 @@ class Muon(Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "split": split,
         }
         super().__init__(params, defaults)
 
@@ -189,7 +182,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
-                _check_parameter(parameter, self.param_groups[-1]["split"])
+                _check_parameter(parameter)
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -221,14 +214,14 @@ class Muon(Optimizer):
 
         double = params[0].dtype == torch.float64
         dtype = torch.float64 if double else newton_schulz_dtype(params[0].device)
-        rows, cols = params[0].shape[0] // group["split"], params[0].shape[1]
-        stacked = torch.stack(tuple(updates)).to(dtype).view(-1, rows, cols)
+        rows, cols = params[0].shape
+        stacked = torch.stack(tuple(updates)).to(dtype)
         orthogonal = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         lr = float(group["lr"])
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        steps = orthogonal.view(len(params), *params[0].shape).unbind(0)
+        steps = orthogonal.unbind(0)
         torch._foreach_add_(params, steps, alpha=-lr * adjustment(group["adjust_lr_fn"], rows, cols))
 
     def _momentum_buffer(self, parameter: Tensor, grad: Tensor) -> Tensor:
@@ -269,7 +262,6 @@ def _check_settings(group: dict[str, Any]) -> None:
         ("eps", _is_number(group["eps"]) and group["eps"] > 0, "a number > 0"),
         ("ns_steps", _is_int(group["ns_steps"], 0, MAX_NS_STEPS), f"an integer in [0, {MAX_NS_STEPS}]"),
         ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS, " or ".join(map(repr, ADJUSTMENTS))),
-        ("split", _is_int(group["split"], 1, None), "an integer >= 1"),
         ("ns_coefficients", three and all(map(_is_number, coefficients)), "three numbers"),
     )
     for name, holds, allowed in rules:
@@ -287,16 +279,11 @@ def _is_int(value: object, low: int, high: int | None) -> bool:
     return low <= value and (high is None or value <= high)
 
 
-def _check_parameter(parameter: Tensor, split: int) -> None:
-    """Refuse what is not a real matrix, or does not split evenly."""
+def _check_parameter(parameter: Tensor) -> None:
+    """Refuse what is not a real matrix."""
     shape = tuple(parameter.shape)
     if len(shape) != 2 or not parameter.is_floating_point() or 0 in shape:
         raise ConfigError(
             f"Muon was given a parameter of shape {shape} and dtype {parameter.dtype}; it takes non-empty "
             "real matrices only: give this one to AdamW"
-        )
-    if shape[0] % split:
-        raise ConfigError(
-            f"Muon was given split={split} for a parameter of shape {shape}; split must divide the rows: "
-            "put this parameter into a group of its own"
         )

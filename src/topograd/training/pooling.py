@@ -1,7 +1,7 @@
 """How several stages become one prediction.
 
     last        z_K                                  the deepest stage that was run
-    sum         Σ z_k                                Log-OP, the product of experts ("Product of Experts" eq. 2)
+    sum         Σ z_k                           Log-OP, the product of experts; "Product of Experts" eq. 2
     mean        (1/K) Σ z_k                          its geometric mean
     weights     Σ w_k z_k                            given weights
     shrinkage   Σ w_k z_k,  w_k = 1 - H(softmax z_k) / log C          eq. 5, per token

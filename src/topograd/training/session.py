@@ -1,4 +1,4 @@
-"""A run, opened: its settings, its model with the weights of a checkpoint, its tokenizer, its held-out text."""
+"""A run, opened: its settings, its model with a checkpoint's weights, its tokenizer, its held-out text."""
 
 from __future__ import annotations
 

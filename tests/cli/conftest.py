@@ -1,0 +1,96 @@
+"""Tiny runs, trained once for all the tests of the command line, and a way to call it."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.cli.main import main
+
+SIZE = "--model.layers 2 --model.width 16 --model.heads 2 --model.context 16 --batch 2 --eval-bytes 300"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call of the command gave."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """stdout, which must be one line with one JSON object."""
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1
+        assert self.out.endswith("\n")
+        value = json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert isinstance(value, dict)
+        return value
+
+    @property
+    def refusal(self) -> str:
+        """The one line that says what was wrong."""
+        assert self.code == 2
+        assert self.out == ""
+        assert self.err.startswith("topograd: ")
+        assert self.err.count("\n") == 1
+        return self.err
+
+
+Call = Callable[..., Answer]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Run `topograd` with these words, as a program would be called."""
+
+    def run(*words: object) -> Answer:
+        capfd.readouterr()
+        code = main([str(word) for word in words])
+        return Answer(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chosen = random.Random(0).choices(["stage", "gradient", "layer", "stack", "relay", "loss"], k=900)
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text(" ".join(chosen))
+    return path
+
+
+@pytest.fixture(scope="session")
+def size(corpus: Path) -> list[str]:
+    """The flags that make a training take a fraction of a second."""
+    return ["--preset", "tiny", *SIZE.split(), "--data", str(corpus)]
+
+
+@pytest.fixture(scope="session")
+def staged(size: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two stages. Tests that change it copy it first."""
+    folder = tmp_path_factory.mktemp("runs") / "staged"
+    words = ["--partition", "1,1", "--steps", "12", "--save-every", "5", "--eval-every", "6", "--seed", "1"]
+    assert main(["train", *size, *words, "--out", str(folder), "--json"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def backprop(size: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one stage."""
+    folder = tmp_path_factory.mktemp("runs") / "backprop"
+    words = ["--partition", "L", "--steps", "12", "--eval-every", "6", "--seed", "1"]
+    assert main(["train", *size, *words, "--out", str(folder), "--json"]) == 0
+    return folder

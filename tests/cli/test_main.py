@@ -1,0 +1,114 @@
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import topograd
+from topograd.cli import main as module
+from topograd.cli.main import VERBS
+from topograd.errors import ConfigError
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_every_verb(flag: str, call: Any) -> None:
+    answer = call(flag)
+    assert answer.code == 0
+    assert answer.err == ""
+    for verb in VERBS:
+        assert f"\n  {verb} " in answer.out
+    assert {"demo", "train", "eval", "compare", "generate", "space", "report"} == set(VERBS)
+
+
+def test_without_a_verb_the_overview_is_an_error(call: Any) -> None:
+    answer = call()
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("usage: topograd VERB")
+
+
+def test_an_unknown_verb_is_one_line(call: Any) -> None:
+    assert "'trian' is not a verb; choose one of demo, train, eval" in call("trian").refusal
+    assert "'--jsn' is not a verb" in call("--jsn").refusal
+
+
+def test_the_version(call: Any) -> None:
+    assert call("--version").out == f"topograd {topograd.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "demo"])
+def test_every_verb_explains_itself(verb: str, call: Any) -> None:
+    answer = call(verb, "--help")
+    assert answer.code == 0
+    assert answer.err == ""
+    assert answer.out.startswith(f"usage: topograd {verb}")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigError("no\nsuch thing"), 2, "topograd: no such thing\n"),
+        (KeyboardInterrupt(), 130, "topograd: interrupted\n"),
+        (OSError(28, "No space left on device"), 2, "topograd: the system refused: [Errno 28] No space left"),
+        (MemoryError(), 2, "topograd: there is not enough memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            2,
+            "topograd: there is not enough memory",
+        ),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line(
+    error: BaseException, code: int, words: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(module.importlib, "import_module", lambda name: SimpleNamespace(run=run))
+    answer = call("train")
+    assert (answer.code, answer.out) == (code, "")
+    assert answer.err.startswith(words)
+    assert answer.err.count("\n") == 1
+
+
+def test_a_bug_is_not_hidden(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(argv: list[str]) -> int:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(module.importlib, "import_module", lambda name: SimpleNamespace(run=run))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        call("train")
+
+
+def test_looking_around_does_not_load_torch() -> None:
+    script = (
+        "import sys; from topograd.cli.main import main;"
+        "codes = main(['--help']), main(['space', 'show', '4,4,4', '--json']), main(['nonsense']);"
+        "assert codes == (0, 0, 2), codes;"
+        "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_the_installed_command_and_the_module_exit_with_the_code() -> None:
+    for command in (
+        [sys.executable, "-m", "topograd"],
+        [os.path.join(os.path.dirname(sys.executable), "topograd")],
+    ):
+        done = subprocess.run([*command, "space", "show", "0"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.startswith("topograd: composition '0' does not exist")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "topograd", "space", "show", ",".join("1" * 400), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1

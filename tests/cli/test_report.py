@@ -1,0 +1,39 @@
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def ours(staged: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(staged, tmp_path / "ours")
+
+
+def test_a_report_of_one_run(ours: Path, call: Any) -> None:
+    answer = call("report", ours, "--json").json
+    page = ours / "report.html"
+    expected = {"run": str(ours), "report": str(page), "staged": str(ours), "backprop": None}
+    assert answer == expected
+    assert page.read_text().startswith("<!doctype html>")
+    assert list((ours / "figures").glob("*.svg"))
+
+
+def test_a_report_against_another_tells_which_is_backprop(ours: Path, backprop: Path, call: Any) -> None:
+    answer = call("report", ours, "--against", backprop, "--json").json
+    assert (answer["staged"], answer["backprop"]) == (str(ours), str(backprop))
+    turned = shutil.copytree(backprop, ours.parent / "turned")
+    answer = call("report", turned, "--against", ours, "--json").json
+    assert (answer["staged"], answer["backprop"]) == (str(ours), str(turned))
+    assert answer["report"] == str(turned / "report.html")
+    assert (turned / "report.html").is_file()
+
+
+def test_people_are_told_where_it_lies(ours: Path, call: Any) -> None:
+    assert call("report", ours).out == f"{ours / 'report.html'}\n"
+
+
+def test_bad_questions_are_one_line(ours: Path, call: Any, tmp_path: Path) -> None:
+    assert "it does not exist" in call("report", tmp_path / "nowhere").refusal
+    assert "it does not exist" in call("report", ours, "--against", tmp_path / "nowhere").refusal
+    assert not (ours / "report.html").exists()

@@ -1,0 +1,97 @@
+from typing import Any
+
+import pytest
+
+
+def test_show_says_everything(call: Any) -> None:
+    answer = call("space", "show", "4,4,4", "--json").json
+    assert answer["composition"] == [4, 4, 4]
+    assert (answer["layers"], answer["stages"], answer["heads"]) == (12, 3, "shared")
+    assert answer["terminals"] == [4, 8, 12]
+    assert answer["boundaries"] == [4, 8]
+    assert answer["boundary_vector"] == [0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
+    neighbours = answer["neighbours"]
+    assert len(neighbours["finer"]) == 9
+    assert [4, 1, 3, 4] in neighbours["finer"]
+    assert neighbours["coarser"] == [[8, 4], [4, 8]]
+    assert neighbours["moved"] == [[3, 5, 4], [5, 3, 4], [4, 3, 5], [4, 5, 3]]
+    assert all(sum(parts) == 12 for group in neighbours.values() for parts in group)
+    assert answer["properties"] == {
+        "gradient_depth": 4,
+        "activation_layers": 4,
+        "pipeline_granularity": 3,
+        "vocabulary_projections": 3,
+        "capability_region": True,
+        "bubble": {"microbatches": 8, "backprop": 4 / 12, "staged": 2 / 10, "speedup": 1.2},
+    }
+
+
+def test_show_at_the_ends_of_the_lattice(call: Any) -> None:
+    backprop = call("space", "show", "3", "--heads", "per-stage", "--json").json
+    assert (backprop["heads"], backprop["boundaries"]) == ("per-stage", [])
+    assert backprop["neighbours"] == {"finer": [[1, 2], [2, 1]], "coarser": [], "moved": []}
+    assert backprop["properties"]["gradient_depth"] == 3
+    assert not backprop["properties"]["capability_region"]
+    assert backprop["properties"]["bubble"] == {"microbatches": 8, "backprop": 0, "staged": 0, "speedup": 1}
+    local = call("space", "show", "1, 1,1", "--microbatches", "2", "--json").json
+    assert local["neighbours"]["finer"] == []
+    assert local["properties"]["activation_layers"] == 1
+    assert local["properties"]["bubble"]["backprop"] == pytest.approx(2 / 3)
+
+
+def test_join_and_meet(call: Any) -> None:
+    join = call("space", "join", "4,4,4", "6,6", "--json").json
+    assert join == {"first": [4, 4, 4], "second": [6, 6], "join": [4, 2, 2, 4]}
+    meet = call("space", "meet", "1,3,4", "4,4", "--json").json
+    assert meet == {"first": [1, 3, 4], "second": [4, 4], "meet": [4, 4]}
+
+
+def test_count(call: Any) -> None:
+    every = call("space", "count", "12", "--json").json
+    assert (every["compositions"], every["configurations"]) == (2**11, 2**12)
+    some = call("space", "count", "12", "--stages", "3", "--min-depth", "2", "--json").json
+    assert (some["layers"], some["stages"], some["min_depth"]) == (12, 3, 2)
+    assert some["compositions"] == 28
+    assert call("space", "count", "100", "--json").json["compositions"] == 2**99
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        ("show 4,4,4", ["4,4,4", "gradient depth", "one boundary more", "1,3,4,4", "33.3 %"]),
+        ("show 8", ["one less", "none"]),
+        ("show 99", ["and 86 more"]),
+        ("join 2,2 1,3", ["join", "1,1,2"]),
+        ("meet 2,2 1,3", ["meet", "4"]),
+        ("count 5", ["compositions", "16"]),
+    ],
+)
+def test_for_people_it_is_a_table(words: str, seen: list[str], call: Any) -> None:
+    answer = call("space", *words.split())
+    assert answer.code == 0
+    for piece in seen:
+        assert piece in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("", "Expected one of {show, join, meet, count}"),
+        ("shw 4", "'shw' is no question about the space; choose one of show, join, meet, count"),
+        ("show", "Missing from topograd space show: PARTITION"),
+        ("show 4,x --json", "part 2 is 'x'"),
+        ("show 4,,4", "part 2 is ''"),
+        ("show 0", "part 1 is '0'"),
+        ("show 4,-4", "part 2 is '-4'"),
+        ("show 99999", "too many layers"),
+        ("show 4 --heads both", "invalid choice 'both'"),
+        ("show 4 --microbatches 0", "the number of micro-batches is 0"),
+        ("join 4,4", "Missing from topograd space join"),
+        ("meet 4,4 6,6", "compositions of 8 and of 12 layers do not compare"),
+        ("count 0 --json", "the number of layers is 0"),
+        ("count many", "invalid literal"),
+        ("count 4 --stages 0", "the number of stages is 0"),
+    ],
+)
+def test_bad_questions_are_one_line(words: str, why: str, call: Any) -> None:
+    assert why in call("space", *words.split()).refusal
