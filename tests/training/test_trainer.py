@@ -1,42 +1,23 @@
-"""A run can be stopped anywhere, in any way, and goes on as if nothing had happened."""
+"""What one training does: its folder, its steps, and where it stops by itself."""
 
 import hashlib
 import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from topograd.errors import CheckpointError, ConfigError, DataError, DivergenceError, RunError
+from topograd.errors import ConfigError, DataError, DivergenceError, RunError
 from topograd.nn.gpt import GPTConfig
 from topograd.run import Run
 from topograd.training.config import TrainConfig
 from topograd.training.optimizer import OptimizerConfig
-from topograd.training.trainer import OnStep, resume, start
+from topograd.training.trainer import resume, start
 
 STEPS = 20
-
-
-class Crash(Exception):
-    """Stands for a kill between two steps: nothing is saved on the way out."""
-
-
-def crash_at(step: int) -> OnStep:
-    def on_step(now: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
-        if now == step:
-            raise Crash
-
-    return on_step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,23 +58,9 @@ def losses(run: Run) -> list[tuple[int, list[float]]]:
     return [(r["step"], r["loss"]) for r in run.metrics() if r["kind"] == "train"]
 
 
-def readings(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    return [(r["step"], r["bpb"]) for r in run.metrics() if r["kind"] == "eval"]
-
-
 def weights(run: Run, step: int = STEPS) -> str:
     file = run.checkpoints / f"step-{step:08d}" / "model.safetensors"
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    """Every loss and every reading bit for bit, each step once, and the same weights."""
-    assert losses(run) == losses(expected)
-    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
-    assert readings(run) == readings(expected)
-    assert weights(run) == weights(expected)
-    results = [json.loads(one.results_file.read_text()) for one in (run, expected)]
-    assert results[0]["bpb"] == results[1]["bpb"]
 
 
 def test_a_run_leaves_everything_in_its_folder(straight: Run, config: TrainConfig) -> None:
@@ -106,160 +73,12 @@ def test_a_run_leaves_everything_in_its_folder(straight: Run, config: TrainConfi
     first, last = losses(straight)[0][1], losses(straight)[-1][1]
     assert len(first) == 2
     assert all(after < before - 0.5 for before, after in zip(first, last, strict=True)), "it learns"
-    assert [step for step, _ in readings(straight)] == [8, 16, 20]
+    evaluated = [record for record in straight.metrics() if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluated] == [8, 16, 20]
     results = json.loads(straight.results_file.read_text())
     assert (results["steps"], results["finished"]) == (STEPS, True)
-    assert results["bpb"] == readings(straight)[-1][1]
+    assert results["bpb"] == evaluated[-1]["bpb"]
     assert results["seconds"] == straight.metrics()[-1]["seconds"] > 0
-
-
-@pytest.mark.parametrize("stop", [1, 9, 16, 19])
-def test_stopped_and_resumed(stop: int, config: TrainConfig, straight: Run, tmp_path: Path) -> None:
-    result = start(config, tmp_path / "run").train(stop_after=stop)
-    assert (result["steps"], result["finished"]) == (stop, False)
-    result = resume(tmp_path / "run").train()
-    assert (result["steps"], result["finished"]) == (STEPS, True)
-    assert_same(Run.open(tmp_path / "run"), straight)
-
-
-@pytest.mark.parametrize("crashes", [(2,), (4, 5), (10, 11, 9, 18), (20,)])
-def test_crashed_and_resumed(
-    crashes: tuple[int, ...], config: TrainConfig, straight: Run, tmp_path: Path
-) -> None:
-    trainer = start(config, tmp_path / "run")
-    for step in crashes:
-        with pytest.raises(Crash):
-            trainer.train(on_step=crash_at(step))
-        with open(trainer.run.metrics_file, "a") as file:
-            file.write('{"kind": "train", "st')  # as a kill within a write leaves it
-        trainer = resume(tmp_path / "run")
-    trainer.train()
-    assert_same(trainer.run, straight)
-
-
-def kill_within_a_save(run: Run, after: int) -> None:
-    """Start a real training process and kill it while a checkpoint of a step beyond `after` is half written.
-
-    It is stopped when a temporary folder is seen, and killed only if that folder is still there then.
-    """
-    command = [sys.executable, "-m", "topograd", "train", "--resume", str(run.folder), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            until = time.monotonic() + 120
-            while time.monotonic() < until:
-                if half_written(run, after):
-                    process.send_signal(signal.SIGSTOP)
-                    os.waitpid(process.pid, os.WUNTRACED)
-                    if half_written(run, after):
-                        return
-                    process.send_signal(signal.SIGCONT)
-                assert process.poll() is None, "the training ended before a save was seen"
-                time.sleep(0.0002)
-            pytest.fail("no save was seen in time")
-        finally:
-            process.kill()
-
-
-def half_written(run: Run, after: int) -> bool:
-    names = (name.split("-") for name in os.listdir(run.checkpoints) if name.startswith(".tmp-"))
-    return any(int(parts[1]) > after for parts in names)
-
-
-def test_killed_in_the_middle_of_a_save_and_resumed(
-    config: TrainConfig, straight: Run, tmp_path: Path
-) -> None:
-    run = start(replace(config, save_every=1), tmp_path / "run").run
-    for after in (1, 9):
-        kill_within_a_save(run, after)
-        assert half_written(run, after), "the kill came after the save"
-        assert losses(run)[-1][0] > after
-    resume(run.folder).train()
-    assert not list(run.checkpoints.glob(".*")), "what the kills left is gone"
-    assert_same(run, straight)
-
-
-def test_an_interrupt_saves_and_the_handlers_come_back(
-    config: TrainConfig, straight: Run, tmp_path: Path
-) -> None:
-    def interrupt(step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
-        if step == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        if step == 13:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    trainer = start(config, tmp_path / "run")
-    for expected in (6, 13):
-        result = trainer.train(on_step=interrupt)
-        assert (result["steps"], result["finished"]) == (expected, False)
-        assert (trainer.run.checkpoints / f"step-{expected:08d}").is_dir()
-        trainer = resume(tmp_path / "run")
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    trainer.train()
-    assert_same(trainer.run, straight)
-
-
-def test_a_finished_run_has_nothing_left_to_train(straight: Run, tmp_path: Path) -> None:
-    copy = Run(shutil.copytree(straight.folder, tmp_path / "run"))
-    calls: list[int] = []
-    result = resume(copy.folder).train(on_step=lambda step, *_: calls.append(step))
-    assert calls == []
-    assert result["finished"]
-    assert_same(copy, straight)
-
-
-def test_a_damaged_checkpoint_names_the_good_one_before_it(straight: Run, tmp_path: Path) -> None:
-    copy = Run(shutil.copytree(straight.folder, tmp_path / "run"))
-    os.truncate(copy.checkpoints / f"step-{STEPS:08d}" / "optimizer.safetensors", 1000)
-    with pytest.raises(CheckpointError, match=r"damaged.*resume with --from step-00000016"):
-        resume(copy.folder)
-    resume(copy.folder, "step-00000016").train()
-    assert_same(copy, straight)
-
-
-def test_going_back_gives_up_what_came_later_even_if_killed_at_once(straight: Run, tmp_path: Path) -> None:
-    copy = Run(shutil.copytree(straight.folder, tmp_path / "run"))
-    with pytest.raises(Crash):
-        resume(copy.folder, "step-00000016").train(on_step=crash_at(17))
-    assert [path.name for path in copy.checkpoints.iterdir()] == ["step-00000016"]
-    trainer = resume(copy.folder)
-    assert trainer.step == 16
-    trainer.train()
-    assert_same(copy, straight)
-
-
-def test_a_checkpoint_or_a_step_that_is_not_there(straight: Run) -> None:
-    with pytest.raises(ConfigError, match="stop-after is 0"):
-        resume(straight.folder).train(stop_after=0)
-    with pytest.raises(CheckpointError, match="no checkpoint 'step-3'; it has step-00000016, step-00000020"):
-        resume(straight.folder, "step-3")
-
-
-def test_a_changed_corpus_is_refused_and_nothing_is_lost(
-    config: TrainConfig, straight: Run, tmp_path: Path
-) -> None:
-    corpus = tmp_path / "corpus.txt"
-    shutil.copy(str(config.data), corpus)
-    start(replace(config, data=str(corpus)), tmp_path / "run").train(stop_after=5)
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    text = corpus.read_text()
-    corpus.write_text(text + " more")
-    with pytest.raises(CheckpointError, match="the corpus has changed"):
-        resume(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    corpus.write_text(text)
-    resume(tmp_path / "run").train()
-    assert_same(Run.open(tmp_path / "run"), straight)
-
-
-def test_a_relative_data_path_is_found_again_from_elsewhere(
-    config: TrainConfig, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(str(config.data)).parent)
-    start(replace(config, data="corpus.txt"), tmp_path / "run").train(stop_after=5)
-    monkeypatch.chdir(tmp_path)
-    resume(tmp_path / "run").train()
-    assert_same(Run.open(tmp_path / "run"), straight)
 
 
 @pytest.mark.parametrize(("layer", "stage"), [(0, 1), (1, 2)])
@@ -316,19 +135,19 @@ def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp
 
 
 def test_accumulated_batches_give_the_gradient_of_the_large_one(config: TrainConfig, tmp_path: Path) -> None:
-    """Equal up to rounding, because every row is full: each half has as many targets."""
+    """Equal up to float32 sums in another order, because every row is full: halves have as many targets."""
     large = start(replace(config, batch=8), tmp_path / "large")
     halves = start(replace(config, batch=4, accumulate=2), tmp_path / "halves")
-    large._gradients()
-    for _ in range(2):
-        halves._gradients()
-    compared = 0
+    for trainer in (large, halves):
+        torch.manual_seed(0)
+        for parameter in trainer.stack.parameters():  # behind the zeros of a new model no gradient flows
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        for _ in range(trainer.config.accumulate):
+            trainer._gradients()
     for (name, one), two in zip(large.stack.named_parameters(), halves.stack.parameters(), strict=True):
-        assert (one.grad is None) == (two.grad is None), name
-        if one.grad is not None and two.grad is not None and one.grad.any():
-            torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-6 * float(one.grad.abs().max()))
-            compared += 1
-    assert compared > 1, "all gradients are zero: the comparison would show nothing"
+        assert one.grad is not None, name
+        assert one.grad.any(), name
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-3, atol=1e-4 * float(one.grad.abs().max()))
     for trainer in (large, halves):
         trainer.stack.zero_grad()
         trainer.train(stop_after=1)
@@ -344,29 +163,6 @@ def test_bf16_computes_nearly_the_same(config: TrainConfig, straight: Run, tmp_p
         assert ours == pytest.approx(exact, rel=0.02)  # bfloat16 has 8 bits
     assert all(p.dtype == torch.float32 for p in trainer.stack.parameters())
     assert result["steps"] == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"stage_heads": "per-stage", "objective": "residual"},
-        {"transmissivity": 1.0, "bus": "detached", "reduction": "sum"},
-        {"partition": "L", "tokenizer": "bpe"},
-    ],
-)
-def test_other_topologies_and_tokenizers_resume_too(
-    change: dict[str, Any], config: TrainConfig, tmp_path: Path
-) -> None:
-    config = replace(
-        config, steps=6, save_every=2, model=replace(config.model, vocab=270, head_rank=4), **change
-    )
-    whole = start(config, tmp_path / "whole")
-    whole.train()
-    with pytest.raises(Crash):
-        start(config, tmp_path / "parts").train(on_step=crash_at(5))
-    resume(tmp_path / "parts").train()
-    assert losses(Run.open(tmp_path / "parts")) == losses(whole.run)
-    assert weights(Run.open(tmp_path / "parts"), 6) == weights(whole.run, 6)
 
 
 def test_the_seed_decides(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
@@ -397,3 +193,19 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
         with pytest.raises(error):
             start(bad, tmp_path / "run")
     start(config, tmp_path / "run").train(stop_after=1)
+
+
+def test_the_learning_rates_follow_the_schedule(config: TrainConfig, tmp_path: Path) -> None:
+    rates = OptimizerConfig(matrices=0.1, head=0.01, warmup=0.25, warmdown=0.5, floor=0.1)
+    trainer = start(replace(config, steps=8, optimizer=rates), tmp_path / "run")
+    seen: list[tuple[float, float]] = []
+
+    def record(*_: object) -> None:
+        head = trainer.optimizers["adamw"].param_groups[1]["lr"]
+        seen.append((trainer.optimizers["muon"].param_groups[0]["lr"], head))
+
+    trainer.optimizers["muon"].register_step_pre_hook(record)
+    trainer.train()
+    multipliers = [0.5, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]
+    assert [muon for muon, _ in seen] == pytest.approx([0.1 * m for m in multipliers])
+    assert [head for _, head in seen] == pytest.approx([0.01 * m for m in multipliers])

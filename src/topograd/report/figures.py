@@ -177,7 +177,10 @@ def prefix_panel(staged: RunData, backprop: RunData | None) -> Panel:
         "differences are small: compare positions and numbers, not distances from the left edge."
     )
     if stages > 1:
-        caption += " Hollow dots are ways to pool the predictions of all stages into one."
+        caption += (
+            " Hollow dots are ways to pool the predictions of all stages into one; an arrow at the edge "
+            "stands for a value beyond it."
+        )
     if math.isfinite(base):
         caption += " The dashed line is backprop; the percentage says how far above it a row is."
     cells = tuple((label, fixed(value, 4), percent(percent_above(value, base))) for label, value, *_ in rows)
@@ -189,9 +192,15 @@ def prefix_panel(staged: RunData, backprop: RunData | None) -> Panel:
 
 
 def _dots(axes: Axes, rows: list[tuple[str, float, str, str, bool]], base: float) -> str:
-    """One row for each value, its number in a column at the right; returns where the axis starts."""
-    values = [row[1] for row in rows]
+    """One row for each value, its number in a column at the right; returns where the axis starts.
+
+    The axis fits the filled rows. A hollow one far beyond them is an arrow at the edge, or the differences
+    between the others could not be seen.
+    """
+    values = [row[1] for row in rows if row[4]]
     span = max(values) - min(values) or 0.02 * abs(values[0]) or 1.0
+    values += [row[1] for row in rows if min(values) - span <= row[1] <= max(values) + span]
+    span = max(values) - min(values) or span
     low, high = min(values) - 0.15 * span, max(values) + 0.1 * span
     digits = min(max(3, 2 - math.floor(math.log10(span))), 6)
     axes.set(xlim=(low, high), ylim=(len(rows) - 0.4, -0.6))
@@ -200,10 +209,12 @@ def _dots(axes: Axes, rows: list[tuple[str, float, str, str, bool]], base: float
     if math.isfinite(base):
         axes.axvline(base, color=BACKPROP, linewidth=1.1, linestyle=(0, (4, 3)))
     for place, (_, value, colour, marker, filled) in enumerate(rows):
+        beyond = ">" if value > high else "<" if value < low else None
         axes.plot(
-            value,
+            min(max(value, low), high),
             place,
-            marker=marker,
+            marker=beyond or marker,
+            clip_on=False,
             markersize=8,
             color=colour,
             markerfacecolor=colour if filled else "white",

@@ -1,0 +1,266 @@
+"""A run can be stopped anywhere, in any way, and goes on as if nothing had happened."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.errors import CheckpointError, ConfigError
+from topograd.nn.gpt import GPTConfig
+from topograd.run import Run
+from topograd.training.config import TrainConfig
+from topograd.training.trainer import OnStep, resume, start
+
+STEPS = 20
+
+
+class Crash(Exception):
+    """Stands for a kill between two steps: nothing is saved on the way out."""
+
+
+def crash_at(step: int) -> OnStep:
+    def on_step(now: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+        if now == step:
+            raise Crash
+
+    return on_step
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    chosen = random.Random(0).choices(["stage", "gradient", "layer", "stack", "relay", "loss"], k=900)
+    corpus = tmp_path_factory.mktemp("data") / "corpus.txt"
+    corpus.write_text(" ".join(chosen))
+    return TrainConfig(
+        partition="1,1",
+        steps=STEPS,
+        batch=3,
+        seed=1,
+        data=str(corpus),
+        tokenizer="bytes",
+        eval_every=8,
+        eval_bytes=300,
+        save_every=4,
+        model=GPTConfig(layers=2, width=16, heads=2, context=16),
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that was never stopped."""
+    trainer = start(config, tmp_path_factory.mktemp("straight") / "run")
+    trainer.train()
+    return trainer.run
+
+
+def losses(run: Run) -> list[tuple[int, list[float]]]:
+    return [(r["step"], r["loss"]) for r in run.metrics() if r["kind"] == "train"]
+
+
+def readings(run: Run) -> list[tuple[int, dict[str, Any]]]:
+    return [(r["step"], r["bpb"]) for r in run.metrics() if r["kind"] == "eval"]
+
+
+def weights(run: Run, step: int = STEPS) -> str:
+    file = run.checkpoints / f"step-{step:08d}" / "model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    """Every loss and every reading bit for bit, each step once, and the same weights."""
+    assert losses(run) == losses(expected)
+    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+    assert readings(run) == readings(expected)
+    assert weights(run) == weights(expected)
+    results = [json.loads(one.results_file.read_text()) for one in (run, expected)]
+    assert results[0]["bpb"] == results[1]["bpb"]
+
+
+@pytest.mark.parametrize("stop", [1, 9, 16, 19])
+def test_stopped_and_resumed(stop: int, config: TrainConfig, straight: Run, tmp_path: Path) -> None:
+    result = start(config, tmp_path / "run").train(stop_after=stop)
+    assert (result["steps"], result["finished"]) == (stop, False)
+    result = resume(tmp_path / "run").train()
+    assert (result["steps"], result["finished"]) == (STEPS, True)
+    assert_same(Run.open(tmp_path / "run"), straight)
+
+
+@pytest.mark.parametrize("crashes", [(2,), (4, 5), (10, 11, 9, 18), (20,)])
+def test_crashed_and_resumed(
+    crashes: tuple[int, ...], config: TrainConfig, straight: Run, tmp_path: Path
+) -> None:
+    trainer = start(config, tmp_path / "run")
+    for step in crashes:
+        with pytest.raises(Crash):
+            trainer.train(on_step=crash_at(step))
+        with open(trainer.run.metrics_file, "a") as file:
+            file.write('{"kind": "train", "st')  # as a kill within a write leaves it
+        trainer = resume(tmp_path / "run")
+    trainer.train()
+    assert_same(trainer.run, straight)
+
+
+def kill_within_a_save(run: Run, after: int) -> None:
+    """Start a real training process and kill it while a checkpoint of a step beyond `after` is half written.
+
+    It is stopped when a temporary folder is seen, and killed only if that folder is still there then.
+    """
+    command = [sys.executable, "-m", "topograd", "train", "--resume", str(run.folder), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            until = time.monotonic() + 120
+            while time.monotonic() < until:
+                if half_written(run, after):
+                    process.send_signal(signal.SIGSTOP)
+                    os.waitpid(process.pid, os.WUNTRACED)
+                    if half_written(run, after):
+                        return
+                    process.send_signal(signal.SIGCONT)
+                assert process.poll() is None, "the training ended before a save was seen"
+                time.sleep(0.0002)
+            pytest.fail("no save was seen in time")
+        finally:
+            process.kill()
+
+
+def half_written(run: Run, after: int) -> bool:
+    names = (name.split("-") for name in os.listdir(run.checkpoints) if name.startswith(".tmp-"))
+    return any(int(parts[1]) > after for parts in names)
+
+
+def test_killed_in_the_middle_of_a_save_and_resumed(
+    config: TrainConfig, straight: Run, tmp_path: Path
+) -> None:
+    run = start(replace(config, save_every=1), tmp_path / "run").run
+    for after in (1, 9):
+        kill_within_a_save(run, after)
+        assert half_written(run, after), "the kill came after the save"
+        assert losses(run)[-1][0] > after
+    resume(run.folder).train()
+    assert not list(run.checkpoints.glob(".*")), "what the kills left is gone"
+    assert_same(run, straight)
+
+
+def test_an_interrupt_saves_and_the_handlers_come_back(
+    config: TrainConfig, straight: Run, tmp_path: Path
+) -> None:
+    def interrupt(step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    trainer = start(config, tmp_path / "run")
+    for expected in (6, 13):
+        result = trainer.train(on_step=interrupt)
+        assert (result["steps"], result["finished"]) == (expected, False)
+        assert (trainer.run.checkpoints / f"step-{expected:08d}").is_dir()
+        trainer = resume(tmp_path / "run")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    trainer.train()
+    assert_same(trainer.run, straight)
+
+
+def test_a_finished_run_has_nothing_left_to_train(straight: Run, tmp_path: Path) -> None:
+    copy = Run(shutil.copytree(straight.folder, tmp_path / "run"))
+    calls: list[int] = []
+    result = resume(copy.folder).train(on_step=lambda step, *_: calls.append(step))
+    assert calls == []
+    assert result["finished"]
+    assert_same(copy, straight)
+
+
+def test_a_damaged_checkpoint_names_the_good_one_before_it(straight: Run, tmp_path: Path) -> None:
+    copy = Run(shutil.copytree(straight.folder, tmp_path / "run"))
+    os.truncate(copy.checkpoints / f"step-{STEPS:08d}" / "optimizer.safetensors", 1000)
+    with pytest.raises(CheckpointError, match=r"damaged.*resume with --from step-00000016"):
+        resume(copy.folder)
+    resume(copy.folder, "step-00000016").train()
+    assert_same(copy, straight)
+
+
+def test_going_back_gives_up_what_came_later_even_if_killed_at_once(straight: Run, tmp_path: Path) -> None:
+    copy = Run(shutil.copytree(straight.folder, tmp_path / "run"))
+    with pytest.raises(Crash):
+        resume(copy.folder, "step-00000016").train(on_step=crash_at(17))
+    assert [path.name for path in copy.checkpoints.iterdir()] == ["step-00000016"]
+    trainer = resume(copy.folder)
+    assert trainer.step == 16
+    trainer.train()
+    assert_same(copy, straight)
+
+
+def test_a_checkpoint_or_a_step_that_is_not_there(straight: Run) -> None:
+    with pytest.raises(ConfigError, match="stop-after is 0"):
+        resume(straight.folder).train(stop_after=0)
+    with pytest.raises(CheckpointError, match="no checkpoint 'step-3'; it has step-00000016, step-00000020"):
+        resume(straight.folder, "step-3")
+
+
+def test_a_changed_corpus_is_refused_and_nothing_is_lost(
+    config: TrainConfig, straight: Run, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    shutil.copy(str(config.data), corpus)
+    start(replace(config, data=str(corpus)), tmp_path / "run").train(stop_after=5)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    text = corpus.read_text()
+    corpus.write_text(text + " more")
+    with pytest.raises(CheckpointError, match="the corpus has changed"):
+        resume(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    corpus.write_text(text)
+    resume(tmp_path / "run").train()
+    assert_same(Run.open(tmp_path / "run"), straight)
+
+
+def test_a_relative_data_path_is_found_again_from_elsewhere(
+    config: TrainConfig, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(str(config.data)).parent)
+    start(replace(config, data="corpus.txt"), tmp_path / "run").train(stop_after=5)
+    monkeypatch.chdir(tmp_path)
+    resume(tmp_path / "run").train()
+    assert_same(Run.open(tmp_path / "run"), straight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage_heads": "per-stage", "objective": "residual"},
+        {"transmissivity": 1.0, "bus": "detached", "reduction": "sum"},
+        {"partition": "L", "tokenizer": "bpe"},
+    ],
+)
+def test_other_topologies_and_tokenizers_resume_too(
+    change: dict[str, Any], config: TrainConfig, tmp_path: Path
+) -> None:
+    config = replace(
+        config, steps=6, save_every=2, model=replace(config.model, vocab=270, head_rank=4), **change
+    )
+    whole = start(config, tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Crash):
+        start(config, tmp_path / "parts").train(on_step=crash_at(5))
+    resume(tmp_path / "parts").train()
+    assert losses(Run.open(tmp_path / "parts")) == losses(whole.run)
+    assert weights(Run.open(tmp_path / "parts"), 6) == weights(whole.run, 6)
