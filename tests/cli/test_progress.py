@@ -41,11 +41,11 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         return Console(file=screen, force_terminal=True, width=120)
 
     monkeypatch.setattr(progress, "Console", terminal)
-    with training_progress("staged", tokens_per_step=64) as on_step:
+    with training_progress("staged [/x]", tokens_per_step=64) as on_step:
         on_step(1, 4, [5.0, 4.0], None)
         on_step(2, 4, [4.0, 3.0], READINGS)
     shown = screen.getvalue()
-    for words in ("staged", "2/4", "loss 4.000 3.000", "BPB 2.500", "tokens/s"):
+    for words in ("staged [/x]", "2/4", "loss 4.000 3.000", "BPB 2.500", "tokens/s"):
         assert words in shown
 
 

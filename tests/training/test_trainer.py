@@ -102,13 +102,19 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
     resume(trainer.run.folder).train(stop_after=7)
 
 
-def test_a_gradient_that_is_not_finite_stops_where_it_is_clipped(config: TrainConfig, tmp_path: Path) -> None:
-    trainer = start(replace(config, optimizer=OptimizerConfig(clip=1.0)), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("name", "where"), [("layers.1.mlp.up.weight", "stage 2"), ("head.weight", "the embedding or the head")]
+)
+def test_a_gradient_that_is_not_finite_stops_before_it_is_used(
+    name: str, where: str, config: TrainConfig, tmp_path: Path
+) -> None:
+    trainer = start(config, tmp_path / "run")
     trainer.train(stop_after=1)
-    parameter = next(trainer.stack.parameters())
-    parameter.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(DivergenceError, match=r"the gradient's norm is .* at step 2"):
+    before = {n: p.detach().clone() for n, p in trainer.stack.named_parameters()}
+    trainer.stack.get_parameter(name).register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(DivergenceError, match=f"the gradient of {where} is not finite at step 2"):
         trainer.train()
+    assert all(torch.equal(p, before[n]) for n, p in trainer.stack.named_parameters())
 
 
 def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def note(text: str) -> None:
 
 
 def out() -> Console:
-    """Where tables for people go."""
-    return Console(highlight=False)
+    """Where tables for people go; a name with brackets is a name, not a style."""
+    return Console(highlight=False, markup=False)
 
 
 def number(value: object, digits: int = 4) -> str:

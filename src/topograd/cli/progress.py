@@ -28,10 +28,10 @@ def training_progress(title: str, tokens_per_step: int | None = None) -> Iterato
         yield _Lines(console, title, tokens_per_step)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}"),
+        TextColumn("{task.fields[words]}", markup=False),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:

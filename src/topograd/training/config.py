@@ -148,7 +148,12 @@ def tiny() -> TrainConfig:
 
 def small() -> TrainConfig:
     """The demo: six layers, a minute or two on two cores."""
-    return TrainConfig()
+    return TrainConfig(
+        steps=1300,
+        eval_every=325,
+        eval_bytes=120_000,
+        model=GPTConfig(softcap=15.0),
+    )
 
 
 def base() -> TrainConfig:

@@ -150,14 +150,15 @@ class Trainer:
             total += self._gradients().cpu() / config.accumulate
         losses = total.tolist()
         self._stop_if_not_finite(losses)
-        norm = self._clip()
+        norm = self._gradient_norm()
         for optimizer in self.optimizers.values():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.seconds += time.perf_counter() - began
-        record = {"kind": "train", "step": self.step, "loss": losses, "seconds": self.seconds}
-        self.run.log(record if norm is None else record | {"grad_norm": norm})
+        tokens = self.step * config.accumulate * config.batch * config.model.context
+        record = {"kind": "train", "step": self.step, "loss": losses, "grad_norm": norm, "tokens": tokens}
+        self.run.log(record | {"seconds": self.seconds})
         return losses
 
     def _gradients(self) -> Tensor:
@@ -166,16 +167,30 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
             return train_step(self.stack, self.plan.topology, inputs, targets, scale=1 / config.accumulate)
 
-    def _clip(self) -> float | None:
-        if self.config.optimizer.clip is None:
-            return None
-        norm = torch.nn.utils.clip_grad_norm_(self.stack.parameters(), self.config.optimizer.clip).item()
-        if not math.isfinite(norm):
+    def _gradient_norm(self) -> float:
+        """The norm of all gradients together, before it is clipped where the settings ask for that."""
+        learning = [p for p in self.stack.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in learning if p.grad is not None])
+        value = norm.item()
+        if not math.isfinite(value):
             raise DivergenceError(
-                f"the gradient's norm is {norm} at step {self.step + 1}; nothing was changed by that step; "
-                f"lower the learning rates and resume {self.run.folder}"
+                f"the gradient of {self._first_bad()} is not finite at step {self.step + 1}; nothing was "
+                f"changed by that step; lower the learning rates and start again"
             )
-        return norm
+        if self.config.optimizer.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(learning, self.config.optimizer.clip, norm)
+        return value
+
+    def _first_bad(self) -> str:
+        """The first stage with a gradient that is not finite, or else what the stages share."""
+        for planned in self.plan.stages:
+            for i in planned.layers:
+                if any(
+                    p.grad is not None and not p.grad.isfinite().all()
+                    for p in self.stack.layers[i].parameters()
+                ):
+                    return f"stage {planned.index + 1}"
+        return "the embedding or the head"
 
     def _stop_if_not_finite(self, losses: list[float]) -> None:
         for k, loss in enumerate(losses):
