@@ -1,6 +1,8 @@
 """`topograd demo`: one model trained twice, in stages and by backprop, compared and explained.
 
-What a first run makes, a second one reuses: each training is an ordinary run in the demo's folder.
+The two trainings run at the same time, each in a process of its own with half of the cores: small models
+use two cores better so than one after the other. What a first demo makes, a second one reuses: each
+training is an ordinary run in the demo's folder.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from rich.text import Text
 
 from topograd.cli.console import Json, note, number, out, parse, percent, print_json
 from topograd.cli.main import INTERRUPTED
-from topograd.cli.progress import training_progress
 from topograd.cli.results import POOLINGS, stored_results
+from topograd.cli.side_by_side import side_by_side
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.nn.generate import generate
@@ -25,8 +27,7 @@ from topograd.report import RunData, write_report
 from topograd.run import Run
 from topograd.training.comparison import gap_percent, measure_step
 from topograd.training.config import TrainConfig, preset
-from topograd.training.session import Session, open_session
-from topograd.training.trainer import resume, start
+from topograd.training.session import Session, load_data, open_session
 
 PROMPT = "def read("
 SAMPLE_TOKENS = 120
@@ -50,13 +51,10 @@ def run(argv: list[str]) -> int:
     """Train what is missing, then print the table, the samples and where the report lies."""
     began = time.monotonic()
     asked = parse(Demo, argv, "demo")
-    results: dict[str, dict[str, Any]] = {}
-    for name, config in wanted(asked).items():
-        result = _trained(asked.out / name, config, name)
-        if not result["finished"]:
-            note(f"stopped at step {result['steps']} of {config.steps}; the same command goes on from there")
-            return INTERRUPTED
-        results[name] = result
+    results = _trained(asked)
+    if not all(name in results and results[name]["finished"] for name in wanted(asked)):
+        note("stopped; the same command goes on from there")
+        return INTERRUPTED
     session = open_session(asked.out / "staged")
     comparison = _comparison(asked.out, session, results)
     report = write_report(
@@ -88,22 +86,36 @@ def wanted(asked: Demo) -> dict[str, TrainConfig]:
     }
 
 
-def _trained(folder: Path, config: TrainConfig, title: str) -> dict[str, Any]:
-    """The results of the run in `folder`, trained or trained on if it is not finished."""
-    if (folder / "config.toml").exists():
+def _trained(asked: Demo) -> dict[str, dict[str, Any]]:
+    """The results of both runs. What is not finished is trained, the two side by side."""
+    missing: dict[str, list[str]] = {}
+    for name, config in wanted(asked).items():
+        folder = asked.out / name
+        if not (folder / "config.toml").exists():
+            missing[name] = _flags(config, folder)
+            continue
         existing = Run.open(folder)
         found = TrainConfig.from_dict(existing.read_config())
         if replace(found, model=config.model) != config:
             raise RunError(f"{folder} holds a run with other settings; pass another --out, or delete it")
-        results = stored_results(existing)
-        if results is not None and results.get("finished"):
+        if (stored_results(existing) or {}).get("finished"):
             note(f"{folder} is trained already")
-            return results
-        trainer = resume(folder)
-    else:
-        trainer = start(config, folder)
-    with training_progress(title, config.batch * config.model.context) as on_step:
-        return trainer.train(on_step=on_step)
+        else:
+            missing[name] = ["--resume", str(folder)]
+    if missing:
+        load_data(preset("small"))  # once, before two processes would do the same
+        side_by_side(asked.out, missing)
+    results = {name: stored_results(Run.open(asked.out / name)) for name in wanted(asked)}
+    return {name: found for name, found in results.items() if found is not None}
+
+
+def _flags(config: TrainConfig, folder: Path) -> list[str]:
+    changes = {"partition": config.partition, "steps": config.steps, "seed": config.seed, "out": folder}
+    return [
+        "--preset",
+        "small",
+        *(word for key, value in changes.items() for word in (f"--{key}", str(value))),
+    ]
 
 
 def _comparison(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -149,8 +149,8 @@ def tiny() -> TrainConfig:
 def small() -> TrainConfig:
     """The demo: six layers, a minute or two on two cores."""
     return TrainConfig(
-        steps=1300,
-        eval_every=325,
+        steps=1400,
+        eval_every=350,
         eval_bytes=120_000,
         model=GPTConfig(softcap=15.0),
     )
