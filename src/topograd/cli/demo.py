@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.panel import Panel
 from rich.table import Table
@@ -39,10 +39,12 @@ class Demo:
 
     out: Path = Path("runs/demo")
     """Where the two runs and the report go; what is there already is used again."""
-    partition: str = "2,2,2"
-    """Layers per stage of the staged run."""
+    preset: Literal["tiny", "small"] = "small"
+    """The model and the length of its training; tiny takes seconds and shows little."""
+    partition: str | None = None
+    """Layers per stage of the staged run; by default two."""
     steps: int | None = None
-    """Length of both trainings; by default what the preset small says."""
+    """Length of both trainings; by default what the preset says."""
     seed: int = 0
     json: Json = False
 
@@ -78,11 +80,12 @@ def run(argv: list[str]) -> int:
 
 def wanted(asked: Demo) -> dict[str, TrainConfig]:
     """The two trainings: the same model, data and steps, another partition."""
-    config = preset("small", seed=asked.seed)
+    config = preset(asked.preset, seed=asked.seed)
     config = config if asked.steps is None else replace(config, steps=asked.steps)
+    layers = config.model.layers
     return {
-        "backprop": replace(config, partition=str(config.model.layers)),
-        "staged": replace(config, partition=asked.partition),
+        "backprop": replace(config, partition=str(layers)),
+        "staged": replace(config, partition=asked.partition or ",".join(["2"] * (layers // 2))),
     }
 
 
@@ -92,7 +95,7 @@ def _trained(asked: Demo) -> dict[str, dict[str, Any]]:
     for name, config in wanted(asked).items():
         folder = asked.out / name
         if not (folder / "config.toml").exists():
-            missing[name] = _flags(config, folder)
+            missing[name] = _flags(asked, config, folder)
             continue
         existing = Run.open(folder)
         found = TrainConfig.from_dict(existing.read_config())
@@ -103,19 +106,16 @@ def _trained(asked: Demo) -> dict[str, dict[str, Any]]:
         else:
             missing[name] = ["--resume", str(folder)]
     if missing:
-        load_data(preset("small"))  # once, before two processes would do the same
+        load_data(preset(asked.preset))  # once, before two processes would do the same
         side_by_side(asked.out, missing)
     results = {name: stored_results(Run.open(asked.out / name)) for name in wanted(asked)}
     return {name: found for name, found in results.items() if found is not None}
 
 
-def _flags(config: TrainConfig, folder: Path) -> list[str]:
+def _flags(asked: Demo, config: TrainConfig, folder: Path) -> list[str]:
     changes = {"partition": config.partition, "steps": config.steps, "seed": config.seed, "out": folder}
-    return [
-        "--preset",
-        "small",
-        *(word for key, value in changes.items() for word in (f"--{key}", str(value))),
-    ]
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    return ["--preset", asked.preset, *words]
 
 
 def _comparison(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ processes too; each saves and ends, and the caller sees which runs are finished.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from topograd.cli.progress import training_progress
 from topograd.errors import RunError
 from topograd.run import Run
 from topograd.training.config import TrainConfig
+from topograd.training.trainer import OnStep
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -29,6 +31,8 @@ def side_by_side(folder: Path, flags: Mapping[str, list[str]]) -> None:
     threads = max(1, (os.cpu_count() or 1) // len(flags))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     with ExitStack() as opened:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        opened.callback(signal.signal, signal.SIGTERM, before)
         processes = {}
         for name, words in flags.items():
             log = opened.enter_context(open(folder / f"{name}.log", "w+", encoding="utf-8"))
@@ -60,7 +64,7 @@ def _watch(folder: Path, processes: Mapping[str, subprocess.Popen[bytes]]) -> No
                 continue
 
 
-def _show(folder: Path, on_step: object, seen: int) -> int:
+def _show(folder: Path, on_step: OnStep, seen: int) -> int:
     """Tell the bar the newest step of a run, if it is new; returns that step."""
     if not (folder / "config.toml").exists():
         return seen
@@ -70,12 +74,12 @@ def _show(folder: Path, on_step: object, seen: int) -> int:
         return seen
     newest = records[-1]
     steps = TrainConfig.from_dict(run.read_config()).steps
-    on_step(newest["step"], steps, newest["loss"], None)  # type: ignore[operator]
+    on_step(newest["step"], steps, newest["loss"], None)
     return int(newest["step"])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Whatever happens here, no training goes on unseen; ended this way it saves, as with Ctrl-C."""
+    """No training goes on unseen when this process ends; ended this way it saves, as with Ctrl-C."""
     if process.poll() is None:
         process.terminate()
         process.wait()

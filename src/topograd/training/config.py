@@ -149,8 +149,8 @@ def tiny() -> TrainConfig:
 def small() -> TrainConfig:
     """The demo: six layers, a minute or two on two cores."""
     return TrainConfig(
-        steps=1400,
-        eval_every=350,
+        steps=1200,
+        eval_every=300,
         eval_bytes=120_000,
         model=GPTConfig(softcap=15.0),
     )
