@@ -152,7 +152,6 @@ def small() -> TrainConfig:
         steps=1200,
         eval_every=300,
         eval_bytes=120_000,
-        model=GPTConfig(softcap=15.0),
     )
 
 
