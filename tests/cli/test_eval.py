@@ -36,8 +36,11 @@ def test_a_table_for_people(staged: Path, backprop: Path, call: Any) -> None:
     assert "backprop" in call("eval", backprop).out
 
 
-def test_a_name_with_brackets_is_a_name(staged: Path, call: Any, tmp_path: Path) -> None:
-    odd = shutil.copytree(staged, tmp_path / "[bold] [x]")
+def test_a_name_with_brackets_is_a_name(
+    staged: Path, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would be broken into lines, perhaps within the name
+    odd = shutil.copytree(staged, Path("[bold] [x]"))
     assert "[bold] [x]: step 12" in " ".join(call("eval", odd).out.split())
     assert "[bold] [x]" in " ".join(call("compare", odd).out.split())
 

@@ -277,7 +277,7 @@ def test_arguments_with_gradient_are_refused_in_training() -> None:
     train_step(stack, Topology.chain("1,2"), tokens(), tokens())
 
 
-@pytest.mark.parametrize("value", [{}, [], (1, {}), object()], ids=str)
+@pytest.mark.parametrize("value", [{}, [], (1, {}), object()], ids=["dict", "list", "tuple", "object"])
 def test_arguments_that_could_remember_are_refused(value: Any) -> None:
     stack = toy_stack(given(lambda toy: value))
     with pytest.raises(
