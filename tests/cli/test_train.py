@@ -57,6 +57,13 @@ def test_a_run_that_was_moved_knows_its_new_place(staged: Path, call: Any, tmp_p
     assert call("train", "--resume", copy, "--json").json["run"] == str(copy)
 
 
+def test_a_finished_run_with_a_damaged_checkpoint_is_refused(staged: Path, call: Any, tmp_path: Path) -> None:
+    run = shutil.copytree(staged, tmp_path / "run")
+    weights = run / "checkpoints" / "step-00000012" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "step-00000012 is damaged" in call("train", "--resume", run, "--json").refusal
+
+
 def test_a_finished_run_without_results_is_measured_again(staged: Path, call: Any, tmp_path: Path) -> None:
     copy = shutil.copytree(staged, tmp_path / "run")
     recorded = json.loads((copy / "results.json").read_text())

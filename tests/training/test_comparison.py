@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,6 @@ from topograd.training.comparison import gap_percent, measure_step
 from topograd.training.config import TrainConfig
 from topograd.training.session import open_session
 from topograd.training.trainer import start
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        yield
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,6 @@ from topograd.nn.gpt import GPTConfig
 from topograd.training.config import TrainConfig
 from topograd.training.session import build_stack, device_of, open_session
 from topograd.training.trainer import Trainer, start
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,47 +9,12 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError, DataError, DivergenceError, RunError
-from topograd.nn.gpt import GPTConfig
 from topograd.run import Run
 from topograd.training.config import TrainConfig
 from topograd.training.optimizer import OptimizerConfig
 from topograd.training.trainer import resume, start
 
 STEPS = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    chosen = random.Random(0).choices(["stage", "gradient", "layer", "stack", "relay", "loss"], k=900)
-    corpus = tmp_path_factory.mktemp("data") / "corpus.txt"
-    corpus.write_text(" ".join(chosen))
-    return TrainConfig(
-        partition="1,1",
-        steps=STEPS,
-        batch=3,
-        seed=1,
-        data=str(corpus),
-        tokenizer="bytes",
-        eval_every=8,
-        eval_bytes=300,
-        save_every=4,
-        model=GPTConfig(layers=2, width=16, heads=2, context=16),
-    )
-
-
-@pytest.fixture(scope="module")
-def straight(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that was never stopped."""
-    trainer = start(config, tmp_path_factory.mktemp("straight") / "run")
-    trainer.train()
-    return trainer.run
 
 
 def losses(run: Run) -> list[tuple[int, list[float]]]:

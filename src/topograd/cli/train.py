@@ -18,6 +18,7 @@ from topograd.cli.results import readings_table, stored_results
 from topograd.errors import ConfigError
 from topograd.run import Run
 from topograd.training.config import TrainConfig, preset
+from topograd.training.session import open_session
 from topograd.training.trainer import Trainer, resume, start
 
 _WITH_RESUME = ("--resume", "--from", "--stop-after", "--json", "--help")
@@ -97,6 +98,7 @@ def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     results = stored_results(folder) if asked.from_ is None else None
     if results is None or not results.get("finished"):
         return None
+    open_session(asked.resume)  # says so if the weights that the results speak of are damaged
     return TrainConfig.from_dict(folder.read_config()), results
 
 

@@ -10,10 +10,10 @@ Memory and cost O(heads · T · S). `attention_output` is the whole of `nn/gpt.p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from topograd.nn.gpt import Attention
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
@@ -46,8 +46,8 @@ def root_mean_square_norm(x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
 
-def attention_output(attention: Attention, x: Tensor, inputs: Tensor, base: float) -> Tensor:
-    """What `attention` should answer for x (batch, time, width) of the tokens `inputs`, from position 0."""
+def attention_output(attention: Any, x: Tensor, inputs: Tensor, base: float) -> Tensor:
+    """What Attention of `nn/gpt.py` should answer for x (batch, time, width) of the tokens `inputs`, from 0 on."""
     width = attention.head_width
     q = (x @ attention.query.weight.T).unflatten(-1, (-1, width)).transpose(1, 2)
     k = (x @ attention.key.weight.T).unflatten(-1, (-1, width)).transpose(1, 2)

@@ -9,16 +9,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.nn.relays import RELAYS
-from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, Port
-from topograd.training.objectives import Distillation
+
+TEMPERATURE, MIX = 2.0, 0.5
+"""Of the objective `distillation`, as it is by default."""
 
 
 def soft_detach(h: Tensor, transmissivity: float) -> Tensor:
@@ -27,9 +28,9 @@ def soft_detach(h: Tensor, transmissivity: float) -> Tensor:
 
 
 def graph_losses(
-    stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor, teacher: Tensor | None = None
+    stack: Any, topology: Topology, inputs: Tensor, targets: Tensor, teacher: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(training loss with its whole graph, the stages' losses)."""
+    """(training loss with its whole graph, the stages' losses) of a `Stack`; relays are the identity."""
     plan = Plan.of(topology, len(stack.layers))
     x0 = stack.embed(inputs)
     bus = stack.bus(x0, inputs)
@@ -38,16 +39,12 @@ def graph_losses(
     losses: list[Tensor] = []
     for planned in plan.stages:
         heard_bus = bus if planned.live_bus else replace(bus, x0=x0.detach())
-        h = sum(
-            RELAYS[port.relay].receive(soft_detach(hidden[port], lam), heard_bus)
-            for port, lam in planned.hears
-        )
-        assert isinstance(h, Tensor)
+        h = torch.stack([soft_detach(hidden[port], lam) for port, lam in planned.hears]).sum(0)
         for layer in planned.layers:
             h = stack.layers[layer](h, heard_bus)
             for port in planned.sends:
                 if port.layer == layer + 1:
-                    hidden[port] = RELAYS[port.relay].send(h, None)
+                    hidden[port] = h
         z = stack.readout(h, planned.index)
         losses.append(_loss(planned.stage.objective, z, logits, teacher, targets))
         if planned.scale > 0 or planned.stage.frozen:
@@ -64,9 +61,8 @@ def _loss(name: str, z: Tensor, prior: list[Tensor], teacher: Tensor | None, tar
     loss = F.cross_entropy(z.flatten(0, -2), y)
     if name == "distillation":
         assert teacher is not None
-        d = Distillation()
-        log_p = F.log_softmax(teacher.flatten(0, -2) / d.temperature, dim=-1)
-        log_q = F.log_softmax(z.flatten(0, -2) / d.temperature, dim=-1)
+        log_p = F.log_softmax(teacher.flatten(0, -2) / TEMPERATURE, dim=-1)
+        log_q = F.log_softmax(z.flatten(0, -2) / TEMPERATURE, dim=-1)
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1)[y != -100].mean()
-        loss = (1 - d.mix) * loss + d.mix * d.temperature**2 * divergence
+        loss = (1 - MIX) * loss + MIX * TEMPERATURE**2 * divergence
     return loss
