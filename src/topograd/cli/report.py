@@ -7,6 +7,7 @@ from pathlib import Path
 
 from topograd.cli.console import Folder, Json, parse, print_json
 from topograd.cli.results import results_of
+from topograd.errors import ConfigError
 from topograd.report import RunData, write_report
 from topograd.run import Run
 
@@ -25,12 +26,17 @@ class Report:
 def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
     asked = parse(Report, argv, "report")
-    runs = [_read(folder) for folder in (asked.folder, asked.against) if folder is not None]
-    staged, backprop = runs[0][1], None
-    if len(runs) > 1:
-        backprop = runs[1][1]
-        if runs[0][0] == 1 < runs[1][0]:
+    stages, staged = _read(asked.folder)
+    backprop = None
+    if asked.against is not None:
+        others, backprop = _read(asked.against)
+        if stages == 1 < others:
             staged, backprop = backprop, staged
+        elif others > 1:
+            raise ConfigError(
+                f"{asked.folder} has {stages} stages and {asked.against} has {others}; a report compares "
+                "with backprop, a run of one stage: see topograd compare for others"
+            )
     page = write_report(Run.open(asked.folder).report_file, staged, backprop, None)
     if asked.json:
         names = {"staged": staged.name, "backprop": backprop.name if backprop else None}

@@ -47,7 +47,7 @@ def root_mean_square_norm(x: Tensor) -> Tensor:
 
 
 def attention_output(attention: Any, x: Tensor, inputs: Tensor, base: float) -> Tensor:
-    """What Attention of `nn/gpt.py` should answer for x (batch, time, width) of the tokens `inputs`, from 0 on."""
+    """What `nn/gpt.py`'s Attention should answer for x (batch, time, width) of the tokens `inputs`."""
     width = attention.head_width
     q = (x @ attention.query.weight.T).unflatten(-1, (-1, width)).transpose(1, 2)
     k = (x @ attention.key.weight.T).unflatten(-1, (-1, width)).transpose(1, 2)
