@@ -37,5 +37,5 @@ def test_bad_questions_are_one_line(ours: Path, call: Any, tmp_path: Path) -> No
     assert "it does not exist" in call("report", tmp_path / "nowhere").refusal
     assert "it does not exist" in call("report", ours, "--against", tmp_path / "nowhere").refusal
     refusal = call("report", ours, "--against", ours).refusal
-    assert "has 2 stages; a report compares with backprop, a run of one stage" in refusal
+    assert "has 2; a report compares with backprop, a run of one stage" in refusal
     assert not (ours / "report.html").exists()
