@@ -1,17 +1,19 @@
 # Every target sets itself up: a .venv, the pinned packages, this package in place.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 READY := .venv/ready
+READY_DEV := .venv/ready-dev
 
 .PHONY: demo test check bench clean
 
 demo: $(READY)
 	$(BIN)/topograd demo
 
-test: $(READY)
+test: $(READY_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-check: $(READY)
+check: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -21,7 +23,11 @@ bench: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) .
+	touch $@
+
+$(READY_DEV): $(READY)
+	$(PIP) '.[dev]'
 	touch $@
 
 clean:
