@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +11,6 @@ from typing import Any
 import pytest
 
 from topograd.cli.main import main
-from topograd.cli.side_by_side import side_by_side
-from topograd.errors import RunError
 
 FLAGS = ("--preset", "tiny", "--steps", "3", "--seed", "4")
 
@@ -72,29 +65,3 @@ def test_an_unfinished_demo_goes_on(made: Path, tmp_path: Path, call: Callable[.
 def test_other_settings_in_the_same_folder_are_refused(made: Path, call: Callable[..., Any]) -> None:
     refusal = call("demo", "--preset", "tiny", "--steps", "5", "--seed", "4", "--out", made).refusal
     assert "holds a run with other settings; pass another --out" in refusal
-
-
-def test_a_training_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"failed: topograd: there is no run at .*nowhere"):
-        side_by_side(tmp_path / "out", {"lost": ["--resume", str(tmp_path / "nowhere")]})
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_demo_that_is_stopped_leaves_saved_runs_and_no_process(
-    number: signal.Signals, code: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    command = [sys.executable, "-m", "topograd", "demo", "--preset", "tiny", "--out", str(folder)]
-    process = subprocess.Popen([*command, "--steps", "100000"], start_new_session=True)
-    logs = [folder / name / "metrics.jsonl" for name in ("backprop", "staged")]
-    deadline = time.monotonic() + 60
-    while not all(log.exists() and log.stat().st_size for log in logs) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does it
-    else:
-        process.send_signal(number)
-    assert process.wait(60) == code
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # nobody is left in its group
-    assert all(any((log.parent / "checkpoints").glob("step-*")) for log in logs)

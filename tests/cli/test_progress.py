@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from topograd.cli import progress
-from topograd.cli.progress import training_progress
+from topograd.cli.progress import training_progress, trainings_progress
 
 READINGS = {"bpb": {"last": 2.5}}
 
@@ -47,6 +47,19 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = screen.getvalue()
     for words in ("staged [/x]", "2/4", "loss 4.000 3.000", "BPB 2.500", "tokens/s"):
         assert words in shown
+
+
+def test_trainings_at_the_same_time_each_have_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=120))
+    with trainings_progress(["backprop", "staged"]) as shown:
+        shown["backprop"](3, 9, [5.0], None)
+        shown["staged"](2, 9, [4.0, 3.0], None)
+    lines = [line for line in screen.getvalue().splitlines() if "loss" in line]
+    for line, words in zip(
+        lines[-2:], (("backprop", "3/9", "loss 5.000"), ("staged", "2/9", "loss 4.000 3.000")), strict=True
+    ):
+        assert all(word in line for word in words)
 
 
 def test_an_error_inside_is_not_swallowed() -> None:

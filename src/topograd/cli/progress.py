@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,18 @@ def training_progress(title: str, tokens_per_step: int | None = None) -> Iterato
 
     The speed in tokens is shown where `tokens_per_step` is given.
     """
+    with trainings_progress([title], tokens_per_step) as shown:
+        yield shown[title]
+
+
+@contextmanager
+def trainings_progress(
+    titles: Sequence[str], tokens_per_step: int | None = None
+) -> Iterator[dict[str, OnStep]]:
+    """The same for several trainings that run at the same time, by title."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _Lines(console, title, tokens_per_step)
+        yield {title: _Lines(console, title, tokens_per_step) for title in titles}
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -35,7 +44,8 @@ def training_progress(title: str, tokens_per_step: int | None = None) -> Iterato
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:
-        yield _Bar(progress, progress.add_task(title, total=None, words=""), tokens_per_step)
+        tasks = {title: progress.add_task(title, total=None, words="") for title in titles}
+        yield {title: _Bar(progress, task, tokens_per_step) for title, task in tasks.items()}
 
 
 class _Speed:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from topograd.cli.main import INTERRUPTED
-from topograd.cli.progress import training_progress
+from topograd.cli.progress import trainings_progress
 from topograd.errors import RunError
 from topograd.run import Run
 from topograd.training.config import TrainConfig
@@ -50,8 +50,7 @@ def side_by_side(folder: Path, flags: Mapping[str, list[str]]) -> None:
 
 def _watch(folder: Path, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
     """Show the runs until every process has ended; Ctrl-C only waits, the processes know it themselves."""
-    with ExitStack() as shown:
-        bars = {name: shown.enter_context(training_progress(name)) for name in processes}
+    with trainings_progress(list(processes)) as bars:
         seen = dict.fromkeys(processes, 0)
         running = True
         while running:
