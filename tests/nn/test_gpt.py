@@ -80,9 +80,21 @@ def test_norm() -> None:
     torch.testing.assert_close(norm(x).square().mean(-1), torch.ones(3), rtol=1e-12, atol=0.0)
 
 
+def test_a_new_model_predicts_almost_uniformly_and_its_layers_get_gradients_at_once() -> None:
+    model = GPT(layers=3, width=8, heads=2, vocab=11, context=6)
+    inputs, targets = torch.randint(11, (2, 6)), torch.randint(11, (2, 6))
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(11), abs=1e-2)
+    for layer in model.layers:
+        gradient = layer.get_parameter("mlp.down.weight").grad
+        assert gradient is not None
+        assert gradient.any()
+
+
 @pytest.mark.parametrize("settings", [{}, {"mlp": "swiglu", "softcap": 3.0}, {"smear": False}], ids=str)
 def test_every_stage_first_predicts_the_uniform_distribution(settings: dict[str, Any]) -> None:
-    model = GPT(layers=3, width=8, heads=2, vocab=11, context=6, **settings)
+    model = GPT(layers=3, width=8, heads=2, vocab=11, context=6, head_std=0.0, **settings)
     model.add_heads(2)
     inputs, targets = torch.randint(11, (2, 6)), torch.randint(11, (2, 6))
     for stage in range(2):

@@ -5,8 +5,8 @@
     z  = cap((W + W_k) norm(h))
 
 Rotary positions, norm of queries and keys, grouped keys and values, ReLU² or SwiGLU, value embeddings
-v ← v + g V[token], sliding windows. The norm is RMSNorm without a gain. Output matrices of attention, MLP
-and the head start at zero, so that every stage first predicts the uniform distribution.
+v ← v + g V[token], sliding windows. The norm is RMSNorm without a gain. Output matrices of attention and MLP
+start at zero and the head near it, so that every stage first predicts almost the uniform distribution.
 
 Cost per token and layer: 2·(4 + 2·mlp) width² multiply-adds forward, plus attention's 2·context·width.
 """
@@ -55,6 +55,8 @@ class GPTConfig:
     """Attention spans, repeated over the layers; 0 is the whole context."""
     head_rank: int | None = None
     """Rank of per-stage heads' deltas; None is full."""
+    head_std: float = 0.001
+    """Spread of the head's matrix at first; with 0 no layer gets a gradient in the first step."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocab", "context"):
@@ -69,6 +71,8 @@ class GPTConfig:
             raise StackError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads; use a divisor")
         if int(self.mlp_ratio * self.width) < 1:
             raise StackError(f"mlp_ratio {self.mlp_ratio} leaves the MLP no width; use at least 1 / width")
+        if not self.head_std >= 0:
+            raise StackError(f"head_std is {self.head_std}; it must be at least 0")
         if self.softcap is not None and not self.softcap > 0:
             raise StackError(f"softcap is {self.softcap}; it must be positive, or None for no cap")
         if any(window < 0 for window in self.windows):
@@ -208,9 +212,9 @@ class GPT(Stack):
             if table is not None:
                 nn.init.normal_(table.weight, std=1.0 if not config.tied else config.width**-0.5)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        own = matrix(config.vocab, config.width, 0.0)
-        tied = self.embedding if config.tied else own
-        self.head = Head(tied.weight, rank=config.head_rank, softcap=config.softcap)
+        own = nn.Parameter(config.head_std * torch.randn(config.vocab, config.width))
+        weight = self.embedding.weight if config.tied else own
+        self.head = Head(weight, rank=config.head_rank, softcap=config.softcap)
         half = config.width // config.heads // 2
         frequencies = config.rope_base ** (-torch.arange(half) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)

@@ -142,7 +142,7 @@ def tiny() -> TrainConfig:
         eval_every=0,
         eval_bytes=20_000,
         save_every=20,
-        model=GPTConfig(layers=4, width=64, heads=2, vocab=257, context=64),
+        model=GPTConfig(layers=4, width=64, heads=2, vocab=257, context=64, head_std=0.0),
     )
 
 
@@ -152,6 +152,7 @@ def small() -> TrainConfig:
         steps=1200,
         eval_every=300,
         eval_bytes=120_000,
+        model=GPTConfig(head_std=0.0),
     )
 
 
@@ -162,7 +163,7 @@ def base() -> TrainConfig:
         batch=16,
         eval_every=1000,
         save_every=500,
-        model=GPTConfig(layers=8, width=256, heads=8, vocab=2048, context=256),
+        model=GPTConfig(layers=8, width=256, heads=8, vocab=2048, context=256, head_std=0.0),
     )
 
 
