@@ -1,7 +1,7 @@
 """The optimizer step alone: our Muon against torch.optim.Muon and AdamW, on the matrices of two GPTs.
 
-One process, the optimizers interleaved, gradients fixed. Prints the median, the spread (10th to 90th
-percentile) and the ratio to our Muon. torch's Muon goes through the matrices one by one, and takes seconds
+One process, the optimizers taking turns, gradients fixed. Prints the median, the quartiles and the ratio to
+our Muon. torch's Muon goes through the matrices one by one, and takes seconds
 for each layer of the larger model where bfloat16 is emulated: it gets one layer, and its time is multiplied
 by the number of layers.
 
@@ -10,16 +10,15 @@ by the number of layers.
 
 import argparse
 import json
-import time
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
 from topograd.training.muon import Muon
+from topograd.training.timing import Spread, ratio, take_turns
 
-MODELS = ((96, 6, 6.0), (256, 8, 16.0))  # width, layers, seconds
-MAX_ROUNDS = 60
+MODELS = ((96, 6, 40), (256, 8, 4))  # width, layers, rounds
 
 
 @dataclass(frozen=True)
@@ -64,30 +63,20 @@ def contestants(width: int, layers: int) -> list[Contestant]:
     ]
 
 
-def measure(width: int, layers: int, seconds: float) -> list[Row]:
-    """Rounds of one step of each, until the time is over; the first round warms up."""
+def measure(width: int, layers: int, rounds: int) -> list[Row]:
+    """One step of each per round, taking turns."""
     entries = contestants(width, layers)
-    times: list[list[float]] = [[] for _ in entries]
-    start = time.perf_counter()
-    for index in range(MAX_ROUNDS + 1):
-        for entry, values in zip(entries, times, strict=True):
-            began = time.perf_counter()
-            entry.optimizer.step()
-            if index:
-                values.append(1e3 * entry.factor * (time.perf_counter() - began))
-        elapsed = time.perf_counter() - start
-        if index and elapsed * (index + 2) / (index + 1) > seconds:
-            break
-    quantiles = [torch.tensor(values).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist() for values in times]
-    base = quantiles[0][1]
-    return [
-        Row(width, layers, entry.name, median, low, high, median / base, len(times[0]))
-        for entry, (low, median, high) in zip(entries, quantiles, strict=True)
-    ]
+    seconds = take_turns({entry.name: entry.optimizer.step for entry in entries}, rounds, warmup=1)
+    rows = []
+    for entry in entries:
+        times = Spread.of([1e3 * entry.factor * value for value in seconds[entry.name]])
+        over = entry.factor * ratio(seconds, entry.name, entries[0].name).median
+        rows.append(Row(width, layers, entry.name, times.median, times.low, times.high, over, rounds))
+    return rows
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"{'model':<10} {'optimizer':<32} {'ms':>9} {'10% .. 90%':>20} {'ratio':>8} {'rounds':>7}"]
+    lines = [f"{'model':<10} {'optimizer':<32} {'ms':>9} {'25% .. 75%':>20} {'ratio':>8} {'rounds':>7}"]
     for row in rows:
         model, spread = f"d{row.width} L{row.layers}", f"{row.low:.2f} .. {row.high:.2f}"
         lines.append(

@@ -99,34 +99,6 @@ def test_sha256_is_that_of_hashlib(tmp_path: Path) -> None:
     assert files.sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.txt", "./a", ".hidden", "..a", "inner"])
-def test_inside_accepts_what_lies_inside(tmp_path: Path, name: str) -> None:
-    (tmp_path / "inner").symlink_to(tmp_path / "elsewhere-inside")
-    assert files.inside(tmp_path, name) == tmp_path / name
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../a", "a/../../b", "a/..", "/etc/passwd", "out", "out/a", "a\0"]
-)
-def test_inside_refuses_what_escapes(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "out").symlink_to(tmp_path)
-    with pytest.raises(RunError, match="does not lie inside"):
-        files.inside(folder, name)
-    with pytest.raises(ConfigError):
-        files.inside(folder, name, ConfigError)
-
-
-def test_inside_works_below_a_relative_or_linked_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    monkeypatch.chdir(tmp_path)
-    assert files.inside(Path("link"), "a") == Path("link/a")
-
-
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text
 items: st.SearchStrategy[Any] = st.recursive(

@@ -76,15 +76,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def inside(folder: Path, name: str, error: type[TopogradError] = RunError) -> Path:
-    """`folder / name`, refused where it would leave the folder: by "..", an absolute name or a symlink."""
-    relative = Path(name)
-    safe = bool(relative.parts) and not relative.is_absolute() and ".." not in relative.parts
-    if safe and "\0" not in name and (folder / relative).resolve().is_relative_to(folder.resolve()):
-        return folder / relative
-    raise error(f"{name!r} does not lie inside {folder}; give the name of something in that folder")
-
-
 def dump_toml(mapping: Mapping[str, Any]) -> str:
     """The TOML text of nested mappings of str, int, float, bool and lists.
 

@@ -91,7 +91,6 @@ def comparison() -> dict[str, Any]:
             "by_stages": {"1": 35.9 * mib, "2": 19.5 * mib, "3": 14.2 * mib, "6": 8.8 * mib},
         },
         "gap": 4.13,
-        "gap_matched_time": 5.02,
         "samples": [
             {
                 "title": f"first {k} of 3 stages",

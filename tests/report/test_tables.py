@@ -76,7 +76,7 @@ def test_a_measured_gap_goes_before_a_computed_one() -> None:
 
 
 def test_comparison_numbers_leave_out_what_was_not_measured() -> None:
-    table = comparison_numbers({"gap": 4.0, "gap_matched_time": None, "step_time_ratio": {"median": 1.1}})
+    table = comparison_numbers({"gap": 4.0, "memory": None, "step_time_ratio": {"median": 1.1}})
     assert table is not None
     assert table.rows == (
         ("gap at matched steps", "+4.0\u00a0%"),

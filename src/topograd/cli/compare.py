@@ -12,6 +12,7 @@ from rich.table import Table
 from topograd.cli.console import Json, note, number, out, parse, percent, print_json
 from topograd.cli.results import POOLINGS, results_of
 from topograd.errors import ConfigError
+from topograd.training.comparison import gap_percent
 from topograd.training.config import TrainConfig
 
 _SAME_TEXT = ("data", "tokenizer", "eval_bytes")
@@ -68,12 +69,8 @@ def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str,
         "seconds": results.get("seconds"),
         "bpb": bpb,
         "best": {"prediction": best, "bpb": named[best]},
-        "gap": {"last": _gap(bpb["last"], base), "best": _gap(named[best], base)},
+        "gap": {"last": gap_percent(bpb["last"], base), "best": gap_percent(named[best], base)},
     }
-
-
-def _gap(bpb: float, base: float) -> float | None:
-    return 100 * (bpb / base - 1) if base > 0 else None
 
 
 def _table(comparison: dict[str, Any]) -> Table:

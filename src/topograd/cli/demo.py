@@ -121,7 +121,7 @@ def _flags(asked: Demo, config: TrainConfig, folder: Path) -> list[str]:
 def _comparison(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Gap, step time, memory and samples; measured once and kept in comparison.json."""
     kept = folder / "comparison.json"
-    gap = gap_percent(results["staged"], results["backprop"])
+    gap = gap_percent(*(results[name]["bpb"]["last"] for name in ("staged", "backprop")))
     if kept.exists():
         found = read_json(kept)
         if isinstance(found, dict) and found.get("gap") == gap:
@@ -172,10 +172,10 @@ def summary_table(results: dict[str, dict[str, Any]], comparison: dict[str, Any]
     table.add_row("backprop", number(reference), "")
     staged = results["staged"]["bpb"]
     for k, bpb in enumerate(staged["prefix"]):
-        table.add_row(f"stages 1 to {k + 1}", number(bpb), percent(100 * (bpb / reference - 1)))
+        table.add_row(f"stages 1 to {k + 1}", number(bpb), percent(gap_percent(bpb, reference)))
     for how in POOLINGS:
         bpb = staged[how]
-        table.add_row(f"{how} of all stages", number(bpb), percent(100 * (bpb / reference - 1)))
+        table.add_row(f"{how} of all stages", number(bpb), percent(gap_percent(bpb, reference)))
     table.add_section()
     step, memory = comparison["step_time_ratio"], comparison["memory"]
     spread = f"{number(step['low'], 2)} to {number(step['high'], 2)}"

@@ -29,7 +29,7 @@ class Train:
     """Train a model, or continue a run with --resume. The preset sets every default below."""
 
     preset: Literal["tiny", "small", "base"] = "small"
-    """tiny takes seconds, small a minute or two, base an evening on two cores."""
+    """tiny takes seconds, small about four minutes, base 14 hours on two cores."""
     out: Path | None = None
     """The run's folder; by default a new one in runs/."""
     resume: Path | None = None

@@ -8,7 +8,8 @@ Rotary positions, norm of queries and keys, grouped keys and values, ReLU² or S
 v ← v + g V[token], sliding windows. The norm is RMSNorm without a gain. Output matrices of attention and MLP
 start at zero and the head near it, so that every stage first predicts almost the uniform distribution.
 
-Cost per token and layer: 2·(4 + 2·mlp) width² multiply-adds forward, plus attention's 2·context·width.
+Cost per token and layer, in multiply-adds forward: (4 + 2·mlp_ratio) width² with ReLU² and (4 + 3·mlp_ratio)
+width² with SwiGLU, less where keys and values are grouped; and 2·context·width for attention.
 """
 
 from __future__ import annotations

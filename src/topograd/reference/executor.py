@@ -47,7 +47,7 @@ def graph_losses(
                     hidden[port] = h
         z = stack.readout(h, planned.index)
         losses.append(_loss(planned.stage.objective, z, logits, teacher, targets))
-        if planned.scale > 0 or planned.stage.frozen:
+        if planned.predicts:
             logits.append(z.detach())
     scales = [planned.scale for planned in plan.stages]
     total = torch.stack([s * loss for s, loss in zip(scales, losses, strict=True) if s > 0]).sum()

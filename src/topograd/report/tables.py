@@ -138,7 +138,6 @@ def comparison_numbers(comparison: Mapping[str, Any] | None) -> Table | None:
     span = f" (from {fixed(time['low'])} to {fixed(time['high'])})" if math.isfinite(time["low"]) else ""
     candidates = (
         ("gap at matched steps", percent(number(entry(comparison, "gap")))),
-        ("gap at matched training time", percent(number(entry(comparison, "gap_matched_time")))),
         ("step time, staged over backprop, median", fixed(time["median"]) + span),
         ("peak activation memory, staged", size(memory["staged"])),
         ("peak activation memory, backprop", size(memory["backprop"])),

@@ -40,6 +40,11 @@ class PlannedStage:
     """Ports that nobody hears after this stage."""
 
     @property
+    def predicts(self) -> bool:
+        """Whether its head is worth reading: it has a loss, or had one before it was frozen."""
+        return self.scale > 0 or self.stage.frozen
+
+    @property
     def layers(self) -> range:
         return range(self.stage.start, self.stage.stop)
 
@@ -101,5 +106,5 @@ class Plan:
         return sorted({port.source for port, lam in hears if lam > 0 and port.source != EMBEDDING})
 
     def predicting(self) -> list[int]:
-        """Indices of the stages that have a loss, and so a head worth reading."""
-        return [p.index for p in self.stages if p.scale > 0 or p.stage.frozen]
+        """Indices of the stages that predict."""
+        return [p.index for p in self.stages if p.predicts]

@@ -147,7 +147,7 @@ def tiny() -> TrainConfig:
 
 
 def small() -> TrainConfig:
-    """The demo: six layers, a minute or two on two cores."""
+    """The demo: six layers, about four minutes on one core."""
     return TrainConfig(
         steps=1200,
         eval_every=300,
@@ -157,7 +157,7 @@ def small() -> TrainConfig:
 
 
 def base() -> TrainConfig:
-    """A model worth an evening on two cores, or minutes on a GPU."""
+    """Eight layers of width 256: about 2.5 s a step on two cores, so 14 hours; meant for a GPU."""
     return TrainConfig(
         steps=20_000,
         batch=16,

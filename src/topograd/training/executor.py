@@ -109,7 +109,7 @@ def train_step(
         opened.sent = {port: _Spoken(value) for port, value in sent.items()}
         spoken.update(opened.sent)
         losses.append(x0.new_tensor(float("nan")) if opened.loss is None else opened.loss.detach())
-        if keep and (planned.scale > 0 or planned.stage.frozen):
+        if keep and planned.predicts:
             finished.append((planned.index, h.detach()))
         open_stages[planned.index] = opened
         del h, sent, messages
