@@ -223,8 +223,8 @@ class Adapted(Stack):
         assert x0 is not None, "a finished trace has passed the first layer"
         return x0
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int = 0) -> Bus:
-        if offset:
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+        if isinstance(offset, Tensor) or offset:
             raise StackError(
                 f"an adapted model cannot go on from position {offset}; give it the whole prefix"
             )

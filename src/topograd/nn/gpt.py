@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.nn.attention import attention_mask, rotate
+from topograd.nn.gpt_decoding import DecodingGPT
 from topograd.nn.heads import Head
 from topograd.nn.stack import Bus, Projection, Stack
 from topograd.nn.state import KVState
@@ -99,12 +101,6 @@ def matrix(rows: int, columns: int, scale: float) -> nn.Linear:
     return layer
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (x_i, x_{i + half}) of each head by their position's angle."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
-
-
 class Attention(nn.Module):
     """Causal attention with rotary positions, over the whole past or a window of it."""
 
@@ -134,8 +130,8 @@ class Attention(nn.Module):
         cos, sin = bus.extras["rotary"]
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
         if state is not None:
-            k, v = state.append(k, v)
-        mask = self._mask(time, k.shape[2], x.device)
+            k, v = state.append(k, v, bus.positions)
+        mask = attention_mask(bus.positions, k.shape[2], self.window)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -145,17 +141,6 @@ class Attention(nn.Module):
             enable_gqa=self.kv_heads != self.heads,
         )
         return self.output(y.transpose(1, 2).reshape(batch, time, width))
-
-    def _mask(self, time: int, total: int, device: torch.device) -> Tensor | None:
-        """Which keys a query may see; None where plain causality says it all."""
-        windowed = 0 < self.window < total
-        if not windowed and (time == total or time == 1):
-            return None
-        behind = torch.arange(total - time, total, device=device)[:, None] - torch.arange(
-            total, device=device
-        )
-        allowed = behind >= 0
-        return allowed & (behind < self.window) if windowed else allowed
 
 
 class MLP(nn.Module):
@@ -228,9 +213,11 @@ class GPT(Stack):
             x = x + torch.cat((first, before), dim=1)
         return norm(x)
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int = 0) -> Bus:
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
         bus = super().bus(x0, inputs, offset)
-        angles = bus.positions[:, None] * self.frequencies  # in the buffer's own precision
+        angles = bus.positions[..., None] * self.frequencies  # in the buffer's own precision
+        if angles.dim() == 3:
+            angles = angles[:, None]  # one for all heads
         return Bus(x0, inputs, bus.positions, {"rotary": (angles.cos().to(x0), angles.sin().to(x0))})
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
@@ -238,6 +225,9 @@ class GPT(Stack):
 
     def projection(self, stage: int) -> Projection:
         return Projection(norm, self.head.matrix(stage), self.head.bias, self.head.softcap)
+
+    def for_decoding(self) -> DecodingGPT:
+        return DecodingGPT(self)
 
     def add_heads(self, stages: int) -> bool:
         return self.head.add(stages)

@@ -8,7 +8,8 @@ A stack is an embedding, a list of layers and a readout:
     z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
-token or many. The stage index only chooses among per-stage heads.
+token or many. The stage index only chooses among per-stage heads. Rows of unlike length decode together where
+the layers read `bus.positions` of shape (batch, time) (see `attention.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.nn.packed import packed
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ class Stack(nn.Module):
         """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
         raise StackError(f"{type(self).__name__} has no readout; a stack must define it")
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int = 0) -> Bus:
-        """The bus for inputs whose first position is `offset`."""
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+        """The bus for inputs whose first position is `offset`, or whose positions (batch, time) it is."""
+        if isinstance(offset, Tensor):
+            return Bus(x0, inputs, offset)
         time = x0.shape[1] if x0.dim() > 1 else 1
         return Bus(x0, inputs, torch.arange(offset, offset + time, device=x0.device))
 
@@ -75,6 +79,10 @@ class Stack(nn.Module):
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         """Parameters that only the head of `stage` has; what a specialist on a frozen base may train."""
         return []
+
+    def for_decoding(self) -> Stack:
+        """The same model for inference only, with weights laid out for few rows; it does not learn."""
+        return packed(self)
 
     @property
     def last_stage(self) -> int:

@@ -1,0 +1,1 @@
+"""The inference engine: as much depth as each token needs."""

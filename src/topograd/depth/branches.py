@@ -1,0 +1,210 @@
+"""Branches: other ways through a trained plan, as a plan of their own.
+
+A path is an increasing tuple of stages, (0, 1, 2) or, skipping one, (0, 2). It runs the layers of its stages
+in order. Its first stage hears the embedding, every other one the stage before it in the path, through the
+relay that it was trained with. Its logits come from the head of its last stage.
+
+A set of paths is a trie: a node is a prefix of a path, and a prefix that paths share is one node, computed
+once. So {[1..4], [1..5]} costs what [1..5] costs, and one more readout ("Product of Experts" §6.5.6). The
+nodes become the stages of a plan: whatever runs a plan runs branches, with a state for every node, since
+stage 3 fed by stage 1 has other keys and values than stage 3 fed by stage 2.
+
+    nodes   prefixes of the paths, each behind its own prefix            cost Σ over nodes of their layers
+    heads   node -> the trained stage whose head it reads                ends    path -> its last node
+
+Source: "Product of Experts" §4.3, §6.5.5, §6.5.6, Appendix B.4 and C.1.
+
+Limits. A skipped stage makes the next one hear what it was not trained on: another function, not a faster
+form of the same one. (§4.3 calls S1 → {S2, S3, S4} in parallel "mathematically identical" to the chain; in
+a chain S3 hears S2, so it is not.) A stage never runs twice in a path (Appendix B.5 found that it only
+harms). Layers must take the shapes that a skip gives them. A stage that hears several stages at once is
+refused; the embedding that a stage hears beside one stage is kept. The plan is for inference: every edge has
+λ = 0, and `plan.topology` is still the trained one, of which the nodes need not cover every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from topograd.errors import ConfigError, TopologyError
+from topograd.topology.composition import MAX_LAYERS, shown
+from topograd.topology.dag import EMBEDDING, Edge
+from topograd.topology.plan import Plan, PlannedStage, Port
+
+Path = tuple[int, ...]
+"""Stages in the order in which they run, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """A trie of paths as a plan: `plan.stages` are its nodes, each behind the one that it hears."""
+
+    plan: Plan
+    heads: tuple[int, ...]
+    """For each node, the trained stage that it runs and whose head reads it."""
+    ends: tuple[int, ...]
+    """For each path, the node at which it ends."""
+
+
+def branches(plan: Plan, paths: Sequence[Sequence[int]]) -> Branches:
+    """The trie of `paths` through the stages of the trained `plan`; a path may be given twice."""
+    if not paths:
+        raise TopologyError("no path was given; give at least one, such as (0,)")
+    wanted = [_checked(plan, tuple(path)) for path in paths]
+    nodes: dict[Path, int] = {}
+    for path in wanted:
+        for depth in range(1, len(path) + 1):
+            nodes.setdefault(path[:depth], len(nodes))
+    hears = [_hears(plan, prefix, nodes) for prefix in nodes]
+    last_use = {port: i for i, ports in enumerate(hears) for port in ports}
+    stages = tuple(_node(plan.stages[prefix[-1]], i, hears[i], last_use) for i, prefix in enumerate(nodes))
+    heads = tuple(prefix[-1] for prefix in nodes)
+    return Branches(replace(plan, stages=stages), heads, tuple(nodes[path] for path in wanted))
+
+
+def _checked(plan: Plan, path: Path) -> Path:
+    """`path`, if it is one of `plan`."""
+    if not path:
+        raise TopologyError("a path has no stage; give at least one")
+    for stage in path:
+        if not 0 <= stage < len(plan.stages):
+            raise TopologyError(
+                f"stage {stage + 1} does not exist; the plan has stages 1 to {len(plan.stages)}"
+            )
+    name = path_name(path)
+    if len(set(path)) < len(path):
+        raise TopologyError(f"path {name} repeats a stage; a stage runs at most once in a path")
+    if list(path) != sorted(path):
+        raise TopologyError(f"path {name} goes back; list its stages in increasing order")
+    heard = [_stages_heard(plan, stage) for stage in path]
+    if heard[0] > 0:
+        roots = ", ".join(str(k + 1) for k in range(len(plan.stages)) if not _stages_heard(plan, k))
+        raise TopologyError(
+            f"path {name} begins with stage {path[0] + 1}, which was trained to hear another stage; "
+            f"begin with a stage that starts at the embedding: {roots}"
+        )
+    for stage, count in zip(path[1:], heard[1:], strict=True):
+        if count == 0:
+            raise TopologyError(
+                f"path {name} puts a stage before stage {stage + 1}, which starts at the embedding; "
+                "begin a path with it"
+            )
+        if count > 1:
+            raise TopologyError(
+                f"path {name} runs stage {stage + 1}, which hears {count} stages' outputs at once; "
+                "a path has one to offer, so use paths without that stage"
+            )
+    return path
+
+
+def _stages_heard(plan: Plan, stage: int) -> int:
+    """How many of its sources are stages."""
+    return sum(port.source != EMBEDDING for port, _ in plan.stages[stage].hears)
+
+
+def _hears(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[Port, ...]:
+    """What the node of `prefix` hears: as trained, with the node before it in the stage's place.
+
+    The trained source is tapped where it was in training; any other stage at its end.
+    """
+    ports = []
+    for port, _ in plan.stages[prefix[-1]].hears:
+        if port.source != EMBEDDING:
+            before = prefix[-2]
+            layer = port.layer if port.source == before else plan.stages[before].stage.stop
+            port = Port(nodes[prefix[:-1]], layer, port.relay)
+        ports.append(port)
+    return tuple(ports)
+
+
+def _node(
+    trained: PlannedStage, index: int, hears: tuple[Port, ...], last_use: Mapping[Port, int]
+) -> PlannedStage:
+    """The trained stage at another place; its scale stays, so that it predicts if it did."""
+    sources = tuple(
+        Edge(port.source, None if port.source == EMBEDDING else port.layer, relay=port.relay)
+        for port in hears
+    )
+    return replace(
+        trained,
+        index=index,
+        stage=replace(trained.stage, sources=sources),
+        hears=tuple((port, 0.0) for port in hears),
+        sends=tuple(sorted((p for p in last_use if p.source == index), key=lambda p: p.layer)),
+        listeners=0,
+        live_bus=False,
+        forget=tuple(p for p, last in last_use.items() if last == index),
+    )
+
+
+def path_name(path: Sequence[int]) -> str:
+    """`path` as users write it, counted from 1, with runs of stages as ranges.
+
+    >>> path_name((0, 1, 2, 4))
+    '1-3,5'
+    """
+    runs: list[list[int]] = []
+    for stage in path:
+        if runs and stage == runs[-1][1] + 1:
+            runs[-1][1] = stage
+        else:
+            runs.append([stage, stage])
+    return ",".join(str(a + 1) if a == b else f"{a + 1}-{b + 1}" for a, b in runs)
+
+
+def parse_path(text: str) -> Path:
+    """The path that a user wrote, counting from 1; whether a plan has it is for `branches` to say.
+
+    >>> parse_path("1-2,4")
+    (0, 1, 3)
+    """
+    path: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        start = _stage(text, first)
+        stop = _stage(text, last) if dash else start
+        if stop < start:
+            raise ConfigError(
+                f"path {shown(text)} counts down in {shown(part.strip())}; write the smaller first"
+            )
+        path.extend(range(start - 1, stop))
+    return tuple(path)
+
+
+def _stage(text: str, token: str) -> int:
+    digits = token.strip()
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 9 and 0 < int(digits) <= MAX_LAYERS):
+        raise ConfigError(
+            f"path {shown(text)} has {shown(digits)} where a stage from 1 to {MAX_LAYERS} belongs; "
+            "write stages as in 1-4 or 1,3"
+        )
+    return int(digits)
+
+
+def parse_branches(text: str) -> dict[Path, float]:
+    """Paths and their weights: "+" between branches, "*" before a weight; a path written twice adds up.
+
+    >>> parse_branches("1-3*2 + 1,3 + 1-3")
+    {(0, 1, 2): 3.0, (0, 2): 1.0}
+    """
+    weights: dict[Path, float] = {}
+    for branch in text.split("+"):
+        written, star, factor = branch.partition("*")
+        path = parse_path(written)
+        weights[path] = weights.get(path, 0.0) + (_weight(text, factor) if star else 1.0)
+    return weights
+
+
+def _weight(text: str, factor: str) -> float:
+    try:
+        weight = float(factor)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ConfigError(
+            f"branches {shown(text)} have weight {shown(factor.strip())}; "
+            "a weight is a positive number, as in 1-4*3+1-5"
+        )
+    return weight

@@ -1,0 +1,198 @@
+"""What decoding remembers: for every stage its own states, and how far it has come.
+
+Each row of the batch has its tokens 0..n. A stage k has run positions 0..n_k of a row, its watermark, and the
+stages that it hears have run at least as many. Everything between is its queue of pending positions: what
+the stages before it said is kept, nothing else is. So a token that leaves early costs nothing more, and the
+next one that goes deeper pushes the whole queue through the stage as one batch (`run`). Its keys and values
+are then those that the full model would have.
+
+    push(tokens)         new tokens, embedded; every stage's queue grows
+    run(stage)           empty the stage's queue (and first those of the stages that it hears)
+    hidden(stage, n)     the stage's last n outputs in each row
+    truncate(lengths)    go back: every watermark becomes at most the new length
+
+Rows may differ in length: then a batch is as wide as its longest queue, and the columns that a row does not
+need go to the slot behind the longest row, which no row has come to yet.
+
+Cost: beside the states, one hidden state per position and port. Limits: going back needs layers whose states
+can be truncated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from topograd.errors import StackError
+from topograd.nn.forward import run_stage
+from topograd.nn.relays import RELAYS, Relay
+from topograd.nn.stack import Bus, Stack
+from topograd.nn.state import KVState
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import Plan, Port
+
+
+class Cache:
+    """The memory of a batch of rows that one plan decodes; `capacity` positions a row."""
+
+    def __init__(
+        self, stack: Stack, plan: Plan, capacity: int, rows: int = 1, relays: Mapping[str, Relay] = RELAYS
+    ) -> None:
+        if not can_decode(stack):
+            raise StackError(f"{type(stack.layers[0]).__name__} layers lack new_state, so they keep no memory")
+        self.stack, self.plan, self.relays = stack, plan, relays
+        self.capacity, self.rows = capacity, rows
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.marks = [[0] * rows for _ in plan.stages]
+        """Watermarks: how many positions each stage has run, row by row."""
+        self.states: list[list[KVState]] = [
+            [stack.layers[i].new_state(rows, capacity + 1) for i in planned.layers]  # type: ignore[operator]
+            for planned in plan.stages
+        ]
+        self._needed = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
+        self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
+        self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
+        self._said: dict[Port | int, Tensor] = {}
+        """What each port said, and each stage's last output, at every position: (rows, capacity + 1, ...)."""
+        self._bus: tuple[object, Bus] | None = None
+
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.tokens]
+
+    def room(self) -> int:
+        """Positions left in the longest row."""
+        return self.capacity - max(self.lengths())
+
+    def push(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Append tokens to each row; rows may get unlike numbers of them, or none."""
+        starts, counts = self.lengths(), [len(row) for row in tokens]
+        if max(a + n for a, n in zip(starts, counts, strict=True)) > self.capacity:
+            raise StackError(f"a row would pass {self.capacity} positions; make a cache with more capacity")
+        width = max(counts)
+        if width == 0:
+            return
+        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=self.device)
+        where = _Where.of(starts, counts, self.device)
+        where.write(self._ids, padded)
+        self._keep(EMBEDDING, where, self._embed(padded))
+        for row, new in zip(self.tokens, tokens, strict=True):
+            row.extend(new)
+        self._bus = None
+
+    def _embed(self, inputs: Tensor) -> Tensor:
+        """x0 of the next tokens of each row, which may have none before them."""
+        last = [row[-1:] for row in self.tokens]
+        if all(last):
+            return self.stack.embed(inputs, torch.tensor(last, device=self.device)[:, 0])
+        if not any(last):
+            return self.stack.embed(inputs)
+        each = [torch.tensor(token, device=self.device) if token else None for token in last]
+        rows = [self.stack.embed(inputs[i : i + 1], token) for i, token in enumerate(each)]
+        return torch.cat(rows)
+
+    def pending(self, stage: int) -> list[int]:
+        """How many positions wait before a stage, row by row, once the stages that it hears have run."""
+        return [len(row) - mark for row, mark in zip(self.tokens, self.marks[stage], strict=True)]
+
+    def run(self, stage: int) -> None:
+        """Empty the queues of `stage` and of the stages that it hears, each as one batch."""
+        for index in self._needed[stage]:
+            counts = self.pending(index)
+            if any(counts):
+                self._run(index, counts)
+
+    def _run(self, stage: int, counts: list[int]) -> None:
+        planned = self.plan.stages[stage]
+        where = _Where.of(self.marks[stage], counts, self.device)
+        bus = self._bus_of(where)
+        if where.slots is None:
+            for state in self.states[stage]:
+                state.truncate(where.start)  # after rows of unlike length it may be ahead
+        heard = [
+            bus.x0 if port.source == EMBEDDING else where.read(self._said[port]) for port, _ in planned.hears
+        ]
+        h, sent = run_stage(self.stack, planned, heard, bus, self.relays, self.states[stage])
+        self._keep(stage, where, h)
+        for port, message in sent.items():
+            if message is h:
+                self._said[port] = self._said[stage]
+            else:
+                self._keep(port, where, message)
+        self.marks[stage] = self.lengths()
+
+    def hidden(self, stage: int, counts: Sequence[int] | None = None) -> Tensor:
+        """The stage's last outputs, `counts` of them in each row (by default one): (rows, most, ...).
+
+        A row's outputs come first; what follows in a row that has fewer of them means nothing.
+        """
+        counts = [1] * self.rows if counts is None else counts
+        starts = [mark - count for mark, count in zip(self.marks[stage], counts, strict=True)]
+        if min(starts) < 0:
+            raise StackError(f"stage {stage + 1} has not run that many positions; run it first")
+        return _Where.of(starts, counts, self.device).read(self._said[stage])
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget everything from these positions on, row by row."""
+        for row, (tokens, length) in enumerate(zip(self.tokens, lengths, strict=True)):
+            if not 0 <= length <= len(tokens):
+                raise StackError(f"cannot go back to {length}: row {row + 1} has {len(tokens)} positions")
+            del tokens[length:]
+        for marks, states in zip(self.marks, self.states, strict=True):
+            marks[:] = [min(mark, length) for mark, length in zip(marks, lengths, strict=True)]
+            for state in states:
+                if state.length > max(marks):
+                    state.truncate(max(marks))
+        self._bus = None
+
+    def _bus_of(self, where: _Where) -> Bus:
+        """The bus of these positions; the next stage mostly wants the same."""
+        if self._bus is None or self._bus[0] != where.key:
+            x0 = where.read(self._said[EMBEDDING])
+            self._bus = where.key, self.stack.bus(x0, where.read(self._ids), where.offset)
+        return self._bus[1]
+
+    def _keep(self, key: Port | int, where: _Where, values: Tensor) -> None:
+        if key not in self._said:
+            shape = (self.rows, self.capacity + 1, *values.shape[2:])
+            self._said[key] = torch.zeros(shape, dtype=values.dtype, device=values.device)
+        where.write(self._said[key], values)
+
+
+class _Where:
+    """Positions in every row: one slice where the rows agree, else a matrix (rows, width) of slots."""
+
+    def __init__(self, start: int, stop: int, slots: Tensor | None, key: object) -> None:
+        self.start, self.stop, self.slots, self.key = start, stop, slots, key
+
+    @classmethod
+    def of(cls, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> _Where:
+        if len(set(starts)) == 1 and len(set(counts)) == 1:
+            stop = starts[0] + counts[0]
+            return cls(starts[0], stop, None, (starts[0], stop))
+        width, spare = max(counts), max(a + n for a, n in zip(starts, counts, strict=True))
+        slots = [
+            [a + i if i < n else spare for i in range(width)] for a, n in zip(starts, counts, strict=True)
+        ]
+        return cls(0, 0, torch.tensor(slots, device=device), (tuple(starts), tuple(counts)))
+
+    @property
+    def offset(self) -> int | Tensor:
+        return self.start if self.slots is None else self.slots
+
+    def read(self, buffer: Tensor) -> Tensor:
+        if self.slots is None:
+            return buffer[:, self.start : self.stop]
+        return buffer[torch.arange(len(buffer), device=buffer.device)[:, None], self.slots]
+
+    def write(self, buffer: Tensor, values: Tensor) -> None:
+        if self.slots is None:
+            buffer[:, self.start : self.stop] = values
+        else:
+            buffer[torch.arange(len(buffer), device=buffer.device)[:, None], self.slots] = values
+
+
+def can_decode(stack: Stack) -> bool:
+    """Whether every layer keeps a memory, so that a token costs one position."""
+    return all(hasattr(layer, "new_state") for layer in stack.layers)

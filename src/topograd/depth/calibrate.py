@@ -1,0 +1,170 @@
+"""Calibrating a run: what its stages do on held-out text, what rows cost on this machine, and which draft
+rule follows. Kept in the run's folder as `calibration.json`.
+
+The even documents' windows of the held-out text calibrate; the odd ones are left for measuring agreement
+(`heldout_readings`, `Readings.split`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from topograd.depth.autotune import DraftRule, RowCosts, choose, simulate
+from topograd.depth.calibration import Calibration
+from topograd.depth.engine import Engine
+from topograd.depth.readings import Readings, join, read
+from topograd.errors import ConfigError, RunError
+from topograd.files import dump_json, read_json, write_atomic
+from topograd.nn.forward import stage_outputs
+from topograd.run import Run
+from topograd.training.evaluation import Text
+from topograd.training.session import Session
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Rows for which the deep stages are timed."""
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The draft stage and rule that pay best on this host, or None where none does."""
+
+    stage: int
+    rule: DraftRule | None
+    predicted: float
+    """Speedup over full depth in a teacher-forced replay; 1 without a rule."""
+    costs: RowCosts
+
+
+@torch.no_grad()
+def heldout_readings(
+    session: Session, text: Text, batch: int = 4, on_batch: Callable[[int, int], None] | None = None
+) -> Readings:
+    """The readings of every predicting stage on held-out text, a window a sequence."""
+    stack, plan = session.stack, session.plan
+    stages = plan.predicting()
+    device = next(stack.parameters()).device
+    parts = []
+    for start in range(0, len(text.inputs), batch):
+        inputs = text.inputs[start : start + batch].to(device)
+        counted = (text.targets[start : start + batch] != -100).to(device)
+        outputs = stage_outputs(stack, plan, inputs, stages)
+        rows = torch.arange(start, start + len(inputs), device=device)[:, None].expand_as(inputs)
+        logits = [stack.readout(outputs[k][counted], k) for k in stages]
+        parts.append(read(logits, rows[counted]))
+        if on_batch is not None:
+            on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
+    return join(parts)
+
+
+@torch.inference_mode()
+def measure_costs(engine: Engine, stage: int) -> RowCosts:
+    """Seconds on this host, in a half-full context, with `stage` drafting: medians of turns."""
+    most = max(size for size in SIZES if size < max(engine.context // 2, 3))
+    sizes = [size for size in SIZES if size <= most]
+    cache = engine.start([[0] * max(engine.context // 2 - 1, 1)])
+    cache.run(engine.last)
+    length = cache.lengths()
+    seconds: dict[str | int, list[float]] = {}
+
+    def turn(name: str | int, rows: int, first: int, last: int) -> None:
+        """Time the readout of `last` on new rows that have run up to `first` (-1: not at all)."""
+        began = time.perf_counter()
+        cache.push([[0] * rows])
+        if first >= 0:
+            cache.run(first)
+            began = time.perf_counter()
+        cache.run(last)
+        engine.logits(cache, last, [rows]).topk(2).values.tolist()
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        cache.truncate(length)
+
+    for _ in range(ROUNDS):
+        turn("draft", 1, -1, stage)
+        turn("full", 1, -1, engine.last)
+        for size in sizes:
+            turn(size, size, stage, engine.last)
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    return RowCosts(middle["draft"], {size: middle[size] for size in sizes}, middle["full"])
+
+
+def tune(engine: Engine, calibration: Calibration) -> Tuning:
+    """The best draft stage and rule by replay; drafting is off where it loses."""
+    sample = calibration.sample
+    found = []
+    for stage in range(engine.last):
+        margins, agrees = sample.margins[stage], sample.agrees[stage]
+        costs = measure_costs(engine, stage)
+        rule = choose(margins, agrees, sample.lengths, costs)
+        speedup = 1.0 if rule is None else simulate(margins, agrees, sample.lengths, rule, costs).speedup
+        found.append(Tuning(stage, rule, speedup, costs))
+    return max(found, key=lambda tuning: tuning.predicted)
+
+
+def check_chain(session: Session) -> None:
+    """Early exits need at least two stages that all predict."""
+    plan = session.plan
+    if len(plan.stages) < 2 or plan.predicting() != list(range(len(plan.stages))):
+        raise ConfigError(
+            f"{session.run.folder} has {len(plan.predicting())} predicting stages of {len(plan.stages)}; "
+            "early exits and drafts need at least 2 stages that all predict: train with --partition 2,2"
+        )
+
+
+def store(run: Run, calibration: Calibration, tuning: Tuning) -> None:
+    """Keep a calibration with its run, whole or not at all."""
+    values = {"calibration": calibration.as_dict(), "tuning": _tuning_dict(tuning)}
+    write_atomic(run.folder / "calibration.json", dump_json(values))
+
+
+def load(session: Session) -> tuple[Calibration, Tuning]:
+    """The run's calibration; one of other weights, or none, is refused with what to do."""
+    file = session.run.folder / "calibration.json"
+    again = f"run: topograd calibrate {session.run.folder}"
+    if not file.exists():
+        raise RunError(f"{session.run.folder} is not calibrated; {again}")
+    values = read_json(file)
+    if not isinstance(values, dict):
+        raise RunError(f"{file} is damaged; {again}")
+    calibration = Calibration.from_dict(values.get("calibration"))
+    if calibration.step != session.step or calibration.stages != len(session.plan.stages):
+        raise RunError(
+            f"the calibration of {session.run.folder} is of step {calibration.step} and "
+            f"{calibration.stages} stages, the weights are of step {session.step} and "
+            f"{len(session.plan.stages)}; {again}"
+        )
+    try:
+        return calibration, _tuning_of(values["tuning"])
+    except (KeyError, TypeError, ValueError):
+        raise RunError(f"{file} is damaged; {again}") from None
+
+
+def _tuning_dict(tuning: Tuning) -> dict[str, Any]:
+    return {
+        "stage": tuning.stage,
+        "rule": None if tuning.rule is None else asdict(tuning.rule),
+        "predicted": tuning.predicted,
+        "costs": {
+            "draft": tuning.costs.draft,
+            "full": tuning.costs.full,
+            "deep": {str(size): seconds for size, seconds in tuning.costs.deep.items()},
+        },
+    }
+
+
+def _tuning_of(values: Any) -> Tuning:
+    costs = values["costs"]
+    deep = {int(size): float(seconds) for size, seconds in costs["deep"].items()}
+    rule = values["rule"]
+    return Tuning(
+        int(values["stage"]),
+        None if rule is None else DraftRule(float(rule["threshold"]), int(rule["longest"])),
+        float(values["predicted"]),
+        RowCosts(float(costs["draft"]), deep, float(costs["full"])),
+    )

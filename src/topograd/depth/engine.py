@@ -1,0 +1,235 @@
+"""The engine: a model made ready to write, and the loop that writes.
+
+A mode (`Prefix`, `Composed`, `exits.Wand`, `speculation.Speculate`) decides how deep each token goes: its
+`advance` writes at least one token in every row that is still written. All modes share one cache, so their
+keys and values are those of the full model (`cache.py`).
+
+The model sees at most `context` tokens of a row. When a row is full, its older half is forgotten and the rest
+is read again; this depends only on the number of tokens, so modes that write the same tokens agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from topograd.depth.branches import Path, branches
+from topograd.depth.cache import Cache, can_decode
+from topograd.depth.composition import compose
+from topograd.depth.recompute import RecomputedCache
+from topograd.depth.sampling import Sampling, draw, generators, probabilities
+from topograd.errors import ConfigError, DivergenceError
+from topograd.nn.relays import RELAYS, Relay
+from topograd.nn.stack import Stack
+from topograd.topology.plan import Plan
+
+AnyCache = Cache | RecomputedCache
+Tokens = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A token that was written, and the stage whose prediction it is."""
+
+    token: int
+    stage: int
+
+
+class Engine:
+    """A model whose layers are laid out for decoding. A stack without memory is computed anew each time."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        plan: Plan,
+        context: int,
+        relays: Mapping[str, Relay] = RELAYS,
+        heads: Sequence[int] | None = None,
+    ) -> None:
+        if context < 1:
+            raise ConfigError(f"context is {context}; it must be at least 1")
+        self.remembers = can_decode(stack)
+        self.stack = stack.for_decoding() if self.remembers else stack
+        self.plan, self.context, self.relays = plan, context, relays
+        self.heads = tuple(range(len(plan.stages))) if heads is None else tuple(heads)
+        """For each stage of the plan the head that reads it; branches share heads."""
+        self.last = len(plan.stages) - 1
+
+    def branched(self, paths: Sequence[Path]) -> tuple[Engine, tuple[int, ...]]:
+        """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
+        trie = branches(self.plan, paths)
+        engine = object.__new__(Engine)
+        engine.__dict__ = {**self.__dict__, "plan": trie.plan, "last": len(trie.plan.stages) - 1}
+        engine.heads = tuple(self.heads[stage] for stage in trie.heads)
+        return engine, trie.ends
+
+    def check_stage(self, stage: int) -> int:
+        """`stage`, if the plan has it and it predicts."""
+        if not 0 <= stage < len(self.plan.stages):
+            raise ConfigError(
+                f"stage {stage + 1} does not exist; the model has stages 1 to {len(self.plan.stages)}"
+            )
+        if not self.plan.stages[stage].predicts:
+            predicting = ", ".join(str(k + 1) for k in self.plan.predicting())
+            raise ConfigError(f"stage {stage + 1} was not trained to predict; these were: {predicting}")
+        return stage
+
+    @torch.inference_mode()
+    def start(self, prompts: Tokens) -> AnyCache:
+        """A cache that holds the end of each prompt, unread."""
+        if not prompts or not all(prompts):
+            raise ConfigError("a prompt has no token; start with the document separator")
+        kind = Cache if self.remembers else RecomputedCache
+        cache = kind(self.stack, self.plan, self.context, len(prompts), self.relays)
+        cache.push([list(prompt[-self.context :]) for prompt in prompts])
+        return cache
+
+    def append(self, cache: AnyCache, tokens: Tokens) -> None:
+        """Give each row one token or none; a row that is full forgets its older half first."""
+        new = [list(row) for row in tokens]
+        lengths = cache.lengths()
+        full = [bool(row) and n == self.context for row, n in zip(new, lengths, strict=True)]
+        if any(full):
+            for i in range(len(new)):
+                if full[i]:
+                    half = self.context // 2
+                    new[i] = cache.tokens[i][len(cache.tokens[i]) - half :] + new[i]
+            cache.truncate([0 if f else n for f, n in zip(full, lengths, strict=True)])
+        cache.push(new)
+
+    def logits(self, cache: AnyCache, stage: int, counts: Sequence[int] | None = None) -> Tensor:
+        """Logits (rows, most, vocab) of a stage that has run, at the last `counts` positions of each row."""
+        return self.stack.readout(cache.hidden(stage, counts), self.heads[stage])
+
+    def vocab(self) -> int:
+        """How many tokens there are."""
+        with torch.inference_mode():
+            cache = self.start([[0]])
+            cache.run(0)
+            return self.logits(cache, 0).shape[-1]
+
+
+class Mode(Protocol):
+    """A way of running the stages."""
+
+    engine: Engine
+
+    def begin(self, rows: int) -> None:
+        """A new batch of rows: random streams and counts start anew."""
+
+    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
+        """Write at least one token in each active row, and none in the others."""
+
+
+class Chooser:
+    """One token of each row's logits: the likeliest, or drawn with the row's own random stream."""
+
+    def __init__(self, sampling: Sampling, rows: int) -> None:
+        self.sampling = sampling
+        self.generators = generators(sampling, rows)
+
+    def choose(self, logits: Tensor, active: Sequence[bool]) -> list[int]:
+        """A token for each row of logits (rows, vocab); rows that are not active draw nothing."""
+        if self.sampling.greedy:
+            best, tokens = logits.max(-1)
+            check_finite(best.tolist())
+            found: list[int] = tokens.tolist()
+            return found
+        each = zip(logits, self.generators, active, strict=True)
+        return [draw(probabilities(z, self.sampling), g) if on else 0 for z, g, on in each]
+
+
+def check_finite(best: Sequence[float]) -> None:
+    """Whether the largest logit of each row is a number; a NaN among the others would be the largest."""
+    if not all(-float("inf") < value < float("inf") for value in best):
+        raise DivergenceError("the model's logits are not finite, so it cannot write; train it anew")
+
+
+class Prefix:
+    """Every token by the stages up to one of them; by default all: full depth."""
+
+    def __init__(self, engine: Engine, stage: int | None = None, sampling: Sampling | None = None) -> None:
+        self.engine = engine
+        self.stage = engine.check_stage(engine.last if stage is None else stage)
+        self.sampling = sampling or Sampling()
+
+    def begin(self, rows: int) -> None:
+        self.chooser = Chooser(self.sampling, rows)
+
+    @torch.inference_mode()
+    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
+        cache.run(self.stage)
+        tokens = self.chooser.choose(self.engine.logits(cache, self.stage)[:, -1], active)
+        return _emit(self.engine, cache, tokens, active, self.stage)
+
+
+class Composed:
+    """Every token by several paths through the stages, pooled in log space with weights (`composition.py`)."""
+
+    def __init__(
+        self, engine: Engine, weights: Mapping[Path, float], sampling: Sampling | None = None
+    ) -> None:
+        self.engine, self.ends = engine.branched(list(weights))
+        self.weights = list(weights.values())
+        self.deepest = max(path[-1] for path in weights)
+        self.sampling = sampling or Sampling()
+
+    def begin(self, rows: int) -> None:
+        self.chooser = Chooser(self.sampling, rows)
+
+    def pooled(self, cache: AnyCache) -> Tensor:
+        """Log-probabilities (rows, vocab) of the pool behind the last position of each row."""
+        for end in self.ends:
+            cache.run(end)
+        each = [self.engine.logits(cache, end)[:, -1] for end in self.ends]
+        return each[0] if len(each) == 1 else compose(each, self.weights)
+
+    @torch.inference_mode()
+    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
+        tokens = self.chooser.choose(self.pooled(cache), active)
+        return _emit(self.engine, cache, tokens, active, self.deepest)
+
+
+def _emit(
+    engine: Engine, cache: AnyCache, tokens: Sequence[int], active: Sequence[bool], stage: int
+) -> list[list[Emitted]]:
+    new = [[token] if on else [] for token, on in zip(tokens, active, strict=True)]
+    engine.append(cache, new)
+    return [[Emitted(token, stage) for token in row] for row in new]
+
+
+def write(
+    mode: Mode,
+    prompts: Tokens,
+    tokens: int,
+    finished: Callable[[int, Emitted], bool] | None = None,
+) -> Iterator[tuple[int, Emitted]]:
+    """Pairs of a row and its next token, until every row has `tokens` of them or is `finished`.
+
+    `finished(row, emitted)` is asked after each token that is handed out.
+    """
+    if tokens < 0:
+        raise ConfigError(f"tokens is {tokens}; it must be at least 0")
+    cache = mode.engine.start(prompts)
+    mode.begin(len(prompts))
+    left = [tokens] * len(prompts)
+    while any(left):
+        for row, written in enumerate(mode.advance(cache, [n > 0 for n in left])):
+            for emitted in written[: left[row]]:
+                left[row] -= 1
+                yield row, emitted
+                if finished is not None and finished(row, emitted):
+                    left[row] = 0
+                    break
+
+
+def write_all(mode: Mode, prompts: Tokens, tokens: int) -> list[list[Emitted]]:
+    """The `tokens` tokens that follow each prompt."""
+    rows: list[list[Emitted]] = [[] for _ in prompts]
+    for row, emitted in write(mode, prompts, tokens):
+        rows[row].append(emitted)
+    return rows

@@ -1,0 +1,157 @@
+"""Self-speculation: the first stages draft, the others verify the whole draft at once. Exact.
+
+A round, in each row. While the draft stage's margin (its best logit minus its second) is above a threshold,
+its prediction becomes the next token, `longest` times at most. Those tokens are now pending before the later
+stages, which run them as one batch and say at every drafted position what the full model would have written:
+
+    greedy     drafts are kept up to the first that is not the full model's own token, which replaces it
+    sampled    each draft x ~ q is kept with probability min(1, p / q), else replaced from the residual
+               (`sampling.verify`); whether to draft depends on what is before the token alone, so the text
+               has exactly the full model's distribution
+
+and one token of the full model follows. What the draft stages computed is not computed again. A rejected
+draft is forgotten by taking every watermark back to the last token that was kept.
+
+In a batch, rows draft side by side and each keeps what it may: their lengths drift apart, and the cache
+allows it. Source: "Product of Experts" §5.4.
+
+Limits. In float32, the same position in another batch shape is rounded differently: where the full model's
+two best logits are closer than that, the token can differ from token-by-token decoding. In float64 none did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from topograd.depth.autotune import DraftRule
+from topograd.depth.engine import AnyCache, Emitted, Engine, check_finite
+from topograd.depth.sampling import Sampling, draw, generators, probabilities, verify
+from topograd.errors import ConfigError
+
+
+@dataclass
+class Tally:
+    """What a speculation did since `begin`."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Drafts kept over drafts made."""
+        return self.accepted / self.drafted if self.drafted else math.nan
+
+
+@dataclass
+class Draft:
+    """One row's drafted tokens, each with the distribution that it was drawn from (none if greedy)."""
+
+    tokens: list[int]
+    q: list[Tensor]
+
+
+class Speculate:
+    """Draft with the stages up to `stage`, verify with all."""
+
+    def __init__(
+        self, engine: Engine, rule: DraftRule, stage: int = 0, sampling: Sampling | None = None
+    ) -> None:
+        self.engine, self.rule = engine, rule
+        self.stage = engine.check_stage(stage)
+        if stage == engine.last:
+            raise ConfigError(f"stage {stage + 1} is the last, so nothing is left to verify; draft with less")
+        self.sampling = sampling or Sampling()
+        self.tally = Tally()
+
+    def begin(self, rows: int) -> None:
+        self.generators = generators(self.sampling, rows)
+        self.tally = Tally()
+
+    @torch.inference_mode()
+    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
+        start = cache.lengths()
+        drafts = self._draft(cache, active)
+        counts = [len(draft.tokens) + 1 for draft in drafts]
+        cache.run(self.engine.last)
+        verdicts = self._judge(drafts, self.engine.logits(cache, self.engine.last, counts), active)
+        kept = [n + accepted for n, (accepted, _) in zip(start, verdicts, strict=True)]
+        if kept != cache.lengths():
+            cache.truncate(kept)
+        self.engine.append(cache, [[t] if on else [] for (_, t), on in zip(verdicts, active, strict=True)])
+        self._count(drafts, verdicts, active)
+        return [
+            [Emitted(t, self.stage) for t in draft.tokens[:accepted]] + [Emitted(token, self.engine.last)]
+            if on
+            else []
+            for draft, (accepted, token), on in zip(drafts, verdicts, active, strict=True)
+        ]
+
+    def _draft(self, cache: AnyCache, active: Sequence[bool]) -> list[Draft]:
+        """Tokens that the draft stage is sure of, already in the cache."""
+        drafts = [Draft([], []) for _ in active]
+        drafting = list(active)
+        while True:
+            drafting = [
+                on and n < self.engine.context and len(draft.tokens) < self.rule.longest
+                for on, n, draft in zip(drafting, cache.lengths(), drafts, strict=True)
+            ]
+            if not any(drafting):
+                return drafts
+            cache.run(self.stage)
+            logits = self.engine.logits(cache, self.stage)[:, -1]
+            best = logits.topk(2)
+            for row, ((first, second), (token, _)) in enumerate(
+                zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ):
+                drafting[row] = drafting[row] and first - second > self.rule.threshold
+                if drafting[row]:
+                    self._add(drafts[row], token, logits[row], row)
+            cache.push([draft.tokens[-1:] if on else [] for draft, on in zip(drafts, drafting, strict=True)])
+
+    def _add(self, draft: Draft, best: int, logits: Tensor, row: int) -> None:
+        if self.sampling.greedy:
+            draft.tokens.append(best)
+            return
+        q = probabilities(logits, self.sampling)
+        draft.q.append(q)
+        draft.tokens.append(draw(q, self.generators[row]))
+
+    def _judge(
+        self, drafts: Sequence[Draft], logits: Tensor, active: Sequence[bool]
+    ) -> list[tuple[int, int]]:
+        """For each row how many drafts are kept, and the full model's token that follows them."""
+        if self.sampling.greedy:
+            best, tokens = logits.max(-1)
+            check_finite(best[:, 0].tolist())
+            return [_agreed(draft, row) for draft, row in zip(drafts, tokens.tolist(), strict=True)]
+        each = zip(drafts, logits, self.generators, active, strict=True)
+        return [self._sampled(draft, z, g) if on else (0, 0) for draft, z, g, on in each]
+
+    def _sampled(self, draft: Draft, logits: Tensor, generator: torch.Generator) -> tuple[int, int]:
+        p = probabilities(logits[: len(draft.tokens) + 1], self.sampling)
+        for i, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
+            accepted, token = verify(token, q, p[i], generator)
+            if not accepted:
+                return i, token
+        return len(draft.tokens), draw(p[-1], generator)
+
+    def _count(
+        self, drafts: Sequence[Draft], verdicts: Sequence[tuple[int, int]], active: Sequence[bool]
+    ) -> None:
+        self.tally.rounds += sum(active)
+        self.tally.drafted += sum(len(draft.tokens) for draft in drafts)
+        self.tally.accepted += sum(accepted for accepted, _ in verdicts)
+
+
+def _agreed(draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
+    """How many drafts are the full model's `tokens`, and its token behind them."""
+    for i, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
+        if drafted != token:
+            return i, token
+    return len(draft.tokens), tokens[len(draft.tokens)]

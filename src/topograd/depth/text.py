@@ -1,0 +1,86 @@
+"""From tokens to the text that may be shown, as they come.
+
+Tokens are byte strings, so a character of several bytes waits for the last of them. Bytes that are not UTF-8
+become U+FFFD, as in `Tokenizer.decode`; the separator becomes nothing.
+
+Stop strings. As soon as the text holds one, it is cut before the first occurrence of a stop string (the one
+that starts earliest) and nothing more comes. Until then, the longest end of the text that is the beginning of
+a stop string is held back. So nothing that was shown has to be taken back: an occurrence that began in shown
+text would have been held back from its beginning on. Only written text is searched, not the prompt.
+
+Cost. Per token O(n² m) characters are compared in the worst case for m stop strings of n characters; without
+stop strings nothing is held back or searched.
+
+Limits. If one stop string lies inside another, where the text is cut can depend on where the tokens end:
+with "c" and "abcd", the token "abcd" leaves nothing, and "abc" then "d" leave "ab". Otherwise it depends on
+the text alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from topograd.data.tokenizer import Tokenizer
+from topograd.errors import ConfigError
+
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 200
+
+
+class TextStream:
+    """The text of a sequence of tokens, released as soon as it is sure to stay."""
+
+    text: str
+    """Everything that was released."""
+    stopped: bool
+    """Whether a stop string came; then no more text does."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        _check(stops)
+        self.text = ""
+        self.stopped = False
+        self._pieces = tokenizer.pieces
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=1)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def feed(self, token: int) -> str:
+        """Take a token; the text that can be shown now, after all that was shown before."""
+        return self._take(self._decoder.decode(self._pieces[token]), last=False)
+
+    def finish(self) -> str:
+        """What was held back, for when no token follows; nothing after a stop."""
+        return self._take(self._decoder.decode(b"", final=True), last=True)
+
+    def _take(self, new: str, *, last: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        self.stopped = bool(starts)
+        cut = min(starts, default=len(text) if last else self._safe(text))
+        released, self._held = text[:cut], text[cut:]
+        self.text += released
+        return released
+
+    def _safe(self, text: str) -> int:
+        """Where the longest end of `text` begins that is the beginning of a stop string."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            end = text[start:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return start
+        return len(text)
+
+
+def _check(stops: Sequence[str]) -> None:
+    if len(stops) > MOST_STOPS:
+        raise ConfigError(f"{len(stops)} stop strings are given; give at most {MOST_STOPS}")
+    for stop in stops:
+        if not stop:
+            raise ConfigError("a stop string is empty; give at least one character, or leave it out")
+        if len(stop) > MOST_STOP_CHARACTERS:
+            raise ConfigError(
+                f"a stop string has {len(stop)} characters; give at most {MOST_STOP_CHARACTERS}"
+            )

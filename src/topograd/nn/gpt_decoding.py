@@ -1,0 +1,165 @@
+"""The GPT of `gpt.py`, rewritten for decoding: the same function of the same weights in fewer operations.
+
+A small model that decodes one token spends more time between operations than in them. So, per layer,
+
+    q, k, v       one matrix, its rows for q and k reordered so that a pair (x_i, x_{i+half}) is one complex
+                  number; a rotation is then one complex product
+    norm(x)       x / |x|; the factor sqrt(width) is in the next matrix, that of q and k in attention's scale
+    g V[token]    the gate is in the table
+    h + W x       one operation, where the matrix allows it
+
+and the rotations and the mask are made once for all layers. Tested against `gpt.py` in float64. Limits: for
+inference, and a copy of the weights as they are now. norm(x) here has no ε, but 0 still gives 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.nn.attention import attention_mask
+from topograd.nn.heads import cap
+from topograd.nn.packed import PackedLinear
+from topograd.nn.stack import Bus, Stack
+from topograd.nn.state import KVState
+
+if TYPE_CHECKING:
+    from topograd.nn.gpt import GPT, Block
+
+_TINY = 1e-30  # |x| of x = 0, so that 0 / |x| is 0
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x| over the last dimension."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(_TINY)
+
+
+class DecodingBlock(nn.Module):
+    """A `Block` in fewer operations."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        a, mlp = block.attention, block.mlp
+        self.heads, self.kv_heads, self.head_width = a.heads, a.kv_heads, a.head_width
+        self.window, self.width = a.window, a.query.in_features
+        self.turned = (a.heads + a.kv_heads) * a.head_width
+        scale = self.width**0.5
+        half = a.head_width // 2
+        pairs = torch.arange(a.head_width).view(2, half).t().flatten()  # 0, half, 1, half + 1, ...
+        turned = torch.cat((a.query.weight, a.key.weight)).detach().view(-1, a.head_width, self.width)
+        self.qkv = PackedLinear(scale * torch.cat((turned[:, pairs].flatten(0, 1), a.value.weight.detach())))
+        self.values = None
+        if a.value_embedding is not None:
+            self.values = a.value_gate.detach() * a.value_embedding.weight.detach()
+        self.output = PackedLinear(a.output.weight)
+        self.up = PackedLinear(scale * mlp.up.weight.detach())
+        self.gate = None if mlp.gate is None else PackedLinear(scale * mlp.gate.weight.detach())
+        self.down = PackedLinear(mlp.down.weight)
+        self.x0_scale = None if block.x0_scale is None else float(block.x0_scale.detach())
+
+    def forward(self, h: Tensor, bus: Bus, state: KVState | None = None) -> Tensor:
+        shape = h.shape
+        if self.x0_scale is not None:
+            h = torch.add(h, bus.x0, alpha=self.x0_scale)
+        rows = h.reshape(-1, self.width)
+        rows = self.output.onto(rows, self._attend(unit(rows), bus, state))
+        x = unit(rows)
+        if self.gate is None:
+            x = torch.relu_(self.up(x)).square_()
+        else:
+            x = F.silu(self.gate(x)).mul_(self.up(x))
+        return self.down.onto(rows, x).view(shape)
+
+    def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
+        batch, time = bus.inputs.shape
+        qkv = self.qkv(x)
+        turned = torch.view_as_complex(qkv[:, : self.turned].view(batch, time, -1, self.head_width // 2, 2))
+        turned = unit(torch.view_as_real(turned * bus.extras["turns"]).flatten(3)).transpose(1, 2)
+        q, k = turned[:, : self.heads], turned[:, self.heads :]
+        v = qkv[:, self.turned :]
+        if self.values is not None:
+            v = v + F.embedding(bus.inputs.reshape(-1), self.values)
+        v = v.view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
+        if state is not None:
+            k, v = state.append(k, v, bus.positions)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=self._mask(bus, k.shape[2]),
+            scale=self.head_width**0.5,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        return y.transpose(1, 2).reshape(-1, self.width)
+
+    def _mask(self, bus: Bus, total: int) -> Tensor | None:
+        """0 where a query may look and -inf elsewhere; made once for all layers of one kind."""
+        if bus.positions.shape[-1] == 1 and bus.positions.dim() == 1 and not 0 < self.window < total:
+            return None
+        masks: dict[tuple[int, int], Tensor] = bus.extras["masks"]
+        if (total, self.window) not in masks:
+            seen = attention_mask(bus.positions, total, self.window)
+            if seen is None:  # a first chunk: plain causality
+                seen = bus.positions[:, None] >= bus.positions
+            zeros = torch.zeros(seen.shape, dtype=bus.x0.dtype, device=seen.device)
+            masks[total, self.window] = zeros.masked_fill_(~seen, float("-inf"))
+        return masks[total, self.window]
+
+    def new_state(self, batch: int, capacity: int) -> KVState:
+        like = self.qkv.matrix
+        return KVState(batch, self.kv_heads, capacity, self.head_width, like.device, like.dtype)
+
+
+class DecodingGPT(Stack):
+    """The stack that `GPT.for_decoding` gives."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.config = gpt.config
+        self.embedding = gpt.embedding.weight.detach()
+        self.previous = None if gpt.previous is None else gpt.previous.weight.detach()
+        self.layers = nn.ModuleList(DecodingBlock(block) for block in gpt.layers)  # type: ignore[arg-type]
+        self.head = gpt.head
+        self.scale = gpt.config.width**0.5
+        self._heads: dict[int, PackedLinear] = {}
+        angles = torch.arange(gpt.config.context + 1, device=self.embedding.device)[:, None] * gpt.frequencies
+        turns = torch.polar(torch.ones_like(angles), -angles)  # (a + ib)(cos - i sin), as `rotate` turns
+        self.turns = turns.to(torch.complex128 if self.embedding.dtype == torch.float64 else torch.complex64)
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        x = F.embedding(inputs, self.embedding)
+        if self.previous is not None:
+            if previous is None:
+                x[:, 1:] += F.embedding(inputs[:, :-1], self.previous)
+            else:
+                before = previous[:, None]
+                if inputs.shape[1] > 1:
+                    before = torch.cat((before, inputs[:, :-1]), dim=1)
+                x = x.add_(F.embedding(before, self.previous))
+        return unit(x).mul_(self.scale)
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+        bus = super().bus(x0, inputs, offset)
+        if isinstance(offset, Tensor):
+            turns = self.turns[offset][:, :, None]
+        else:
+            turns = self.turns[offset : offset + inputs.shape[1], None]
+        return Bus(x0, inputs, bus.positions, {"turns": turns, "masks": {}})
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        flat = unit(h.reshape(-1, h.shape[-1]))
+        bias = self.head.bias
+        if rows is not None:
+            some = F.linear(flat.mul_(self.scale), self.head.matrix(stage, rows), bias and bias[rows])
+            return cap(some, self.head.softcap).view(*h.shape[:-1], -1)
+        which = stage if stage < len(self.head.deltas) else -1  # stages without a delta share one matrix
+        if which not in self._heads:
+            self._heads[which] = PackedLinear(self.scale * self.head.matrix(stage).detach(), bias)
+        return cap(self._heads[which](flat), self.head.softcap).view(*h.shape[:-1], -1)
+
+    @property
+    def last_stage(self) -> int:
+        return self.head.last_stage
