@@ -19,7 +19,17 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
     assert answer.err == ""
     for verb in VERBS:
         assert f"\n  {verb} " in answer.out
-    assert {"demo", "train", "eval", "compare", "generate", "space", "report"} == set(VERBS)
+    assert set(VERBS) == {
+        "demo",
+        "train",
+        "eval",
+        "compare",
+        "generate",
+        "calibrate",
+        "bench",
+        "report",
+        "space",
+    }
 
 
 def test_without_a_verb_the_overview_is_an_error(call: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.depth.engine import Engine
-from topograd.nn.gpt import GPT
+from topograd.nn.gpt import GPT, Block
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -18,15 +18,24 @@ from topograd.topology.plan import Plan
 VOCAB, CONTEXT = 50, 24
 
 
-def random_gpt(seed: int = 0, heads_of_their_own: int = 0, std: float = 0.3, **settings: Any) -> GPT:
-    """A float64 GPT, every parameter normal; four layers unless told otherwise."""
+def random_gpt(seed: int = 0, heads_of_their_own: int = 0, later: float = 1.0, **settings: Any) -> GPT:
+    """A float64 GPT, every parameter normal; four layers unless told otherwise.
+
+    What the layers behind the first add is multiplied by `later`: with 1 no two stages agree, with less they
+    sometimes do.
+    """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"layers": 4, "width": 32, "heads": 2, "vocab": VOCAB, "context": CONTEXT}
     model = GPT(**sizes | settings).double().eval()
     if heads_of_their_own:
         model.add_heads(heads_of_their_own)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=std)
+        nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        for layer in model.layers[1:]:
+            assert isinstance(layer, Block)
+            layer.attention.output.weight.mul_(later)
+            layer.mlp.down.weight.mul_(later)
     return model
 
 
@@ -62,6 +71,26 @@ def prompts() -> list[list[int]]:
     """Rows of unlike length; the last is longer than the context."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 2, CONTEXT, 31)]
+
+
+class Plain(nn.Module):
+    """A layer without memory."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+        out: Tensor = self.layer(h, bus)
+        return out
+
+
+@pytest.fixture(scope="session")
+def forgetful() -> Engine:
+    """The same model as `engine`, computed anew for each token."""
+    model = random_gpt(heads_of_their_own=4)
+    model.layers = nn.ModuleList(Plain(layer) for layer in model.layers)
+    return engine_of(model)
 
 
 class Visits:

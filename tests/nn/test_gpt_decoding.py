@@ -1,4 +1,4 @@
-"""The GPT rewritten for decoding is the GPT: whole, in pieces, in rows of unlike length, with every option."""
+"""The GPT rewritten for decoding is the GPT: whole, in pieces, in unlike rows, with every option."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def make(options: dict[str, Any], heads: int = STAGES) -> GPT:
     return model
 
 
-@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.fixture(params=list(OPTIONS))
 def gpt(request: pytest.FixtureRequest) -> GPT:
-    return make(request.param)
+    return make(OPTIONS[request.param])
 
 
 def tokens(rows: int, time: int = CONTEXT) -> Tensor:
@@ -121,6 +121,20 @@ def padded_embedding(stack: Stack, inputs: Tensor, slots: Tensor) -> Tensor:
     """x0 at these positions of each row; anything where a slot lies behind the inputs."""
     x0 = stack.embed(inputs)
     return x0.gather(1, slots.clamp(max=CONTEXT - 1)[..., None].expand(*slots.shape, x0.shape[-1]))
+
+
+@torch.no_grad()
+def test_positions_beyond_the_context(gpt: GPT) -> None:
+    """The GPT has no last position; the tables of its copy grow."""
+    inputs = tokens(2, 3 * CONTEXT)
+    expected = logits(gpt, inputs)
+    close(logits(gpt.for_decoding(), inputs), expected)
+    fast = gpt.for_decoding()
+    states = StageStates(fast, Plan.of(Topology.chain("1,1,1"), 3), 2, 3 * CONTEXT)
+    parts = [logits(fast, part, states) for part in inputs.split([CONTEXT, 1, 1, 7, 15], dim=1)]
+    close(torch.cat(parts, dim=2), expected)
+    unlike = torch.tensor([[0, 1], [2 * CONTEXT, 2 * CONTEXT + 1]])
+    assert gpt.for_decoding().bus(gpt.embed(inputs[:, :2]), inputs[:, :2], unlike).positions is unlike
 
 
 @torch.no_grad()

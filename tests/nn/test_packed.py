@@ -82,7 +82,7 @@ def test_blocks_are_made_where_they_pay() -> None:
         (1024, 256): False,
         (1024, 512): True,
     }
-    assert 512 * 512 == LEAST_ELEMENTS
+    assert LEAST_ELEMENTS == 512 * 512
 
 
 @pytest.mark.parametrize("shape", BIG.values(), ids=BIG.keys())

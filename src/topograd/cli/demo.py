@@ -17,12 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from topograd.cli.console import Json, note, number, out, parse, percent, print_json
+from topograd.cli.demo_depth import decoding
+from topograd.cli.demo_depth import show as show_decoding
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.results import POOLINGS, stored_results
 from topograd.cli.side_by_side import side_by_side
+from topograd.depth.engine import Prefix, write_all
+from topograd.depth.modes import engine_of
+from topograd.depth.sampling import Sampling
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
-from topograd.nn.generate import generate
 from topograd.report import RunData, write_report
 from topograd.run import Run
 from topograd.training.comparison import gap_percent, measure_step
@@ -59,20 +63,24 @@ def run(argv: list[str]) -> int:
         return INTERRUPTED
     session = open_session(asked.out / "staged")
     comparison = _comparison(asked.out, session, results)
+    depth = decoding(asked.out)
     report = write_report(
         asked.out / "report.html",
         _run_data(asked.out / "staged", results["staged"]),
         _run_data(asked.out / "backprop", results["backprop"]),
         comparison,
+        depth,
     )
     if asked.json:
-        print_json({"run": str(asked.out), **results, "comparison": comparison, "report": str(report)})
+        found = {**results, "comparison": comparison, "decoding": depth["bench"]}
+        print_json({"run": str(asked.out), **found, "report": str(report)})
         return 0
     console = out()
     console.print(summary_table(results, comparison))
     for sample in comparison["samples"]:
         text = Text.assemble((sample["prompt"], "bold"), sample["text"])
         console.print(Panel(text, title=sample["title"], title_align="left"))
+    show_decoding(console, depth)
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
     note(f"done in {time.monotonic() - began:.0f} s")
     return 0
@@ -143,18 +151,11 @@ def _samples(session: Session) -> list[dict[str, str]]:
 
 
 def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
-    prompt = session.tokenizer.encode(PROMPT)
-    ids = generate(
-        session.stack,
-        session.plan,
-        [session.tokenizer.separator, *prompt],
-        SAMPLE_TOKENS,
-        stage=stage,
-        temperature=0.7,
-        top_k=50,
-        context=session.config.model.context,
-    )
-    return {"title": title, "prompt": PROMPT, "text": session.tokenizer.decode(list(ids))}
+    prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
+    mode = Prefix(engine_of(session), stage, Sampling(temperature=0.7, top_k=50))
+    [written] = write_all(mode, [prompt], SAMPLE_TOKENS)
+    text = session.tokenizer.decode([emitted.token for emitted in written])
+    return {"title": title, "prompt": PROMPT, "text": text}
 
 
 def _run_data(folder: Path, results: dict[str, Any]) -> RunData:

@@ -17,7 +17,9 @@ VERBS = {
     "train": "train a model, or continue a run",
     "eval": "measure a run: bits per byte, calibration, rank",
     "compare": "put runs side by side",
+    "calibrate": "measure when a run's tokens may leave early, and which drafts pay",
     "generate": "continue a text with the first stages of a run, or all of them",
+    "bench": "measure ways of running a model",
     "report": "explain a run in one HTML page",
     "space": "look around the space of partitions",
 }

@@ -14,8 +14,8 @@ are then those that the full model would have.
 Rows may differ in length: then a batch is as wide as its longest queue, and the columns that a row does not
 need go to the slot behind the longest row, which no row has come to yet.
 
-Cost: beside the states, one hidden state per position and port. Limits: going back needs layers whose states
-can be truncated.
+Cost: beside the states, one hidden state per position and port. Use it inside `torch.inference_mode()`.
+Limits: going back needs layers whose states can be truncated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Cache:
         self, stack: Stack, plan: Plan, capacity: int, rows: int = 1, relays: Mapping[str, Relay] = RELAYS
     ) -> None:
         if not can_decode(stack):
-            raise StackError(f"{type(stack.layers[0]).__name__} layers lack new_state, so they keep no memory")
+            raise StackError(
+                f"{type(stack.layers[0]).__name__} layers lack new_state, so they keep no memory"
+            )
         self.stack, self.plan, self.relays = stack, plan, relays
         self.capacity, self.rows = capacity, rows
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -135,9 +137,8 @@ class Cache:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget everything from these positions on, row by row."""
-        for row, (tokens, length) in enumerate(zip(self.tokens, lengths, strict=True)):
-            if not 0 <= length <= len(tokens):
-                raise StackError(f"cannot go back to {length}: row {row + 1} has {len(tokens)} positions")
+        check_lengths(self.tokens, lengths)
+        for tokens, length in zip(self.tokens, lengths, strict=True):
             del tokens[length:]
         for marks, states in zip(self.marks, self.states, strict=True):
             marks[:] = [min(mark, length) for mark, length in zip(marks, lengths, strict=True)]
@@ -191,6 +192,13 @@ class _Where:
             buffer[:, self.start : self.stop] = values
         else:
             buffer[torch.arange(len(buffer), device=buffer.device)[:, None], self.slots] = values
+
+
+def check_lengths(tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+    """Whether every row can go back to its new length."""
+    for row, (here, length) in enumerate(zip(tokens, lengths, strict=True), 1):
+        if not 0 <= length <= len(here):
+            raise StackError(f"cannot go back to {length}: row {row} has {len(here)} positions")
 
 
 def can_decode(stack: Stack) -> bool:

@@ -66,11 +66,12 @@ def heldout_readings(
 @torch.inference_mode()
 def measure_costs(engine: Engine, stage: int) -> RowCosts:
     """Seconds on this host, in a half-full context, with `stage` drafting: medians of turns."""
-    most = max(size for size in SIZES if size < max(engine.context // 2, 3))
-    sizes = [size for size in SIZES if size <= most]
-    cache = engine.start([[0] * max(engine.context // 2 - 1, 1)])
+    length = max(engine.context // 2 - 1, 1)
+    sizes = [size for size in SIZES if size <= engine.context - length]
+    if len(sizes) < 2:
+        raise ConfigError(f"a context of {engine.context} tokens has no room for drafts; use at least 3")
+    cache = engine.start([[0] * length])
     cache.run(engine.last)
-    length = cache.lengths()
     seconds: dict[str | int, list[float]] = {}
 
     def turn(name: str | int, rows: int, first: int, last: int) -> None:
@@ -83,7 +84,7 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
         cache.run(last)
         engine.logits(cache, last, [rows]).topk(2).values.tolist()
         seconds.setdefault(name, []).append(time.perf_counter() - began)
-        cache.truncate(length)
+        cache.truncate([length])
 
     for _ in range(ROUNDS):
         turn("draft", 1, -1, stage)

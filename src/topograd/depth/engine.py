@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from topograd.depth.branches import Path, branches
+from topograd.depth.branches import Path, branches, path_name
 from topograd.depth.cache import Cache, can_decode
 from topograd.depth.composition import compose
 from topograd.depth.recompute import RecomputedCache
@@ -89,7 +89,10 @@ class Engine:
         return cache
 
     def append(self, cache: AnyCache, tokens: Tokens) -> None:
-        """Give each row one token or none; a row that is full forgets its older half first."""
+        """Give each row one token or none; a row that is full forgets its older half first.
+
+        Like the cache's own methods, for use inside `torch.inference_mode()`.
+        """
         new = [list(row) for row in tokens]
         lengths = cache.lengths()
         full = [bool(row) and n == self.context for row, n in zip(new, lengths, strict=True)]
@@ -168,12 +171,19 @@ class Prefix:
 
 
 class Composed:
-    """Every token by several paths through the stages, pooled in log space with weights (`composition.py`)."""
+    """Every token by several paths through the stages, pooled in log space (`composition.py`)."""
 
     def __init__(
         self, engine: Engine, weights: Mapping[Path, float], sampling: Sampling | None = None
     ) -> None:
+        for path, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise ConfigError(
+                    f"path {path_name(path)} has weight {weight}; a weight is a positive number"
+                )
         self.engine, self.ends = engine.branched(list(weights))
+        for path in weights:
+            engine.check_stage(path[-1])
         self.weights = list(weights.values())
         self.deepest = max(path[-1] for path in weights)
         self.sampling = sampling or Sampling()

@@ -41,8 +41,12 @@ class Wand:
             raise ConfigError(
                 f"{len(thresholds)} thresholds for {engine.last + 1} stages; calibrate this run again"
             )
+        if bounds is not None and len(bounds) != engine.last:
+            raise ConfigError(f"{len(bounds)} bounds for {engine.last} exits; calibrate this run again")
         self.engine = engine
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
+        for stage in (*(k for k, _ in self.exits), engine.last):
+            engine.check_stage(stage)
         self.sampling = sampling or Sampling()
         self.bounds = bounds if self.sampling.greedy else None
         """For each exit stage a bound on the rival gain, to prune candidates with; None reads all of them."""
@@ -74,7 +78,9 @@ class Wand:
             if len(candidates) * FEW <= len(logits):
                 h = cache.hidden(last)[0, -1:]
                 some = self.engine.stack.readout(h, self.engine.heads[last], candidates)
-                return int(candidates[some.argmax()]), last
+                best, place = some[0].max(-1)
+                check_finite([float(best)])
+                return int(candidates[place]), last
         return self._draw(self.engine.logits(cache, last)[0, -1]), last
 
     def _draw(self, logits: Tensor) -> int:

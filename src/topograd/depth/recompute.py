@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from topograd.depth.cache import check_lengths
 from topograd.errors import StackError
 from topograd.nn.forward import stage_outputs
 from topograd.nn.relays import RELAYS, Relay
@@ -45,14 +46,18 @@ class RecomputedCache:
             return
         longest = max(lengths)
         device = next(self.stack.parameters()).device
-        padded = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in self.tokens], device=device)
+        padded = torch.tensor(
+            [[*row, *[row[-1]] * (longest - len(row))] for row in self.tokens], device=device
+        )
         h = stage_outputs(self.stack, self.plan, padded, [stage], self.relays)[stage]
         self._outputs[stage] = lengths, h
 
     def hidden(self, stage: int, counts: Sequence[int] | None = None) -> Tensor:
         """The stage's last outputs, `counts` of them in each row, padded behind: (rows, most, ...)."""
-        lengths, h = self._outputs[stage]
         counts = [1] * self.rows if counts is None else counts
+        lengths, h = self._outputs.get(stage, ([0] * self.rows, torch.empty(0)))
+        if any(count > n for count, n in zip(counts, lengths, strict=True)):
+            raise StackError(f"stage {stage + 1} has not run that many positions; run it first")
         rows = []
         for row, stop, count in zip(h, lengths, counts, strict=True):
             index = torch.arange(stop - count, stop - count + max(counts), device=h.device)
@@ -61,6 +66,7 @@ class RecomputedCache:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget everything from these positions on, row by row."""
+        check_lengths(self.tokens, lengths)
         for tokens, length in zip(self.tokens, lengths, strict=True):
             del tokens[length:]
         self._outputs.clear()

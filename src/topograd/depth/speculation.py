@@ -128,7 +128,8 @@ class Speculate:
         """For each row how many drafts are kept, and the full model's token that follows them."""
         if self.sampling.greedy:
             best, tokens = logits.max(-1)
-            check_finite(best[:, 0].tolist())
+            for draft, row in zip(drafts, best.tolist(), strict=True):
+                check_finite(row[: len(draft.tokens) + 1])
             return [_agreed(draft, row) for draft, row in zip(drafts, tokens.tolist(), strict=True)]
         each = zip(drafts, logits, self.generators, active, strict=True)
         return [self._sampled(draft, z, g) if on else (0, 0) for draft, z, g, on in each]

@@ -20,7 +20,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention_mask(positions: Tensor, total: int, window: int = 0) -> Tensor | None:
     """Which of `total` slots each query may see; None where plain causality, or nothing, says it all.
 
-    (time, total) for equally long rows, whose queries are the last of the slots; else (batch, 1, time, total).
+    (time, total) for equally long rows, whose queries are the last slots; else (batch, 1, time, total).
     """
     time = positions.shape[-1]
     windowed = 0 < window < total

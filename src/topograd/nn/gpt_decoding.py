@@ -9,7 +9,8 @@ A small model that decodes one token spends more time between operations than in
     h + W x       one operation, where the matrix allows it
 
 and the rotations and the mask are made once for all layers. Tested against `gpt.py` in float64. Limits: for
-inference, and a copy of the weights as they are now. norm(x) here has no ε, but 0 still gives 0.
+inference, and for the weights as they are now: make another when they have changed. norm(x) here has no ε,
+but 0 still gives 0.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class DecodingBlock(nn.Module):
             h = torch.add(h, bus.x0, alpha=self.x0_scale)
         rows = h.reshape(-1, self.width)
         rows = self.output.onto(rows, self._attend(unit(rows), bus, state))
-        x = unit(rows)
+        return self.down.onto(rows, self._hidden(unit(rows))).view(shape)
+
+    def _hidden(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            x = torch.relu_(self.up(x)).square_()
-        else:
-            x = F.silu(self.gate(x)).mul_(self.up(x))
-        return self.down.onto(rows, x).view(shape)
+            return torch.relu_(self.up(x)).square_()
+        return F.silu(self.gate(x)).mul_(self.up(x))
 
     def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
         batch, time = bus.inputs.shape
@@ -125,7 +126,13 @@ class DecodingGPT(Stack):
         self.head = gpt.head
         self.scale = gpt.config.width**0.5
         self._heads: dict[int, PackedLinear] = {}
-        angles = torch.arange(gpt.config.context + 1, device=self.embedding.device)[:, None] * gpt.frequencies
+        self.frequencies = gpt.frequencies
+        self._reach(gpt.config.context + 1)
+
+    def _reach(self, positions: int) -> None:
+        """Rotations of so many positions, for all layers."""
+        self.positions = torch.arange(positions, device=self.embedding.device)
+        angles = self.positions[:, None] * self.frequencies
         turns = torch.polar(torch.ones_like(angles), -angles)  # (a + ib)(cos - i sin), as `rotate` turns
         self.turns = turns.to(torch.complex128 if self.embedding.dtype == torch.float64 else torch.complex64)
 
@@ -142,18 +149,21 @@ class DecodingGPT(Stack):
         return unit(x).mul_(self.scale)
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        bus = super().bus(x0, inputs, offset)
+        stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
+        if stop > len(self.positions):
+            self._reach(2 * stop)
         if isinstance(offset, Tensor):
-            turns = self.turns[offset][:, :, None]
-        else:
-            turns = self.turns[offset : offset + inputs.shape[1], None]
-        return Bus(x0, inputs, bus.positions, {"turns": turns, "masks": {}})
+            return Bus(x0, inputs, offset, {"turns": self.turns[offset][:, :, None], "masks": {}})
+        here = slice(offset, stop)
+        return Bus(x0, inputs, self.positions[here], {"turns": self.turns[here, None], "masks": {}})
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         flat = unit(h.reshape(-1, h.shape[-1]))
         bias = self.head.bias
         if rows is not None:
-            some = F.linear(flat.mul_(self.scale), self.head.matrix(stage, rows), bias and bias[rows])
+            some = F.linear(
+                flat.mul_(self.scale), self.head.matrix(stage, rows), None if bias is None else bias[rows]
+            )
             return cap(some, self.head.softcap).view(*h.shape[:-1], -1)
         which = stage if stage < len(self.head.deltas) else -1  # stages without a delta share one matrix
         if which not in self._heads:

@@ -14,8 +14,8 @@ head; ε is a tensor on the bus, as a Python number costs an operation more; and
 itself, as the call of an nn.Linear costs as much as a small product.
 
 Hugging Face computes norms and rotary tables in float32; here they are in float64 if the stack is. Otherwise
-logits agree up to rounding. Limits: `rope_type` 'default', SiLU, no dropout; convert the model to half precision,
-not the stack, which would round its frequencies.
+logits agree up to rounding. Limits: `rope_type` 'default', SiLU, no dropout. For half precision convert the
+model before it becomes a stack: converting the stack would round its frequencies too.
 """
 
 from __future__ import annotations

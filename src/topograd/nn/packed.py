@@ -9,8 +9,8 @@ has to use what it read for every row. On a CPU in float32 there are two layouts
 The bounds were measured (LOG.md): a oneDNN call costs about 20 µs before it computes. Elsewhere (other
 devices, float64, a torch without these private operators) only the plain layout is used.
 
-Limits. A packed layer is a copy for inference: it does not follow its parameters when they change. Results
-differ by rounding between one row and several.
+Limits. A packed layer is for inference. It may share memory with its weight or hold a copy, so pack again
+when the weight has changed. Results differ by rounding between one row and several.
 """
 
 from __future__ import annotations
@@ -56,13 +56,22 @@ class PackedLinear(nn.Module):
 class _AnyShape(PackedLinear):
     """A packed layer in the place of an nn.Linear, whose input may have any leading shape."""
 
+    @property
+    def weight(self) -> Tensor:
+        """W (out, in), for layers that look at their matrix's shape, device or dtype."""
+        return self.matrix.t()
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 def _blocks(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's own layout, or None where that does not exist."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype != torch.float32
+        or not torch.backends.mkldnn.is_available()
+    ):
         return None
     try:
         blocks = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -73,7 +82,7 @@ def _blocks(weight: Tensor) -> Tensor | None:
 
 
 def packed(module: M) -> M:
-    """A copy of `module` for inference in which every nn.Linear is packed; the other parameters are shared."""
+    """A copy of `module` for inference whose nn.Linear are packed; the other parameters are shared."""
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
     twin = copy.deepcopy(module, dict(shared))
     for parent in list(twin.modules()):

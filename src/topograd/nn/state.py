@@ -26,9 +26,7 @@ class KVState:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
-    def append(
-        self, keys: Tensor, values: Tensor, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Store new positions; returns all the keys and values so far (views).
 
         They follow the last ones, in every row, unless `positions` (batch, time) says where each belongs.

@@ -36,9 +36,7 @@ def moved(window: Sequence[int], token: int, context: int) -> list[int]:
     return [*kept, token]
 
 
-def greedy(
-    stack: Any, plan: Plan, prompt: Sequence[int], tokens: int, stage: int, context: int
-) -> list[int]:
+def greedy(stack: Any, plan: Plan, prompt: Sequence[int], tokens: int, stage: int, context: int) -> list[int]:
     """The `tokens` likeliest tokens, one after the other, that `stage` writes behind `prompt`."""
     window, written = list(prompt[-context:]), []
     for _ in range(tokens):

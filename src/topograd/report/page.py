@@ -6,7 +6,6 @@ same numbers as a table, and is also saved as figures/<name>.svg and figures/<na
 page is written last, so a page never speaks of figures that are not there.
 """
 
-import html
 import math
 import re
 from collections.abc import Mapping
@@ -16,12 +15,13 @@ from typing import Any
 from topograd.errors import RunError
 from topograd.files import write_atomic
 from topograd.report.data import RunData, bpb_last, entry, number, stage_count
+from topograd.report.decoding import decoding_section
 from topograd.report.drawing import render, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
+from topograd.report.markup import POLICY, escape, section, table_html
 from topograd.report.stage_figures import memory_panel, rank_panel, reliability_panel
 from topograd.report.stylesheet import STYLESHEET
 from topograd.report.tables import (
-    Table,
     all_numbers,
     comparison_numbers,
     fixed,
@@ -31,12 +31,13 @@ from topograd.report.tables import (
     whole,
 )
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-
 
 def write_report(
-    path: Path, staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None
+    path: Path,
+    staged: RunData,
+    backprop: RunData | None,
+    comparison: Mapping[str, Any] | None,
+    decoding: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the report to `path` and its figures beside it, and return `path`.
 
@@ -46,7 +47,8 @@ def write_report(
     with style():
         panels = _panels(staged, backprop, comparison)
         drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
-    page = _page(staged, backprop, comparison, panels, {name: svg for name, (svg, _) in drawn.items()})
+    svgs = {name: svg for name, (svg, _) in drawn.items()}
+    page = _page(staged, backprop, comparison, decoding, panels, svgs)
     try:
         figures.mkdir(parents=True, exist_ok=True)
         for panel in panels:
@@ -63,12 +65,6 @@ def write_report(
             f"cannot write the report {path} ({problem.strerror}); pass a file in a folder you can write"
         ) from None
     return path
-
-
-def escape(value: object) -> str:
-    """Text that is safe in HTML and in attributes. Control characters become their visible pictures."""
-    text = str(value).encode("utf-8", "replace").decode()  # a lone surrogate becomes "?"
-    return html.escape(text.translate(_CONTROL))
 
 
 def _panels(
@@ -88,20 +84,22 @@ def _page(
     staged: RunData,
     backprop: RunData | None,
     comparison: Mapping[str, Any] | None,
+    decoding: Mapping[str, Any] | None,
     panels: tuple[Panel, ...],
     svgs: Mapping[str, str],
 ) -> str:
-    samples = _samples(comparison)
+    samples, depth = _samples(comparison), decoding_section(decoding)
     links = [(panel.name, panel.title) for panel in panels]
     links += [("numbers", "All the numbers"), *([("samples", "Samples")] if samples else [])]
+    links += [("decoding", "As much depth as a token needs")] if depth else []
     links.append(("configuration", "Configuration"))
     items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
     against = f" against {escape(backprop.name)}" if backprop else ""
     compared = comparison_numbers(comparison)
-    numbers = _table(all_numbers(staged, backprop)) + (_table(compared) if compared else "")
+    numbers = table_html(all_numbers(staged, backprop)) + (table_html(compared) if compared else "")
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(staged.name)}{against}</title>",
         f"<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
@@ -110,9 +108,10 @@ def _page(
         _tiles(staged, backprop, comparison),
         f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
         *(_figure(panel, svgs.get(panel.name)) for panel in panels),
-        _section("numbers", "All the numbers", numbers),
+        section("numbers", "All the numbers", numbers),
         samples,
-        _section("configuration", "Configuration", _table(settings(staged, backprop), "settings")),
+        depth,
+        section("configuration", "Configuration", table_html(settings(staged, backprop), "settings")),
         "</main>\n</body>\n</html>\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -153,21 +152,16 @@ def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, A
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _section(anchor: str, title: str, body: str) -> str:
-    heading = f'<h2 id="{anchor}-title">{escape(title)}</h2>'
-    return f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n{heading}\n{body}\n</section>'
-
-
 def _figure(panel: Panel, svg: str | None) -> str:
     if svg is None:
-        return _section(panel.name, panel.title, f'<p class="missing">{escape(panel.caption)}</p>')
-    numbers = _table(panel.table) if panel.table else ""
+        return section(panel.name, panel.title, f'<p class="missing">{escape(panel.caption)}</p>')
+    numbers = table_html(panel.table) if panel.table else ""
     body = (
         f'<figure>\n<div class="plot">{_inline(svg, panel.name, panel.alt)}</div>\n'
         f"<figcaption>{escape(panel.caption)}</figcaption>\n</figure>\n"
         f"<details><summary>The numbers of this figure</summary>{numbers}</details>"
     )
-    return _section(panel.name, panel.title, body)
+    return section(panel.name, panel.title, body)
 
 
 def _inline(svg: str, name: str, alt: str) -> str:
@@ -176,19 +170,6 @@ def _inline(svg: str, name: str, alt: str) -> str:
     element = re.sub(r'\bid="', f'id="{name}-', element)
     element = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", element)
     return element.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1).strip()
-
-
-def _table(table: Table, kind: str = "") -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
-    lines = []
-    for row in table.rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        lines.append(f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>')
-    name = f' class="{kind}"' if kind else ""
-    return (
-        f'<div class="wide"><table{name}><caption>{escape(table.caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody></table></div>"
-    )
 
 
 def _samples(comparison: Mapping[str, Any] | None) -> str:
@@ -205,4 +186,4 @@ def _samples(comparison: Mapping[str, Any] | None) -> str:
     if not blocks:
         return ""
     note = '<p class="note">Each block begins with its prompt, in colour; the model wrote the rest.</p>'
-    return _section("samples", "Samples", note + "\n".join(blocks))
+    return section("samples", "Samples", note + "\n".join(blocks))

@@ -278,7 +278,7 @@ def _read(
     """
     state = _read_state(path)
     weights, tensors = (_read_tensors(path / name, state["files"][name]) for name in TENSOR_FILES)
-    _check_model(weights, state["aliases"], _tensors_of(model))
+    _check_model(weights, state["aliases"], _tensors_of(model), exact=optimizers is not None)
     weights |= {alias: weights[name] for alias, name in state["aliases"].items()}
     if optimizers is not None:
         _check_optimizers(state["optimizers"], model, optimizers)
@@ -319,8 +319,8 @@ def _read_tensors(file: Path, expected: State) -> Tensors:
         raise _Unusable(f"is damaged ({file.name}: {problem})") from None
 
 
-def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors) -> None:
-    """Names, ties, shapes and dtypes must be the model's own."""
+def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors, exact: bool) -> None:
+    """Names, ties, shapes and dtypes must be the model's own; bfloat16 may be read, but not trained on."""
     saved = weights.keys() | aliases.keys()
     for names, problem in ((own.keys() - saved, "it lacks"), (saved - own.keys(), "the model has no")):
         if names:
@@ -331,7 +331,8 @@ def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors) -> Non
         first, second = differing[0]
         raise _Unusable(f"does not fit the model (only one of them ties {first!r} to {second!r})")
     for name, tensor in weights.items():
-        if (tensor.shape, tensor.dtype) != (own[name].shape, own[name].dtype):
+        rounded = not exact and tensor.dtype == torch.bfloat16 and own[name].is_floating_point()
+        if tensor.shape != own[name].shape or not (rounded or tensor.dtype == own[name].dtype):
             kinds = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (tensor, own[name])]
             raise _Unusable(f"does not fit the model ({name!r} is {kinds[0]}, the model's is {kinds[1]})")
 

@@ -1,0 +1,151 @@
+"""What decoding costs on this machine, on models of random weights.
+
+    rows        seconds of M rows over one row, for all the matrices of a model, packed and plain
+    forced      speculation on a 150-million-parameter model whose drafts are accepted with a given chance
+    pruning     the last head on the surviving candidates against the whole head, by vocabulary
+
+    python benchmarks/decode.py [rows|forced|pruning] [--width 768] [--threads 1]
+
+Things take turns; a figure is the median with its quartiles. `topograd bench decode` measures trained models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.depth.autotune import DraftRule
+from topograd.depth.engine import Engine, Mode, Prefix, write_all
+from topograd.depth.exits import Wand
+from topograd.depth.speculation import Draft, Speculate
+from topograd.nn.gpt import GPT
+from topograd.nn.packed import PackedLinear
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.timing import ratio, take_turns
+
+ROWS = (1, 2, 4, 8, 16)
+
+
+class Forced(Speculate):
+    """Speculation that does its work but accepts each draft with a fixed chance."""
+
+    def __init__(self, engine: Engine, longest: int, chance: float) -> None:
+        super().__init__(engine, DraftRule(0.0, longest))
+        self.chance, self.random = chance, random.Random(0)
+
+    def _judge(
+        self, drafts: Sequence[Draft], logits: Tensor, active: Sequence[bool]
+    ) -> list[tuple[int, int]]:
+        tokens = logits.argmax(-1).tolist()
+        kept = [0] * len(drafts)
+        for i, draft in enumerate(drafts):
+            while kept[i] < len(draft.tokens) and self.random.random() < self.chance:
+                kept[i] += 1
+        return [(n, row[n]) for n, row in zip(kept, tokens, strict=True)]
+
+
+def rows(width: int, rounds: int) -> None:
+    """All the matrices of 8 layers, one after another, so that none stays in a cache."""
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    weights = [torch.randn(shape) for _ in range(8) for shape in shapes]
+    packed = [PackedLinear(weight) for weight in weights]
+
+    def run(layers: Sequence[Callable[[Tensor], Tensor]], count: int) -> Callable[[], None]:
+        inputs = {n: torch.randn(count, n) for n in (width, 4 * width)}
+
+        def go() -> None:
+            for layer, weight in zip(layers, weights, strict=True):
+                layer(inputs[weight.shape[1]])
+
+        return go
+
+    plain = [partial(F.linear, weight=w) for w in weights]
+    things = {f"packed {m}": run(packed, m) for m in ROWS} | {f"plain {m}": run(plain, m) for m in ROWS}
+    with torch.inference_mode():
+        seconds = take_turns(things, rounds)
+    print(f"width {width}: one packed row over one plain row {ratio(seconds, 'packed 1', 'plain 1')}")
+    for m in ROWS[1:]:
+        ours, theirs = ratio(seconds, f"packed {m}", "packed 1"), ratio(seconds, f"plain {m}", "plain 1")
+        print(f"  {m:2d} rows over one: packed {ours}, plain {theirs}")
+
+
+def random_engine(layers: int, width: int, vocab: int, context: int) -> Engine:
+    """A GPT of random weights in four stages."""
+    torch.manual_seed(0)
+    heads = width // 64
+    gpt = GPT(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=max(heads // 4, 1),
+        vocab=vocab,
+        context=context,
+        value_embeddings="none",
+    )
+    for weight in gpt.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.02)
+    count = sum(p.numel() for p in gpt.parameters()) / 1e6
+    print(f"{count:.0f} M parameters: {layers} layers of width {width}, vocabulary {vocab}")
+    part = str(layers // 4)
+    return Engine(gpt, Plan.of(Topology.chain(",".join([part] * 4)), layers), context)
+
+
+def writing(modes: Mapping[str, Mode], tokens: int) -> dict[str, Callable[[], object]]:
+    """Each mode writing so many tokens behind the same prompt."""
+    prompt = [list(range(32))]
+    return {name: partial(write_all, mode, prompt, tokens) for name, mode in modes.items()}
+
+
+def forced(layers: int, width: int, rounds: int, tokens: int) -> None:
+    engine = random_engine(layers, width, 4096, 256)
+    modes: dict[str, Mode] = {"full": Prefix(engine), "prefix:1": Prefix(engine, 0)}
+    for chance in (0.6, 0.8, 0.9):
+        for longest in (2, 3, 4, 6):
+            modes[f"{longest} drafts at {chance}"] = Forced(engine, longest, chance)
+    seconds = take_turns(writing(modes, tokens), rounds, warmup=1)
+    rate = tokens / sorted(seconds["full"])[rounds // 2]
+    print(f"full depth: {rate:.1f} tokens/s")
+    for name in list(modes)[1:]:
+        print(f"  {name}: {ratio(seconds, 'full', name)} times as fast")
+
+
+def pruning(width: int, rounds: int, tokens: int) -> None:
+    """A model that always goes to the last stage, with a head that few candidates survive."""
+    for vocab in (2048, 8192, 32768):
+        engine = random_engine(8, width, vocab, 256)
+        never = [1e9] * engine.last
+        never[1:] = [float("inf")] * (engine.last - 1)  # one check, after the first stage
+        plain, pruned = Wand(engine, never), Wand(engine, never, bounds=[0.5] * engine.last)
+        seconds = take_turns(writing({"whole": plain, "pruned": pruned}, tokens), rounds, warmup=1)
+        print(f"  vocabulary {vocab}: pruned is {ratio(seconds, 'whole', 'pruned')} times as fast")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=("rows", "forced", "pruning", "all"), nargs="?", default="all")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    print(f"{asked.threads} threads")
+    if asked.what in ("rows", "all"):
+        rows(asked.width, asked.rounds)
+    if asked.what in ("forced", "all"):
+        forced(asked.layers, asked.width, asked.rounds, asked.tokens)
+    if asked.what in ("pruning", "all"):
+        pruning(asked.width, asked.rounds, asked.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""`topograd calibrate`: measure when a run's tokens may leave early, and which drafts pay on this machine.
+
+Every second window of the held-out text calibrates. What a rule then does is measured on the others, which
+it has not seen: how often its tokens are full depth's, given the same text before them, and where they leave.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from rich.table import Table
+
+from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
+from topograd.cli.progress import SECONDS_BETWEEN_LINES
+from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, store, tune
+from topograd.depth.calibration import EPS, Calibration
+from topograd.depth.modes import engine_of
+from topograd.depth.readings import Readings
+from topograd.depth.wand import Rule, agreement, exits, thresholds
+from topograd.errors import ConfigError, DataError, RunError
+from topograd.training.session import Session, heldout_text, open_session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measure when a run's tokens may leave early, and which drafts pay; kept in its calibration.json."""
+
+    folder: Folder
+    """The run's folder."""
+    bytes: int = 200_000
+    """Read at most this much held-out text, spaced evenly over it."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Measure, keep, print, return the exit code."""
+    asked = parse(Calibrate, argv, "calibrate")
+    if asked.bytes < 1:
+        raise ConfigError(f"--bytes is {asked.bytes}; it must be at least 1")
+    session = open_session(asked.folder)
+    check_chain(session)
+    if not os.access(session.run.folder, os.W_OK):
+        raise RunError(f"{session.run.folder} cannot be written, so nothing can be kept there; copy it first")
+    calibrating, measuring = _readings(session, asked.bytes).split()
+    calibration = Calibration.of(calibrating, session.step)
+    note("measuring what drafts cost on this machine")
+    tuning = tune(engine_of(session), calibration)
+    store(session.run, calibration, tuning)
+    note(f"kept in {session.run.folder / 'calibration.json'}")
+    results = {
+        "run": str(session.run.folder),
+        **_measured(calibration),
+        "rules": rules(calibration, measuring),
+        "tuning": _tuned(tuning),
+    }
+    if asked.json:
+        print_json(results)
+    else:
+        _show(results)
+    return 0
+
+
+def _readings(session: Session, limit_bytes: int) -> Readings:
+    """What every stage says on held-out text, of at least one window for each half."""
+    text = heldout_text(session.config, session.tokenizer, None, limit_bytes)
+    if len(text.inputs) < 2:
+        raise DataError(
+            f"the held-out text gives 1 window of {session.config.model.context} tokens; calibrating needs "
+            "2, one of them to measure on: give more --bytes, or train on more text"
+        )
+    return heldout_readings(session, text, on_batch=_progress())
+
+
+def _progress() -> Callable[[int, int], None]:
+    """A line every few seconds."""
+    last = time.monotonic()
+
+    def on_batch(done: int, windows: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            note(f"read {done} of {windows} windows")
+
+    return on_batch
+
+
+def rules(calibration: Calibration, measuring: Readings) -> list[dict[str, Any]]:
+    """Every rule at its calibrated settings, and what it does on text that it has not seen."""
+    rows = []
+    for rule in get_args(Rule):
+        for value in EPS if rule == "flip-rate" else (1.0,):
+            if rule == "flip-rate":
+                limits = thresholds(calibration, rule, eps=value)
+            else:
+                limits = thresholds(calibration, rule, safety=value)
+            left = exits(measuring, limits)
+            counts = left.bincount(minlength=calibration.stages).double()
+            rows.append(
+                {
+                    "rule": rule,
+                    "number": value,
+                    "thresholds": list(limits),
+                    "agreement": agreement(measuring, left),
+                    "exits": (counts / len(left)).tolist(),
+                    "mean_stage": left.double().mean().item() + 1,
+                }
+            )
+    return rows
+
+
+def _measured(calibration: Calibration) -> dict[str, Any]:
+    """What was read, with stages counted from 1."""
+    shift, gain, change = calibration.shift, calibration.gain, calibration.change_rate
+    each = range(calibration.stages - 1)
+    return {
+        "step": calibration.step,
+        "tokens": calibration.tokens,
+        "transitions": [
+            {"from": k + 1, "to": k + 2, "p99": shift.p99[k], "max": shift.max[k], "change_rate": change[k]}
+            for k in each
+        ],
+        "rival_gain": [{"stage": k + 1, "p99": gain.p99[k], "max": gain.max[k]} for k in each],
+        "agreement": list(calibration.agreement),
+    }
+
+
+def _tuned(tuning: Tuning) -> dict[str, Any]:
+    """The draft rule, its numbers null where drafting is off."""
+    rule, costs = tuning.rule, tuning.costs
+    return {
+        "stage": None if rule is None else tuning.stage + 1,
+        "threshold": None if rule is None else rule.threshold,
+        "longest": None if rule is None else rule.longest,
+        "predicted_speedup": tuning.predicted,
+        "seconds": {
+            "draft": costs.draft,
+            "full": costs.full,
+            "deep": {str(rows): seconds for rows, seconds in costs.deep.items()},
+        },
+    }
+
+
+def _show(results: dict[str, Any]) -> None:
+    console = out()
+    head = f"{results['run']}: step {results['step']}, calibrated on {results['tokens']} tokens"
+    console.print(head, soft_wrap=True)
+    console.print(_transitions(results["transitions"]))
+    console.print(_exits(results))
+    console.print(_rules(results["rules"]))
+    console.print(_drafts(results["tuning"]), soft_wrap=True)
+
+
+def _transitions(rows: list[dict[str, Any]]) -> Table:
+    table = _table("How far a transition moves the logits", "stages", "p99 |Δ|", "max |Δ|", "top-1 changes")
+    for row in rows:
+        name = f"{row['from']} → {row['to']}"
+        table.add_row(name, number(row["p99"], 2), number(row["max"], 2), _percent(row["change_rate"]))
+    return table
+
+
+def _exits(results: dict[str, Any]) -> Table:
+    table = _table("Each exit against the last stage", "stage", "p99 gain", "max gain", "top-1 agrees")
+    for row, agreed in zip(results["rival_gain"], results["agreement"][:-1], strict=True):
+        table.add_row(str(row["stage"]), number(row["p99"], 2), number(row["max"], 2), _percent(agreed))
+    return table
+
+
+def _rules(rows: list[dict[str, Any]]) -> Table:
+    stages = len(rows[0]["exits"])
+    title = "Leaving early, on text that was not calibrated on"
+    table = _table(title, "rule", "margin above", "top-1 agrees", f"leave after 1..{stages}, %")
+    for row in rows:
+        limits = " ".join(f"{number(limit, 2):>5}" for limit in row["thresholds"])
+        shares = " ".join(f"{100 * share:5.1f}" for share in row["exits"])
+        table.add_row(f"{row['rule']}:{row['number']:g}", limits, _percent(row["agreement"]), shares)
+    return table
+
+
+def _drafts(tuning: dict[str, Any]) -> str:
+    if tuning["stage"] is None:
+        return "Drafts: off; none is predicted to be faster than full depth on this machine."
+    return (
+        f"Drafts: by stage {tuning['stage']}, while its margin is above {tuning['threshold']:.2f}, at most "
+        f"{tuning['longest']} tokens; {tuning['predicted_speedup']:.2f} times full depth is predicted."
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
+    return table
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"

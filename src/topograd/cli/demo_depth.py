@@ -1,0 +1,66 @@
+"""The demo's second half: the model that comes with the package, run as deep as each token needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from topograd.cli.bench import decode_table
+from topograd.cli.console import note
+from topograd.cli.generate import continue_text, silent
+from topograd.depth.bench import Settings, bench_decode
+from topograd.depth.modes import engine_of, mode_of
+from topograd.depth.sampling import Sampling
+from topograd.depth.text import TextStream
+from topograd.errors import RunError
+from topograd.files import read_json, write_json
+from topograd.pretrained import REFERENCE
+from topograd.report.depth_text import stage_colour
+from topograd.training.session import Session, open_session
+
+SHORT = Settings(prompts=3, tokens=32, rounds=3, bytes=40_000)
+PROMPT = "def read(self, size=-1):\n"
+DEPTH = "wand:flip-rate:0.01"
+TOKENS = 160
+
+
+def decoding(folder: Path) -> dict[str, Any]:
+    """What `topograd bench decode` measures, shorter, and a text; measured once and kept in decoding.json."""
+    kept = folder / "decoding.json"
+    try:
+        found = read_json(kept) if kept.exists() else None
+    except RunError:
+        found = None
+    if isinstance(found, dict) and {"bench", "picture"} <= found.keys():
+        return found
+    note("measuring ways of decoding")
+    session = open_session(REFERENCE)
+    results = {"bench": bench_decode(session, SHORT), "picture": picture(session)}
+    write_json(kept, results)
+    return results
+
+
+def picture(session: Session) -> dict[str, Any]:
+    """A text that leaves early, token by token, and the stage at which each left."""
+    mode = mode_of(DEPTH, session, engine_of(session), Sampling())
+    prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
+    pieces = continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer), silent)
+    return {"prompt": PROMPT, "depth": DEPTH, "stages": len(session.plan.stages), "pieces": pieces}
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    """The table of ways, and the text in colours."""
+    console.print(decode_table(results["bench"]))
+    shown = results["picture"]
+    text = Text(shown["prompt"], "bold")
+    for piece, left in shown["pieces"]:
+        text.append(piece, stage_colour(left, shown["stages"]))
+    legend = Text(" ").join(
+        Text(f"stage {k + 1}", stage_colour(k, shown["stages"])) for k in range(shown["stages"])
+    )
+    title = Text.assemble(f"{shown['depth']}: each token in the colour of the stage where it left: ", legend)
+    console.print(Panel(text, title=title, title_align="left"))
