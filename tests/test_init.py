@@ -22,6 +22,7 @@ NAMES = {
         "GPTConfig",
     ),
     *("adapt", "train_step", "prepare", "linear_cross_entropy", "evaluate", "pool", "TopogradError"),
+    *("Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule", "Sampling", "write"),
     "__version__",
 }
 

@@ -12,6 +12,11 @@ A name is imported when it is first used, so that what needs no torch does not w
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from topograd.depth.autotune import DraftRule
+    from topograd.depth.engine import Composed, Engine, Prefix, write
+    from topograd.depth.exits import Wand
+    from topograd.depth.sampling import Sampling
+    from topograd.depth.speculation import Speculate
     from topograd.errors import TopogradError
     from topograd.nn.adapt import adapt
     from topograd.nn.gpt import GPT, GPTConfig
@@ -29,22 +34,30 @@ if TYPE_CHECKING:
 else:
     _HOME = {
         "Bus": "nn.stack",
+        "Composed": "depth.engine",
         "Composition": "topology.composition",
         "Configuration": "topology.configuration",
+        "DraftRule": "depth.autotune",
         "Edge": "topology.dag",
+        "Engine": "depth.engine",
         "GPT": "nn.gpt",
         "GPTConfig": "nn.gpt",
         "Plan": "topology.plan",
+        "Prefix": "depth.engine",
+        "Sampling": "depth.sampling",
+        "Speculate": "depth.speculation",
         "Stack": "nn.stack",
         "Stage": "topology.dag",
         "TopogradError": "errors",
         "Topology": "topology.dag",
+        "Wand": "depth.exits",
         "adapt": "nn.adapt",
         "evaluate": "training.evaluation",
         "linear_cross_entropy": "training.linear_cross_entropy",
         "pool": "training.pooling",
         "prepare": "training.executor",
         "train_step": "training.executor",
+        "write": "depth.engine",
     }
 
     def __getattr__(name: str) -> object:
@@ -64,15 +77,22 @@ else:
 __all__ = [
     "GPT",
     "Bus",
+    "Composed",
     "Composition",
     "Configuration",
+    "DraftRule",
     "Edge",
+    "Engine",
     "GPTConfig",
     "Plan",
+    "Prefix",
+    "Sampling",
+    "Speculate",
     "Stack",
     "Stage",
     "TopogradError",
     "Topology",
+    "Wand",
     "__version__",
     "adapt",
     "evaluate",
@@ -80,6 +100,7 @@ __all__ = [
     "pool",
     "prepare",
     "train_step",
+    "write",
 ]
 
 

@@ -54,7 +54,10 @@ def run_stage(
 
 
 class StageStates:
-    """The decoding memory of a plan: a state for each layer of each stage, and the last token seen."""
+    """The decoding memory of a plan: a state for each layer of each stage, and the last token seen.
+
+    All rows go on together and no stage lags behind: the plain form of `depth.cache.Cache`.
+    """
 
     def __init__(self, stack: Stack, plan: Plan, batch: int, capacity: int) -> None:
         first = stack.layers[0]
