@@ -256,6 +256,23 @@ def test_what_cannot_be_is_refused(stacks: dict[str, Stack]) -> None:
     assert cache.lengths() == [9, 3]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[2, 4], [0, -1]], ids=["too long", "below zero"])
+def test_one_row_that_cannot_go_back_keeps_all_rows_as_they_are(
+    stacks: dict[str, Stack], lengths: list[int]
+) -> None:
+    cache = Cache(stacks["decoding"], plan_of(TOPOLOGIES["chain"]), CAPACITY, 2)
+    cache.push([[1, 2, 3, 4, 5], [6, 7, 8]])
+    cache.run(1)
+    marks = [list(row) for row in cache.marks]
+    with pytest.raises(StackError, match=rf"^cannot go back to {lengths[1]}: row 2 has 3 positions$"):
+        cache.truncate(lengths)
+    assert cache.tokens == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert cache.marks == marks == [[5, 3], [5, 3], [0, 0]]
+    cache.run(2)
+    check(cache)
+
+
 def test_a_stack_without_memory_is_refused() -> None:
     class Forgetful(Stack):
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ from topograd.depth.engine import Composed, Emitted, Engine, Mode, Prefix, write
 from topograd.depth.recompute import RecomputedCache
 from topograd.depth.sampling import Sampling, draw, probabilities
 from topograd.depth.speculation import Speculate
-from topograd.errors import ConfigError, DivergenceError
+from topograd.errors import ConfigError, DivergenceError, StackError
 from topograd.nn.adapt import adapt
 from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
@@ -212,6 +212,34 @@ def test_what_is_computed_anew_follows_the_tokens(engine: Engine, forgetful: Eng
                 close(found[row, :count], expected[row, :count])
 
 
+@torch.inference_mode()
+def test_what_is_computed_anew_refuses_what_cannot_be(forgetful: Engine) -> None:
+    cache = forgetful.start([[1, 2, 3], [4]])
+    assert isinstance(cache, RecomputedCache)
+    with pytest.raises(StackError, match=r"^stage 4 has not run that many positions; run it first$"):
+        cache.hidden(LAST)
+    cache.run(LAST)
+    with pytest.raises(StackError, match=r"^stage 4 has not run that many positions; run it first$"):
+        cache.hidden(LAST, [1, 2])
+    with pytest.raises(StackError, match=r"^stage 1 has not run"):
+        cache.hidden(0)
+    assert cache.hidden(LAST, [3, 1]).shape == (2, 3, 32)
+    message = rf"^a row would pass {CONTEXT} positions; make a cache with more capacity$"
+    with pytest.raises(StackError, match=message):
+        cache.push([[], [0] * CONTEXT])
+    for lengths, row in (
+        ([4, 1], "4: row 1 has 3"),
+        ([0, 2], "2: row 2 has 1"),
+        ([0, -1], "-1: row 2 has 1"),
+    ):
+        with pytest.raises(StackError, match=rf"^cannot go back to {row} positions$"):
+            cache.truncate(lengths)
+    assert cache.tokens == [[1, 2, 3], [4]], "nothing was changed"
+    cache.truncate([2, 1])
+    with pytest.raises(StackError, match=r"^stage 4 has not run"):
+        cache.hidden(LAST)
+
+
 class Toy(nn.Module):
     """Somebody's module: a table, layers that add a mean of the past, a head."""
 
@@ -261,6 +289,22 @@ def test_what_makes_no_sense_is_refused(gpt: GPT, engine: Engine, make_engine: C
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
     with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
         Prefix(silent, 1)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")], ids=str)
+def test_paths_without_a_positive_weight_are_refused(engine: Engine, weight: float) -> None:
+    message = rf"^path 1,3 has weight {weight}; a weight is a positive number$"
+    with pytest.raises(ConfigError, match=message):
+        Composed(engine, {(0, 1): 1.0, (0, 2): weight})
+
+
+def test_paths_that_end_where_nothing_is_predicted_are_refused(
+    gpt: GPT, make_engine: Callable[..., Engine]
+) -> None:
+    silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
+    with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
+        Composed(silent, {(0, 1, 2, 3): 1.0, (0, 1): 1.0})
+    assert write_all(Composed(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())

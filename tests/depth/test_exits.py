@@ -19,6 +19,7 @@ from topograd.nn.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 from topograd.reference.decoding import moved, next_logits
+from topograd.topology.dag import Topology
 
 CONTEXT, LAST, TOKENS = 24, 3, 30
 NEVER = (math.inf,) * LAST
@@ -223,6 +224,22 @@ def test_thresholds_of_the_wrong_number_are_refused(engine: Engine, thresholds: 
         Wand(engine, thresholds)
 
 
+@pytest.mark.parametrize("bounds", [(), (1.0,), (1.0,) * 4], ids=len)
+def test_bounds_of_the_wrong_number_are_refused(engine: Engine, bounds: tuple[float, ...]) -> None:
+    message = rf"^{len(bounds)} bounds for 3 exits; calibrate this run again$"
+    with pytest.raises(ConfigError, match=message):
+        Wand(engine, NEVER, bounds=bounds)
+
+
+def test_stages_that_do_not_predict_are_no_exits(gpt: GPT, make_engine: Callable[..., Engine]) -> None:
+    silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
+    with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
+        Wand(silent, (1.0, 1.0, 1.0))
+    assert len(run(Wand(silent, (1.0, math.inf, 1.0)))) == TOKENS, (
+        "where nothing leaves, nothing is predicted"
+    )
+
+
 def test_several_rows_are_refused(engine: Engine) -> None:
     with pytest.raises(
         ConfigError, match=r"^wand writes one row at a time and 2 are given; use full or spec"
@@ -239,3 +256,18 @@ def test_logits_that_are_not_finite_are_refused(
         model.head.weight[3] = math.nan
     with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
         write_all(Wand(make_engine(model), thresholds), [[1, 2]], 1)
+
+
+def test_a_pruned_last_head_that_is_not_finite_is_refused(
+    make_gpt: Callable[..., GPT], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exits are finite, so nothing shows before the few candidates are read."""
+    model = make_gpt(heads_of_their_own=4)
+    with torch.no_grad():
+        for parameter in model.head_parameters(LAST):
+            parameter.fill_(math.nan)
+    engine = make_engine(model)
+    spy = Spy(engine, monkeypatch)
+    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+        write_all(Wand(engine, (1e9, math.inf, math.inf), bounds=(0.0,) * LAST), [[1, 2]], 1)
+    assert spy.sizes == [1]

@@ -16,7 +16,7 @@ from topograd.depth.autotune import DraftRule
 from topograd.depth.engine import Emitted, Engine, Mode, Prefix, write, write_all
 from topograd.depth.sampling import Sampling, probabilities
 from topograd.depth.speculation import Speculate
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 from topograd.reference.decoding import greedy, moved, next_logits
@@ -166,6 +166,31 @@ def test_drafting_with_a_stage_that_cannot_is_refused(mild_engine: Engine) -> No
         Speculate(mild_engine, rule, LAST)
     with pytest.raises(ConfigError, match="stage 5 does not exist"):
         Speculate(mild_engine, rule, 4)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_logits_that_are_not_finite_at_a_drafted_position_are_found(
+    mild: GPT,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    place: int,
+    sampling: Sampling | None,
+) -> None:
+    """Behind two drafts the full model speaks three times; its last word alone may be sound."""
+    engine = make_engine(mild)
+    readout = engine.stack.readout
+
+    def spoilt(h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        logits = readout(h, stage, rows)
+        if stage == LAST:
+            assert logits.shape[1] == 3
+            logits[:, place, 5] = math.nan
+        return logits
+
+    monkeypatch.setattr(engine.stack, "readout", spoilt)
+    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+        write_all(Speculate(engine, DraftRule(0.0, 2), sampling=sampling), [[1, 2]], 1)
 
 
 ROWS, PROMPT = 1500, [2, 0]

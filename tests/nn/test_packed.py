@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.nn import packed as module
+from topograd.nn.gpt import GPT
 from topograd.nn.packed import LEAST_ELEMENTS, MOST_ROWS, PackedLinear, packed
+from topograd.nn.stack import Stack
 
 ROWS = (1, 2, 5, 64, 65)
 FLOAT32 = 5e-6
@@ -167,3 +169,34 @@ def test_a_packed_copy_shares_all_but_the_matrices_and_leaves_the_original_as_it
     assert not twin(torch.tensor([1, 2])).requires_grad
     net(torch.tensor([1, 2])).sum().backward()
     assert net.first.weight.grad is not None
+
+
+def test_a_packed_layer_still_has_its_weight() -> None:
+    net = Net().double()
+    twin = packed(net)
+    for own, layer in ((net.first, twin.first), (net.more[0], twin.more[0])):
+        assert isinstance(own.weight, Tensor)
+        assert isinstance(layer.weight, Tensor)
+        assert torch.equal(layer.weight, own.weight)
+        assert (layer.weight.shape, layer.weight.dtype) == (own.weight.shape, own.weight.dtype)
+
+
+def test_what_every_stack_does_for_decoding_works_on_a_gpt() -> None:
+    """A GPT has a way of its own; its layers look at their matrices, which the common way has to keep."""
+    torch.manual_seed(0)
+    gpt = GPT(layers=2, width=16, heads=2, vocab=30, context=8).double().eval()
+    for parameter in gpt.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    twin, inputs = Stack.for_decoding(gpt), torch.randint(30, (2, 8))
+    assert isinstance(twin, GPT)
+    assert any(isinstance(part, PackedLinear) for part in twin.modules())
+    with torch.no_grad():
+        close(twin(inputs), gpt(inputs), 1e-12)
+        pieces, states = [], [layer.new_state(2, 8) for layer in twin.layers]  # type: ignore[operator]
+        for t in range(8):
+            h = x0 = twin.embed(inputs[:, t : t + 1], inputs[:, t - 1] if t else None)
+            bus = twin.bus(x0, inputs[:, t : t + 1], t)
+            for layer, state in zip(twin.layers, states, strict=True):
+                h = layer(h, bus, state)
+            pieces.append(twin.readout(h, 0))
+        close(torch.cat(pieces, 1), gpt(inputs), 1e-12)

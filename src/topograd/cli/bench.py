@@ -47,8 +47,12 @@ def decode_table(results: Mapping[str, Any]) -> Table:
     """Each way of running the model: speed, agreement, where tokens leave."""
     name = Path(results["run"]).name
     table = Table(title=f"{name}: ways of running it, {results['threads']} threads", title_justify="left")
-    for column in ("way", "tokens/s", "speedup", "agrees", "identical", "mean stage", "accepted"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=column == "way")
+    for column in ("way", "tok/s", "speed", "agrees", "same", "stage", "kept"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    table.caption = (
+        "tok/s: tokens a second; speed: over full depth; agrees: with full depth, teacher-forced; "
+        "same: texts; stage: mean; kept: drafts"
+    )
     for way in results["ways"]:
         table.add_row(
             way["way"],
@@ -63,8 +67,8 @@ def decode_table(results: Mapping[str, Any]) -> Table:
 def curve_table(wand: Mapping[str, Any]) -> Table:
     """Speed against agreement, for every rule."""
     table = Table(title="Leaving early: speedup against teacher-forced agreement")
-    for name in ("rule", "speedup", "agreement", "identical texts", "mean stage", "exits by stage"):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    for name in ("rule", "speed", "agrees", "same", "stage", "leave after each stage"):
+        table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=name == "rule")
     for point in wand["curve"]:
         table.add_row(
             point["rule"],

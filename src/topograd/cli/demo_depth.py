@@ -35,7 +35,7 @@ def decoding(folder: Path) -> dict[str, Any]:
         found = read_json(kept) if kept.exists() else None
     except RunError:
         found = None
-    if isinstance(found, dict) and {"bench", "picture"} <= found.keys():
+    if isinstance(found, dict) and found.get("bench") and found.get("picture"):
         return found
     note("measuring ways of decoding")
     session = open_session(REFERENCE)
@@ -56,11 +56,9 @@ def show(console: Console, results: dict[str, Any]) -> None:
     """The table of ways, and the text in colours."""
     console.print(decode_table(results["bench"]))
     shown = results["picture"]
-    text = Text(shown["prompt"], "bold")
+    text = Text.assemble((shown["prompt"], "bold"))
     for piece, left in shown["pieces"]:
         text.append(piece, stage_colour(left, shown["stages"]))
-    legend = Text(" ").join(
-        Text(f"stage {k + 1}", stage_colour(k, shown["stages"])) for k in range(shown["stages"])
-    )
-    title = Text.assemble(f"{shown['depth']}: each token in the colour of the stage where it left: ", legend)
-    console.print(Panel(text, title=title, title_align="left"))
+    names = [Text(f"stage {k + 1}", stage_colour(k, shown["stages"])) for k in range(shown["stages"])]
+    console.print(Panel(text, title=shown["depth"], title_align="left"))
+    console.print(Text("each token has the colour of the stage where it left: ") + Text(", ").join(names))

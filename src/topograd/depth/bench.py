@@ -112,7 +112,7 @@ def ways(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The results as rows of a table, one for each way of running; None where a column has no sense."""
     wand, draft, warm, batch = (results[name] for name in ("wand", "speculate", "sampled", "batch"))
     full, stages = results["full"]["tokens_per_second"], len(results["prefix"]) + 1
-    name = "speculate" if draft["on"] else "speculate (off: it would lose)"
+    name = "speculate" if draft["on"] else "speculate (off)"
     rows = [
         ("full", full, 1.0, 1.0, 1.0, stages, None),
         *(
@@ -186,7 +186,8 @@ def continued(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> Cont
 def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:
     """The beginnings of held-out windows, spaced evenly over those that calibration does not see."""
     rows = range(1, len(text.inputs), 2)
-    chosen = [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]
+    count = min(count, len(rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
     return [text.inputs[row][text.targets[row] != -100][:tokens].tolist() for row in chosen]
 
 

@@ -130,20 +130,20 @@ def load(session: Session) -> tuple[Calibration, Tuning]:
     again = f"run: topograd calibrate {session.run.folder}"
     if not file.exists():
         raise RunError(f"{session.run.folder} is not calibrated; {again}")
-    values = read_json(file)
-    if not isinstance(values, dict):
-        raise RunError(f"{file} is damaged; {again}")
-    calibration = Calibration.from_dict(values.get("calibration"))
+    try:
+        values = read_json(file)
+        if not isinstance(values, dict):
+            raise RunError("it is no JSON object")
+        calibration, tuning = Calibration.from_dict(values.get("calibration")), _tuning_of(values["tuning"])
+    except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
+        raise RunError(f"{file} is damaged ({problem}); {again}") from None
     if calibration.step != session.step or calibration.stages != len(session.plan.stages):
         raise RunError(
             f"the calibration of {session.run.folder} is of step {calibration.step} and "
             f"{calibration.stages} stages, the weights are of step {session.step} and "
             f"{len(session.plan.stages)}; {again}"
         )
-    try:
-        return calibration, _tuning_of(values["tuning"])
-    except (KeyError, TypeError, ValueError):
-        raise RunError(f"{file} is damaged; {again}") from None
+    return calibration, tuning
 
 
 def _tuning_dict(tuning: Tuning) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.attention import attention_mask
+from topograd.nn.decoding import Turns, attend, paired, turn
 from topograd.nn.heads import cap
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
@@ -48,10 +48,8 @@ class DecodingBlock(nn.Module):
         self.window, self.width = a.window, a.query.in_features
         self.turned = (a.heads + a.kv_heads) * a.head_width
         scale = self.width**0.5
-        half = a.head_width // 2
-        pairs = torch.arange(a.head_width).view(2, half).t().flatten()  # 0, half, 1, half + 1, ...
-        turned = torch.cat((a.query.weight, a.key.weight)).detach().view(-1, a.head_width, self.width)
-        self.qkv = PackedLinear(scale * torch.cat((turned[:, pairs].flatten(0, 1), a.value.weight.detach())))
+        matrices = [paired(m.weight.detach(), a.head_width) for m in (a.query, a.key)]
+        self.qkv = PackedLinear(scale * torch.cat([*matrices, a.value.weight.detach()]))
         self.values = None
         if a.value_embedding is not None:
             self.values = a.value_gate.detach() * a.value_embedding.weight.detach()
@@ -75,39 +73,16 @@ class DecodingBlock(nn.Module):
         return F.silu(self.gate(x)).mul_(self.up(x))
 
     def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
-        batch, time = bus.inputs.shape
         qkv = self.qkv(x)
-        turned = torch.view_as_complex(qkv[:, : self.turned].view(batch, time, -1, self.head_width // 2, 2))
-        turned = unit(torch.view_as_real(turned * bus.extras["turns"]).flatten(3)).transpose(1, 2)
+        turned = unit(turn(qkv[:, : self.turned], bus, self.head_width)).transpose(1, 2)
         q, k = turned[:, : self.heads], turned[:, self.heads :]
         v = qkv[:, self.turned :]
         if self.values is not None:
             v = v + F.embedding(bus.inputs.reshape(-1), self.values)
-        v = v.view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
+        v = v.view(*bus.inputs.shape, self.kv_heads, self.head_width).transpose(1, 2)
         if state is not None:
             k, v = state.append(k, v, bus.positions)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self._mask(bus, k.shape[2]),
-            scale=self.head_width**0.5,
-            enable_gqa=self.kv_heads != self.heads,
-        )
-        return y.transpose(1, 2).reshape(-1, self.width)
-
-    def _mask(self, bus: Bus, total: int) -> Tensor | None:
-        """0 where a query may look and -inf elsewhere; made once for all layers of one kind."""
-        if bus.positions.shape[-1] == 1 and bus.positions.dim() == 1 and not 0 < self.window < total:
-            return None
-        masks: dict[tuple[int, int], Tensor] = bus.extras["masks"]
-        if (total, self.window) not in masks:
-            seen = attention_mask(bus.positions, total, self.window)
-            if seen is None:  # a first chunk: plain causality
-                seen = bus.positions[:, None] >= bus.positions
-            zeros = torch.zeros(seen.shape, dtype=bus.x0.dtype, device=seen.device)
-            masks[total, self.window] = zeros.masked_fill_(~seen, float("-inf"))
-        return masks[total, self.window]
+        return attend(q, k, v, bus, self.window, self.head_width**0.5)
 
     def new_state(self, batch: int, capacity: int) -> KVState:
         like = self.qkv.matrix
@@ -126,15 +101,8 @@ class DecodingGPT(Stack):
         self.head = gpt.head
         self.scale = gpt.config.width**0.5
         self._heads: dict[int, PackedLinear] = {}
-        self.frequencies = gpt.frequencies
-        self._reach(gpt.config.context + 1)
-
-    def _reach(self, positions: int) -> None:
-        """Rotations of so many positions, for all layers."""
-        self.positions = torch.arange(positions, device=self.embedding.device)
-        angles = self.positions[:, None] * self.frequencies
-        turns = torch.polar(torch.ones_like(angles), -angles)  # (a + ib)(cos - i sin), as `rotate` turns
-        self.turns = turns.to(torch.complex128 if self.embedding.dtype == torch.float64 else torch.complex64)
+        # (a + ib)(cos - i sin), as `rotate` turns
+        self.turns = Turns(gpt.frequencies, self.embedding.dtype, -1, gpt.config.context + 1)
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         x = F.embedding(inputs, self.embedding)
@@ -149,13 +117,7 @@ class DecodingGPT(Stack):
         return unit(x).mul_(self.scale)
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
-        if stop > len(self.positions):
-            self._reach(2 * stop)
-        if isinstance(offset, Tensor):
-            return Bus(x0, inputs, offset, {"turns": self.turns[offset][:, :, None], "masks": {}})
-        here = slice(offset, stop)
-        return Bus(x0, inputs, self.positions[here], {"turns": self.turns[here, None], "masks": {}})
+        return self.turns.bus(x0, inputs, offset)
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         flat = unit(h.reshape(-1, h.shape[-1]))

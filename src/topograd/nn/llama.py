@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 from topograd.nn.attention import attention_mask, rotate
 from topograd.nn.heads import Head
+from topograd.nn.llama_decoding import DecodingLlama
 from topograd.nn.stack import Bus, Projection, Stack
 from topograd.nn.state import KVState
 
@@ -222,6 +223,13 @@ class Llama(Stack):
 
     def _normalize(self, h: Tensor) -> Tensor:
         return norm(h, self.gain, one_element(self.epsilon, h))
+
+    def for_decoding(self) -> Stack:
+        return (
+            DecodingLlama(self)
+            if self.gain.dtype in (torch.float32, torch.float64)
+            else super().for_decoding()
+        )
 
     def add_heads(self, stages: int) -> bool:
         return self.head.add(stages)

@@ -47,8 +47,8 @@ class PackedLinear(nn.Module):
         return torch.mm(x, self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
     def onto(self, h: Tensor, x: Tensor) -> Tensor:
-        """h + x Wᵀ, for a layer without bias."""
-        if self.blocks is not None and 1 < len(x) <= MOST_ROWS:
+        """h + x Wᵀ + b."""
+        if self.bias is not None or (self.blocks is not None and 1 < len(x) <= MOST_ROWS):
             return self(x).add_(h)
         return torch.addmm(h, x, self.matrix)
 

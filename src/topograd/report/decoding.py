@@ -9,7 +9,7 @@ from typing import Any
 from topograd.report.data import entry, number
 from topograd.report.depth_text import depth_fragment
 from topograd.report.markup import escape, section, table_html
-from topograd.report.tables import Table, fixed, whole
+from topograd.report.tables import DASH, Table, fixed, whole
 
 _COLUMNS = (
     ("tokens_per_second", "tokens/s", 0),
@@ -35,7 +35,7 @@ def decoding_section(decoding: Mapping[str, Any] | None) -> str:
         "Ways of running the reference model, one text at a time",
         ("way", *(name for _, name, _ in _COLUMNS)),
         tuple(
-            (str(entry(way, "way")), *(_cell(way, key, digits) for key, _, digits in _COLUMNS))
+            (str(entry(way, "way") or DASH), *(_cell(way, key, digits) for key, _, digits in _COLUMNS))
             for way in ways
         ),
     )
@@ -52,9 +52,9 @@ def _cell(way: object, key: str, digits: int) -> str:
 
 
 def _picture(picture: object) -> str:
-    pieces, stages = entry(picture, "pieces"), entry(picture, "stages")
-    if not isinstance(pieces, list) or not isinstance(stages, int):
+    """The text in its colours; nothing if it is not there or not whole."""
+    try:
+        pieces = [(str(text), int(left)) for text, left in entry(picture, "pieces") or ()]
+        return depth_fragment(str(entry(picture, "prompt") or ""), pieces, int(entry(picture, "stages")))
+    except (TypeError, ValueError):
         return ""
-    return depth_fragment(
-        str(entry(picture, "prompt") or ""), [(str(text), int(left)) for text, left in pieces], stages
-    )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from topograd.errors import RunError
+from topograd.errors import RunError, TopogradError
 from topograd.run import Run
 from topograd.training import checkpoint
 from topograd.training.session import open_session
@@ -36,4 +36,9 @@ def export(source: Path, target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    export(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) != 3:
+        sys.exit("give two folders: python -m topograd.training.export RUN TARGET")
+    try:
+        export(Path(sys.argv[1]), Path(sys.argv[2]))
+    except TopogradError as error:
+        sys.exit(str(error))

@@ -1,0 +1,80 @@
+"""What the decoding forms of models share: rotations as complex numbers, masks made once, attention.
+
+If the rows of a head's matrix are reordered so that the pair (x_i, x_{i+half}) is adjacent, a head is a
+vector of complex numbers and a rotation is one product. Keys and queries in the same order have the same
+products.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.nn.attention import attention_mask
+from topograd.nn.stack import Bus
+
+
+def paired(weight: Tensor, head_width: int) -> Tensor:
+    """The rows of a matrix (heads · head width, ...) with each pair (i, i + half) of a head adjacent."""
+    order = torch.arange(head_width).view(2, head_width // 2).t().flatten()  # 0, half, 1, half + 1, ...
+    return weight.view(-1, head_width, *weight.shape[1:])[:, order].flatten(0, 1)
+
+
+class Turns:
+    """exp(± i position frequency) of every position, as many as are asked for; `sign` is the direction."""
+
+    def __init__(self, frequencies: Tensor, dtype: torch.dtype, sign: int, reach: int) -> None:
+        self.frequencies, self.sign = frequencies, sign
+        self.dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
+        self._reach(reach)
+
+    def _reach(self, positions: int) -> None:
+        self.positions = torch.arange(positions, device=self.frequencies.device)
+        angles = self.positions[:, None] * self.frequencies
+        self.table = torch.polar(torch.ones_like(angles), self.sign * angles).to(self.dtype)
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor) -> Bus:
+        """The bus of a decoding form: rotations, and a place for masks."""
+        stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
+        if stop > len(self.positions):
+            self._reach(2 * stop)
+        if isinstance(offset, Tensor):
+            return Bus(x0, inputs, offset, {"turns": self.table[offset][:, :, None], "masks": {}})
+        here = slice(offset, stop)
+        return Bus(x0, inputs, self.positions[here], {"turns": self.table[here, None], "masks": {}})
+
+
+def turn(x: Tensor, bus: Bus, head_width: int) -> Tensor:
+    """Heads (batch, time, heads, head width) of rows (batch · time, heads · head width), turned."""
+    batch, time = bus.inputs.shape
+    pairs = torch.view_as_complex(x.view(batch, time, -1, head_width // 2, 2))
+    return torch.view_as_real(pairs * bus.extras["turns"]).flatten(3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bus: Bus, window: int, scale: float) -> Tensor:
+    """What queries (batch, heads, time, head width) find: (batch · time, heads · head width)."""
+    batch, heads, time, width = q.shape
+    y = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=_mask(bus, k.shape[2], window),
+        scale=scale,
+        enable_gqa=k.shape[1] != heads,
+    )
+    return y.transpose(1, 2).reshape(batch * time, heads * width)
+
+
+def _mask(bus: Bus, total: int, window: int) -> Tensor | None:
+    """0 where a query may look and -inf elsewhere; made once for all layers of one kind."""
+    if bus.positions.shape[-1] == 1 and bus.positions.dim() == 1 and not 0 < window < total:
+        return None
+    masks: dict[tuple[int, int], Tensor] = bus.extras["masks"]
+    if (total, window) not in masks:
+        seen = attention_mask(bus.positions, total, window)
+        if seen is None:  # a first chunk: plain causality
+            seen = bus.positions[:, None] >= bus.positions
+        zeros = torch.zeros(seen.shape, dtype=bus.x0.dtype, device=seen.device)
+        masks[total, window] = zeros.masked_fill_(~seen, float("-inf"))
+    return masks[total, window]

@@ -1,0 +1,293 @@
+"""Calibrating a run: readings against a direct computation, what is timed, the choice, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from topograd.depth import calibrate
+from topograd.depth.autotune import DraftRule, RowCosts, simulate
+from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, load, measure_costs, store, tune
+from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
+from topograd.depth.engine import Engine
+from topograd.depth.modes import engine_of
+from topograd.errors import ConfigError, RunError
+from topograd.nn.gpt import GPTConfig
+from topograd.nn.stack import Stack
+from topograd.run import Run
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.config import TrainConfig
+from topograd.training.evaluation import Text
+from topograd.training.session import Session, heldout_text, open_session
+from topograd.training.trainer import start
+
+VOCAB, CONTEXT, STEP = 257, 16, 7
+COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
+CALIBRATION = Calibration(
+    step=STEP,
+    stages=3,
+    tokens=4,
+    shift=Bounds((1.0, 2.0), (3.0, 4.0)),
+    gain=Bounds((0.5, 0.25), (5.0, 6.0)),
+    change_rate=(0.5, 0.25),
+    agreement=(0.25, 0.75, 1.0),
+    flip_thresholds=tuple((100 * eps, float("inf")) for eps in EPS),
+    sample=Sample(((0.125, 1.0, 2.0, 0.5), (3.0, 1.5, 0.25, 4.0)), ((0, 1, 0, 0), (1, 1, 0, 1)), (3, 1)),
+)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """A run of three stages that disagree: its weights are random, and saved as if of step 7."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        config = TrainConfig(
+            partition="1,1,1",
+            data=str(folder / "corpus.txt"),
+            tokenizer="bytes",
+            eval_bytes=300,
+            model=GPTConfig(layers=3, width=16, heads=2, context=CONTEXT),
+        )
+        trainer = start(config, folder / "run")
+        with torch.no_grad():
+            for parameter in trainer.stack.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        trainer.step = STEP
+        trainer.save()
+        yield open_session(folder / "run")
+
+
+@pytest.fixture
+def here(session: Session, tmp_path: Path) -> Session:
+    """The session of a folder in which nothing is kept yet."""
+    return replace(session, run=Run(tmp_path))
+
+
+def logits_of(session: Session, inputs: Tensor) -> list[Tensor]:
+    """Logits (time, vocab) of each stage on one window: the layers one after the other."""
+    stack, row = session.stack, inputs[None]
+    with torch.no_grad():
+        h = stack.embed(row)
+        bus = stack.bus(h, row)
+        found = []
+        for stage, layer in enumerate(stack.layers):
+            h = layer(h, bus)
+            found.append(stack.readout(h, stage)[0])
+    return found
+
+
+def test_readings_are_those_of_every_counted_token(session: Session) -> None:
+    own = open_session(session.run.folder)
+    own.stack.double()
+    torch.manual_seed(3)
+    inputs, targets = torch.randint(VOCAB, (2, 3, CONTEXT))
+    targets[0, 2:5] = targets[2, 10:] = -100
+    seen: list[tuple[int, int]] = []
+    readings = heldout_readings(own, Text(inputs, targets, 1), 2, lambda *done: seen.append(done))
+    assert seen == [(2, 3), (3, 3)]
+    assert len(readings) == 3 * CONTEXT - 9
+    where = [(row, t) for row in range(3) for t in range(CONTEXT) if targets[row, t] != -100]
+    assert readings.sequence.tolist() == [row for row, _ in where]
+    windows = [logits_of(own, row) for row in inputs]
+    for n, (row, t) in enumerate(where):
+        z = [stage[t] for stage in windows[row]]
+        for k in range(3):
+            best = z[k].sort(descending=True)
+            assert readings.top[k, n] == best.indices[0]
+            assert readings.margin[k, n].item() == pytest.approx((best.values[0] - best.values[1]).item())
+            if k < 2:
+                change = z[2] - z[k]
+                gain = change.max() - change[best.indices[0]]
+                assert readings.gain[k, n].item() == pytest.approx(gain.item(), abs=1e-6)
+                assert readings.shift[k, n].item() == pytest.approx((z[k + 1] - z[k]).abs().max().item())
+    assert 0 < (readings.top[0] != readings.top[2]).sum() <= len(readings), "stages that agree show nothing"
+
+
+def test_of_the_runs_own_text_every_byte_is_read_once(session: Session) -> None:
+    text = heldout_text(session.config, session.tokenizer, None, 200)
+    readings = heldout_readings(session, text)
+    assert 100 < len(readings) == text.nbytes <= 200
+    even, odd = readings.split()
+    assert set(even.sequence.tolist()) == set(range(0, len(text.inputs), 2))
+    assert len(even) + len(odd) == len(readings)
+
+
+@pytest.mark.parametrize(
+    ("context", "sizes"), [(3, [1, 2]), (4, [1, 2, 3]), (9, [1, 2, 3, 4, 6]), (16, [1, 2, 3, 4, 6, 8])]
+)
+def test_costs_of_all_sizes_that_the_context_has_room_for(
+    session: Session, monkeypatch: pytest.MonkeyPatch, context: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+    costs = measure_costs(Engine(session.stack, session.plan, context), 1)
+    assert list(costs.deep) == sizes
+    assert min(costs.draft, costs.full, *costs.deep.values()) > 0
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_context_without_room_is_refused(session: Session, context: int) -> None:
+    message = rf"^a context of {context} tokens has no room for drafts; use at least 3$"
+    with pytest.raises(ConfigError, match=message):
+        measure_costs(Engine(session.stack, session.plan, context), 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_timed(
+    session: Session, visits_of: Callable[[Stack], Any], monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """In a half-full context: drafts run the first stages only, the sizes run the others as one batch."""
+    monkeypatch.setattr(calibrate, "ROUNDS", 2)
+    engine = engine_of(session)
+    visits = visits_of(engine.stack)
+    measure_costs(engine, stage)
+    half, prompt = 7, [list(range(7))]
+    batches = [[list(range(half, half + size))] for size in (1, 2, 3, 4, 6, 8)]
+    one = [[half]]
+    for layer in range(3):
+        drafts = [one] if layer <= stage else []
+        assert visits.calls[layer] == [prompt, *[*drafts, one, *batches] * 2], layer
+
+
+def sampled(margins: list[list[float]], agrees: list[list[int]]) -> Calibration:
+    rows = tuple(map(tuple, margins)), tuple(map(tuple, agrees))
+    return replace(CALIBRATION, sample=Sample(*rows, (len(margins[0]),)))
+
+
+def test_the_best_stage_drafts_by_the_rule_that_replay_prefers(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(1)
+    sure = [chance.random() < 0.9 for _ in range(300)]
+    calibration = sampled(
+        [[1.0] * 300, [2.0 if on else 0.1 for on in sure]], [[0] * 300, [int(on) for on in sure]]
+    )
+    asked = []
+
+    def costs(engine: Engine, stage: int) -> RowCosts:
+        asked.append(stage)
+        return COSTS
+
+    monkeypatch.setattr(calibrate, "measure_costs", costs)
+    found = tune(engine_of(session), calibration)
+    assert asked == [0, 1]
+    assert (found.stage, found.costs) == (1, COSTS)
+    assert found.rule is not None
+    assert found.rule.longest > 1
+    sample = calibration.sample
+    replayed = simulate(sample.margins[1], sample.agrees[1], sample.lengths, found.rule, COSTS)
+    assert found.predicted == replayed.speedup > 1.5
+
+
+def test_drafts_that_are_never_right_are_off(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "measure_costs", lambda engine, stage: COSTS)
+    found = tune(engine_of(session), sampled([[1.0] * 50] * 2, [[0] * 50] * 2))
+    assert (found.rule, found.predicted) == (None, 1.0)
+
+
+def test_tuning_by_the_clock(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+    found = tune(engine_of(session), sampled([[1.0] * 50] * 2, [[1, 0] * 25] * 2))
+    assert isinstance(found, Tuning)
+    assert found.stage in (0, 1)
+    assert found.predicted >= 1
+    assert (found.rule is None) == (found.predicted == 1)
+
+
+def test_a_chain_of_predicting_stages_is_needed(session: Session) -> None:
+    check_chain(session)
+    one = replace(session, plan=Plan.of(Topology.chain("3"), 3))
+    message = r"has 1 predicting stages of 1; early exits .* at least 2 stages that all predict: train with"
+    with pytest.raises(ConfigError, match=message):
+        check_chain(one)
+    silent = replace(session, plan=Plan.of(Topology.soft([0.0, 1.0]), 3))
+    with pytest.raises(ConfigError, match="has 2 predicting stages of 3"):
+        check_chain(silent)
+
+
+@pytest.mark.parametrize("rule", [DraftRule(0.25, 4), None], ids=["drafts", "off"])
+def test_what_is_kept_comes_back(here: Session, rule: DraftRule | None) -> None:
+    tuning = Tuning(1, rule, 1.375, COSTS)
+    store(here.run, CALIBRATION, tuning)
+    assert load(here) == (CALIBRATION, tuning)
+    store(here.run, replace(CALIBRATION, tokens=5), tuning)
+    assert load(here)[0].tokens == 5, "the newer one"
+    assert [path.name for path in here.run.folder.iterdir()] == ["calibration.json"]
+
+
+def refusal(session: Session) -> str:
+    with pytest.raises(RunError) as caught:
+        load(session)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert f"run: topograd calibrate {session.run.folder}" in said
+    return said
+
+
+def test_a_run_without_calibration_or_of_other_weights_is_refused(here: Session) -> None:
+    assert "is not calibrated" in refusal(here)
+    tuning = Tuning(0, None, 1.0, COSTS)
+    store(here.run, replace(CALIBRATION, step=6), tuning)
+    assert "is of step 6 and 3 stages, the weights are of step 7 and 3" in refusal(here)
+    store(here.run, CALIBRATION, tuning)
+    other = replace(here, plan=Plan.of(Topology.chain("1,2"), 3))
+    assert "is of step 7 and 3 stages, the weights are of step 7 and 2" in refusal(other)
+
+
+def changed(path: str, value: object) -> Callable[[dict[str, Any]], object]:
+    """Kept values with another one at a path; None leaves it out."""
+
+    def change(values: dict[str, Any]) -> object:
+        *way, last = path.split(".")
+        inner = values
+        for key in way:
+            inner = inner[key]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+        return values
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a list": lambda values: [values],
+    "no calibration": changed("calibration", None),
+    "another format": changed("calibration.format", "x"),
+    "a stage too few": changed("calibration.agreement", [0.5, 1.0]),
+    "no tuning": changed("tuning", None),
+    "a tuning of text": changed("tuning", "fast"),
+    "no rule": changed("tuning.rule", None),
+    "a rule of nothing": changed("tuning.rule", {}),
+    "a draft of nothing": changed("tuning.rule.longest", 0),
+    "a stage of text": changed("tuning.stage", "one"),
+    "an endless stage": changed("tuning.stage", float("inf")),
+    "no costs": changed("tuning.costs", {}),
+    "free drafts": changed("tuning.costs.draft", 0.0),
+    "costs as a list": changed("tuning.costs.deep", [0.5, 0.75]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_calibration_is_refused(here: Session, damage: Callable[[dict[str, Any]], object]) -> None:
+    store(here.run, CALIBRATION, Tuning(1, DraftRule(0.25, 4), 1.375, COSTS))
+    file = here.run.folder / "calibration.json"
+    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    refusal(here)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"calibration": '], ids=["empty", "brace", "torn"])
+def test_what_is_no_json_is_refused(here: Session, text: str) -> None:
+    (here.run.folder / "calibration.json").write_text(text)
+    refusal(here)

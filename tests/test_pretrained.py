@@ -1,0 +1,68 @@
+"""The model that comes with the package: small, explained, calibrated, deeper is better, drafts are exact."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+from topograd.depth.autotune import DraftRule
+from topograd.depth.calibrate import check_chain, load
+from topograd.depth.comparison import differences
+from topograd.depth.engine import Prefix, write_all
+from topograd.depth.modes import engine_of
+from topograd.depth.speculation import Speculate
+from topograd.pretrained import REFERENCE
+from topograd.training.session import Session, open_session
+
+PROMPTS = ("def read(self, size=-1):\n", "import os\n\n\nclass ")
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return open_session(REFERENCE)
+
+
+def test_it_is_small() -> None:
+    sizes = {path: path.stat().st_size for path in REFERENCE.rglob("*") if path.is_file()}
+    assert 0 < sum(sizes.values()) <= 16 * 2**20, sizes
+
+
+def test_it_says_how_it_was_made() -> None:
+    assert "topograd train" in (REFERENCE / "README.md").read_text()
+
+
+def test_it_opens_in_float32(session: Session) -> None:
+    assert {parameter.dtype for parameter in session.stack.parameters()} == {torch.float32}
+    assert all(parameter.isfinite().all() for parameter in session.stack.parameters())
+
+
+def test_it_is_calibrated(session: Session) -> None:
+    check_chain(session)
+    calibration, tuning = load(session)
+    assert (calibration.step, calibration.stages) == (session.step, len(session.plan.stages))
+    assert calibration.tokens > 1000
+    assert 0 <= tuning.stage < len(session.plan.stages) - 1
+
+
+def test_every_stage_makes_it_better(session: Session) -> None:
+    results = json.loads((REFERENCE / "results.json").read_text())
+    assert (results["steps"], results["finished"]) == (session.step, True)
+    prefix = results["bpb"]["prefix"]
+    assert len(prefix) == len(session.plan.stages) > 1
+    assert all(later < earlier for earlier, later in pairwise(prefix))
+    assert prefix[-1] == results["bpb"]["last"]
+
+
+def test_drafts_write_what_full_depth_writes(session: Session) -> None:
+    engine, tokenizer = engine_of(session), session.tokenizer
+    drafted = accepted = 0
+    for text in PROMPTS:
+        prompt = [tokenizer.separator, *tokenizer.encode(text)]
+        mode = Speculate(engine, DraftRule(0.0, 3))
+        full, found = (write_all(each, [prompt], 16) for each in (Prefix(engine), mode))
+        assert differences(engine, [prompt], found, full)["mismatches"] == 0
+        drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
+    assert 0 < accepted <= drafted
