@@ -238,7 +238,7 @@ def speculation(settings: Settings) -> dict[str, Any]:
 
     engine = Engine(stack, plan, context)
     calibration = Calibration.of(readings(stack, plan, text).split()[0], config.steps)
-    tuning = tune(engine, calibration)
+    tuning = tune(engine, calibration.sample, calibration.sample)
     drafting = Speculate(engine, tuning.rule or DraftRule(0.0, 4), tuning.stage)
     exits = early_exits(model, prompts, settings.tokens)
     ways: dict[str, Way] = {

@@ -30,7 +30,8 @@ from topograd.training.trainer import start
 
 SETTINGS = Settings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2)
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
-DRAFTS, OFF = Tuning(0, DraftRule(0.0, 2), 1.25, COSTS), Tuning(0, None, 1.0, COSTS)
+RULE = DraftRule(0.0, 2)
+DRAFTS, OFF = Tuning(0, RULE, 1.25, RULE, COSTS), Tuning(0, None, 1.0, None, COSTS)
 RULES = ["sum-of-bounds", "rival-gain", *(f"flip-rate:{eps}" for eps in EPS)]
 
 

@@ -179,7 +179,8 @@ def test_the_best_stage_drafts_by_the_rule_that_replay_prefers(
         return COSTS
 
     monkeypatch.setattr(calibrate, "measure_costs", costs)
-    found = tune(engine_of(session), calibration)
+    found = tune(engine_of(session), calibration.sample, calibration.sample)
+    assert found.sampled == found.rule, "the same text gives the same rule"
     assert asked == [0, 1]
     assert (found.stage, found.costs) == (1, COSTS)
     assert found.rule is not None
@@ -191,13 +192,19 @@ def test_the_best_stage_drafts_by_the_rule_that_replay_prefers(
 
 def test_drafts_that_are_never_right_are_off(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure_costs", lambda engine, stage: COSTS)
-    found = tune(engine_of(session), sampled([[1.0] * 50] * 2, [[0] * 50] * 2))
-    assert (found.rule, found.predicted) == (None, 1.0)
+    wrong = sampled([[1.0] * 50] * 2, [[0] * 50] * 2).sample
+    right = sampled([[1.0] * 50] * 2, [[1] * 50] * 2).sample
+    found = tune(engine_of(session), wrong, wrong)
+    assert (found.rule, found.sampled, found.predicted) == (None, None, 1.0)
+    greedy_only = tune(engine_of(session), text=wrong, own=right)
+    assert greedy_only.rule is not None
+    assert greedy_only.sampled is None
 
 
 def test_tuning_by_the_clock(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
-    found = tune(engine_of(session), sampled([[1.0] * 50] * 2, [[1, 0] * 25] * 2))
+    half = sampled([[1.0] * 50] * 2, [[1, 0] * 25] * 2).sample
+    found = tune(engine_of(session), half, half)
     assert isinstance(found, Tuning)
     assert found.stage in (0, 1)
     assert found.predicted >= 1
@@ -217,7 +224,7 @@ def test_a_chain_of_predicting_stages_is_needed(session: Session) -> None:
 
 @pytest.mark.parametrize("rule", [DraftRule(0.25, 4), None], ids=["drafts", "off"])
 def test_what_is_kept_comes_back(here: Session, rule: DraftRule | None) -> None:
-    tuning = Tuning(1, rule, 1.375, COSTS)
+    tuning = Tuning(1, rule, 1.375, DraftRule(0.5, 2), COSTS)
     store(here.run, CALIBRATION, tuning)
     assert load(here) == (CALIBRATION, tuning)
     store(here.run, replace(CALIBRATION, tokens=5), tuning)
@@ -236,7 +243,7 @@ def refusal(session: Session) -> str:
 
 def test_a_run_without_calibration_or_of_other_weights_is_refused(here: Session) -> None:
     assert "is not calibrated" in refusal(here)
-    tuning = Tuning(0, None, 1.0, COSTS)
+    tuning = Tuning(0, None, 1.0, None, COSTS)
     store(here.run, replace(CALIBRATION, step=6), tuning)
     assert "is of step 6 and 3 stages, the weights are of step 7 and 3" in refusal(here)
     store(here.run, CALIBRATION, tuning)
@@ -281,7 +288,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_calibration_is_refused(here: Session, damage: Callable[[dict[str, Any]], object]) -> None:
-    store(here.run, CALIBRATION, Tuning(1, DraftRule(0.25, 4), 1.375, COSTS))
+    store(here.run, CALIBRATION, Tuning(1, DraftRule(0.25, 4), 1.375, None, COSTS))
     file = here.run.folder / "calibration.json"
     file.write_text(json.dumps(damage(json.loads(file.read_text()))))
     refusal(here)

@@ -42,7 +42,8 @@ CALIBRATION = Calibration(
     sample=Sample(((0.125, 1.0), (3.0, 1.5)), ((0, 1), (1, 1)), (2,)),
 )
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 1.0)
-DRAFTS, OFF = Tuning(1, DraftRule(0.25, 4), 1.5, COSTS), Tuning(1, None, 1.0, COSTS)
+DRAFTS = Tuning(1, DraftRule(0.25, 4), 1.5, DraftRule(0.5, 2), COSTS)
+OFF = Tuning(1, None, 1.0, None, COSTS)
 SAMPLING = Sampling(temperature=0.5, seed=3)
 
 

@@ -16,12 +16,13 @@ from rich.table import Table
 
 from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
 from topograd.cli.progress import SECONDS_BETWEEN_LINES
-from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, store, tune
+from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, store, tune
 from topograd.depth.calibration import EPS, Calibration
 from topograd.depth.modes import engine_of
 from topograd.depth.readings import Readings
 from topograd.depth.wand import Rule, agreement, exits, thresholds
 from topograd.errors import ConfigError, DataError, RunError
+from topograd.training.evaluation import Text
 from topograd.training.session import Session, heldout_text, open_session
 
 
@@ -45,10 +46,12 @@ def run(argv: list[str]) -> int:
     check_chain(session)
     if not os.access(session.run.folder, os.W_OK):
         raise RunError(f"{session.run.folder} cannot be written, so nothing can be kept there; copy it first")
-    calibrating, measuring = _readings(session, asked.bytes).split()
+    text = _text(session, asked.bytes)
+    calibrating, measuring = heldout_readings(session, text, on_batch=_progress()).split()
     calibration = Calibration.of(calibrating, session.step)
     note("measuring what drafts cost on this machine")
-    tuning = tune(engine_of(session), calibration)
+    engine = engine_of(session)
+    tuning = tune(engine, calibration.sample, own_text(session, engine, text))
     store(session.run, calibration, tuning)
     note(f"kept in {session.run.folder / 'calibration.json'}")
     results = {
@@ -64,15 +67,15 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _readings(session: Session, limit_bytes: int) -> Readings:
-    """What every stage says on held-out text, of at least one window for each half."""
+def _text(session: Session, limit_bytes: int) -> Text:
+    """Held-out text of at least one window for each half."""
     text = heldout_text(session.config, session.tokenizer, None, limit_bytes)
     if len(text.inputs) < 2:
         raise DataError(
             f"the held-out text gives 1 window of {session.config.model.context} tokens; calibrating needs "
             "2, one of them to measure on: give more --bytes, or train on more text"
         )
-    return heldout_readings(session, text, on_batch=_progress())
+    return text
 
 
 def _progress() -> Callable[[int, int], None]:
@@ -136,6 +139,7 @@ def _tuned(tuning: Tuning) -> dict[str, Any]:
         "threshold": None if rule is None else rule.threshold,
         "longest": None if rule is None else rule.longest,
         "predicted_speedup": tuning.predicted,
+        "sampled": None if tuning.sampled is None else vars(tuning.sampled),
         "seconds": {
             "draft": costs.draft,
             "full": costs.full,

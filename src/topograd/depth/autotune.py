@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from topograd.errors import ConfigError, DataError
 
 LONGEST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-QUANTILES = (0.1, 0.25, 0.4, 0.6, 0.8)
+QUANTILES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8)
 WORTHWHILE = 1.02
 """A rule must beat full depth by more than this, or drafting is turned off."""
 

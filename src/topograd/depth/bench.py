@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from topograd.depth.autotune import DraftRule, simulate
-from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, tune
+from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, tune
 from topograd.depth.calibration import Calibration
 from topograd.depth.comparison import differences, distinct, identical, mean_stage
 from topograd.depth.engine import Emitted, Engine, Mode, Prefix, write_all
@@ -78,7 +78,7 @@ def bench_decode(session: Session, settings: Settings) -> dict[str, Any]:
     if not len(seen) or not len(unseen):
         raise ConfigError(f"{settings.bytes} bytes are too little held-out text; give more --bytes")
     calibration = Calibration.of(seen, session.step)
-    tuning = tune(engine, calibration)
+    tuning = tune(engine, calibration.sample, own_text(session, engine, text))
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)
     modes = _modes(engine, calibration, tuning)
     written = {

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from topograd.depth.autotune import DraftRule, RowCosts, choose, simulate
-from topograd.depth.calibration import Calibration
-from topograd.depth.engine import Engine
+from topograd.depth.calibration import Calibration, Sample
+from topograd.depth.engine import Engine, Prefix, write_all
 from topograd.depth.readings import Readings, join, read
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, read_json, write_atomic
@@ -28,17 +28,22 @@ from topograd.training.session import Session
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows for which the deep stages are timed."""
-ROUNDS = 7
+ROUNDS = 9
+OWN_ROWS, OWN_TOKENS = 24, 64
+"""Texts that the model writes to be tuned on. Longer ones would mostly repeat themselves."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The draft stage and rule that pay best on this host, or None where none does."""
+    """The draft stage and the rules that pay best on this host; a rule is None where none does."""
 
     stage: int
     rule: DraftRule | None
+    """For greedy text, from a replay of the model's own."""
     predicted: float
-    """Speedup over full depth in a teacher-forced replay; 1 without a rule."""
+    """Speedup over full depth in that replay; 1 without a rule."""
+    sampled: DraftRule | None
+    """For sampled text, which is more like text that people wrote, from a replay of that."""
     costs: RowCosts
 
 
@@ -65,46 +70,67 @@ def heldout_readings(
 
 @torch.inference_mode()
 def measure_costs(engine: Engine, stage: int) -> RowCosts:
-    """Seconds on this host, in a half-full context, with `stage` drafting: medians of turns."""
+    """Seconds on this host, in a half-full context, with `stage` drafting: medians of whole rounds.
+
+    The first draft behind the deep stages is slower, since they have pushed its weights out of the
+    processor's caches. What a round takes beyond its drafts, at the pace of the later ones, counts as deep.
+    """
     length = max(engine.context // 2 - 1, 1)
     sizes = [size for size in SIZES if size <= engine.context - length]
     if len(sizes) < 2:
         raise ConfigError(f"a context of {engine.context} tokens has no room for drafts; use at least 3")
     cache = engine.start([[0] * length])
     cache.run(engine.last)
-    seconds: dict[str | int, list[float]] = {}
+    drafts: list[float] = []
+    rounds: dict[int, list[float]] = {size: [] for size in (0, *sizes)}  # 0: one token at full depth
 
-    def turn(name: str | int, rows: int, first: int, last: int) -> None:
-        """Time the readout of `last` on new rows that have run up to `first` (-1: not at all)."""
-        began = time.perf_counter()
-        cache.push([[0] * rows])
-        if first >= 0:
-            cache.run(first)
-            began = time.perf_counter()
+    def read(last: int, rows: int) -> None:
         cache.run(last)
         engine.logits(cache, last, [rows]).topk(2).values.tolist()
-        seconds.setdefault(name, []).append(time.perf_counter() - began)
-        cache.truncate([length])
 
     for _ in range(ROUNDS):
-        turn("draft", 1, -1, stage)
-        turn("full", 1, -1, engine.last)
-        for size in sizes:
-            turn(size, size, stage, engine.last)
-    middle = {name: statistics.median(times) for name, times in seconds.items()}
-    return RowCosts(middle["draft"], {size: middle[size] for size in sizes}, middle["full"])
+        for size in rounds:
+            began = time.perf_counter()
+            for row in range(size):
+                here = time.perf_counter()
+                cache.push([[0]])
+                read(stage, 1)
+                if row:
+                    drafts.append(time.perf_counter() - here)
+            if not size:
+                cache.push([[0]])
+            read(engine.last, max(size, 1))
+            cache.truncate([length])
+            rounds[size].append(time.perf_counter() - began)
+    draft = statistics.median(drafts)
+    middle = {size: statistics.median(times) for size, times in rounds.items()}
+    deep = {size: max(middle[size] - size * draft, draft) for size in sizes}
+    return RowCosts(draft, deep, middle[0])
 
 
-def tune(engine: Engine, calibration: Calibration) -> Tuning:
-    """The best draft stage and rule by replay; drafting is off where it loses."""
-    sample = calibration.sample
+def own_text(session: Session, engine: Engine, text: Text) -> Sample:
+    """What each stage says on the model's own greedy text, behind the beginnings of some held-out windows."""
+    start = max(engine.context // 4, 1)
+    prompts = [row[:start].tolist() for row in text.inputs[::2][:OWN_ROWS]]
+    count = min(OWN_TOKENS, engine.context - start)
+    written = write_all(Prefix(engine), prompts, count)
+    inputs = [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)]
+    targets = torch.tensor([[*row[1:], -100] for row in inputs])
+    targets[:, : start - 1] = -100
+    return Sample.of(heldout_readings(session, Text(torch.tensor(inputs), targets, 0)))
+
+
+def tune(engine: Engine, text: Sample, own: Sample) -> Tuning:
+    """The best draft stage and rules by replay of people's text and the model's own; off where they lose."""
     found = []
     for stage in range(engine.last):
-        margins, agrees = sample.margins[stage], sample.agrees[stage]
         costs = measure_costs(engine, stage)
-        rule = choose(margins, agrees, sample.lengths, costs)
-        speedup = 1.0 if rule is None else simulate(margins, agrees, sample.lengths, rule, costs).speedup
-        found.append(Tuning(stage, rule, speedup, costs))
+        rule = choose(own.margins[stage], own.agrees[stage], own.lengths, costs)
+        speedup = 1.0
+        if rule is not None:
+            speedup = simulate(own.margins[stage], own.agrees[stage], own.lengths, rule, costs).speedup
+        sampled = choose(text.margins[stage], text.agrees[stage], text.lengths, costs)
+        found.append(Tuning(stage, rule, speedup, sampled, costs))
     return max(found, key=lambda tuning: tuning.predicted)
 
 
@@ -151,6 +177,7 @@ def _tuning_dict(tuning: Tuning) -> dict[str, Any]:
         "stage": tuning.stage,
         "rule": None if tuning.rule is None else asdict(tuning.rule),
         "predicted": tuning.predicted,
+        "sampled": None if tuning.sampled is None else asdict(tuning.sampled),
         "costs": {
             "draft": tuning.costs.draft,
             "full": tuning.costs.full,
@@ -162,10 +189,14 @@ def _tuning_dict(tuning: Tuning) -> dict[str, Any]:
 def _tuning_of(values: Any) -> Tuning:
     costs = values["costs"]
     deep = {int(size): float(seconds) for size, seconds in costs["deep"].items()}
-    rule = values["rule"]
+    rules = [
+        None if rule is None else DraftRule(float(rule["threshold"]), int(rule["longest"]))
+        for rule in (values["rule"], values["sampled"])
+    ]
     return Tuning(
         int(values["stage"]),
-        None if rule is None else DraftRule(float(rule["threshold"]), int(rule["longest"])),
+        rules[0],
         float(values["predicted"]),
+        rules[1],
         RowCosts(float(costs["draft"]), deep, float(costs["full"])),
     )

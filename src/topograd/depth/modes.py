@@ -71,9 +71,10 @@ def default_depth(session: Session) -> str:
 
 def speculation_of(engine: Engine, tuning: Tuning, sampling: Sampling) -> Mode:
     """What the tuning says: drafts, or full depth where drafting loses."""
-    if tuning.rule is None:
+    rule = tuning.rule if sampling.greedy else tuning.sampled
+    if rule is None:
         return Prefix(engine, None, sampling)
-    return Speculate(engine, tuning.rule, tuning.stage, sampling)
+    return Speculate(engine, rule, tuning.stage, sampling)
 
 
 def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampling: Sampling) -> Wand:
