@@ -89,7 +89,7 @@ def test_a_second_demo_reuses_everything(made: Path, call: Callable[..., Any]) -
         "│ speculate, 2 rows ",
     ):
         assert words in answer.out
-    assert "wand:flip-rate:0.01: each token in the colour" in answer.out
+    assert "each token has the colour of the stage where it left" in answer.out
     assert "def read(self, size=-1):" in answer.out
 
 

@@ -63,7 +63,7 @@ def results(session: Session, request: pytest.FixtureRequest) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "ROUNDS", 1)
         if request.param is not None:
-            patch.setattr(bench, "tune", lambda engine, calibration: request.param)
+            patch.setattr(bench, "tune", lambda *_: request.param)
         return bench_decode(session, SETTINGS)
 
 

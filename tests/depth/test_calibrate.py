@@ -146,17 +146,20 @@ def test_a_context_without_room_is_refused(session: Session, context: int) -> No
 def test_what_is_timed(
     session: Session, visits_of: Callable[[Stack], Any], monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    """In a half-full context: drafts run the first stages only, the sizes run the others as one batch."""
+    """In a half-full context: one token at full depth, then rounds: drafts run the first stages alone, and
+    the others run them as one batch."""
     monkeypatch.setattr(calibrate, "ROUNDS", 2)
     engine = engine_of(session)
     visits = visits_of(engine.stack)
     measure_costs(engine, stage)
     half, prompt = 7, [list(range(7))]
-    batches = [[list(range(half, half + size))] for size in (1, 2, 3, 4, 6, 8)]
+    sizes = (1, 2, 3, 4, 6, 8)
+    drafts = [[[half + row]] for size in sizes for row in range(size)]
+    batches = [[list(range(half, half + size))] for size in sizes]
     one = [[half]]
     for layer in range(3):
-        drafts = [one] if layer <= stage else []
-        assert visits.calls[layer] == [prompt, *[*drafts, one, *batches] * 2], layer
+        turns = drafts if layer <= stage else batches
+        assert visits.calls[layer] == [prompt, *[one, *turns] * 2], layer
 
 
 def sampled(margins: list[list[float]], agrees: list[list[int]]) -> Calibration:

@@ -152,7 +152,7 @@ def test_candidates_are_pruned_from_some_vocabulary_on(
 @pytest.mark.parametrize(
     ("depth", "rule", "stage"),
     [
-        ("speculate", DraftRule(0.25, 4), 1),
+        ("speculate", DraftRule(0.5, 2), 1),
         ("speculate:1", DraftRule(0.0, 1), 0),
         (f"speculate:{MOST_DRAFT}", DraftRule(0.0, MOST_DRAFT), 0),
         ("speculate:4:0.5", DraftRule(0.5, 4), 0),
@@ -162,6 +162,12 @@ def test_drafts(session: Session, engine: Engine, depth: str, rule: DraftRule, s
     mode = make(depth, session, engine)
     assert isinstance(mode, Speculate)
     assert (mode.rule, mode.stage) == (rule, stage)
+
+
+def test_greedy_text_has_a_rule_of_its_own(session: Session, engine: Engine) -> None:
+    mode = mode_of("speculate", session, engine, Sampling())
+    assert isinstance(mode, Speculate)
+    assert (mode.rule, mode.stage) == (DraftRule(0.25, 4), 1)
 
 
 def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: Session, engine: Engine) -> None:

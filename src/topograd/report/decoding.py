@@ -53,8 +53,11 @@ def _cell(way: object, key: str, digits: int) -> str:
 
 def _picture(picture: object) -> str:
     """The text in its colours; nothing if it is not there or not whole."""
+    pieces, stages = entry(picture, "pieces"), entry(picture, "stages")
+    if not isinstance(pieces, list) or not isinstance(stages, int):
+        return ""
     try:
-        pieces = [(str(text), int(left)) for text, left in entry(picture, "pieces") or ()]
-        return depth_fragment(str(entry(picture, "prompt") or ""), pieces, int(entry(picture, "stages")))
+        whole_pieces = [(str(text), int(left)) for text, left in pieces]
+        return depth_fragment(str(entry(picture, "prompt") or ""), whole_pieces, stages)
     except (TypeError, ValueError):
         return ""
