@@ -17,7 +17,7 @@ from topograd.depth import calibrate
 from topograd.depth.autotune import DraftRule, RowCosts, simulate
 from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, load, measure_costs, store, tune
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
-from topograd.depth.engine import Engine
+from topograd.depth.engine import Engine, Prefix, write_all
 from topograd.depth.modes import engine_of
 from topograd.errors import ConfigError, RunError
 from topograd.nn.gpt import GPTConfig
@@ -301,3 +301,18 @@ def test_a_damaged_calibration_is_refused(here: Session, damage: Callable[[dict[
 def test_what_is_no_json_is_refused(here: Session, text: str) -> None:
     (here.run.folder / "calibration.json").write_text(text)
     refusal(here)
+
+
+def test_the_models_own_text_is_read_behind_its_prompts(session: Session) -> None:
+    """Every token but the prompt's, and each stage's agreement with the last on what full depth wrote."""
+    engine = engine_of(session)
+    text = heldout_text(session.config, session.tokenizer, None, 300)
+    own = calibrate.own_text(session, engine, text)
+    rows = min(calibrate.OWN_ROWS, len(text.inputs[::2]))
+    start = engine.context // 4
+    each = min(calibrate.OWN_TOKENS, engine.context - start)
+    assert own.lengths == (each,) * rows
+    prompt = text.inputs[0][:start].tolist()
+    [written] = write_all(Prefix(engine), [prompt], each)
+    [first] = write_all(Prefix(engine, 0), [prompt], 1)
+    assert own.agrees[0][0] == int(first[0].token == written[0].token)

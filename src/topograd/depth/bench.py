@@ -2,7 +2,8 @@
 
 Everything is measured in one process with one engine: in each round every mode continues the same held-out
 prompts, in an order that rotates, and a speedup is the median over rounds of the time at full depth over the
-mode's (`timing.py`). Full depth is decoded with the same cache and kernels as the rest.
+mode's (`timing.py`). Full depth is decoded with the same cache and kernels as the rest. Only decoding is
+timed: every prompt has been read when the clock starts (but not in the comparison of batches).
 
     agreement    teacher-forced: share of held-out tokens where the mode's token is full depth's; calibrated
                  on the even windows, measured on the odd ones
@@ -17,6 +18,7 @@ Limits: a few prompts, a noisy machine. Read the quartiles.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +30,7 @@ from topograd.depth.autotune import DraftRule, simulate
 from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, tune
 from topograd.depth.calibration import Calibration
 from topograd.depth.comparison import differences, distinct, identical, mean_stage
-from topograd.depth.engine import Emitted, Engine, Mode, Prefix, write_all
+from topograd.depth.engine import Emitted, Engine, Mode, Prefix, go_on, write_all
 from topograd.depth.exits import Wand
 from topograd.depth.modes import PRUNING_VOCAB, engine_of, speculation_of
 from topograd.depth.readings import Readings
@@ -55,7 +57,7 @@ class Settings:
     prompt_tokens: int = 64
     tokens: int = 64
     """Tokens written after each prompt."""
-    rounds: int = 5
+    rounds: int = 7
     bytes: int = 100_000
     """Held-out text for agreement and calibration."""
     rows: int = 4
@@ -81,11 +83,8 @@ def bench_decode(session: Session, settings: Settings) -> dict[str, Any]:
     tuning = tune(engine, calibration.sample, own_text(session, engine, text))
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)
     modes = _modes(engine, calibration, tuning)
-    written = {
-        name: continued(mode, prompts, settings.tokens) for name, mode in modes.items()
-    }  # warms up too
-    turns = {name: partial(continued, mode, prompts, settings.tokens) for name, mode in modes.items()}
-    seconds = take_turns(turns, settings.rounds, warmup=0)
+    written = {name: continued(mode, prompts, settings.tokens) for name, mode in modes.items()}
+    seconds = in_turns(modes, prompts, settings)
     speed = {name: ratio(seconds, "full", name).as_dict() for name in modes}
     tokens = settings.tokens * len(prompts)
     rate = {name: tokens / sorted(times)[len(times) // 2] for name, times in seconds.items()}
@@ -167,20 +166,38 @@ def ways(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Continued:
-    """What a mode wrote after each prompt, and the share of its drafts that were kept, if it drafts."""
+    """What a mode wrote after each prompt, how long that took, and the share of its drafts that were kept."""
 
     texts: list[list[Emitted]]
+    seconds: float
     acceptance: float | None
 
 
 def continued(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> Continued:
-    """Continue each prompt by itself."""
-    texts, drafted, accepted = [], 0, 0
+    """Continue each prompt by itself. Reading the prompt, at full depth for every mode, is not timed."""
+    texts, seconds, drafted, accepted = [], 0.0, 0, 0
     for prompt in prompts:
-        texts.append(write_all(mode, [prompt], tokens)[0])
+        cache = mode.engine.start([prompt])
+        with torch.inference_mode():
+            cache.run(mode.engine.last)
+        began = time.perf_counter()
+        texts.append([emitted for _, emitted in go_on(mode, cache, tokens)])
+        seconds += time.perf_counter() - began
         if isinstance(mode, Speculate):
             drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
-    return Continued(texts, accepted / drafted if drafted else None)
+    return Continued(texts, seconds, accepted / drafted if drafted else None)
+
+
+def in_turns(
+    modes: Mapping[str, Mode], prompts: Sequence[Sequence[int]], settings: Settings
+) -> dict[str, list[float]]:
+    """Seconds of each mode in each round, in an order that rotates."""
+    names = list(modes)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(settings.rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(continued(modes[name], prompts, settings.tokens).seconds)
+    return seconds
 
 
 def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:

@@ -212,21 +212,25 @@ def _emit(
     return [[Emitted(token, stage) for token in row] for row in new]
 
 
-def write(
-    mode: Mode,
-    prompts: Tokens,
-    tokens: int,
-    finished: Callable[[int, Emitted], bool] | None = None,
-) -> Iterator[tuple[int, Emitted]]:
-    """Pairs of a row and its next token, until every row has `tokens` of them or is `finished`.
+Finished = Callable[[int, Emitted], bool]
+"""Whether a row ends with a token; asked after each token that is handed out."""
 
-    `finished(row, emitted)` is asked after each token that is handed out.
-    """
+
+def write(
+    mode: Mode, prompts: Tokens, tokens: int, finished: Finished | None = None
+) -> Iterator[tuple[int, Emitted]]:
+    """Pairs of a row and its next token, until every row has `tokens` of them or is `finished`."""
     if tokens < 0:
         raise ConfigError(f"tokens is {tokens}; it must be at least 0")
-    cache = mode.engine.start(prompts)
-    mode.begin(len(prompts))
-    left = [tokens] * len(prompts)
+    return go_on(mode, mode.engine.start(prompts), tokens, finished)
+
+
+def go_on(
+    mode: Mode, cache: AnyCache, tokens: int, finished: Finished | None = None
+) -> Iterator[tuple[int, Emitted]]:
+    """What `write` gives, behind the tokens of a cache that the mode's engine has started."""
+    mode.begin(len(cache.tokens))
+    left = [tokens] * len(cache.tokens)
     while any(left):
         for row, written in enumerate(mode.advance(cache, [n > 0 for n in left])):
             for emitted in written[: left[row]]:
