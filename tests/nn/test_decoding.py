@@ -17,7 +17,7 @@ def test_a_turn_is_a_rotation(sign: int, ragged: bool) -> None:
     inputs = torch.zeros(2, 3, dtype=torch.long)
     offset = torch.tensor([[4, 5, 6], [0, 1, 9]]) if ragged else 4
     bus = Turns(FREQUENCIES, torch.float64, sign, reach=6).bus(x, inputs, offset)
-    rows = paired(x.reshape(6, 40).t(), 8).t()  # as a matrix with reordered rows would give them
+    rows = paired(x.reshape(6, 40).t(), 8).t().contiguous()  # as a matrix with reordered rows would give them
     found = turn(rows, bus, 8)
     positions = offset if isinstance(offset, torch.Tensor) else torch.arange(4, 7).expand(2, 3)
     angles = (positions[..., None] * FREQUENCIES)[:, :, None]
