@@ -6,14 +6,15 @@
 
     python benchmarks/decode.py [rows|forced|pruning] [--width 768] [--threads 1]
 
-Things take turns; a figure is the median with its quartiles. `topograd bench decode` measures trained models.
+Things take turns; a figure is the median with its quartiles. Only decoding is timed, not the prompt.
+`topograd bench decode` measures trained models.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.depth.autotune import DraftRule
-from topograd.depth.engine import Engine, Mode, Prefix, write_all
+from topograd.depth.bench import Settings, in_turns
+from topograd.depth.engine import Engine, Mode, Prefix
 from topograd.depth.exits import Wand
 from topograd.depth.speculation import Draft, Speculate
 from topograd.nn.gpt import GPT
@@ -99,18 +101,13 @@ def random_engine(layers: int, width: int, vocab: int, context: int) -> Engine:
     return Engine(gpt, Plan.of(Topology.chain(",".join([part] * 4)), layers), context)
 
 
-def writing(modes: Mapping[str, Mode], tokens: int) -> dict[str, Callable[[], object]]:
-    """Each mode writing so many tokens behind the same prompt."""
-    return {name: partial(write_all, mode, PROMPT, tokens) for name, mode in modes.items()}
-
-
 def forced(layers: int, width: int, rounds: int, tokens: int) -> None:
     engine = random_engine(layers, width, 4096, 256)
     modes: dict[str, Mode] = {"full": Prefix(engine), "prefix:1": Prefix(engine, 0)}
     for chance in (0.6, 0.8, 0.9):
-        for longest in (2, 3, 4, 6):
+        for longest in (2, 3, 4):
             modes[f"{longest} drafts at {chance}"] = Forced(engine, longest, chance)
-    seconds = take_turns(writing(modes, tokens), rounds, warmup=1)
+    seconds = in_turns(modes, PROMPT, Settings(tokens=tokens, rounds=rounds + 1))
     rate = tokens / sorted(seconds["full"])[rounds // 2]
     print(f"full depth: {rate:.1f} tokens/s")
     for name in list(modes)[1:]:
@@ -127,7 +124,7 @@ def pruning(width: int, rounds: int, tokens: int) -> None:
             "whole": Wand(engine, limits),
             "pruned": Wand(engine, limits, bounds=[bound] * engine.last),
         }
-        seconds = take_turns(writing(modes, tokens), rounds, warmup=1)
+        seconds = in_turns(modes, PROMPT, Settings(tokens=tokens, rounds=rounds + 1))
         print(f"  vocabulary {vocab}: pruned is {ratio(seconds, 'whole', 'pruned')} times as fast")
 
 
@@ -145,7 +142,7 @@ def main() -> None:
     parser.add_argument("what", choices=("rows", "forced", "pruning", "all"), nargs="?", default="all")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     asked = parser.parse_args()
