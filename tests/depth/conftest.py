@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from topograd.depth.engine import Engine
-from topograd.nn.gpt import GPT, Block
+from topograd.nn.gpt import GPT, Block, GPTConfig
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.config import TrainConfig
+from topograd.training.session import Session, open_session
+from topograd.training.trainer import start
 
 VOCAB, CONTEXT = 50, 24
 
@@ -52,6 +56,44 @@ def make_gpt() -> Callable[..., GPT]:
 @pytest.fixture(scope="session")
 def make_engine() -> Callable[..., Engine]:
     return engine_of
+
+
+@pytest.fixture(scope="session")
+def mild() -> GPT:
+    """A model whose stages often agree, but not always; not to be changed."""
+    return random_gpt(later=0.15)
+
+
+@pytest.fixture(scope="session")
+def mild_engine(mild: GPT) -> Engine:
+    return engine_of(mild)
+
+
+@pytest.fixture(scope="module")
+def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Session]]:
+    """Runs on bytes, a layer a stage, of random weights whose stages disagree; saved as if of some step."""
+    folder = tmp_path_factory.mktemp("session")
+    (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
+
+    def make(stages: int, step: int = 0) -> Session:
+        config = TrainConfig(
+            partition=",".join(["1"] * stages),
+            data=str(folder / "corpus.txt"),
+            tokenizer="bytes",
+            eval_bytes=300,
+            model=GPTConfig(layers=stages, width=16, heads=2, context=16),
+        )
+        trainer = start(config, folder / f"run-{stages}-{step}")
+        with torch.no_grad():
+            for parameter in trainer.stack.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        trainer.step = step
+        trainer.save()
+        return open_session(trainer.run.folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield make
 
 
 @pytest.fixture(scope="session")

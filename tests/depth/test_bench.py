@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +19,10 @@ from topograd.depth.modes import engine_of
 from topograd.depth.readings import Readings
 from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError
-from topograd.nn.gpt import GPTConfig
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
 from topograd.training.evaluation import Text
-from topograd.training.session import Session, heldout_text, open_session
-from topograd.training.trainer import start
+from topograd.training.session import Session, heldout_text
 
 SETTINGS = Settings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2)
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
@@ -36,25 +32,9 @@ RULES = ["sum-of-bounds", "rival-gain", *(f"flip-rate:{eps}" for eps in EPS)]
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A run of two stages that disagree: its weights are random."""
-    folder = tmp_path_factory.mktemp("bench")
-    (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        config = TrainConfig(
-            partition="1,1",
-            data=str(folder / "corpus.txt"),
-            tokenizer="bytes",
-            eval_bytes=300,
-            model=GPTConfig(layers=2, width=16, heads=2, context=16),
-        )
-        trainer = start(config, folder / "run")
-        with torch.no_grad():
-            for parameter in trainer.stack.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        trainer.save()
-        yield open_session(folder / "run")
+def session(make_session: Callable[..., Session]) -> Session:
+    """A run of two stages that disagree."""
+    return make_session(2)
 
 
 @pytest.fixture(scope="module", params=[DRAFTS, OFF, None], ids=["drafts", "off", "tuned"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,12 @@ from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
 from topograd.depth.engine import Engine, Prefix, write_all
 from topograd.depth.modes import engine_of
 from topograd.errors import ConfigError, RunError
-from topograd.nn.gpt import GPTConfig
 from topograd.nn.stack import Stack
 from topograd.run import Run
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
 from topograd.training.evaluation import Text
 from topograd.training.session import Session, heldout_text, open_session
-from topograd.training.trainer import start
 
 VOCAB, CONTEXT, STEP = 257, 16, 7
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
@@ -46,26 +43,9 @@ CALIBRATION = Calibration(
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A run of three stages that disagree: its weights are random, and saved as if of step 7."""
-    folder = tmp_path_factory.mktemp("calibrate")
-    (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        config = TrainConfig(
-            partition="1,1,1",
-            data=str(folder / "corpus.txt"),
-            tokenizer="bytes",
-            eval_bytes=300,
-            model=GPTConfig(layers=3, width=16, heads=2, context=CONTEXT),
-        )
-        trainer = start(config, folder / "run")
-        with torch.no_grad():
-            for parameter in trainer.stack.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        trainer.step = STEP
-        trainer.save()
-        yield open_session(folder / "run")
+def session(make_session: Callable[..., Session]) -> Session:
+    """A run of three stages that disagree, saved as if of step 7."""
+    return make_session(3, STEP)
 
 
 @pytest.fixture

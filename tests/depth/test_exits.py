@@ -26,17 +26,6 @@ NEVER = (math.inf,) * LAST
 PROMPT = [3, 1, 4]
 
 
-@pytest.fixture(scope="module")
-def mild(make_gpt: Callable[..., GPT]) -> GPT:
-    """A model whose stages often agree, but not always."""
-    return make_gpt(later=0.15)
-
-
-@pytest.fixture(scope="module")
-def mild_engine(mild: GPT, make_engine: Callable[..., Engine]) -> Engine:
-    return make_engine(mild)
-
-
 def slow(
     model: GPT, engine: Engine, thresholds: Sequence[float], sampling: Sampling | None = None
 ) -> list[Emitted]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from topograd.depth import modes
 from topograd.depth.autotune import DraftRule, RowCosts
@@ -20,13 +18,10 @@ from topograd.depth.modes import MOST_DRAFT, default_depth, engine_of, mode_of
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError, RunError, TopologyError
-from topograd.nn.gpt import GPTConfig
 from topograd.run import Run
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
-from topograd.training.session import Session, open_session
-from topograd.training.trainer import start
+from topograd.training.session import Session
 
 VOCAB, NEVER = 257, float("inf")
 FLIPS = {eps: (100 * eps, NEVER if eps < 0.002 else 10 * eps) for eps in EPS}
@@ -48,26 +43,11 @@ SAMPLING = Sampling(temperature=0.5, seed=3)
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A run of three stages, of random weights and step 0, calibrated by hand; not to be changed."""
-    folder = tmp_path_factory.mktemp("modes")
-    (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        config = TrainConfig(
-            partition="1,1,1",
-            data=str(folder / "corpus.txt"),
-            tokenizer="bytes",
-            eval_bytes=300,
-            model=GPTConfig(layers=3, width=16, heads=2, context=16),
-        )
-        trainer = start(config, folder / "run")
-        with torch.no_grad():
-            for parameter in trainer.stack.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        trainer.save()
-        store(trainer.run, CALIBRATION, DRAFTS)
-        yield open_session(folder / "run")
+def session(make_session: Callable[..., Session]) -> Session:
+    """A run of three stages, of step 0, calibrated by hand; not to be changed."""
+    session = make_session(3)
+    store(session.run, CALIBRATION, DRAFTS)
+    return session
 
 
 @pytest.fixture(scope="module")

@@ -25,17 +25,6 @@ CONTEXT, LAST = 24, 3
 
 
 @pytest.fixture(scope="module")
-def mild(make_gpt: Callable[..., GPT]) -> GPT:
-    """A model whose stages often agree, but not always."""
-    return make_gpt(later=0.15)
-
-
-@pytest.fixture(scope="module")
-def mild_engine(mild: GPT, make_engine: Callable[..., Engine]) -> Engine:
-    return make_engine(mild)
-
-
-@pytest.fixture(scope="module")
 def expected(mild: GPT, mild_engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """Full depth, the slow way; every row passes the context."""
     return [greedy(mild, mild_engine.plan, prompt, 30, LAST, CONTEXT) for prompt in prompts]
