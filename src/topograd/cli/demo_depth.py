@@ -22,7 +22,7 @@ from topograd.pretrained import REFERENCE
 from topograd.report.depth_text import stage_colour
 from topograd.training.session import Session, open_session
 
-SHORT = Settings(prompts=3, tokens=32, rounds=3, bytes=40_000)
+SHORT = Settings(prompts=2, tokens=64, rounds=2, bytes=30_000)
 PROMPT = "def read(self, size=-1):\n"
 DEPTH = "wand:flip-rate:0.01"
 TOKENS = 160

@@ -7,10 +7,10 @@ The even documents' windows of the held-out text calibrate; the odd ones are lef
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def heldout_readings(
 
 @torch.inference_mode()
 def measure_costs(engine: Engine, stage: int) -> RowCosts:
-    """Seconds on this host, in a half-full context, with `stage` drafting: medians of whole rounds.
+    """Seconds on this host, in a half-full context, with `stage` drafting: lower quartiles of whole rounds.
 
     The first draft behind the deep stages is slower, since they have pushed its weights out of the
     processor's caches. What a round takes beyond its drafts, at the pace of the later ones, counts as deep.
@@ -102,16 +102,24 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
             read(engine.last, max(size, 1))
             cache.truncate([length])
             rounds[size].append(time.perf_counter() - began)
-    draft = statistics.median(drafts)
-    middle = {size: statistics.median(times) for size, times in rounds.items()}
-    deep = {size: max(middle[size] - size * draft, draft) for size in sizes}
-    return RowCosts(draft, deep, middle[0])
+    draft = low(drafts)
+    beyond = {size: low(rounds[size]) - size * draft for size in sizes}
+    deep = dict(zip(sizes, accumulate(beyond.values(), max, initial=draft), strict=False))
+    deep = {size: max(beyond[size], least) for size, least in deep.items()}  # more rows never cost less
+    return RowCosts(draft, deep, low(rounds[0]))
+
+
+def low(seconds: Sequence[float]) -> float:
+    """The lower quartile: on a busy machine the slow moments are not the model's."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def own_text(session: Session, engine: Engine, text: Text) -> Sample:
     """What each stage says on the model's own greedy text, behind the beginnings of some held-out windows."""
     start = max(engine.context // 4, 1)
-    prompts = [row[:start].tolist() for row in text.inputs[::2][:OWN_ROWS]]
+    rows = text.inputs[::2]
+    spread = [rows[i * len(rows) // OWN_ROWS] for i in range(OWN_ROWS)] if len(rows) > OWN_ROWS else rows
+    prompts = [row[:start].tolist() for row in spread]
     count = min(OWN_TOKENS, engine.context - start)
     written = write_all(Prefix(engine), prompts, count)
     inputs = [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)]
