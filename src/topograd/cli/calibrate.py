@@ -133,18 +133,14 @@ def _measured(calibration: Calibration) -> dict[str, Any]:
 
 def _tuned(tuning: Tuning) -> dict[str, Any]:
     """The draft rule, its numbers null where drafting is off."""
-    rule, costs = tuning.rule, tuning.costs
+    rule = tuning.rule
     return {
         "stage": None if rule is None else tuning.stage + 1,
         "threshold": None if rule is None else rule.threshold,
         "longest": None if rule is None else rule.longest,
         "predicted_speedup": tuning.predicted,
         "sampled": None if tuning.sampled is None else vars(tuning.sampled),
-        "seconds": {
-            "draft": costs.draft,
-            "full": costs.full,
-            "deep": {str(rows): seconds for rows, seconds in costs.deep.items()},
-        },
+        "seconds": tuning.costs.as_dict(),
     }
 
 

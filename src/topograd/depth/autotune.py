@@ -25,6 +25,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,11 @@ class RowCosts:
         for seconds in (self.draft, self.full, *self.deep.values()):
             if not 0 < seconds < math.inf:
                 raise ConfigError(f"a cost of {seconds} seconds was given; a cost must be finite and above 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The seconds as JSON holds them."""
+        deep = {str(rows): seconds for rows, seconds in self.deep.items()}
+        return {"draft": self.draft, "full": self.full, "deep": deep}
 
     def deep_seconds(self, m: int) -> float:
         """The deep stages on m rows: linear between the sizes measured, and beyond them."""

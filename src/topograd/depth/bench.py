@@ -98,11 +98,7 @@ def bench_decode(session: Session, settings: Settings) -> dict[str, Any]:
         "speculate": _speculation(engine, unseen, tuning, prompts, speed, rate, written),
         "sampled": _sampled(written, seconds, rate),
         "batch": _batched(engine, tuning, text, settings),
-        "row_costs": {
-            "full": tuning.costs.full,
-            "draft": tuning.costs.draft,
-            "deep": {str(rows): cost for rows, cost in tuning.costs.deep.items()},
-        },
+        "row_costs": tuning.costs.as_dict(),
     }
     return {**results, "ways": ways(results)}
 

@@ -63,10 +63,6 @@ class Cache:
     def lengths(self) -> list[int]:
         return [len(row) for row in self.tokens]
 
-    def room(self) -> int:
-        """Positions left in the longest row."""
-        return self.capacity - max(self.lengths())
-
     def push(self, tokens: Sequence[Sequence[int]]) -> None:
         """Append tokens to each row; rows may get unlike numbers of them, or none."""
         starts, counts = self.lengths(), [len(row) for row in tokens]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -103,9 +102,9 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
             cache.truncate([length])
             rounds[size].append(time.perf_counter() - began)
     draft = low(drafts)
-    beyond = {size: low(rounds[size]) - size * draft for size in sizes}
-    deep = dict(zip(sizes, accumulate(beyond.values(), max, initial=draft), strict=False))
-    deep = {size: max(beyond[size], least) for size, least in deep.items()}  # more rows never cost less
+    deep, least = {}, draft
+    for size in sizes:  # more rows never cost less
+        deep[size] = least = max(least, low(rounds[size]) - size * draft)
     return RowCosts(draft, deep, low(rounds[0]))
 
 
@@ -186,11 +185,7 @@ def _tuning_dict(tuning: Tuning) -> dict[str, Any]:
         "rule": None if tuning.rule is None else asdict(tuning.rule),
         "predicted": tuning.predicted,
         "sampled": None if tuning.sampled is None else asdict(tuning.sampled),
-        "costs": {
-            "draft": tuning.costs.draft,
-            "full": tuning.costs.full,
-            "deep": {str(size): seconds for size, seconds in tuning.costs.deep.items()},
-        },
+        "costs": tuning.costs.as_dict(),
     }
 
 

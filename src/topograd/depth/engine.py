@@ -42,20 +42,13 @@ class Emitted:
 class Engine:
     """A model whose layers are laid out for decoding. A stack without memory is computed anew each time."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        plan: Plan,
-        context: int,
-        relays: Mapping[str, Relay] = RELAYS,
-        heads: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, stack: Stack, plan: Plan, context: int, relays: Mapping[str, Relay] = RELAYS) -> None:
         if context < 1:
             raise ConfigError(f"context is {context}; it must be at least 1")
         self.remembers = can_decode(stack)
         self.stack = stack.for_decoding() if self.remembers else stack
         self.plan, self.context, self.relays = plan, context, relays
-        self.heads = tuple(range(len(plan.stages))) if heads is None else tuple(heads)
+        self.heads = tuple(range(len(plan.stages)))
         """For each stage of the plan the head that reads it; branches share heads."""
         self.last = len(plan.stages) - 1
 
