@@ -13,7 +13,6 @@ from topograd.depth.branches import Branches, branches, parse_branches, parse_pa
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
-from topograd.nn.relays import Identity, Relay
 from topograd.nn.stack import Bus
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
@@ -167,24 +166,24 @@ def test_layers_that_no_path_needs_may_be_left_out(
 def test_a_stage_keeps_its_relay_and_the_embedding_that_it_hears(model: GPT, inputs: Tensor) -> None:
     """With a bus from the embedding and a relay that halves, for stage 3 alone."""
 
-    class Half(Identity):
+    class Half(nn.Module):
         def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
             return h / 2
 
         def receive(self, message: Tensor, bus: Bus) -> Tensor:
             return message + 1
 
-    relays: dict[str, Relay] = {"identity": Identity(), "half": Half()}
+    model.add_relay("halving", Half())
     root, bus = Edge(EMBEDDING, transmissivity=1.0), Edge(EMBEDDING)
     stages = (
         Stage(0, 1, (root,)),
         Stage(1, 3, (Edge(0),)),
-        Stage(3, 6, (bus, Edge(1, relay="half"))),
+        Stage(3, 6, (bus, Edge(1, relay="halving"))),
     )
     found = branches(Plan.of(Topology(LAYERS, stages), LAYERS), [(0, 2), (0, 1, 2)])
-    assert [p for p, _ in found.plan.stages[1].hears] == [Port(-1, 0, "identity"), Port(0, 1, "half")]
-    assert found.plan.stages[1].stage.sources == (bus, Edge(0, 1, relay="half"))
-    hidden = stage_outputs(model, found.plan, inputs, found.ends, relays)
+    assert [p for p, _ in found.plan.stages[1].hears] == [Port(-1, 0, "identity"), Port(0, 1, "halving")]
+    assert found.plan.stages[1].stage.sources == (bus, Edge(0, 1, relay="halving"))
+    hidden = stage_outputs(model, found.plan, inputs, found.ends)
     with torch.no_grad():
         x0 = model.embed(inputs)
         heard = model.bus(x0, inputs)

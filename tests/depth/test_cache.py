@@ -4,7 +4,7 @@ position is run twice."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from topograd.depth.cache import Cache, can_decode
 from topograd.errors import StackError
 from topograd.nn.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
-from topograd.nn.relays import RELAYS, Identity, Relay
+from topograd.nn.interface import SegmentInterface, add_interfaces
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
@@ -24,7 +24,7 @@ VOCAB, CAPACITY = 17, 12
 ROOT = Edge(EMBEDDING, transmissivity=1.0)
 
 
-class Half(Identity):
+class Half(nn.Module):
     """Sends half of h and of what was heard, receives that and 1."""
 
     def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
@@ -35,11 +35,11 @@ class Half(Identity):
         return message + bus.x0 + 1
 
 
-RELAYED: Mapping[str, Relay] = {**RELAYS, "half": Half()}
 TOPOLOGIES = {
     "chain": Topology.chain("1,1,2"),
     "fine chain": Topology.chain("1,1,1,1"),
     "input bus": Topology.chain("1,2,1").with_input_bus(),
+    "regions": Topology.regions("1,1,2"),
     "forest": Topology.forest(["1,1", "2"]),
     "cover": Topology.cover([(0, 3), (1, 4)]),
     "diamond": Topology(
@@ -55,7 +55,7 @@ TOPOLOGIES = {
         4,
         (
             Stage(0, 2, (ROOT,)),
-            Stage(2, 3, (Edge(0, layer=1, relay="half"),)),
+            Stage(2, 3, (Edge(0, layer=1, relay="halving"),)),
             Stage(3, 4, (Edge(1), Edge(0))),
         ),
     ),
@@ -65,6 +65,11 @@ TOPOLOGIES = {
 @pytest.fixture(scope="module")
 def stacks(make_gpt: Callable[..., GPT]) -> dict[str, Stack]:
     gpt = make_gpt(width=16, vocab=VOCAB, context=CAPACITY, windows=(0, 3))
+    gpt.add_relay("halving", Half())
+    add_interfaces(gpt, SegmentInterface(segments=4, rank=4, pool="cumulative"), 3, 16, CAPACITY)
+    for relay in gpt.own_relays().values():
+        for parameter in relay.parameters():
+            nn.init.normal_(parameter, std=0.3)
     return {"gpt": gpt, "decoding": gpt.for_decoding()}
 
 
@@ -79,13 +84,15 @@ def check(cache: Cache) -> None:
             continue
         states = StageStates(cache.stack, cache.plan, 1, CAPACITY)
         stages = range(len(cache.plan.stages))
-        whole = stage_outputs(cache.stack, cache.plan, torch.tensor([tokens]), stages, RELAYED, states)
+        whole = stage_outputs(cache.stack, cache.plan, torch.tensor([tokens]), stages, states)
         for stage in stages:
             mark = cache.marks[stage][row]
             counts = [mark if i == row else 0 for i in range(cache.rows)]
             if mark:
                 close(cache.hidden(stage, counts)[row], whole[stage][0, :mark])
-            for own, expected in zip(cache.states[stage], states.layers[stage], strict=True):
+            for own, expected in zip(
+                cache.memories[stage].layers, states.stages[stage].layers, strict=True
+            ):
                 close(own.keys[row, :, :mark], expected.keys[0, :, :mark])
                 close(own.values[row, :, :mark], expected.values[0, :, :mark])
 
@@ -118,7 +125,7 @@ def test_any_schedule_gives_what_running_everything_at_once_gives(
 ) -> None:
     for seed in range(2):
         chance = random.Random(seed)
-        cache = Cache(stacks[kind], plan_of(TOPOLOGIES[name]), CAPACITY, rows, RELAYED)
+        cache = Cache(stacks[kind], plan_of(TOPOLOGIES[name]), CAPACITY, rows)
         done = [act(cache, chance) for _ in range(24)]
         assert {"push", "run", "truncate"} <= set(done)
         check(cache)

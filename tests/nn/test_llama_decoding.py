@@ -59,7 +59,7 @@ def test_token_by_token_and_heads_of_their_own() -> None:
             h = layer(h, bus)
         expected = stack.readout(h, stage)
         for state in states:
-            state.truncate(0)
+            state.rewind([0, 0])
         for time in range(7):
             token = inputs[:, time : time + 1]
             x = fast.embed(token)

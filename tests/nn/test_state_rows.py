@@ -77,7 +77,7 @@ def test_the_length_never_shrinks_by_an_append() -> None:
     keys, _ = memory.append(*new(2, 1), torch.tensor([[1], [2]]))
     assert keys.shape[2] == 3, "no query of these rows sees more"
     assert memory.length == 5
-    memory.truncate(3)
+    memory.rewind([3, 1])
     assert memory.length == 3
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.nn.gpt import GPT
-from topograd.nn.relays import RELAYS
 from topograd.nn.stack import Bus, Stack
 from topograd.reference.executor import graph_losses
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
@@ -233,7 +232,7 @@ def test_activations_live_as_the_closed_form_says_on_random_dags(
     assert held <= activation_layers(plan) if cut else held == activation_layers(plan)
 
 
-class Doubling:
+class Doubling(nn.Module):
     """A relay of our own: speaks twice the hidden state plus what it heard, listens with x0 beside."""
 
     def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
@@ -275,8 +274,8 @@ def test_a_relay_and_an_objective_of_ones_own(tiny: type[Tiny]) -> None:
     second = F.cross_entropy(z, targets[targets != -100]) + 0.1 * z.logsumexp(-1).square().mean()
     ((first + second) / 2).backward()
     expected = tiny.gradients(stack)
-    relays = {**RELAYS, "doubling": Doubling()}
-    train_step(stack, topology, inputs, targets, relays=relays, objectives={**OBJECTIVES, "z-loss": ZLoss()})
+    stack.add_relay("doubling", Doubling())
+    train_step(stack, topology, inputs, targets, objectives={**OBJECTIVES, "z-loss": ZLoss()})
     tiny.assert_same(tiny.gradients(stack), expected)
 
 

@@ -60,10 +60,11 @@ def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
     table.add_column("prediction")
     for name in ("BPB", "ECE", "effective rank", "usefulness"):
         table.add_column(name, justify="right")
-    stages = config.topology().stages
+    stages = [stage for stage in config.topology().stages if stage.weight > 0]
+    alone = "backprop" if config.interface is None else f"regions {config.partition}, {config.interface}"
     for k, bpb in enumerate(results["bpb"]["prefix"]):
         table.add_row(
-            f"stages 1..{k + 1}, {stages[k].stop} layers" if len(stages) > 1 else "backprop",
+            f"stages 1..{k + 1}, {stages[k].stop} layers" if len(stages) > 1 else alone,
             number(bpb),
             number(results["ece"][k]),
             number(results["effective_rank"][k], 1),

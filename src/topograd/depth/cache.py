@@ -9,27 +9,26 @@ are then those that the full model would have.
     push(tokens)         new tokens, embedded; every stage's queue grows
     run(stage)           empty the stage's queue (and first those of the stages that it hears)
     hidden(stage, n)     the stage's last n outputs in each row
-    truncate(lengths)    go back: every watermark becomes at most the new length
+    truncate(lengths)    go back: every watermark becomes at most the new length; a stage whose layers are
+                         recurrent goes back to its last snapshot, and replays the rest when it runs next
 
 Rows may differ in length: then a batch is as wide as its longest queue, and the columns that a row does not
 need go to the slot behind the longest row, which no row has come to yet.
 
 Cost: beside the states, one hidden state per position and port. Use it inside `torch.inference_mode()`.
-Limits: going back needs layers whose states can be truncated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from topograd.errors import StackError
-from topograd.nn.forward import run_stage
-from topograd.nn.relays import RELAYS, Relay
+from topograd.nn.forward import StageMemory, run_stage
 from topograd.nn.stack import Bus, Stack
-from topograd.nn.state import KVState
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, Port
 
@@ -37,22 +36,17 @@ from topograd.topology.plan import Plan, Port
 class Cache:
     """The memory of a batch of rows that one plan decodes; `capacity` positions a row."""
 
-    def __init__(
-        self, stack: Stack, plan: Plan, capacity: int, rows: int = 1, relays: Mapping[str, Relay] = RELAYS
-    ) -> None:
+    def __init__(self, stack: Stack, plan: Plan, capacity: int, rows: int = 1) -> None:
         if not can_decode(stack):
             raise StackError(
                 f"{type(stack.layers[0]).__name__} layers lack new_state, so they keep no memory"
             )
-        self.stack, self.plan, self.relays = stack, plan, relays
+        self.stack, self.plan = stack, plan
         self.capacity, self.rows = capacity, rows
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.marks = [[0] * rows for _ in plan.stages]
         """Watermarks: how many positions each stage has run, row by row."""
-        self.states: list[list[KVState]] = [
-            [stack.layers[i].new_state(rows, capacity + 1) for i in planned.layers]  # type: ignore[operator]
-            for planned in plan.stages
-        ]
+        self.memories = [StageMemory(stack, planned, rows, capacity + 1) for planned in plan.stages]
         self._needed = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
@@ -106,12 +100,11 @@ class Cache:
         where = _Where.of(self.marks[stage], counts, self.device)
         bus = self._bus_of(where)
         if where.slots is None:
-            for state in self.states[stage]:
-                state.truncate(where.start)  # after rows of unlike length it may be ahead
+            self.memories[stage].rewind([where.start] * self.rows)  # it may be ahead after unlike rows
         heard = [
             bus.x0 if port.source == EMBEDDING else where.read(self._said[port]) for port, _ in planned.hears
         ]
-        h, sent = run_stage(self.stack, planned, heard, bus, self.relays, self.states[stage])
+        h, sent = run_stage(self.stack, planned, heard, bus, self.memories[stage])
         self._keep(stage, where, h)
         for port, message in sent.items():
             if message is h:
@@ -136,18 +129,17 @@ class Cache:
         check_lengths(self.tokens, lengths)
         for tokens, length in zip(self.tokens, lengths, strict=True):
             del tokens[length:]
-        for marks, states in zip(self.marks, self.states, strict=True):
-            marks[:] = [min(mark, length) for mark, length in zip(marks, lengths, strict=True)]
-            for state in states:
-                if state.length > max(marks):
-                    state.truncate(max(marks))
+        for marks, memory in zip(self.marks, self.memories, strict=True):
+            kept = [min(mark, length) for mark, length in zip(marks, lengths, strict=True)]
+            marks[:] = memory.rewind(kept)
         self._bus = None
 
     def _bus_of(self, where: _Where) -> Bus:
         """The bus of these positions; the next stage mostly wants the same."""
         if self._bus is None or self._bus[0] != where.key:
             x0 = where.read(self._said[EMBEDDING])
-            self._bus = where.key, self.stack.bus(x0, where.read(self._ids), where.offset)
+            bus = self.stack.bus(x0, where.read(self._ids), where.offset)
+            self._bus = where.key, replace(bus, counts=where.counts)
         return self._bus[1]
 
     def _keep(self, key: Port | int, where: _Where, values: Tensor) -> None:
@@ -160,19 +152,22 @@ class Cache:
 class _Where:
     """Positions in every row: one slice where the rows agree, else a matrix (rows, width) of slots."""
 
-    def __init__(self, start: int, stop: int, slots: Tensor | None, key: object) -> None:
-        self.start, self.stop, self.slots, self.key = start, stop, slots, key
+    def __init__(
+        self, start: int, stop: int, slots: Tensor | None, counts: Tensor | None, key: object
+    ) -> None:
+        self.start, self.stop, self.slots, self.counts, self.key = start, stop, slots, counts, key
 
     @classmethod
     def of(cls, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> _Where:
         if len(set(starts)) == 1 and len(set(counts)) == 1:
             stop = starts[0] + counts[0]
-            return cls(starts[0], stop, None, (starts[0], stop))
+            return cls(starts[0], stop, None, None, (starts[0], stop))
         width, spare = max(counts), max(a + n for a, n in zip(starts, counts, strict=True))
         slots = [
             [a + i if i < n else spare for i in range(width)] for a, n in zip(starts, counts, strict=True)
         ]
-        return cls(0, 0, torch.tensor(slots, device=device), (tuple(starts), tuple(counts)))
+        real = torch.tensor(counts, device=device)
+        return cls(0, 0, torch.tensor(slots, device=device), real, (tuple(starts), tuple(counts)))
 
     @property
     def offset(self) -> int | Tensor:

@@ -23,7 +23,7 @@ from topograd.depth.composition import compose
 from topograd.depth.recompute import RecomputedCache
 from topograd.depth.sampling import Sampling, draw, generators, probabilities
 from topograd.errors import ConfigError, DivergenceError
-from topograd.nn.relays import RELAYS, Relay
+from topograd.nn.relays import LooksBack
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 
@@ -42,18 +42,21 @@ class Emitted:
 class Engine:
     """A model whose layers are laid out for decoding. A stack without memory is computed anew each time."""
 
-    def __init__(self, stack: Stack, plan: Plan, context: int, relays: Mapping[str, Relay] = RELAYS) -> None:
+    def __init__(self, stack: Stack, plan: Plan, context: int) -> None:
         if context < 1:
             raise ConfigError(f"context is {context}; it must be at least 1")
         self.remembers = can_decode(stack)
         self.stack = stack.for_decoding() if self.remembers else stack
-        self.plan, self.context, self.relays = plan, context, relays
+        self.plan, self.context = plan, context
         self.heads = tuple(range(len(plan.stages)))
         """For each stage of the plan the head that reads it; branches share heads."""
         self.last = len(plan.stages) - 1
 
     def branched(self, paths: Sequence[Path]) -> tuple[Engine, tuple[int, ...]]:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
+        names = [port.relay for planned in self.plan.stages for port in planned.sends]
+        if any(isinstance(self.stack.relay(name), LooksBack) for name in names):
+            raise ConfigError("regions that are joined by interfaces cannot be skipped; use depth full")
         trie = branches(self.plan, paths)
         engine = object.__new__(Engine)
         engine.__dict__ = {**self.__dict__, "plan": trie.plan, "last": len(trie.plan.stages) - 1}
@@ -77,7 +80,7 @@ class Engine:
         if not prompts or not all(prompts):
             raise ConfigError("a prompt has no token; start with the document separator")
         kind = Cache if self.remembers else RecomputedCache
-        cache = kind(self.stack, self.plan, self.context, len(prompts), self.relays)
+        cache = kind(self.stack, self.plan, self.context, len(prompts))
         cache.push([list(prompt[-self.context :]) for prompt in prompts])
         return cache
 

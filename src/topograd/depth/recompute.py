@@ -6,7 +6,7 @@ length are padded behind their end, which a causal model does not see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from topograd.depth.cache import check_lengths
 from topograd.errors import StackError
 from topograd.nn.forward import stage_outputs
-from topograd.nn.relays import RELAYS, Relay
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 
@@ -22,10 +21,8 @@ from topograd.topology.plan import Plan
 class RecomputedCache:
     """Tokens of a batch of rows, and the stages' outputs on them."""
 
-    def __init__(
-        self, stack: Stack, plan: Plan, capacity: int, rows: int = 1, relays: Mapping[str, Relay] = RELAYS
-    ) -> None:
-        self.stack, self.plan, self.capacity, self.rows, self.relays = stack, plan, capacity, rows, relays
+    def __init__(self, stack: Stack, plan: Plan, capacity: int, rows: int = 1) -> None:
+        self.stack, self.plan, self.capacity, self.rows = stack, plan, capacity, rows
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self._outputs: dict[int, tuple[list[int], Tensor]] = {}
 
@@ -49,7 +46,7 @@ class RecomputedCache:
         padded = torch.tensor(
             [[*row, *[row[-1]] * (longest - len(row))] for row in self.tokens], device=device
         )
-        h = stage_outputs(self.stack, self.plan, padded, [stage], self.relays)[stage]
+        h = stage_outputs(self.stack, self.plan, padded, [stage])[stage]
         self._outputs[stage] = lengths, h
 
     def hidden(self, stage: int, counts: Sequence[int] | None = None) -> Tensor:

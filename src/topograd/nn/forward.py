@@ -6,24 +6,41 @@ the same wherever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from topograd.errors import StackError
-from topograd.nn.relays import RELAYS, Relay
+from topograd.nn.relays import LooksBack, Relay
 from topograd.nn.stack import Bus, Stack
+from topograd.nn.state import History
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, PlannedStage, Port
 
 
-def relay_of(relays: Mapping[str, Relay], name: str) -> Relay:
-    """The relay called `name`."""
-    if name not in relays:
-        raise StackError(f"relay {name!r} is unknown; known are {sorted(relays)}")
-    return relays[name]
+class StageMemory:
+    """The decoding memory of one stage: a state for each layer, and a history for each relay that looks back."""
+
+    def __init__(self, stack: Stack, planned: PlannedStage, rows: int, capacity: int) -> None:
+        for i in planned.layers:
+            if not hasattr(stack.layers[i], "new_state"):
+                kind = type(stack.layers[i]).__name__
+                raise StackError(f"{kind} layers cannot decode step by step; they lack new_state")
+        self.layers = [stack.layers[i].new_state(rows, capacity) for i in planned.layers]  # type: ignore[operator]
+        looking = {
+            port: History(capacity)
+            for port in (*(port for port, _ in planned.hears), *planned.sends)
+            if isinstance(stack.relay(port.relay), LooksBack)
+        }
+        self.histories: dict[Port, History] = looking
+
+    def rewind(self, marks: Sequence[int]) -> list[int]:
+        """Go back to these positions, row by row, or before them; returns to where, and the rest is replayed."""
+        reached = list(marks)
+        for memory in (*self.layers, *self.histories.values()):
+            reached = [min(here, there) for here, there in zip(reached, memory.rewind(reached), strict=True)]
+        return reached
 
 
 def run_stage(
@@ -31,55 +48,83 @@ def run_stage(
     planned: PlannedStage,
     messages: Sequence[Tensor],
     bus: Bus,
-    relays: Mapping[str, Relay] = RELAYS,
-    states: Sequence[Any] | None = None,
+    memory: StageMemory | None = None,
+    lean: bool = False,
 ) -> tuple[Tensor, dict[Port, Tensor]]:
     """The stage's last hidden state, and what it sends through each of its ports.
 
-    `messages` holds one tensor for each entry of `planned.hears`; `states` one state per layer, to decode.
+    `messages` holds one tensor for each entry of `planned.hears`; `memory` is there to decode. With `lean`
+    only what the stage sends is wanted, and positions that nobody reads may be left out of its hidden state.
     """
+    horizon, rows = _needed(stack, planned, bus) if lean and memory is None else (None, None)
+    if horizon is not None:
+        bus = stack.bus(bus.x0[:, :horizon], bus.inputs[:, :horizon])
     h = None
     for (port, _), message in zip(planned.hears, messages, strict=True):
-        received = relay_of(relays, port.relay).receive(message, bus)
+        received = _receive(stack.relay(port.relay), port, message, bus, memory)
+        if horizon is not None:
+            received = received[:, :horizon]
         h = received if h is None else h + received
     assert h is not None, "a stage without sources cannot be built"
     tapped = {}
     for i, layer in enumerate(planned.layers):
         module = stack.layers[layer]
-        h = module(h, bus) if states is None else module(h, bus, states[i])
+        if memory is not None:
+            h = module(h, bus, memory.layers[i])
+        elif rows is not None and layer == planned.layers[-1]:
+            h = module(h, bus, rows=rows) if getattr(module, "takes_rows", False) else module(h, bus)[:, rows]
+        else:
+            h = module(h, bus)
         tapped[layer + 1] = h
-    heard = messages[0]
-    sent = {port: relay_of(relays, port.relay).send(tapped[port.layer], heard) for port in planned.sends}
+    sent = {}
+    for port in planned.sends:
+        relay = stack.relay(port.relay)
+        if rows is not None:
+            assert isinstance(relay, LooksBack)
+            sent[port] = relay.tell(h, messages[0])
+        else:
+            sent[port] = _send(relay, port, tapped[port.layer], messages[0], bus, memory)
     return h, sent
 
 
+def _receive(relay: Relay, port: Port, message: Tensor, bus: Bus, memory: StageMemory | None) -> Tensor:
+    if memory is None or not isinstance(relay, LooksBack):
+        return relay.receive(message, bus)
+    return relay.receive_next(memory.histories[port].append(message, bus.positions), bus)
+
+
+def _send(
+    relay: Relay, port: Port, h: Tensor, heard: Tensor, bus: Bus, memory: StageMemory | None
+) -> Tensor:
+    if memory is None or not isinstance(relay, LooksBack):
+        return relay.send(h, heard)
+    return relay.send_next(memory.histories[port].append(h, bus.positions), heard, bus)
+
+
+def _needed(stack: Stack, planned: PlannedStage, bus: Bus) -> tuple[int | None, Tensor | None]:
+    """How many leading positions the stage's listeners need, and which they read alone; None means all."""
+    relays = [stack.relay(port.relay) for port in planned.sends]
+    looking = [relay for relay in relays if isinstance(relay, LooksBack)]
+    if not relays or len(looking) < len(relays):
+        return None, None
+    needs = [relay.needed(bus.inputs.shape[1]) for relay in looking]
+    alone = len(needs) == 1 and planned.sends[0].layer == planned.stage.stop
+    rows = needs[0][1] if alone else None
+    return max(count for count, _ in needs), None if rows is None else rows.to(bus.inputs.device)
+
+
 class StageStates:
-    """The decoding memory of a plan: a state for each layer of each stage, and the last token seen.
+    """The decoding memory of a plan: that of each stage, and the last token seen.
 
     All rows go on together and no stage lags behind: the plain form of `depth.cache.Cache`.
     """
 
     def __init__(self, stack: Stack, plan: Plan, batch: int, capacity: int) -> None:
-        first = stack.layers[0]
-        if not hasattr(first, "new_state"):
-            raise StackError(f"{type(first).__name__} layers cannot decode step by step; they lack new_state")
-        self.layers = [
-            [stack.layers[i].new_state(batch, capacity) for i in planned.layers]  # type: ignore[operator]
-            for planned in plan.stages
-        ]
+        self.stages = [StageMemory(stack, planned, batch, capacity) for planned in plan.stages]
         self.seen = [0] * len(plan.stages)
         """How many positions each stage has run; one that was not needed lags behind."""
         self.previous: Tensor | None = None
         self.length = 0
-
-    def truncate(self, length: int, previous: Tensor | None) -> None:
-        """Forget everything from position `length` on; `previous` (batch,) is the token before it."""
-        for stage, states in enumerate(self.layers):
-            if self.seen[stage] > length:
-                for state in states:
-                    state.truncate(length)
-                self.seen[stage] = length
-        self.previous, self.length = previous, length
 
 
 @torch.no_grad()
@@ -88,7 +133,6 @@ def stage_outputs(
     plan: Plan,
     inputs: Tensor,
     stages: Sequence[int],
-    relays: Mapping[str, Relay] = RELAYS,
     states: StageStates | None = None,
 ) -> dict[int, Tensor]:
     """The last hidden state of each of `stages`, running only what they need."""
@@ -110,8 +154,8 @@ def stage_outputs(
                     "ask for the same stages at every step"
                 )
             states.seen[planned.index] += inputs.shape[1]
-            memory = states.layers[planned.index]
-        h, sent = run_stage(stack, planned, messages, bus, relays, memory)
+            memory = states.stages[planned.index]
+        h, sent = run_stage(stack, planned, messages, bus, memory, lean=planned.index not in stages)
         spoken.update(sent)
         for port in planned.forget:
             spoken.pop(port, None)

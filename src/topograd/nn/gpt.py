@@ -119,19 +119,25 @@ class Attention(nn.Module):
             nn.init.uniform_(self.value_embedding.weight, -(3**0.5) / inner**0.5, 3**0.5 / inner**0.5)
             self.value_gate = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, x: Tensor, bus: Bus, state: KVState | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, bus: Bus, state: KVState | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """(batch, time, width), or only the positions in `rows` (E,): (batch, E, width)."""
         batch, time, width = x.shape
-        q = self.query(x).view(batch, time, self.heads, self.head_width).transpose(1, 2)
+        asking = x if rows is None else x[:, rows]
+        q = self.query(asking).view(batch, -1, self.heads, self.head_width).transpose(1, 2)
         k = self.key(x).view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
         v = self.value(x)
         if self.value_embedding is not None:
             v = v + self.value_gate * self.value_embedding(bus.inputs)
         v = v.view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
         cos, sin = bus.extras["rotary"]
-        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        k = norm(rotate(k, cos, sin))
+        q = norm(rotate(q, cos, sin) if rows is None else rotate(q, cos[rows], sin[rows]))
         if state is not None:
             k, v = state.append(k, v, bus.positions)
-        mask = attention_mask(bus.positions, k.shape[2], self.window)
+        where = bus.positions if rows is None else rows[None]
+        mask = attention_mask(where, k.shape[2], self.window)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -140,7 +146,7 @@ class Attention(nn.Module):
             is_causal=mask is None and time > 1,
             enable_gqa=self.kv_heads != self.heads,
         )
-        return self.output(y.transpose(1, 2).reshape(batch, time, width))
+        return self.output(y.transpose(1, 2).reshape(batch, -1, width))
 
 
 class MLP(nn.Module):
@@ -162,6 +168,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: blend x0, attend, transform."""
 
+    takes_rows = True
+
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         window = config.windows[index % len(config.windows)] if config.windows else 0
@@ -171,10 +179,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.x0_scale = nn.Parameter(torch.tensor(0.1)) if config.x0_blend else None
 
-    def forward(self, h: Tensor, bus: Bus, state: KVState | None = None) -> Tensor:
+    def forward(
+        self, h: Tensor, bus: Bus, state: KVState | None = None, rows: Tensor | None = None
+    ) -> Tensor:
         if self.x0_scale is not None:
             h = h + self.x0_scale * bus.x0
-        h = h + self.attention(norm(h), bus, state)
+        kept = h if rows is None else h[:, rows]
+        h = kept + self.attention(norm(h), bus, state, rows)
         return h + self.mlp(norm(h))
 
     def new_state(self, batch: int, capacity: int) -> KVState:

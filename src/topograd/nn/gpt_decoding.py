@@ -98,6 +98,8 @@ class DecodingGPT(Stack):
         self.embedding = gpt.embedding.weight.detach()
         self.previous = None if gpt.previous is None else gpt.previous.weight.detach()
         self.layers = nn.ModuleList(DecodingBlock(block) for block in gpt.layers)  # type: ignore[arg-type]
+        for name, relay in gpt.own_relays().items():
+            self.add_relay(name, relay)
         self.head = gpt.head
         self.scale = gpt.config.width**0.5
         self._heads: dict[int, PackedLinear] = {}

@@ -86,6 +86,8 @@ class DecodingLlama(Stack):
     def __init__(self, llama: Llama) -> None:
         super().__init__()
         self.embedding, self.head = llama.embedding, llama.head
+        for name, relay in llama.own_relays().items():
+            self.add_relay(name, relay)
         self.gain = llama.gain.detach()
         self.epsilon = torch.full((1,), llama.epsilon, dtype=self.gain.dtype, device=self.gain.device)
         self.layers = nn.ModuleList(DecodingLlamaLayer(layer, self.epsilon) for layer in llama.layers)  # type: ignore[arg-type]

@@ -4,16 +4,20 @@
 `receive` runs at the stage that listens. Several sources add up after they are received. The soft boundary
 D_λ(h) = sg(h) + λ (h - sg(h)) ("Stage-Partitioned Learning" eq. 26) is not a relay: λ belongs to the edge,
 acts on the gradient alone, and the executor applies it to any relay's message.
+
+A relay treats every position by itself, unless it is a `LooksBack`. A stack finds relays by name
+(`Stack.relay`): those with parameters are its own modules (`Stack.add_relay`), the rest are in `RELAYS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from topograd.nn.stack import Bus
+if TYPE_CHECKING:
+    from topograd.nn.stack import Bus
 
 
 class Relay(Protocol):
@@ -22,6 +26,27 @@ class Relay(Protocol):
     def send(self, h: Tensor, heard: Tensor | None) -> Tensor: ...
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor: ...
+
+
+@runtime_checkable
+class LooksBack(Protocol):
+    """A relay whose message at a position depends on earlier ones, such as a bounded interface.
+
+    Over a whole sequence it may use any shape of message. While decoding, messages have one entry for each
+    position, and both ends are given all positions so far; `bus.positions` says which are new.
+    """
+
+    def send_next(self, history: Tensor, heard: Tensor, bus: Bus) -> Tensor: ...
+
+    def receive_next(self, history: Tensor, bus: Bus) -> Tensor: ...
+
+    def needed(self, time: int) -> tuple[int, Tensor | None]:
+        """Of `time` positions: how many leading ones `send` reads, and which of those alone, if not all."""
+        ...
+
+    def tell(self, pooled: Tensor, heard: Tensor | None) -> Tensor:
+        """`send`, from hidden states at the positions that `needed` named."""
+        ...
 
 
 class Identity:

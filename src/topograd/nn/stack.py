@@ -8,8 +8,10 @@ A stack is an embedding, a list of layers and a readout:
     z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
-token or many. The stage index only chooses among per-stage heads. Rows of unlike length decode together where
-the layers read `bus.positions` of shape (batch, time) (see `attention.py`).
+token or many; the state's `rewind(marks)` goes back (see `state.py`, `recurrent.py`). A layer with
+`takes_rows` also takes `rows`, the positions at which its output is wanted. The stage index only chooses among
+per-stage heads. Rows of unlike length decode together where the layers read `bus.positions` of shape
+(batch, time) (see `attention.py`) or `bus.counts` (see `recurrent.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.packed import packed
+from topograd.nn.relays import RELAYS, Relay
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Bus:
     positions: Tensor
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else a foreign layer wants, passed to it by name (masks, rotary tables)."""
+    counts: Tensor | None = None
+    """How many columns each row really has, where rows of unlike length decode together; the rest is padding."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,23 @@ class Stack(nn.Module):
     def projection(self, stage: int) -> Projection | None:
         """The readout's matrix where it has one; None means that only `readout` may be used."""
         return None
+
+    def add_relay(self, name: str, relay: nn.Module) -> None:
+        """Own a relay with parameters; edges of a topology call it by name."""
+        if "relays" not in self._modules:
+            self.relays = nn.ModuleDict()
+        self.relays[name] = relay
+
+    def own_relays(self) -> dict[str, nn.Module]:
+        """The relays that this stack has beside those that need no parameters."""
+        return dict(self.relays.items()) if "relays" in self._modules else {}
+
+    def relay(self, name: str) -> Relay:
+        """The relay called `name`."""
+        known: dict[str, Any] = {**RELAYS, **self.own_relays()}
+        if name not in known:
+            raise StackError(f"relay {name!r} is unknown; known are {sorted(known)}")
+        return known[name]
 
     def add_heads(self, stages: int) -> bool:
         """Make sure that stages 0..stages-1 have heads of their own; True if parameters were added."""

@@ -1,9 +1,13 @@
-"""The memory of one attention layer while it decodes: keys and values, preallocated.
+"""What decoding remembers of positions: keys and values of an attention layer, messages of a relay.
 
-Going back is `truncate`: later entries are overwritten. A stack that decodes makes one state per layer.
+Buffers are preallocated, and entry t belongs to position t. So going back is free: `rewind(marks)` forgets
+what lies behind, later entries are overwritten, and each row is just where it was asked to be. A recurrent
+layer's state is another thing (`recurrent.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,8 +59,33 @@ class KVState:
         self.length = max(self.length, stop)
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
-    def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on."""
-        if not 0 <= length <= self.length:
-            raise StackError(f"cannot go back to {length}: the state holds {self.length} positions")
-        self.length = length
+    def rewind(self, marks: Sequence[int]) -> list[int]:
+        """Forget what lies behind these positions, row by row; returns where each row now is."""
+        self.length = min(self.length, max(marks))
+        return list(marks)
+
+
+class History:
+    """Values of shape (batch, positions, ...) so far; the buffer is made when the first of them come."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._values: Tensor | None = None
+
+    def append(self, values: Tensor, positions: Tensor) -> Tensor:
+        """Store new positions, as `KVState.append` does; returns all so far (a view)."""
+        if self._values is None:
+            self._values = values.new_zeros(len(values), self.capacity, *values.shape[2:])
+        if positions.dim() == 2:
+            rows = torch.arange(len(positions), device=positions.device)[:, None]
+            self._values[rows, positions] = values
+            self.length = max(self.length, int(positions.max()) + 1)
+        else:
+            self._values[:, self.length : self.length + values.shape[1]] = values
+            self.length += values.shape[1]
+        return self._values[:, : self.length]
+
+    def rewind(self, marks: Sequence[int]) -> list[int]:
+        """Forget what lies behind these positions, row by row."""
+        self.length = min(self.length, max(marks))
+        return list(marks)

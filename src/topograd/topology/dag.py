@@ -84,6 +84,20 @@ class Topology:
         return cls(configuration.composition.layers, tuple(stages), heads, bus, reduction)
 
     @classmethod
+    def regions(cls, composition: Composition | str) -> Topology:
+        """Regions joined by bounded interfaces: a chain of relays, λ = 1, one loss at the end.
+
+        The relay into region k is called `interface(k)`; the stack must own it.
+        """
+        composition = _configuration(composition).composition
+        last = composition.stages - 1
+        stages = []
+        for k, (start, stop) in enumerate(composition.intervals):
+            heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=interface(k))
+            stages.append(Stage(start, stop, (heard,), weight=float(k == last)))
+        return cls(composition.layers, tuple(stages))
+
+    @classmethod
     def soft(
         cls, transmissivities: Sequence[float], heads: Literal["shared", "per-stage"] = "shared"
     ) -> Topology:
@@ -158,6 +172,11 @@ class Topology:
         heard = Edge(len(base) - 1)
         stage = Stage(self.layers, self.layers + depth, (heard,), objective)
         return replace(self, layers=self.layers + depth, stages=(*base, stage), heads="per-stage")
+
+
+def interface(region: int) -> str:
+    """The name of the relay through which region `region` hears the one before it."""
+    return f"interface-{region}"
 
 
 def _root() -> Edge:

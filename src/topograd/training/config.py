@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPTConfig
+from topograd.nn.interface import SegmentInterface
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.training.optimizer import OptimizerConfig
@@ -33,6 +34,9 @@ class TrainConfig:
     """Whether later stages train the embedding through x0."""
     reduction: Literal["mean", "sum"] = "mean"
     """How the stages' losses become one."""
+    interface: str | None = None
+    """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail": gradient crosses them,
+    and only the last part has a loss."""
     steps: int = 2500
     """Length of the schedule."""
     batch: int = 8
@@ -79,6 +83,9 @@ class TrainConfig:
                 f"partition {self.partition} has {configuration.composition.layers} layers and the model has "
                 f"{self.model.layers}; give parts that add up to {self.model.layers}"
             )
+        if self.interface is not None:
+            self._check_interface(configuration)
+            return Topology.regions(configuration.composition)
         return Topology.chain(
             configuration,
             transmissivity=self.transmissivity,
@@ -86,6 +93,19 @@ class TrainConfig:
             bus=self.bus,
             reduction=self.reduction,
         )
+
+    def _check_interface(self, configuration: Configuration) -> None:
+        """Whether the interface fits the rest."""
+        assert self.interface is not None
+        SegmentInterface.parse(self.interface).segment(self.model.context)
+        if configuration.composition.stages < 2:
+            raise ConfigError(
+                f"partition {self.partition} is one region, so no interface joins it to another; "
+                "give --partition at least two parts"
+            )
+        for name, only in (("stage_heads", "shared"), ("objective", "cross-entropy"), ("bus", "live")):
+            if getattr(self, name) != only:
+                raise ConfigError(f"{name} is {getattr(self, name)}; with an interface it must be {only}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from topograd.nn.forward import run_stage
-from topograd.nn.relays import RELAYS, Relay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
@@ -76,7 +75,6 @@ def train_step(
     *,
     teacher: Logits | None = None,
     objectives: Mapping[str, Objective] = OBJECTIVES,
-    relays: Mapping[str, Relay] = RELAYS,
     scale: float = 1.0,
 ) -> Tensor:
     """Add the gradients of the training loss, times `scale`, to every `.grad`; return each stage's loss.
@@ -102,7 +100,7 @@ def train_step(
         messages = [_hear(port, lam, spoken, stream, opened) for port, lam in planned.hears]
         heard_bus = bus if planned.live_bus else detached_bus
         with torch.set_grad_enabled(not planned.stage.frozen):
-            h, sent = run_stage(stack, planned, messages, heard_bus, relays)
+            h, sent = run_stage(stack, planned, messages, heard_bus, lean=not planned.predicts)
             if planned.scale > 0:
                 objective = asked[planned.index]
                 opened.loss = stage_loss(stack, h, planned.index, objective, targets, finished, teacher)

@@ -2,7 +2,7 @@
 
 | group      | parameters                                     | optimizer |
 |------------|------------------------------------------------|-----------|
-| matrices   | 2-D weights inside the layers                  | Muon      |
+| matrices   | 2-D weights inside the layers and the relays   | Muon      |
 | embeddings | weights of nn.Embedding, wherever they are     | AdamW     |
 | head       | 2-D weights outside the layers                 | AdamW     |
 | scalars    | everything else: gains, gates, biases          | AdamW     |
@@ -64,7 +64,8 @@ class OptimizerConfig:
 
 def parameter_groups(stack: Stack) -> dict[str, list[nn.Parameter]]:
     """Every parameter that learns, in exactly one group."""
-    layered = {id(p) for p in stack.layers.parameters()}
+    inner = (stack.layers, *stack.own_relays().values())
+    layered = {id(p) for module in inner for p in module.parameters()}
     tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
     heads = {id(p) for name, p in stack.named_parameters(remove_duplicate=False) if name.startswith("head.")}
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "head": [], "scalars": []}

@@ -11,6 +11,7 @@ import torch
 from topograd.data import Prepared, Tokenizer, prepare, read_corpus, windows
 from topograd.errors import CheckpointError, ConfigError
 from topograd.nn.gpt import GPT
+from topograd.nn.interface import SegmentInterface, add_interfaces
 from topograd.run import Run
 from topograd.topology.plan import Plan
 from topograd.training import checkpoint
@@ -65,10 +66,14 @@ def find_checkpoint(run: Run, name: str | None) -> Path:
 
 
 def build_stack(config: TrainConfig) -> tuple[GPT, Plan]:
-    """A new model from the seed, with the heads that its topology wants."""
+    """A new model from the seed, with the heads and the interfaces that its topology wants."""
     torch.manual_seed(config.seed)
     stack = GPT(config.model).to(device_of(config))
-    return stack, prepare_stack(stack, config.topology())
+    topology = config.topology()
+    if config.interface is not None:
+        settings, model = SegmentInterface.parse(config.interface), config.model
+        add_interfaces(stack, settings, len(topology.stages), model.width, model.context)
+    return stack, prepare_stack(stack, topology)
 
 
 def device_of(config: TrainConfig) -> torch.device:

@@ -148,7 +148,7 @@ class Trainer:
         total = torch.zeros(len(self.plan.stages))
         for _ in range(config.accumulate):
             total += self._gradients().cpu() / config.accumulate
-        losses = total.tolist()
+        losses = [total[k].item() for k in self.plan.predicting()]  # the other stages have none
         self._stop_if_not_finite(losses)
         norm = self._gradient_norm()
         for optimizer in self.optimizers.values():
@@ -193,7 +193,7 @@ class Trainer:
         return "the embedding or the head"
 
     def _stop_if_not_finite(self, losses: list[float]) -> None:
-        for k, loss in enumerate(losses):
+        for k, loss in zip(self.plan.predicting(), losses, strict=True):
             if not math.isfinite(loss):
                 raise DivergenceError(
                     f"the loss of stage {k + 1} is {loss} at step {self.step + 1}; nothing was changed by "

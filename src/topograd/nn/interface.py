@@ -1,0 +1,248 @@
+"""A bounded interface between regions of a network, as a relay. It never looks ahead.
+
+A sequence of T positions is cut into S segments of ℓ positions. Region k reads, in segment s, the state that
+the regions before it made of the segments before s:
+
+    x_t   = x0_t + Dec_k(m_k[s])                t in segment s;  nothing is added in segment 0
+    h     = Φ_k(x)
+    m_{k+1}[s] = LN(m_k[s] + α_k Enc_k(pool_s(h))),     s = 1..S-1;   m_0 = 0
+
+with pool_s(h) one of
+
+    tail         h at the last position of segment s - 1
+    mean         the mean of h over segment s - 1
+    cumulative   the mean of h over segments 0..s - 1
+
+so that d x_t / d x_u = 0 for u > t through the interface, exactly. Information moves one segment in one
+region, so the chain's nonlinear depth is at most S - 1: choose S of at least the number of regions.
+
+Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", §3.1, eqs. 4-5, which pools a whole
+sequence into one m ∈ R^r and adds it to every position. That lets a language model see the future; it is kept
+here under `causal=False` only. The canvas x0 reaches every region; it depends on the tokens alone.
+
+Shapes: h (batch, T, width), m (batch, S - 1, rank). LN has no gain; its ε is so small that the two directions
+that it destroys (the mean, and m itself) are destroyed exactly, which `interfaces/jacobian.py` uses. Cost per
+boundary: S - 1 positions of Enc and Dec, about 2 width² multiply-adds each with `mlp`, rank·width with
+`linear`, 2 rank·width with `gated`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.dag import interface
+
+Pool = Literal["tail", "mean", "cumulative"]
+Maps = Literal["mlp", "linear", "gated"]
+LEAST_RANK = 3
+"""A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
+EPSILON = 1e-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentInterface:
+    """The shape of the interfaces between regions."""
+
+    segments: int = 8
+    """S, into how many equal parts the context is cut."""
+    rank: int = 8
+    """r, the numbers that a segment hands on."""
+    pool: Pool = "tail"
+    """What of a segment is handed on: its last position, its mean, or the mean of all so far."""
+    maps: Maps = "mlp"
+    """Encoder and decoder: two layers, one, or one with a gate."""
+    causal: bool = True
+    """False is the published interface, the mean of the whole sequence: LEAKY, every position sees all later
+    ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"interface {name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                )
+        if self.rank < LEAST_RANK:
+            raise ConfigError(
+                f"interface rank r is {self.rank}; it must be at least {LEAST_RANK}, for a LayerNorm of fewer "
+                "numbers passes no gradient"
+            )
+        if not self.causal and (self.segments != 1 or self.pool != "mean"):
+            raise ConfigError(
+                f"causal=False pools the whole sequence, so it takes segments=1 and pool='mean', not "
+                f"segments={self.segments} and pool={self.pool!r}"
+            )
+        if self.causal and self.segments < 2:
+            raise ConfigError(
+                f"interface segments S is {self.segments}; it must be at least 2, for segment s hears only "
+                "those before it"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> SegmentInterface:
+        """The settings in words: S=8,r=8,pool=tail, and maps=linear, causal=false if wanted.
+
+        >>> SegmentInterface.parse("S=4,r=16")
+        SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
+        """
+        names = {"S": "segments", "r": "rank", "pool": "pool", "maps": "maps", "causal": "causal"}
+        settings: dict[str, Any] = {}
+        for part in text.split(","):
+            key, equals, value = (word.strip() for word in part.partition("="))
+            if not equals or key not in names:
+                raise ConfigError(
+                    f"interface {text!r} has the part {part.strip()!r}; "
+                    f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
+                )
+            settings[names[key]] = _value(key, value)
+        return cls(**settings)
+
+    def segment(self, context: int) -> int:
+        """ℓ, the positions of one segment."""
+        if self.segments > context or context % self.segments:
+            raise ConfigError(
+                f"interface segments S is {self.segments} and the context {context}; "
+                f"S must divide the context"
+            )
+        return context // self.segments
+
+
+def _value(key: str, value: str) -> int | str | bool:
+    if key in ("S", "r"):
+        if not value.lstrip("-").isdigit():
+            raise ConfigError(f"interface {key} is {value!r}; it must be a whole number")
+        return int(value)
+    if key == "causal":
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(f"interface causal is {value!r}; it must be true or false")
+        return value.lower() == "true"
+    return value
+
+
+class Map(nn.Module):
+    """An encoder or a decoder: two layers with a GELU, one layer, or one with a sigmoid gate."""
+
+    def __init__(self, kind: Maps, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.kind = kind
+        first, last = (hidden, hidden) if kind == "mlp" else (outputs, inputs)
+        self.inner = nn.Linear(inputs, first, bias=False) if kind != "linear" else None
+        self.outer = nn.Linear(last, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner is None:
+            return self.outer(x)
+        if self.kind == "gated":
+            return self.outer(x) * torch.sigmoid(self.inner(x))
+        return self.outer(F.gelu(self.inner(x)))
+
+
+class SegmentRelay(nn.Module):
+    """One boundary: Enc, α and LN where a region speaks, Dec where the next one listens.
+
+    Dec starts at zero, so that every region first sees the canvas alone.
+    """
+
+    def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
+        super().__init__()
+        self.settings, self.first = settings, first
+        self.segment = settings.segment(context)
+        self.encode = Map(settings.maps, width, width, settings.rank)
+        self.decode = Map(settings.maps, settings.rank, width, width)
+        self.alpha = nn.Parameter(torch.tensor(1.0))
+        nn.init.zeros_(self.decode.outer.weight)
+
+    def ends(self, time: int) -> int:
+        """How many segments of `time` positions are full and have one after them: the state's rows."""
+        if not self.settings.causal:
+            return 1
+        return min(time // self.segment, self.settings.segments - 1)
+
+    def needed(self, time: int) -> tuple[int, Tensor | None]:
+        """The positions that `send` reads: nothing of the last segment, and of a tail pool only the ends."""
+        if not self.settings.causal:
+            return time, None
+        count = self.ends(time)
+        tails = torch.arange(1, count + 1) * self.segment - 1
+        return count * self.segment, tails if self.settings.pool == "tail" else None
+
+    def pool(self, h: Tensor) -> Tensor:
+        """(batch, states, width): what is handed on of each segment."""
+        if not self.settings.causal:
+            return h.mean(1, keepdim=True)
+        count = self.ends(h.shape[1])
+        if self.settings.pool == "tail":
+            return h[:, self.segment - 1 :: self.segment][:, :count]
+        means = h[:, : count * self.segment].unflatten(1, (count, self.segment)).mean(2)
+        if self.settings.pool == "mean":
+            return means
+        return means.cumsum(1) / torch.arange(1, count + 1, device=h.device, dtype=h.dtype)[:, None]
+
+    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+        return self.tell(self.pool(h), heard)
+
+    def tell(self, pooled: Tensor, heard: Tensor | None) -> Tensor:
+        """LN(m + α Enc(pooled)); the first boundary has heard no state, only the canvas."""
+        m = self.alpha * self.encode(pooled)
+        if not self.first and heard is not None:
+            m = m + heard[:, : m.shape[1]]
+        return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
+
+    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        time = bus.x0.shape[1]
+        if not self.settings.causal:
+            return bus.x0 + self.decode(message)
+        later = -(-time // self.segment) - 1  # segments after the first
+        said = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
+        return bus.x0 + F.pad(said, (0, 0, self.segment, 0))[:, :time]
+
+    def send_next(self, history: Tensor, heard: Tensor, bus: Bus) -> Tensor:
+        """The state at each new position, as if its segment ended there; only ends are ever read."""
+        self._must_be_causal()
+        here = _positions(bus, len(history))
+        if self.settings.pool == "tail":
+            pooled = _at(history, here)
+        else:
+            start = torch.zeros_like(here) if self.settings.pool == "cumulative" else here - here % self.segment
+            sums = F.pad(history.cumsum(1), (0, 0, 1, 0))
+            pooled = (_at(sums, here + 1) - _at(sums, start)) / (here + 1 - start)[..., None]
+        return self.tell(pooled, heard)
+
+    def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
+        self._must_be_causal()
+        end = _positions(bus, len(history)) // self.segment * self.segment - 1
+        said = self.decode(_at(history, end.clamp(min=0)))
+        return bus.x0 + said * (end >= 0)[..., None]
+
+    def _must_be_causal(self) -> None:
+        if not self.settings.causal:
+            raise ConfigError(
+                "an interface with causal=False needs the whole sequence, so it cannot write token by token; "
+                "train one that is causal"
+            )
+
+
+def _positions(bus: Bus, batch: int) -> Tensor:
+    """The new positions, (batch, time)."""
+    return bus.positions.expand(batch, -1)
+
+
+def _at(values: Tensor, positions: Tensor) -> Tensor:
+    """values (batch, T, width) at positions (batch, time)."""
+    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def add_interfaces(
+    stack: Stack, settings: SegmentInterface, regions: int, width: int, context: int
+) -> None:
+    """Give `stack` the relays that `Topology.regions` calls for."""
+    like = next(stack.parameters())
+    for region in range(1, regions):
+        relay = SegmentRelay(settings, width, context, first=region == 1)
+        stack.add_relay(interface(region), relay.to(like.device, like.dtype))

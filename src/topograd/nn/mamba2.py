@@ -1,0 +1,132 @@
+"""The mixer of Mamba-2: a short convolution, the scan with a scalar decay per head, a gated norm.
+
+    z, xBC, τ = in_proj(u)
+    xBC_t ← SiLU(b + Σ_k w_k xBC_{t-3+k}),  k = 0..3, w_3 the token's own      → x, B, C
+    Δ_t = softplus(τ_t + dt_bias),   a_t = -e^{A_log} Δ_t
+    S_t = e^{a_t} S_{t-1} + Δ_t x_t B_tᵀ,   y_t = S_t C_t + D x_t
+    out = out_proj(norm(y ∘ SiLU(z)))
+
+u (batch, time, width); x (batch, time, h, p); B, C (batch, time, g, n); S (batch, h, p, n). The norm is an
+RMSNorm over the h p / g channels of each group, with a gain, and comes after the gate. Cost per token, in
+multiply-adds: width (3 h p + 2 g n + h) for the projections, and that of `scan.py`.
+
+Many tokens go through the chunked scan; one token with a state is one step of the recurrence. The state
+remembers S, in float32 at least, and the last three columns before the convolution.
+
+Source: "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+Duality" (T. Dao, A. Gu), section 7.1, with the rows of in_proj and the initial values as in its code,
+state-spaces/mamba. Steps are not clamped (dt_limit is (0, ∞)). Hugging Face's norm spans all channels, which
+is the same for one group only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+from topograd.nn.recurrent import RecurrentState, last_columns, real_columns
+from topograd.nn.scan import ssd, working_dtype
+
+KERNEL = 4
+"""Taps of the convolution."""
+
+
+def check_mixer(**sizes: int) -> None:
+    """The sizes of a mixer: all at least 1, and groups that divide the heads."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise StackError(f"{name} is {size}; it must be at least 1")
+    if sizes["heads"] % sizes["groups"]:
+        raise StackError(f"{sizes['heads']} heads cannot share {sizes['groups']} groups; use a divisor")
+
+
+def check_state(state: RecurrentState | None, u: Tensor) -> None:
+    """A state has as many rows as its input."""
+    if state is not None and len(state.marks) != len(u):
+        raise StackError(
+            f"the input has {len(u)} rows and the state {len(state.marks)}; make one with new_state({len(u)})"
+        )
+
+
+def initial_dt_bias(heads: int) -> Tensor:
+    """What softplus takes to steps that are log-uniform in [0.001, 0.1]."""
+    dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1))).clamp(min=1e-4)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm(y ∘ SiLU(z)) over each of `groups` parts of the channels, times a gain; float32 at least."""
+
+    def __init__(self, channels: int, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        dtype = working_dtype(y.dtype)
+        gated = (y.to(dtype) * F.silu(z.to(dtype))).unflatten(-1, (self.groups, -1))
+        return (F.rms_norm(gated, gated.shape[-1:], eps=1e-5).flatten(-2) * self.weight).to(z.dtype)
+
+
+class Mamba2Mixer(nn.Module):
+    """Mamba-2 in the place of attention: (batch, time, width) to the same."""
+
+    def __init__(
+        self, width: int, heads: int, head_dim: int, state: int, groups: int = 1, chunk: int = 64
+    ) -> None:
+        super().__init__()
+        check_mixer(width=width, heads=heads, head_dim=head_dim, state=state, groups=groups, chunk=chunk)
+        self.heads, self.head_dim, self.state, self.groups = heads, head_dim, state, groups
+        self.chunk = chunk
+        inner = heads * head_dim
+        self.columns = inner + 2 * groups * state
+        self.in_proj = nn.Linear(width, inner + self.columns + heads, bias=False)
+        self.conv = nn.Conv1d(self.columns, self.columns, KERNEL, groups=self.columns)
+        self.dt_bias = nn.Parameter(initial_dt_bias(heads))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GatedNorm(inner, groups)
+        self.out_proj = nn.Linear(inner, width, bias=False)
+
+    def new_state(self, batch: int) -> RecurrentState:
+        """The memory of `batch` rows that have seen nothing."""
+        like = self.in_proj.weight
+        S = like.new_zeros(batch, self.heads, self.head_dim, self.state, dtype=working_dtype(like.dtype))
+        return RecurrentState({"columns": like.new_zeros(batch, KERNEL - 1, self.columns), "S": S}, batch)
+
+    def forward(
+        self,
+        u: Tensor,
+        state: RecurrentState | None = None,
+        counts: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs at all times, or at the times `rows` (E,); a state is gone on from, and advanced.
+
+        `counts` (batch,) is how many leading columns of each row the state shall see; the rest is padding.
+        """
+        check_state(state, u)
+        inner, n = self.heads * self.head_dim, self.groups * self.state
+        z, new, tau = self.in_proj(u).split([inner, self.columns, self.heads], dim=-1)
+        old = new.new_zeros(len(u), KERNEL - 1, self.columns) if state is None else state["columns"]
+        columns = torch.cat((old, new), dim=1)
+        xBC = F.silu(self.conv(columns.mT)).mT
+        x, B, C = xBC.split([inner, n, n], dim=-1)
+        x = x.unflatten(-1, (self.heads, self.head_dim))
+        B, C = (part.unflatten(-1, (self.groups, self.state)) for part in (B, C))
+        dtype = working_dtype(x.dtype)
+        dt = F.softplus(tau.to(dtype) + self.dt_bias)
+        if counts is not None:
+            dt = torch.where(real_columns(counts, u.shape[1])[..., None], dt, 0)  # then a = 0 and v = 0
+        S = None if state is None else state["S"]
+        y, S = ssd(x, dt, -self.A_log.to(dtype).exp(), B, C, self.D, S, self.chunk)
+        if state is not None:
+            after = {"columns": last_columns(columns, counts, KERNEL - 1), "S": S}
+            state.advance(after, counts, u.shape[1])
+        if rows is not None:
+            y, z = y[:, rows], z[:, rows]
+        return self.out_proj(self.norm(y.flatten(2), z))
