@@ -169,7 +169,7 @@ def work_span(jacobian: Sequence[float], local: Sequence[float], rank: int) -> W
 
 @dataclass(frozen=True)
 class Transport:
-    """A row of Table 1: FLOPs of one step or combine, the span over K regions, FLOPs for each element read."""
+    """A row of Table 1: FLOPs of one step or combine, span over K regions, FLOPs for each element read."""
 
     flops: int
     span: int

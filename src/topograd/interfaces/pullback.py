@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from topograd.errors import ConfigError, StackError
 from topograd.nn.attention import attention_mask, rotate
 from topograd.nn.gpt import Attention, Block
-from topograd.nn.stack import Bus
 
 KEYS = 64
 """Keys in one block of attention: fewer skip more of what nobody sees, more make larger products."""
@@ -84,9 +83,11 @@ class Tape:
     def _take_call(self, taken: dict[str, Any]) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor) -> None:
             call = dict(zip(("h", "bus", "state", "rows"), args, strict=False)) | kwargs
-            if call.get("state") is not None or call["bus"].positions.dim() != 1:
+            bus = call["bus"]
+            if call.get("state") is not None or bus.positions.dim() != 1:
                 raise StackError("a pullback wants whole sequences of equal length; record without a state")
-            taken |= {"h": call["h"].detach(), "bus": call["bus"], "rows": call.get("rows")}
+            taken.update(h=call["h"].detach(), x0=bus.x0.detach(), rows=call.get("rows"))
+            taken.update(rotary=bus.extras["rotary"])
             self._constants = []
 
         return hook
@@ -124,11 +125,10 @@ def _take(taken: dict[str, Any], output: str, given: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class _Norm:
-    """y = h / ρ, both with an axis for the basis: (batch, position, 1, width) and (batch, position, 1, 1)."""
+    """y = h / ρ and 1 / ρ, with an axis for the basis: (batch, position, 1, width) and (batch, position, 1, 1)."""
 
     y: Tensor
     inverse: Tensor
-    """1 / ρ"""
 
     def __getitem__(self, where: slice) -> _Norm:
         return _Norm(self.y[:, where], self.inverse[:, where])
@@ -137,9 +137,78 @@ class _Norm:
         """x - y (y·x) / d, in place."""
         return x.addcmul_(self.y, torch.linalg.vecdot(x, self.y)[..., None], value=-1 / x.shape[-1])
 
-    def back(self, x: Tensor) -> Tensor:
-        """The cotangent of h from that of y, in place."""
-        return self.project(x).mul_(self.inverse)
+
+@dataclass(frozen=True)
+class _Turned:
+    """Queries or keys after rotation and norm. The first axis runs over samples and heads."""
+
+    norm: _Norm
+    cos: Tensor
+    sin: Tensor
+
+    def back(self, x: Tensor, where: slice, batch: int) -> Tensor:
+        """(batch·heads, position, basis, head width) to the cotangent before both, with heads joined."""
+        a, b = self.norm[where].project(x).chunk(2, dim=-1)
+        cos, sin = self.cos[:, where], self.sin[:, where]
+        return _join(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1), batch)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The factors of one block that all cotangents share. Positions, or rows, are axis 1 everywhere."""
+
+    layer: Block
+    rows: Sequence[int]
+    """Positions at which queries and MLP ran."""
+    entry: _Norm
+    middle: _Norm
+    slopes: list[tuple[Tensor, Tensor]]
+    """Derivative of the MLP's inner part, and the matrix before it: one pair, or two with a gate."""
+    query: _Turned
+    key: _Turned
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    """(batch·heads, position, head width), as are queries and keys, which carry the softmax's scale."""
+    attended: Tensor
+    probabilities: Tensor
+    """(batch·heads, row, position)"""
+    maps: tuple[Tensor, Tensor, Tensor]
+    """W y of the queries, keys and values: (batch, position, 1, inner)"""
+
+
+@torch.no_grad()
+def _constants(layer: Block, taken: dict[str, Any]) -> _Constants:
+    attention, rows = layer.attention, taken["rows"]
+    heads, shared = attention.heads, attention.heads // attention.kv_heads
+    h = taken["h"] if layer.x0_scale is None else taken["h"] + layer.x0_scale * taken["x0"]
+    query = _turned(taken["query"], taken["rotary"], rows, heads)
+    key = _turned(taken["key"], taken["rotary"], None, attention.kv_heads)
+    value = taken["value"]
+    if "embedded" in taken:
+        value = value + attention.value_gate * taken["embedded"]
+    scale = attention.head_width**-0.5
+    k = _spread(key.norm.y[:, :, 0], shared)
+    scores = scale * query.norm.y[:, :, 0] @ k.transpose(1, 2)
+    time = h.shape[1]
+    where = torch.arange(time, device=h.device) if rows is None else rows
+    mask = attention_mask(where[None], time, attention.window)
+    assert mask is not None, "positions with a batch axis always get a mask"
+    return _Constants(
+        layer=layer,
+        rows=range(time) if rows is None else rows.tolist(),
+        entry=_norm(h),
+        middle=_norm(taken["projected"] + (h if rows is None else h[:, rows])),
+        slopes=_slopes(layer, taken),
+        query=query,
+        key=key,
+        queries=scale * query.norm.y[:, :, 0],
+        keys=scale * k,
+        values=_spread(_split(value, attention.kv_heads), shared),
+        attended=_split(taken["attended"], heads)[:, :, None],
+        probabilities=scores.masked_fill_(~mask[0, 0], -torch.inf).softmax(-1),
+        maps=(taken["query"][:, :, None], taken["key"][:, :, None], taken["value"][:, :, None]),
+    )
 
 
 def _norm(h: Tensor) -> _Norm:
@@ -148,64 +217,204 @@ def _norm(h: Tensor) -> _Norm:
     return _Norm(h * inverse, inverse)
 
 
+def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], rows: Tensor | None, heads: int) -> _Turned:
+    cos, sin = rotary
+    if rows is not None:
+        cos, sin = cos[rows], sin[rows]
+    norm = _norm(rotate(_split(x, heads), cos, sin))
+    return _Turned(norm, cos[:, None] * norm.inverse, sin[:, None] * norm.inverse)
+
+
+def _slopes(layer: Block, taken: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    mlp, up = layer.mlp, taken["up"][:, :, None]
+    if mlp.gate is None:
+        return [(2 * F.relu(up), mlp.up.weight)]
+    gate = taken["gate"][:, :, None]
+    logistic = gate.sigmoid()
+    slope = logistic * (1 + gate * (1 - logistic))
+    return [(gate * logistic, mlp.up.weight), (up * slope, mlp.gate.weight)]
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """(batch, position, ..., width) to (batch·heads, position, ..., head width)."""
+    return x.unflatten(-1, (heads, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def _join(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).movedim(1, -2).flatten(-2)
+
+
+def _spread(x: Tensor, shared: int) -> Tensor:
+    """Each head of keys or values for the `shared` heads of queries that use it."""
+    return x if shared == 1 else x.repeat_interleave(shared, 0)
+
+
 @dataclass(frozen=True)
-class _Turned:
-    """Queries or keys after rotation and norm, one row of the first axis for each sample and head."""
+class _Span:
+    """The part of a block that is wanted: positions start..stop-1, and the block's rows first..last-1."""
 
-    norm: _Norm
-    cos: Tensor
-    sin: Tensor
-    heads: int
-
-    def back(self, x: Tensor, where: slice) -> Tensor:
-        """(batch·heads, position, basis, head width) to the cotangent (batch, position, basis, width)."""
-        x = self.norm[where].project(x)
-        cos, sin = self.cos[:, where], self.sin[:, where]
-        a, b = x.chunk(2, dim=-1)
-        return _join(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1), self.heads)
+    positions: slice
+    rows: slice
+    at: slice | list[int]
+    """Where the rows lie among the positions."""
 
 
-@dataclass(frozen=True)
-class _Constants:
-    """The factors of one block that all cotangents share; position is axis 1 everywhere."""
-
-    layer: Block
-    rows: Sequence[int]
-    """Positions at which the block ran its queries and its MLP."""
-    entry: _Norm
-    middle: _Norm
-    slopes: list[tuple[Tensor, Tensor]]
-    """Derivative of the MLP's inner activations, and the matrix behind it: one pair, or two with a gate."""
-    query: _Turned
-    key: _Turned
-    values: Tensor
-    attended: Tensor
-    probabilities: Tensor
-    maps: dict[str, Tensor]
-    """x = W y of the queries, keys and values: (batch, position, 1, inner)"""
+def _span(block: _Constants, start: int, stop: int, asked: int) -> _Span:
+    first, last = bisect_left(block.rows, asked), bisect_left(block.rows, stop)
+    rows = block.rows[first:last]
+    at: slice | list[int] = [row - start for row in rows]
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+        at = slice(rows[0] - start, rows[-1] - start + 1)
+    return _Span(slice(start, stop), slice(first, last), at)
 
 
 @torch.no_grad()
-def _constants(layer: Block, taken: dict[str, Any]) -> _Constants:
-    attention, bus, rows = layer.attention, taken["bus"], taken["rows"]
-    heads, kv_heads = attention.heads, attention.kv_heads
-    h = taken["h"] if layer.x0_scale is None else taken["h"] + layer.x0_scale * bus.x0
-    middle = taken["projected"] + (h if rows is None else h[:, rows])
-    v = taken["value"]
-    if "embedded" in taken:
-        v = v + attention.value_gate * taken["embedded"]
-    query = _turned(taken["query"], bus, rows, heads)
-    key = _turned(taken["key"], bus, None, kv_heads)
-    return _Constants(
-        layer=layer,
-        rows=range(h.shape[1]) if rows is None else rows.tolist(),
-        entry=_norm(h),
-        middle=_norm(middle),
-        slopes=_slopes(layer, taken),
-        query=query,
-        key=key,
-        values=_split(v, kv_heads).repeat_interleave(heads // kv_heads, 0),
-        attended=_split(taken["attended"], heads)[:, :, None],
-        probabilities=_probabilities(layer, query, key, bus, rows),
-        maps={name: taken[name][:, :, None] for name in ("query", "key", "value")},
+def pullback(
+    tape: Tape, cotangent: Tensor, weights: Tensor, segment: int, skip: int = 0, chunk: int | None = None
+) -> Tensor:
+    """Cotangents (basis, batch, segments - skip, width) of the input, summed over each segment of positions.
+
+    `cotangent` (basis, batch, width) belongs to Σ_t weights[t] h_out[t], over the first len(weights) positions.
+    The first `skip` segments are constants: their sums are not wanted. `chunk` cotangents run at a time.
+    """
+    blocks = tape.constants()
+    first = _first_weight(blocks, cotangent, weights, segment, skip)
+    start, stop = skip * segment, len(weights)
+    spans = [_span(block, start, stop, start) for block in blocks[:-1]]
+    spans.append(_span(blocks[-1], start, stop, max(start, first)))
+    pooled = weights[list(blocks[-1].rows[spans[-1].rows])].to(cotangent)
+    sizes = chunk or len(cotangent)
+    parts = [_pull(blocks, spans, g.transpose(0, 1), pooled, segment) for g in cotangent.split(sizes)]
+    return torch.cat(parts, dim=2).movedim(2, 0)
+
+
+def _first_weight(
+    blocks: list[_Constants], cotangent: Tensor, weights: Tensor, segment: int, skip: int
+) -> int:
+    """The first position with a weight, after a look at everything that the caller gave."""
+    batch, time, _, width = blocks[0].entry.y.shape
+    if cotangent.dim() != 3 or cotangent.shape[1:] != (batch, width) or not len(cotangent):
+        raise ConfigError(
+            f"the cotangent has shape {tuple(cotangent.shape)}; it must be (basis, {batch}, {width}), "
+            "as the tape's batch and width"
+        )
+    if weights.dim() != 1 or not 1 <= len(weights) <= time:
+        raise ConfigError(
+            f"the weights have shape {tuple(weights.shape)}; give one for each of at most {time} taped positions"
+        )
+    if segment < 1 or len(weights) % segment or not 0 <= skip < len(weights) // segment:
+        raise ConfigError(
+            f"{len(weights)} positions in segments of {segment}, {skip} of them skipped, leave no whole segments; "
+            "choose a divisor, and skip fewer than there are"
+        )
+    weighted = weights.nonzero()[:, 0].tolist()
+    if not set(weighted) <= set(blocks[-1].rows):
+        raise ConfigError(
+            f"positions {weighted} have weights, but the last block ran at {list(blocks[-1].rows)}; "
+            "record it at all positions that the pool reads"
+        )
+    return weighted[0] if weighted else len(weights) - 1
+
+
+def _pull(
+    blocks: list[_Constants], spans: list[_Span], g: Tensor, weights: Tensor, segment: int
+) -> Tensor:
+    """One chunk, with the batch first: g (batch, basis, width) to (batch, segments, basis, width)."""
+    last = blocks[-1]
+    c = g[:, None].repeat(1, len(weights), 1, 1)
+    _mlp(last, c, spans[-1], g[:, None] @ last.layer.mlp.down.weight)
+    c *= weights[:, None, None]
+    for i in range(len(blocks) - 1, 0, -1):
+        c = _entry(blocks[i], c, spans[i], _attention(blocks[i], c, spans[i]))
+        _mlp(blocks[i - 1], c, spans[i - 1])
+    return _segments(blocks[0], c, spans[0], _attention(blocks[0], c, spans[0]), segment)
+
+
+def _mlp(block: _Constants, c: Tensor, span: _Span, inner: Tensor | None = None) -> None:
+    """Add to c, in place, what comes back through the MLP; `inner` is c W_down where positions share it."""
+    batch, time, basis, width = c.shape
+    step = max(1, ROWS // (batch * basis))
+    for t in range(0, time, step):
+        here = slice(span.rows.start + t, span.rows.start + min(t + step, time))
+        part = c[:, t : t + step]
+        z = part @ block.layer.mlp.down.weight if inner is None else inner
+        x = sum((z * slope[:, here]) @ weight for slope, weight in block.slopes)
+        norm = block.middle[here]
+        part.addcmul_(norm.project(x), norm.inverse)
+
+
+def _attention(block: _Constants, c: Tensor, span: _Span) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of the queries, keys and values before rotation and norm: (batch, position, basis, inner)."""
+    attention = block.layer.attention
+    batch, basis = len(c), c.shape[2]
+    g = _split(c @ attention.output.weight, attention.heads)
+    own = torch.linalg.vecdot(g, block.attended[:, span.rows])[..., None]
+    heads, asked, _, width = g.shape
+    start, stop = span.positions.start, span.positions.stop
+    q = torch.zeros_like(g)
+    k, v = (g.new_zeros(heads, stop - start, basis, width) for _ in range(2))
+    for s, e in _key_blocks(start, stop):
+        i = bisect_left(block.rows, s, span.rows.start, span.rows.stop)
+        j = span.rows.stop
+        if attention.window:
+            j = bisect_left(block.rows, e - 1 + attention.window, i, j)
+        if i == j:
+            continue
+        seen = slice(i - span.rows.start, j - span.rows.start)
+        p = block.probabilities[:, i:j, s:e]
+        x = torch.bmm(g[:, seen].flatten(1, 2), block.values[:, s:e].transpose(1, 2))
+        x = x.view(heads, j - i, basis, e - s).sub_(own[:, seen]).mul_(p[:, :, None])
+        q[:, seen].flatten(1, 2).baddbmm_(x.flatten(1, 2), block.keys[:, s:e])
+        if s >= start:
+            y = torch.bmm(x.flatten(2).transpose(1, 2), block.queries[:, i:j])
+            k[:, s - start : e - start] = y.view(heads, basis, e - s, width).transpose(1, 2)
+            y = torch.bmm(p.transpose(1, 2), g[:, seen].flatten(2))
+            v[:, s - start : e - start] = y.view(heads, e - s, basis, width)
+    shared = attention.heads // attention.kv_heads
+    if shared > 1:
+        k, v = (x.unflatten(0, (-1, shared)).sum(1) for x in (k, v))
+    return (
+        block.query.back(q, span.rows, batch),
+        block.key.back(k, span.positions, batch),
+        _join(v, batch),
     )
+
+
+def _key_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Blocks of at most KEYS positions; one of them begins at `start`."""
+    for low, high in ((0, start), (start, stop)):
+        for s in range(low, high, KEYS):
+            yield s, min(s + KEYS, high)
+
+
+def _entry(block: _Constants, c: Tensor, span: _Span, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The cotangent of the block's input at all wanted positions."""
+    attention, norm = block.layer.attention, block.entry[span.positions]
+    query, key, value = parts
+    x = key @ attention.key.weight
+    x.flatten(0, 2).addmm_(value.flatten(0, 2), attention.value.weight)
+    x[:, span.at] += query @ attention.query.weight
+    norm.project(x).mul_(norm.inverse)
+    x[:, span.at] += c
+    return x
+
+
+def _segments(
+    block: _Constants, c: Tensor, span: _Span, parts: tuple[Tensor, Tensor, Tensor], segment: int
+) -> Tensor:
+    """The same, summed over segments before the products: (batch, segments, basis, width)."""
+    attention, norm = block.layer.attention, block.entry[span.positions]
+    batch, time, _, width = norm.y.shape
+    basis = c.shape[2]
+    ones = torch.eye(time // segment, dtype=c.dtype, device=c.device).repeat_interleave(segment, 1)
+    scaled = ones * norm.inverse[:, None, :, 0, 0]
+    out = (ones[:, span.at] @ c.flatten(2)).unflatten(-1, (basis, width))
+    dots = c.new_zeros(batch, time, basis)
+    matrices = (attention.query.weight, attention.key.weight, attention.value.weight)
+    spots = (span.at, slice(None), slice(None))
+    wheres = (span.rows, span.positions, span.positions)
+    for x, matrix, taped, where, at in zip(parts, matrices, block.maps, wheres, spots, strict=True):
+        dots[:, at] += torch.linalg.vecdot(x, taped[:, where])
+        out += (scaled[..., at] @ x.flatten(2)).unflatten(-1, (basis, -1)) @ matrix
+    rays = scaled[:, :, None] * dots.transpose(1, 2)[:, None]
+    return out.flatten(1, 2).baddbmm(rays.flatten(1, 2), norm.y[:, :, 0], alpha=-1 / width).view_as(out)

@@ -5,7 +5,7 @@ the regions before it made of the segments before s:
 
     x_t   = x0_t + Dec_k(m_k[s])                t in segment s;  nothing is added in segment 0
     h     = Φ_k(x)
-    m_{k+1}[s] = LN(m_k[s] + α_k Enc_k(pool_s(h))),     s = 1..S-1;   m_0 = 0
+    m_{k+1}[s] = LN(m_k[s] + α_k Enc_k(pool_s(h))),     s = 1..S-1;   m_0 = 0, and α_0 = 1 (LN undoes it)
 
 with pool_s(h) one of
 
@@ -151,11 +151,11 @@ class SegmentRelay(nn.Module):
 
     def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
         super().__init__()
-        self.settings, self.first = settings, first
+        self.settings = settings
         self.segment = settings.segment(context)
         self.encode = Map(settings.maps, width, width, settings.rank)
         self.decode = Map(settings.maps, settings.rank, width, width)
-        self.alpha = nn.Parameter(torch.tensor(1.0))
+        self.alpha = None if first else nn.Parameter(torch.tensor(1.0))
         nn.init.zeros_(self.decode.outer.weight)
 
     def ends(self, time: int) -> int:
@@ -189,9 +189,9 @@ class SegmentRelay(nn.Module):
 
     def tell(self, pooled: Tensor, heard: Tensor | None) -> Tensor:
         """LN(m + α Enc(pooled)); the first boundary has heard no state, only the canvas."""
-        m = self.alpha * self.encode(pooled)
-        if not self.first and heard is not None:
-            m = m + heard[:, : m.shape[1]]
+        m = self.encode(pooled)
+        if self.alpha is not None and heard is not None:
+            m = heard[:, : m.shape[1]] + self.alpha * m
         return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:

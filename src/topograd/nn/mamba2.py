@@ -114,8 +114,7 @@ class Mamba2Mixer(nn.Module):
         z, new, tau = self.in_proj(u).split([inner, self.columns, self.heads], dim=-1)
         old = new.new_zeros(len(u), KERNEL - 1, self.columns) if state is None else state["columns"]
         columns = torch.cat((old, new), dim=1)
-        xBC = F.silu(self.conv(columns.mT)).mT
-        x, B, C = xBC.split([inner, n, n], dim=-1)
+        x, B, C = F.silu(self._convolve(columns)).split([inner, n, n], dim=-1)
         x = x.unflatten(-1, (self.heads, self.head_dim))
         B, C = (part.unflatten(-1, (self.groups, self.state)) for part in (B, C))
         dtype = working_dtype(x.dtype)
@@ -130,3 +129,8 @@ class Mamba2Mixer(nn.Module):
         if rows is not None:
             y, z = y[:, rows], z[:, rows]
         return self.out_proj(self.norm(y.flatten(2), z))
+
+    def _convolve(self, columns: Tensor) -> Tensor:
+        """(batch, 3 + time, channels) to (batch, time, channels); as an image of height 1 nothing is copied."""
+        image = columns.mT[:, :, None]  # channels last
+        return F.conv2d(image, self.conv.weight[:, :, None], self.conv.bias, groups=self.columns).squeeze(2).mT

@@ -56,7 +56,7 @@ class Mamba3Mixer(nn.Module):
         check_mixer(width=width, heads=heads, head_dim=head_dim, state=state, groups=groups, chunk=chunk)
         if rope_fraction not in (0.5, 1) or state * rope_fraction % 2:
             raise StackError(
-                f"rope_fraction {rope_fraction} of {state} state channels does not rotate whole pairs; use 0.5 "
+                f"rope_fraction {rope_fraction} of {state} state channels is not a number of pairs; use 0.5 "
                 "with a multiple of 4, or 1 with a multiple of 2"
             )
         self.heads, self.head_dim, self.state, self.groups = heads, head_dim, state, groups
@@ -111,7 +111,7 @@ class Mamba3Mixer(nn.Module):
         later = F.pad(late[:, 1:], (0, 0, 0, 1))  # σ
         weight = dt - late + later  # ω
         y, S = decay_scan(x * weight[..., None], -decay_rate(s) * dt, B, C, start, self.chunk)
-        y = y + (self.D - later * own)[..., None] * x
+        y = torch.addcmul(y, (self.D - later * own)[..., None], x)
         if state is not None:
             after = {
                 "theta": theta[:, -1].remainder(2 * math.pi),

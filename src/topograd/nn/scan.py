@@ -73,11 +73,11 @@ def ssd(
     dtype = working_dtype(x.dtype)
     wide, dt = x.to(dtype), dt.to(dtype)
     y, state = decay_scan(wide * dt[..., None], dt * A.to(dtype), B, C, initial_state, chunk)
-    return (y + wide * D.to(dtype)[:, None]).to(x.dtype), state
+    return torch.addcmul(y, wide, D.to(dtype)[:, None]).to(x.dtype), state
 
 
 def _step(state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """y (batch, h, p) and the new state of one position: v (batch, h, p), a (batch, h), B, C (batch, g, n)."""
+    """y (batch, h, p) and the new state, of v (batch, h, p), a (batch, h), B and C (batch, g, n)."""
     x = v.reshape(len(v), B.shape[1], -1, 1)  # (batch, g, h/g · p, 1)
     state = state * a.exp()[..., None, None] + (x * B[:, :, None]).view_as(state)
     y = state.view(*x.shape[:3], -1) @ C[..., None]

@@ -1,0 +1,108 @@
+"""A stack whose regions are joined by bounded interfaces, read as a chain of maps m_k → m_{k+1}.
+
+Statement: given the canvas x0 (a function of the tokens alone), region k computes m_{k+1} = R_k(m_k) and
+nothing else leaves it ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6,
+eq. 2). The last region computes the loss. What would make the Jacobians of R_k wrong, or bind the samples of a
+batch together, is refused here: a second path, a loss in between, batch statistics, dropout.
+
+Shapes: m (batch, states, rank), with `states` S - 1 (or 1, not causal). Cost: none; `visit` runs one region.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from topograd.errors import StackError, TopologyError
+from topograd.nn.forward import run_stage
+from topograd.nn.interface import SegmentInterface, SegmentRelay
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.dag import EMBEDDING, Topology
+from topograd.topology.plan import Plan, PlannedStage
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A stack and its plan, known to be a chain of regions."""
+
+    stack: Stack
+    plan: Plan
+    relays: tuple[SegmentRelay, ...]
+    """relays[k] joins region k to region k + 1."""
+
+    @classmethod
+    def of(cls, stack: Stack, topology: Topology) -> Regions:
+        """Check that `topology` is a chain of interfaces on `stack`, and that its Jacobians are exact."""
+        plan = Plan.of(topology, len(stack.layers))
+        if len(plan.stages) < 2:
+            raise TopologyError("one region has no interface; give the topology at least two")
+        relays = []
+        for planned in plan.stages[1:]:
+            relay = stack.relay(planned.hears[0][0].relay)
+            if not isinstance(relay, SegmentRelay):
+                raise TopologyError(
+                    f"region {planned.index + 1} hears through {planned.hears[0][0].relay!r}, which is no "
+                    "interface; build the topology with Topology.regions and the relays with add_interfaces"
+                )
+            relays.append(relay)
+        for planned in plan.stages:
+            _check_chain(planned, len(plan.stages) - 1)
+            for layer in planned.layers:
+                _check_exact(stack.layers[layer], f"layers.{layer}")
+        return cls(stack, plan, tuple(relays))
+
+    @property
+    def count(self) -> int:
+        """K, how many regions there are."""
+        return len(self.plan.stages)
+
+    @property
+    def settings(self) -> SegmentInterface:
+        return self.relays[0].settings
+
+    def visit(self, region: int, message: Tensor, bus: Bus) -> Tensor:
+        """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that somebody reads."""
+        planned = self.plan.stages[region]
+        _, sent = run_stage(self.stack, planned, [message], bus, lean=True)
+        return sent[planned.sends[0]]
+
+    def messages(self, x0: Tensor, bus: Bus) -> list[Tensor]:
+        """m_1 ... m_{K-1} of one forward."""
+        said: list[Tensor] = []
+        for region in range(self.count - 1):
+            said.append(self.visit(region, said[-1] if said else x0, bus))
+        return said
+
+
+def _check_chain(planned: PlannedStage, last: int) -> None:
+    k = planned.index
+    sources = [(port.source, lam) for port, lam in planned.hears]
+    if sources != [(k - 1 if k else EMBEDDING, 1.0)]:
+        raise TopologyError(
+            f"region {k + 1} hears {[source + 1 for source, _ in sources]} with λ = {[lam for _, lam in sources]}; "
+            f"between regions only the interface from region {k} may carry anything, with λ = 1"
+        )
+    if (planned.scale > 0) != (k == last) or planned.stage.frozen:
+        raise TopologyError(
+            f"region {k + 1} of {last + 1} has weight {planned.stage.weight}; only the last region may have a "
+            "loss, and none may be frozen: use engine='autograd' for anything else"
+        )
+
+
+def _check_exact(layer: nn.Module, name: str) -> None:
+    """Refuse what binds the samples of a batch, or changes when a region is run twice."""
+    for path, module in layer.named_modules():
+        where = f"{name}.{path}" if path else name
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise StackError(
+                f"{where} is a {type(module).__name__}: it mixes the samples of a batch, so a Jacobian per "
+                "sample would be wrong; use LayerNorm or RMSNorm, or call eval()"
+            )
+        if isinstance(module, DROPOUT) and module.training and module.p > 0:
+            raise StackError(
+                f"{where} drops out with p = {module.p}: a region that runs twice would differ from itself; "
+                "use p = 0 or call eval()"
+            )
