@@ -27,8 +27,8 @@ Proposition 2.8.
 
 Limits. Every width is the same n. The arithmetic is float32, or float64 where an input is: in bfloat16 the
 adjoint is wrong by 1 % at K = 8 and by 10 to 20 % at K = 128. A chain whose maps contract attenuates the
-adjoint geometrically, in any precision. On a CPU (B = 4) `matvec` wins at n = 16, K = 16 (1.7
-times as fast as the others) and at n = 64, K = 64 (3.8 times); at n = 16, K = 64 the three tie, and at K = 1024
+adjoint geometrically, in any precision. On a CPU (B = 4) `matvec` wins at n = 16, K = 16 (1.7 times as fast
+as the others) and at n = 64, K = 64 (3.8 times). At n = 16, K = 64 the three tie, and at n = 16, K = 1024
 `tree` is 1.9 times as fast as `matvec`. `chunked` is for workers that each hold a chunk.
 """
 

@@ -5,7 +5,8 @@
     z  = cap((W + W_k) norm(h))
 
 Rotary positions, norm of queries and keys, grouped keys and values, ReLU² or SwiGLU, value embeddings
-v ← v + g V[token], sliding windows. The norm is RMSNorm without a gain. Output matrices of attention and MLP
+v ← v + g V[token], sliding windows. Some or all layers may be Mamba-2 or Mamba-3 instead
+(`recurrent_block.py`). The norm is RMSNorm without a gain. Output matrices of attention and MLP
 start at zero and the head near it, so that every stage first predicts almost the uniform distribution.
 
 Cost per token and layer, in multiply-adds forward: (4 + 2·mlp_ratio) width² with ReLU² and (4 + 3·mlp_ratio)
@@ -15,7 +16,7 @@ width² with SwiGLU, less where keys and values are grouped; and 2·context·wid
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,13 @@ from topograd.errors import StackError
 from topograd.nn.attention import attention_mask, rotate
 from topograd.nn.gpt_decoding import DecodingGPT
 from topograd.nn.heads import Head
+from topograd.nn.recurrent_block import RecurrentBlock, mixer_kind
 from topograd.nn.stack import Bus, Projection, Stack
 from topograd.nn.state import KVState
+
+
+Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
+ARCHITECTURES = get_args(Architecture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,10 @@ class GPTConfig:
     context: int = 128
     kv_heads: int | None = None
     """Heads of keys and values; None is as many as queries have."""
+    architecture: Architecture = "transformer"
+    """What the layers are: attention with MLP, Mamba-2, Mamba-3, or three Mamba-3 and one attention in turn."""
+    ssm_state: int = 32
+    """Numbers that a Mamba layer remembers of each of its channels."""
     mlp: Literal["relu2", "swiglu"] = "relu2"
     mlp_ratio: float = 4.0
     """Hidden width of the MLP over the width."""
@@ -62,7 +72,7 @@ class GPTConfig:
     """Spread of the head's matrix at first; with 0 no layer gets a gradient in the first step."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocab", "context"):
+        for name in ("layers", "width", "heads", "vocab", "context", "ssm_state"):
             if getattr(self, name) < 1:
                 raise StackError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.width % self.heads or (self.width // self.heads) % 2:
@@ -80,6 +90,12 @@ class GPTConfig:
             raise StackError(f"softcap is {self.softcap}; it must be positive, or None for no cap")
         if any(window < 0 for window in self.windows):
             raise StackError(f"windows {self.windows} has a negative span; use 0 for the whole context")
+        if self.architecture not in ARCHITECTURES:
+            raise StackError(
+                f"architecture {self.architecture!r} is unknown; choose one of {', '.join(ARCHITECTURES)}"
+            )
+        if self.ssm_state % 4:
+            raise StackError(f"ssm_state is {self.ssm_state}; it must be a multiple of 4")
         if self.mlp not in ("relu2", "swiglu"):
             raise StackError(f"mlp {self.mlp!r} is unknown; choose 'relu2' or 'swiglu'")
         if self.value_embeddings not in ("none", "alternate", "all"):
@@ -193,6 +209,12 @@ class Block(nn.Module):
         return KVState(batch, a.kv_heads, capacity, a.head_width, like.device, like.dtype)
 
 
+def layer_of(config: GPTConfig, index: int) -> Block | RecurrentBlock:
+    """Layer `index` of the architecture."""
+    kind = mixer_kind(config, index)
+    return Block(config, index) if kind is None else RecurrentBlock(config, kind)
+
+
 class GPT(Stack):
     """The stack; `GPT(layers=6, width=96, heads=3, vocab=1024, context=128)` and the rest of GPTConfig."""
 
@@ -208,7 +230,7 @@ class GPT(Stack):
         for table in (self.embedding, self.previous):
             if table is not None:
                 nn.init.normal_(table.weight, std=1.0 if not config.tied else config.width**-0.5)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.layers = nn.ModuleList(layer_of(config, i) for i in range(config.layers))
         own = nn.Parameter(config.head_std * torch.randn(config.vocab, config.width))
         weight = self.embedding.weight if config.tied else own
         self.head = Head(weight, rank=config.head_rank, softcap=config.softcap)
@@ -237,8 +259,10 @@ class GPT(Stack):
     def projection(self, stage: int) -> Projection:
         return Projection(norm, self.head.matrix(stage), self.head.bias, self.head.softcap)
 
-    def for_decoding(self) -> DecodingGPT:
-        return DecodingGPT(self)
+    def for_decoding(self) -> Stack:
+        if self.config.architecture == "transformer":
+            return DecodingGPT(self)
+        return super().for_decoding()
 
     def add_heads(self, stages: int) -> bool:
         return self.head.add(stages)

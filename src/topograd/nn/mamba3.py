@@ -104,7 +104,8 @@ class Mamba3Mixer(nn.Module):
         turns = (math.pi * torch.tanh(angle)[:, :, None] * dt[..., None]).cumsum(1)
         theta = turns if state is None else state["theta"][:, None] + turns
         B, C = self._biased(B, self.B_norm, self.B_bias), self._biased(C, self.C_norm, self.C_bias)
-        own, B, C = (C * B).sum(-1), rotate_pairs(B, theta), rotate_pairs(C, theta)
+        turn = torch.complex(theta.cos(), theta.sin())
+        own, B, C = (C * B).sum(-1), rotate_pairs(B, turn), rotate_pairs(C, turn)
         start = None
         if state is not None:  # the last token writes once more
             start = state["S"] + (late[:, 0, :, None] * state["x"])[..., None] * state["B"][:, :, None]
@@ -136,10 +137,8 @@ def decay_rate(s: Tensor) -> Tensor:
     return torch.where(s >= 0, 1 + s, 1 / (1 - s.clamp(max=0))).clamp(min=1e-4)
 
 
-def rotate_pairs(x: Tensor, theta: Tensor) -> Tensor:
-    """Turn the pairs (2j, 2j+1) of x (..., n) by theta (..., r), counter-clockwise; r ≤ n / 2."""
-    last = 2 * theta.shape[-1]
-    even, odd = x[..., 0:last:2], x[..., 1:last:2]
-    cos, sin = theta.cos(), theta.sin()
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., last:]), dim=-1)
+def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
+    """The pairs (2j, 2j+1) of x (..., n), as complex numbers, times turn (..., r); r ≤ n / 2."""
+    last = 2 * turn.shape[-1]
+    pairs = torch.view_as_complex(x.contiguous()[..., :last].unflatten(-1, (-1, 2)))
+    return torch.cat((torch.view_as_real(pairs * turn).flatten(-2), x[..., last:]), dim=-1)
