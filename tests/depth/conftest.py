@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from topograd.depth.engine import Engine
 from topograd.nn.gpt import GPT, Block, GPTConfig
+from topograd.nn.recurrent_block import RecurrentBlock
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -37,6 +38,9 @@ def random_gpt(seed: int = 0, heads_of_their_own: int = 0, later: float = 1.0, *
         nn.init.normal_(parameter, std=0.3)
     with torch.no_grad():
         for layer in model.layers[1:]:
+            if isinstance(layer, RecurrentBlock):
+                layer.mixer.out_proj.weight.mul_(later)
+                continue
             assert isinstance(layer, Block)
             layer.attention.output.weight.mul_(later)
             layer.mlp.down.weight.mul_(later)

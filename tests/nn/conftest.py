@@ -98,6 +98,9 @@ CASES = (
         lambda: gpt(smear=False, x0_blend=False, value_embeddings="none", head_rank=3),
         decodes=True,
     ),
+    Case("mamba2", lambda: gpt(architecture="mamba2", ssm_state=4), decodes=True),
+    Case("mamba3", lambda: gpt(architecture="mamba3", ssm_state=4), decodes=True),
+    Case("hybrid", lambda: gpt(architecture="hybrid", ssm_state=4), decodes=True),
     Case("llama", lambda: adapt(llama(), **LLAMA), tolerance=ROUNDED),
     Case(
         "llama-tied", lambda: adapt(llama(tie_word_embeddings=True), **LLAMA, head_rank=3), tolerance=ROUNDED

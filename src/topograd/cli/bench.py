@@ -1,45 +1,74 @@
-"""`topograd bench decode`: ways of running a model, measured against full depth."""
+"""`topograd bench decode` and `topograd bench scan`: ways of running and of training, against the plain one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, note, number, out, parse, print_json
+from topograd.cli.console import DASH, Json, note, number, out, parse, print_json
 from topograd.depth.bench import Settings, bench_decode
+from topograd.errors import ConfigError
+from topograd.interfaces import bench as interfaces
 from topograd.pretrained import REFERENCE
 from topograd.training.session import open_session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Decode:
     """Measure full depth, prefixes, early exits and speculation on held-out prompts of a run."""
 
-    what: Annotated[tyro.conf.Positional[Literal["decode"]], tyro.conf.arg(metavar="decode")]
-    """What to measure."""
     folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
     """The run's folder; by default the reference model that comes with the package."""
     settings: Annotated[Settings, tyro.conf.arg(name="")] = field(default_factory=Settings)
     json: Json = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """Measure training steps, Jacobians and scans of bounded interfaces against a dense model."""
+
+    settings: Annotated[interfaces.Settings, tyro.conf.arg(name="")] = field(
+        default_factory=interfaces.Settings
+    )
+    json: Json = False
+
+
+Asked = Annotated[Decode, tyro.conf.subcommand("decode")] | Annotated[Scan, tyro.conf.subcommand("scan")]
+
+_KINDS: dict[str, type[Decode | Scan]] = {"decode": Decode, "scan": Scan}
+
+
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
-    asked = parse(Bench, argv, "bench")
-    session = open_session(asked.folder or REFERENCE)
-    note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
-    results = bench_decode(session, asked.settings)
+    asked: Decode | Scan
+    if argv and argv[0] in _KINDS:
+        asked = parse(_KINDS[argv[0]], argv[1:], f"bench {argv[0]}")
+    elif argv and argv[0].startswith("-"):
+        asked = parse(Asked, argv, "bench")  # type: ignore[arg-type]
+    else:
+        given = repr(argv[0]) if argv else "nothing"
+        raise ConfigError(f"{given} was given to measure; choose one of {', '.join(_KINDS)}")
+    match asked:
+        case Decode():
+            session = open_session(asked.folder or REFERENCE)
+            note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
+            results = bench_decode(session, asked.settings)
+            tables = [decode_table(results), curve_table(results["wand"])]
+        case Scan():
+            note("measuring bounded interfaces: about a minute, on a quiet machine if you can")
+            results = interfaces.bench_scan(asked.settings)
+            tables = scan_tables(results)
     if asked.json:
         print_json(results)
     else:
         console = out()
-        console.print(decode_table(results))
-        console.print(curve_table(results["wand"]))
+        for table in tables:
+            console.print(table)
     return 0
 
 
@@ -78,4 +107,46 @@ def curve_table(wand: Mapping[str, Any]) -> Table:
             number(point["mean_stage"], 2),
             " ".join(number(share, 2) for share in point["exits"]),
         )
+    return table
+
+
+def scan_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Steps, Jacobians, trimming and scans; the first says whether the gradients agree."""
+    agreement, threads = results["agreement"], results["threads"]
+    steps = _ratio_table(f"Training steps over the dense one, {threads} threads", results["steps"])
+    steps.caption = (
+        f"gradients differ from autograd's by at most {agreement['worst']:.1e} ({agreement['dtype']})"
+    )
+    return [
+        steps,
+        _ratio_table("A Jacobian, in forwards of its region", results["jacobians"]),
+        _ratio_table("A trimmed Jacobian over the untrimmed one", results["trimming"]),
+        _scan_table(results["scans"]),
+    ]
+
+
+def _ratio_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("what", "ratio", "quartiles", "goal", "met"):
+        table.add_column(column, justify="left" if column == "what" else "right", no_wrap=True)
+    for row in rows:
+        spread = row["spread"]
+        table.add_row(
+            row["name"],
+            number(row["ratio"], 2),
+            f"{number(spread['low'], 2)} to {number(spread['high'], 2)}",
+            DASH if row["goal"] is None else f"≤ {row['goal']}",
+            {True: "yes", False: "no", None: DASH}[row["met"]],
+        )
+    return table
+
+
+def _scan_table(scans: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Suffix scans, microseconds", title_justify="left")
+    methods = list(scans[0]["microseconds"]) if scans else []
+    for column in ("maps", "width", *methods):
+        table.add_column(column, justify="right")
+    for scan in scans:
+        times = (number(scan["microseconds"][method]["median"], 0) for method in methods)
+        table.add_row(str(scan["maps"]), str(scan["width"]), *times)
     return table

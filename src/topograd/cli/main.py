@@ -19,9 +19,10 @@ VERBS = {
     "compare": "put runs side by side",
     "calibrate": "measure when a run's tokens may leave early, and which drafts pay",
     "generate": "continue a text with the first stages of a run, or all of them",
-    "bench": "measure ways of running a model",
+    "bench": "measure ways of running a model, and of training one",
     "report": "explain a run in one HTML page",
     "space": "look around the space of partitions",
+    "interfaces": "check bounded interfaces: exact gradients, no look ahead, which backward pays",
 }
 INTERRUPTED = 130
 
@@ -69,7 +70,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {verb:10}{words}" for verb, words in VERBS.items()]
+    lines = [f"  {verb:12}{words}" for verb, words in VERBS.items()]
     return "\n".join(
         ["usage: topograd VERB ...", "", *lines, "", "topograd VERB --help says what a verb takes."]
     )

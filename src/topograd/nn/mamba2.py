@@ -131,6 +131,10 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(y.flatten(2), z))
 
     def _convolve(self, columns: Tensor) -> Tensor:
-        """(batch, 3 + time, channels) to (batch, time, channels); as an image of height 1 nothing is copied."""
-        image = columns.mT[:, :, None]  # channels last
-        return F.conv2d(image, self.conv.weight[:, :, None], self.conv.bias, groups=self.columns).squeeze(2).mT
+        """(batch, 3 + time, channels) to (batch, time, channels)."""
+        weight, bias = self.conv.weight, self.conv.bias
+        assert bias is not None
+        if columns.shape[1] == KERNEL:  # one token: a product with the taps, without a kernel's start-up
+            return (columns * weight[:, 0].T).sum(1, keepdim=True) + bias
+        image = columns.mT[:, :, None]  # of height 1 and channels last: nothing has to be transposed
+        return F.conv2d(image, weight[:, :, None], bias, groups=self.columns).squeeze(2).mT

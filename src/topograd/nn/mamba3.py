@@ -10,10 +10,11 @@
 
 R turns the adjacent pairs (2j, 2j+1), j < r, counter-clockwise by θ_j and leaves the channels from 2r on;
 r = rope_fraction n / 2. Token s writes at s and again at s + 1, under the same decay, so in the scan of
-`scan.py` it has one weight, and what it may not yet read of itself is taken off:
+`scan.py` it has one weight; what it writes at s + 1 depends on token s + 1, so y_t reads the state before token
+t is written and adds t's own part. Nothing then depends on a later token, not even by rounding:
 
     σ_s = (1-λ_{s+1}) Δ_{s+1} (0 at the end),   ω_s = λ_s Δ_s + σ_s
-    y_t = scan(v = ω ∘ x, a, B̂, Ĉ)_t + (D - σ_t (C̃_t · B̃_t)) x_t
+    y_t = scan(v = ω ∘ x, a, B̂, Ĉ, before)_t + (D + λ_t Δ_t (C̃_t · B̃_t)) x_t
 
 Going on from (θ, S, B̂, x), the scan starts with S + (1-λ_1) Δ_1 x B̂ᵀ.
 
@@ -110,9 +111,10 @@ class Mamba3Mixer(nn.Module):
         if state is not None:  # the last token writes once more
             start = state["S"] + (late[:, 0, :, None] * state["x"])[..., None] * state["B"][:, :, None]
         later = F.pad(late[:, 1:], (0, 0, 0, 1))  # σ
-        weight = dt - late + later  # ω
-        y, S = decay_scan(x * weight[..., None], -decay_rate(s) * dt, B, C, start, self.chunk)
-        y = torch.addcmul(y, (self.D - later * own)[..., None], x)
+        now = dt - late  # λ Δ
+        v = x * (now + later)[..., None]
+        y, S = decay_scan(v, -decay_rate(s) * dt, B, C, start, self.chunk, before=True)
+        y = torch.addcmul(y, (self.D + now * own)[..., None], x)
         if state is not None:
             after = {
                 "theta": theta[:, -1].remainder(2 * math.pi),

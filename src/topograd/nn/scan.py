@@ -43,9 +43,18 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def decay_scan(
-    v: Tensor, a: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None, chunk: int = 64
+    v: Tensor,
+    a: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial_state: Tensor | None = None,
+    chunk: int = 64,
+    before: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """y (batch, L, h, p) of the scan, and the state (batch, h, p, n) behind it."""
+    """y (batch, L, h, p) of the scan, and the state (batch, h, p, n) behind it.
+
+    With `before`, y_t reads the state before v_t is written, e^{a_t} S_{t-1} C_t: v_t may then depend on t + 1.
+    """
     _check(v, a, B, C, initial_state, chunk)
     length, dtype = v.shape[1], working_dtype(v.dtype)
     state = v.new_zeros(*v.shape[:1], *v.shape[2:], B.shape[3]) if initial_state is None else initial_state
@@ -53,9 +62,9 @@ def decay_scan(
     with _without_autocast(v):
         parts = [part.to(dtype) for part in (v, a, B, C)]
         if length == 1:
-            y, state = _step(state.to(dtype), *(part[:, 0] for part in parts))
+            y, state = _step(state.to(dtype), *(part[:, 0] for part in parts), before)
             return y[:, None].to(v.dtype), state
-        y, state = _scan_chunks(state.to(dtype), *(_chunks(part, Q) for part in parts))
+        y, state = _scan_chunks(state.to(dtype), *(_chunks(part, Q) for part in parts), before)
         return y.flatten(1, 2)[:, :length].to(v.dtype), state
 
 
@@ -76,37 +85,42 @@ def ssd(
     return torch.addcmul(y, wide, D.to(dtype)[:, None]).to(x.dtype), state
 
 
-def _step(state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+def _step(
+    state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor, before: bool
+) -> tuple[Tensor, Tensor]:
     """y (batch, h, p) and the new state, of v (batch, h, p), a (batch, h), B and C (batch, g, n)."""
     x = v.reshape(len(v), B.shape[1], -1, 1)  # (batch, g, h/g · p, 1)
-    state = state * a.exp()[..., None, None] + (x * B[:, :, None]).view_as(state)
-    y = state.view(*x.shape[:3], -1) @ C[..., None]
-    return y.view_as(v), state
+    kept = state * a.exp()[..., None, None]
+    state = kept + (x * B[:, :, None]).reshape(state.shape)
+    y = (kept if before else state).reshape(*x.shape[:3], -1) @ C[..., None]
+    return y.reshape(v.shape), state
 
 
-def _scan_chunks(state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+def _scan_chunks(
+    state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor, before: bool
+) -> tuple[Tensor, Tensor]:
     """The scan of (batch, chunks, Q, ...): y (batch, chunks, Q, h, p) and the last state."""
     heads, groups = v.shape[3], B.shape[3]
     c = a.cumsum(2)
     total = c[:, :, -1:]
     B, C = B.transpose(2, 3), C.transpose(2, 3)  # (batch, chunks, g, Q, n)
 
-    scores = (C @ B.mT)[:, :, :, None] * _decays(c).unflatten(2, (groups, heads // groups))
+    scores = (C @ B.mT)[:, :, :, None] * _decays(c, before).unflatten(2, (groups, heads // groups))
     within = scores.flatten(2, 3) @ v.transpose(2, 3)  # (batch, chunks, h, Q, p)
 
     # All the heads of a group are one matrix (Q, h/g · p): they share B and C.
     kept = (v * (total - c).exp()[..., None]).unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
-    written = (kept.mT @ B).view(*v.shape[:2], heads, v.shape[-1], B.shape[-1])
-    before, state = _pass_on(total[:, :, 0].exp(), written, state)
-    read = C @ before.unflatten(2, (groups, -1)).flatten(3, 4).mT  # (batch, chunks, g, Q, h/g · p)
+    written = (kept.mT @ B).reshape(*v.shape[:2], heads, v.shape[-1], B.shape[-1])
+    earlier, state = _pass_on(total[:, :, 0].exp(), written, state)
+    read = C @ earlier.unflatten(2, (groups, -1)).flatten(3, 4).mT  # (batch, chunks, g, Q, h/g · p)
     read = read.transpose(2, 3).reshape(v.shape)
     return read * c.exp()[..., None] + within.transpose(2, 3), state
 
 
-def _decays(c: Tensor) -> Tensor:
+def _decays(c: Tensor, before: bool) -> Tensor:
     """M (batch, chunks, h, Q, Q) of the cumulated log-decays c (batch, chunks, Q, h)."""
     Q, c = c.shape[2], c.transpose(2, 3)
-    future = torch.ones(Q, Q, dtype=torch.bool, device=c.device).triu(1)
+    future = torch.ones(Q, Q, dtype=torch.bool, device=c.device).triu(0 if before else 1)
     return (c[..., :, None] - c[..., None, :]).masked_fill(future, -torch.inf).exp()
 
 

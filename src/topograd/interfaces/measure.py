@@ -1,0 +1,160 @@
+"""The times of one region on this machine, and the backward that they call for.
+
+Statement. For an inner region k (one with an interface on both sides; the middle one is taken), with what it
+hears in a real forward,
+
+    forward     m_{k+1} = R_k(m_k), with its graph, at the positions that somebody reads
+    vjp         J_kᵀ v for one v
+    local       the same, and the gradients of the region's parameters and of the canvas
+    jacobian    J_k
+
+in seconds, medians over rounds. Each round builds the region anew and times all four one after the other, so
+that a slow moment of the machine hits them all; the first round is not counted. `plan.plan` turns these into
+the backward with the shortest span. On one device that is always autograd: all the work is done there either
+way, and the scan adds Jacobians to it. The plan's `reason` says so, with the factor.
+
+Shapes: messages (B, states, r). Cost: about repeats + 1 Jacobians.
+Source: the units of `topograd.interfaces.schedule`. Limits: the first and the last region are taken to cost
+as much as an inner one, though the last one also has the head, and runs where a lean region does not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from topograd.errors import ConfigError, TopologyError
+from topograd.interfaces.jacobian import Way, interface_jacobian, visit
+from topograd.interfaces.plan import Plan, plan
+from topograd.interfaces.regions import Regions
+from topograd.interfaces.schedule import Units
+from topograd.nn.gpt import GPT, Architecture, GPTConfig
+from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.dag import Topology
+
+T = TypeVar("T")
+SPREAD = 0.02
+"""Standard deviation of matrices that would start at zero, so that no product is trivial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """An untrained GPT of equal regions, and a batch for it."""
+
+    regions: int = 6
+    region_layers: int = 2
+    width: int = 256
+    heads: int = 4
+    vocab: int = 1024
+    context: int = 256
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("regions", 3), ("region_layers", 1), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        self.config("transformer")
+
+    def config(self, architecture: Architecture) -> GPTConfig:
+        return GPTConfig(
+            layers=self.regions * self.region_layers,
+            width=self.width,
+            heads=self.heads,
+            vocab=self.vocab,
+            context=self.context,
+            architecture=architecture,
+            head_std=SPREAD,
+        )
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.regions(",".join([str(self.region_layers)] * self.regions))
+
+    def build(
+        self, interface: SegmentInterface | None = None, architecture: Architecture = "transformer"
+    ) -> GPT:
+        """The model, dense without an `interface`; always the same, and nothing in it is zero."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            stack = GPT(self.config(architecture))
+            if interface is not None:
+                add_interfaces(stack, interface, self.regions, self.width, self.context)
+            for parameter in stack.parameters():
+                if not parameter.detach().any():
+                    torch.nn.init.normal_(parameter, std=SPREAD)
+        return stack
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (batch, context), always the same."""
+        generator = torch.Generator().manual_seed(0)
+        both = torch.randint(self.vocab, (2, self.batch, self.context), generator=generator)
+        return both[0], both[1]
+
+
+def measure_units(
+    stack: Stack, topology: Topology, inputs: Tensor, jacobian: Way = "loop", repeats: int = 5
+) -> Units:
+    """Seconds of the middle region's parts. Nothing is added to any `.grad`."""
+    regions = Regions.of(stack, topology)
+    if regions.count < 3:
+        raise TopologyError(
+            f"{regions.count} regions have no Jacobian between interfaces to measure; give at least 3, "
+            "or use engine='autograd'"
+        )
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}; it must be at least 1")
+    middle, heard, bus = middle_region(regions, inputs)
+    rounds = [_round(regions, middle, heard, bus, jacobian) for _ in range(repeats + 1)][1:]
+    forward, vjp, local, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return Units(forward=forward, local=local, vjp=vjp, jacobian=whole)
+
+
+def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, Bus]:
+    """The number of the region in the middle, what it hears, and the bus, whose x0 is a leaf."""
+    stack, middle = regions.stack, regions.count // 2
+    x0 = stack.embed(inputs).detach().requires_grad_()
+    bus = stack.bus(x0, inputs)
+    with torch.no_grad():
+        return middle, regions.messages(x0, bus)[middle - 1], bus
+
+
+def choose(stack: Stack, topology: Topology, inputs: Tensor, workers: int, jacobian: Way = "loop") -> Plan:
+    """Measure this model here, and plan its backward for `workers` workers: 1, or one for each region."""
+    count = Regions.of(stack, topology).count
+    plan(Units(jacobian=1.0), count, workers)  # a bad number of workers is refused before the measuring
+    return plan(measure_units(stack, topology, inputs, jacobian), count, workers)
+
+
+def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds of `run` and its result, with nothing left on the device's queue."""
+    _wait(device)
+    began = perf_counter()
+    result = run()
+    _wait(device)
+    return perf_counter() - began, result
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _round(
+    regions: Regions, region: int, heard: Tensor, bus: Bus, way: Way
+) -> tuple[float, float, float, float]:
+    """Seconds of the forward, the VJP, the local backward and the Jacobian."""
+    device, leaf = heard.device, heard.detach().requires_grad_()
+    forward, seen = timed(lambda: visit(regions, region, leaf, bus, way), device)
+    cotangent = heard.detach()  # any will do but the message itself, which a LayerNorm destroys
+    wanted = [leaf, bus.x0, *(p for p in regions.stack.parameters() if p.requires_grad)]
+    vjp, _ = timed(lambda: torch.autograd.grad(seen.said, leaf, cotangent, retain_graph=True), device)
+    jacobian, _ = timed(lambda: interface_jacobian(seen, way), device)
+    local, _ = timed(lambda: torch.autograd.grad(seen.said, wanted, cotangent, allow_unused=True), device)
+    return forward, vjp, local, jacobian

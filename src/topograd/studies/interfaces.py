@@ -1,0 +1,201 @@
+"""What a bounded interface costs in quality: rank, segments, pool and region size, on four architectures.
+
+After Tables 2 and 6 of "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", with two changes. The
+interface is causal, and beside the dense model stands the shallow control: the last region alone, which is what
+a bounded-interface model falls back to when its interface says nothing. All of a table's models see the same
+bytes for the same number of steps.
+
+    python -m topograd.studies.interfaces OUT.jsonl [CASE ...]
+
+trains every case that OUT.jsonl does not hold yet, appends a line for each, and prints the table. Cost: about
+a minute for each case on one core. CE is in nats per byte on held-out text; `early` is that of the first 16
+positions of a window, where there is least to read.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from topograd.data import Loader, windows
+from topograd.nn.forward import stage_outputs
+from topograd.nn.gpt import ARCHITECTURES, Architecture, GPTConfig
+from topograd.nn.stack import Stack
+from topograd.topology.plan import Plan
+from topograd.training.config import TrainConfig
+from topograd.training.executor import train_step
+from topograd.training.optimizer import make_optimizers, set_learning_rates
+from topograd.training.session import build_stack, load_data
+
+LAYERS, WIDTH, CONTEXT, STEPS = 8, 64, 128, 800
+EARLY = 16
+HEADLINE = "S=8,r=8,pool=tail"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of the study."""
+
+    name: str
+    architecture: Architecture = "transformer"
+    partition: str = "2,2,2,2"
+    interface: str | None = None
+    seed: int = 0
+
+    def config(self, steps: int = STEPS) -> TrainConfig:
+        layers = sum(int(part) for part in self.partition.split(","))
+        return TrainConfig(
+            partition=str(layers) if self.interface is None else self.partition,
+            interface=self.interface,
+            steps=steps,
+            batch=8,
+            seed=self.seed,
+            tokenizer="bytes",
+            eval_bytes=60_000,
+            model=GPTConfig(
+                layers=layers,
+                width=WIDTH,
+                heads=2,
+                vocab=257,
+                context=CONTEXT,
+                architecture=self.architecture,
+                head_std=0.0,
+            ),
+        )
+
+
+def headline(architecture: Architecture, seeds: Iterable[int] = range(3)) -> list[Case]:
+    """Dense, shallow and bounded, for each seed."""
+    last = "1,3" if architecture == "hybrid" else "2"  # a hybrid's last region must hold its attention
+    cases = []
+    for seed in seeds:
+        cases += [
+            Case("dense", architecture, seed=seed),
+            Case("shallow", architecture, partition="2" if last == "2" else "2", seed=seed),
+            Case(HEADLINE, architecture, interface=HEADLINE, seed=seed),
+        ]
+    return cases
+
+
+def sweeps() -> list[Case]:
+    """Rank, segments, pool, maps and region size, one seed each, on the transformer."""
+    words = [f"S={s},r=8,pool=tail" for s in (2, 4, 16)]
+    words += [f"S=8,r={r},pool=tail" for r in (4, 16)]
+    words += ["S=8,r=8,pool=mean", "S=8,r=8,pool=cumulative"]
+    words += ["S=8,r=8,pool=tail,maps=linear", "S=8,r=8,pool=tail,maps=gated"]
+    cases = [Case(word, interface=word) for word in words]
+    cases += [
+        Case(f"{HEADLINE}, regions {p}", partition=p, interface=HEADLINE)
+        for p in ("1,1,1,1,1,1,1,1", "4,4")
+    ]
+    return [*cases, Case("leaky: S=1,r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
+
+
+def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:
+    """Train it; what it reached."""
+    torch.manual_seed(case.seed)
+    config, data = load_data(case.config(steps))
+    stack, plan = build_stack(config)
+    optimizers = make_optimizers(stack, config.optimizer)
+    loader = Loader(data.train, CONTEXT, config.batch, config.seed)
+    began = time.perf_counter()
+    for step in range(config.steps):
+        set_learning_rates(optimizers, config.optimizer.multiplier(step, config.steps))
+        train_step(stack, plan.topology, *next(loader))
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    inputs, targets, _ = windows(data.heldout, data.tokenizer, CONTEXT, config.eval_bytes)
+    losses = position_losses(stack, plan, inputs, targets)
+    return {
+        "ce": losses.nanmean().item(),
+        "early": losses[:, :EARLY].nanmean().item(),
+        "seconds": time.perf_counter() - began,
+        "parameters": sum(p.numel() for p in stack.parameters()),
+        "steps": config.steps,
+    }
+
+
+@torch.no_grad()
+def position_losses(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Nats of every target (rows, time); nan where a target does not count."""
+    last, parts = len(plan.stages) - 1, []
+    for x, y in zip(inputs.split(16), targets.split(16), strict=True):
+        z = stack.readout(stage_outputs(stack, plan, x, [last])[last], last)
+        loss = F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+        parts.append(loss.masked_fill(y == -100, float("nan")))
+    return torch.cat(parts)
+
+
+def read(file: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """What is there, by architecture, name and seed."""
+    if not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {(row["architecture"], row["name"], row["seed"]): row for row in rows}
+
+
+def run(file: Path, cases: Sequence[Case]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Train what is missing, one line of JSON for each; a killed study goes on where it was."""
+    done = read(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for i, case in enumerate(cases, 1):
+        key = (case.architecture, case.name, case.seed)
+        if key in done:
+            continue
+        row = {"architecture": case.architecture, "name": case.name, "seed": case.seed, **train_case(case)}
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        done[key] = row
+        print(f"{i}/{len(cases)} {key}: CE {row['ce']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+    return done
+
+
+def table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Mean over seeds and their spread, with the distance to dense and to shallow."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["architecture"], row["name"]), []).append(row)
+    mean = {key: statistics.fmean(row["ce"] for row in group) for key, group in groups.items()}
+    shown = Table(title="Held-out CE in nats per byte")
+    for column in ("architecture", "model", "CE", "±", "early", "seeds", "to dense", "to shallow"):
+        shown.add_column(column, justify="left" if column in ("architecture", "model") else "right")
+    for (architecture, name), group in groups.items():
+        here = mean[architecture, name]
+        values = [row["ce"] for row in group]
+        gaps = [mean.get((architecture, other)) for other in ("dense", "shallow")]
+        shown.add_row(
+            architecture,
+            name,
+            f"{here:.4f}",
+            f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–",
+            f"{statistics.fmean(row['early'] for row in group):.4f}",
+            str(len(values)),
+            *("–" if gap is None else f"{here - gap:+.4f}" for gap in gaps),
+        )
+    return shown
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the study, or the architectures that are named."""
+    chosen = [a for a in ARCHITECTURES if a in argv[1:] or len(argv) == 1]
+    cases = [case for architecture in chosen for case in headline(architecture)]
+    if "sweeps" in argv[1:] or len(argv) == 1:
+        cases += sweeps()
+    Console().print(table(run(Path(argv[0]), cases).values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
