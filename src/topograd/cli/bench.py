@@ -1,4 +1,4 @@
-"""`topograd bench decode` and `topograd bench scan`: ways of running and of training, against the plain one."""
+"""`topograd bench decode` and `topograd bench scan`: ways of running or training, against the plain one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
             results = bench_decode(session, asked.settings)
             tables = [decode_table(results), curve_table(results["wand"])]
         case Scan():
-            note("measuring bounded interfaces: about a minute, on a quiet machine if you can")
+            note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")
             results = interfaces.bench_scan(asked.settings)
             tables = scan_tables(results)
     if asked.json:
@@ -112,32 +112,32 @@ def curve_table(wand: Mapping[str, Any]) -> Table:
 
 def scan_tables(results: Mapping[str, Any]) -> list[Table]:
     """Steps, Jacobians, trimming and scans; the first says whether the gradients agree."""
-    agreement, threads = results["agreement"], results["threads"]
-    steps = _ratio_table(f"Training steps over the dense one, {threads} threads", results["steps"])
-    steps.caption = (
-        f"gradients differ from autograd's by at most {agreement['worst']:.1e} ({agreement['dtype']})"
-    )
+    title = f"Training steps over the dense one, {results['threads']} threads"
+    steps = _ratio_table(title, results["steps"])
+    worst = results["agreement"]["worst"]
+    steps.caption = f"gradients differ from autograd's by at most {worst:.1e} of their length"
     return [
         steps,
         _ratio_table("A Jacobian, in forwards of its region", results["jacobians"]),
-        _ratio_table("A trimmed Jacobian over the untrimmed one", results["trimming"]),
+        _ratio_table("A trimmed Jacobian over a larger one", results["trimming"]),
         _scan_table(results["scans"]),
     ]
 
 
 def _ratio_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Ratios with their quartiles, and the goals where a row has one."""
+    goals = any(row["goal"] is not None for row in rows)
     table = Table(title=title, title_justify="left")
-    for column in ("what", "ratio", "quartiles", "goal", "met"):
+    for column in ("what", "ratio", "quartiles", *(("goal", "met") if goals else ())):
         table.add_column(column, justify="left" if column == "what" else "right", no_wrap=True)
     for row in rows:
         spread = row["spread"]
-        table.add_row(
-            row["name"],
-            number(row["ratio"], 2),
-            f"{number(spread['low'], 2)} to {number(spread['high'], 2)}",
-            DASH if row["goal"] is None else f"≤ {row['goal']}",
-            {True: "yes", False: "no", None: DASH}[row["met"]],
-        )
+        cells = [row["name"], number(row["ratio"], 2)]
+        cells.append(f"{number(spread['low'], 2)}–{number(spread['high'], 2)}")
+        if goals:
+            met = {True: "yes", False: "no", None: DASH}[row["met"]]
+            cells += [DASH if row["goal"] is None else f"≤ {row['goal']}", met]
+        table.add_row(*cells)
     return table
 
 

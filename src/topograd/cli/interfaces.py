@@ -62,7 +62,6 @@ class Planned:
     """How Jacobians are built; `pullback` is for attention only."""
     workers: int = 1
     """1, or one for each region."""
-    repeats: int = 5
     json: Json = False
 
 
@@ -139,7 +138,7 @@ def _plan(asked: Planned) -> dict[str, Any]:
     timeline("plain", Units(jacobian=1.0), shape.regions, asked.workers)  # refuses a bad number of workers
     stack, (inputs, _) = shape.build(asked.interface, asked.architecture), shape.tokens()
     note("measuring one region: some seconds, on a quiet machine if you can")
-    units = measure_units(stack, shape.topology, inputs, asked.jacobian, asked.repeats)
+    units = measure_units(stack, shape.topology, inputs, asked.jacobian)
     return {
         **asdict(plan(units, shape.regions, asked.workers)),
         "regions": shape.regions,

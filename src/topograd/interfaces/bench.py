@@ -5,7 +5,9 @@ taken within its round, and the row shows its median and quartiles (`training/ti
 
     steps        a training step over that of the dense GPT, the same layers in one stage
     jacobians    one inner region's Jacobian, in forwards F of the same layers in the dense model
-    trimming     a trimmed Jacobian over the untrimmed one (a pullback is always trimmed)
+    trimming     a trimmed Jacobian over larger ones: "every row" is (S-1) r VJPs of the whole region, and
+                 "untrimmed" already leaves out what nobody reads (the last segment, and with a tail pool most
+                 of the last layer) and the two rows for each segment that a LayerNorm makes redundant
     scans        microseconds of the suffix scan, K maps of width n
 
 and whether it is the same thing that was timed: the gradients of every scan step against autograd's, float32.
@@ -17,8 +19,8 @@ whole sequence, r = 16, which leaks) and `causal` (S = 4, r = 8, for the scan: J
 also with the cumulative pool.
 
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3; the goals are ours.
-Cost: about a minute at the default sizes. Limits: weights are random, the optimizer is not in the step, and a
-machine is noisy. Read the quartiles.
+Cost: a minute or two at the default sizes. Limits: weights are random, the optimizer is not in the step, and
+a machine is noisy. Read the quartiles.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from topograd.interfaces.measure import Shape, middle_region, timed
 from topograd.interfaces.parity import difference, taken_gradients
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.scan import Method, suffix_adjoints
+from topograd.nn.forward import run_stage
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface
 from topograd.topology.dag import Topology
@@ -187,20 +190,28 @@ def _gradients(settings: Settings, step: Step, models: Models) -> dict[str, Tens
 def _jacobians(
     settings: Settings, models: Models, interfaces: tuple[SegmentInterface, ...]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Jacobians in forwards F, and what trimming leaves of those that can go without."""
+    """Jacobians in forwards F, and what trimming leaves of larger ones."""
     clocks: dict[str, Callable[[], float]] = {"forward": _dense_forward(settings)}
-    pairs: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str, float | None]] = []
     for interface in interfaces:
+        stack, rows = models[interface], f"{named(interface)}, every row"
+        if interface.causal:
+            clocks[rows] = _every_row_clock(settings, stack)
         for way in WAYS:
             name = f"{named(interface)}, {way}"
-            clocks[name] = _jacobian_clock(settings, models[interface], way, trimmed=True)
-            if interface.causal and way != "pullback":
+            clocks[name] = _jacobian_clock(settings, stack, way, trimmed=True)
+            if interface.causal:
+                pairs.append((name, rows, TRIMMED_GOAL))
+            if interface.causal and way != "pullback":  # which is always trimmed
                 whole = f"{name}, untrimmed"
-                clocks[whole] = _jacobian_clock(settings, models[interface], way, trimmed=False)
-                pairs.append((name, whole))
+                clocks[whole] = _jacobian_clock(settings, stack, way, trimmed=False)
+                pairs.append((name, whole, None))
     seconds = _in_turns(clocks, settings.repeats)
-    rows = [row(name, ratio(seconds, name, "forward")) for name in clocks if name != "forward"]
-    return rows, [row(name, ratio(seconds, name, whole), TRIMMED_GOAL) for name, whole in pairs]
+    in_forwards = [row(name, ratio(seconds, name, "forward")) for name in clocks if name != "forward"]
+    return in_forwards, [
+        row(f"{name} / {large.rpartition(', ')[2]}", ratio(seconds, name, large), goal)
+        for name, large, goal in pairs
+    ]
 
 
 def _dense_forward(settings: Settings) -> Callable[[], float]:
@@ -227,6 +238,25 @@ def _jacobian_clock(settings: Settings, stack: GPT, way: Way, trimmed: bool) -> 
     def clock() -> float:
         seen = visit(regions, middle, heard.detach().requires_grad_(), bus, way)
         return timed(lambda: interface_jacobian(seen, way, trimmed=trimmed), heard.device)[0]
+
+    return clock
+
+
+def _every_row_clock(settings: Settings, stack: GPT) -> Callable[[], float]:
+    """Seconds of the middle region's Jacobian as one would write it first: all rows, at all positions."""
+    regions, (inputs, _) = Regions.of(stack, settings.topology), settings.tokens()
+    middle, heard, bus = middle_region(regions, inputs)
+    planned = regions.plan.stages[middle]
+    basis = torch.eye(heard[0].numel(), dtype=heard.dtype, device=heard.device).view(-1, *heard.shape[1:])
+
+    def clock() -> float:
+        leaf = heard.detach().requires_grad_()
+        said = run_stage(stack, planned, [leaf], bus)[1][planned.sends[0]]
+
+        def rows() -> list[Tensor]:
+            return [torch.autograd.grad(said, leaf, e.expand_as(said), retain_graph=True)[0] for e in basis]
+
+        return timed(rows, heard.device)[0]
 
     return clock
 

@@ -190,10 +190,13 @@ def _forward(seen: Visit, chunk: int | None) -> Tensor:
 
 
 def _checked(column: Callable[[Tensor], Tensor], tangents: Tensor) -> Tensor:
+    """Columns for some tangents. The region has run before, so what fails now is forward mode (or memory)."""
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             return torch.func.vmap(column)(tangents) if len(tangents) > 1 else column(tangents[0])[None]
-    except NotImplementedError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a NotImplementedError is one
         raise StackError(
             f"a layer has no forward-mode derivative ({str(error).splitlines()[0][:80]}); "
             "use jacobian='loop', which needs none"

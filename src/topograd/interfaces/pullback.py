@@ -1,7 +1,7 @@
 """Cotangents through a region of GPT blocks, for a whole basis at once, without autograd.
 
-A region is a few consecutive blocks. Its pooled output is p = Σ_t w_t h_out[t]. For each cotangent g of p this
-gives the cotangent of the region's input, summed over segments of ℓ positions:
+A region is a few consecutive blocks. Its pooled output is p = Σ_t w_t h_out[t]. For each cotangent g of p
+this gives the cotangent of the region's input, summed over segments of ℓ positions:
 
     out[i, b, s] = Σ_{t in segment s} (∂p_b / ∂h_in[b, t])ᵀ g[i, b]
 
@@ -13,7 +13,7 @@ A message is added to all positions of a segment, so only these sums are wanted.
   - Softmax, o = P V:  Ṡ = P ⊙ (ȯ Vᵀ - ȯ·o). Keys go block by block, each with only the queries that see it.
   - In the last block W_downᵀ g is the same at all positions, and positions before the first weight are left
     out: with one weight, at the last position, that block runs there alone.
-  - In the first block W_qᵀ, W_kᵀ, W_vᵀ act on sums over segments. The norm needs y_t · Wᵀ ẋ_t = (W y_t) · ẋ_t,
+  - In the first block W_qᵀ, W_kᵀ, W_vᵀ act on sums over segments. The norm needs y_t · Wᵀ ẋ_t = x_t · ẋ_t,
     and x_t = W y_t is on the tape.
   - Blocks are causal: a pool of the first T' positions uses a part of the tape, and all that comes before the
     first wanted segment is constant.
@@ -21,7 +21,8 @@ A message is added to all positions of a segment, so only these sums are wanted.
 Symbols: ẋ is the cotangent of x; B batch, r basis, d width, m inner width of the MLP, H heads.
 Shapes: cotangent (r, B, d), weights (T'), result (r, B, segments, d).
 Cost in multiply-adds, for each cotangent and sample: T'(4d² + 2md) and about 2T'²d for attention in a middle
-block (ReLU²); the last block saves T'md, the first 3T'd². Memory: about 10 r B T' d numbers, kept with the tape.
+block (ReLU²); the last block saves T'md, the first 3T'd². Memory: about 10 r B T' d numbers, which the
+tape keeps.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", §3.2 and Appendix D.1, where the
 Jacobians are built by automatic differentiation.
 Limits: blocks of `nn/gpt.py` with attention; see `topograd.interfaces.tape`.
@@ -63,7 +64,7 @@ def pullback(
 ) -> Tensor:
     """Cotangents (basis, batch, segments - skip, width) of the input, summed over each segment of positions.
 
-    `cotangent` (basis, batch, width) belongs to Σ_t weights[t] h_out[t] over the first len(weights) positions.
+    `cotangent` (basis, batch, width) is that of Σ_t weights[t] h_out[t], t < len(weights).
     The first `skip` segments get no message: their sums are left out. `chunk` cotangents run at a time.
     """
     blocks = tape.factors()
@@ -87,8 +88,8 @@ def _first_weight(blocks: list[Factors], cotangent: Tensor, weights: Tensor, seg
         )
     if weights.dim() != 1 or not 1 <= len(weights) <= time:
         raise ConfigError(
-            f"the weights have shape {tuple(weights.shape)}; give one for each of the first positions, at most "
-            f"the {time} that were taped"
+            f"the weights have shape {tuple(weights.shape)}; give one for each of the first positions, "
+            f"at most the {time} that were taped"
         )
     if segment < 1 or len(weights) % segment or not 0 <= skip < len(weights) // segment:
         raise ConfigError(
@@ -106,10 +107,9 @@ def _first_weight(blocks: list[Factors], cotangent: Tensor, weights: Tensor, seg
 
 def _span(block: Factors, start: int, stop: int, asked: int) -> _Span:
     first, last = bisect_left(block.rows, asked), bisect_left(block.rows, stop)
-    at: slice | list[int] = [row - start for row in block.rows[first:last]]
-    if at and at[-1] - at[0] == len(at) - 1:
-        at = slice(at[0], at[-1] + 1)
-    return _Span(slice(start, stop), slice(first, last), at)
+    at = [row - start for row in block.rows[first:last]]
+    solid = bool(at) and at[-1] - at[0] == len(at) - 1
+    return _Span(slice(start, stop), slice(first, last), slice(at[0], at[-1] + 1) if solid else at)
 
 
 def _pull(
@@ -155,9 +155,8 @@ def _attention(desk: Desk, block: Factors, span: _Span, c: Tensor) -> tuple[Tens
     batch, rows, basis, width = c.shape
     heads, time = attention.heads, span.positions.stop - span.positions.start
     shape = (batch, heads, rows, basis, attention.head_width)
-    flat = torch.mm(
-        c.flatten(0, 2), attention.output.weight, out=desk.take("flat", c.numel() // width, width)
-    )
+    flat = desk.take("flat", batch * rows * basis, width)
+    torch.mm(c.flatten(0, 2), attention.output.weight, out=flat)
     g = desk.take("attended", *shape).copy_(flat.view(batch, rows, basis, heads, -1).permute(0, 3, 1, 2, 4))
     q, k, v = _heads(desk, block, span, g.flatten(0, 1))
     if attention.kv_heads < heads:
@@ -201,7 +200,7 @@ def _heads(desk: Desk, block: Factors, span: _Span, g: Tensor) -> tuple[Tensor, 
 
 
 def _tiles(block: Factors, span: _Span) -> Iterator[tuple[int, int, int, int]]:
-    """Keys s..e-1 and the rows i..j-1 that see some of them. No tile lies on both sides of the first position."""
+    """Keys s..e-1 and the rows i..j-1 that see some of them. None crosses the first position."""
     start, stop, window = span.positions.start, span.positions.stop, block.layer.attention.window
     for low, high in ((0, start), (start, stop)):
         for s in range(low, high, KEYS):
@@ -220,7 +219,7 @@ def _entry(
     query, key, value = parts
     torch.mm(key.flatten(0, 2), attention.key.weight, out=out.flatten(0, 2))
     out.flatten(0, 2).addmm_(value.flatten(0, 2), attention.value.weight)
-    if query.shape == key.shape:
+    if query.shape[1] == key.shape[1]:
         out.flatten(0, 2).addmm_(query.flatten(0, 2), attention.query.weight)
     else:
         out[:, span.at] += query @ attention.query.weight
@@ -232,7 +231,7 @@ def _entry(
 def _segments(
     block: Factors, span: _Span, c: Tensor, parts: tuple[Tensor, Tensor, Tensor], segment: int
 ) -> Tensor:
-    """The cotangent of the block's input, summed over segments before the products: (batch, segments, ...)."""
+    """The cotangent of the block's input, summed before the products: (batch, segments, basis, width)."""
     attention, norm = block.layer.attention, block.entry[span.positions]
     batch, time, _, width = norm.y.shape
     basis = c.shape[2]

@@ -8,10 +8,11 @@ cotangents share:
     P = softmax(q̂ k̂ᵀ / √w)                                q̂, k̂ rotated and normed, w the width of a head
     σ = 2 relu(u),  or  silu(a) and u silu'(a)             ReLU² of u, or SwiGLU with gate a
 
-Shapes: (batch, position, 1, width) where a basis of cotangents will broadcast, (batch·heads, position, ...) in
-attention. Memory for each block: B T (5d + m) numbers from the forward (m is the MLP's inner width, twice with
-a gate), about twice that in factors, and B H T² probabilities. The formulas are those of
-`topograd.interfaces.pullback`. Limits: whole sequences of equal length, no decoding state, no autocast.
+Shapes: (batch, position, 1, width) where a basis of cotangents will broadcast, (batch·heads, position, ...)
+in attention. Memory for each block: B T (6d + m) numbers of the forward, where m is the MLP's inner width, or
+twice that with a gate; at first use they become about B T (12d + m) of factors and B H T² probabilities.
+Source: as `topograd.interfaces.pullback`, which has the formulas.
+Limits: whole sequences of equal length, no decoding state, no autocast.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ class Tape:
         """Those of each block, made at first use."""
         if not self._factors:
             if not all("h" in taken for taken in self._taken):
-                raise StackError(
-                    "the tape is not full; run every layer of the region inside `with record(...)`"
-                )
+                raise StackError("the tape is not full; run every layer of the region inside `with record`")
             pairs = zip(self.layers, self._taken, strict=True)
             self._factors = [_factors(layer, taken) for layer, taken in pairs]
             for taken in self._taken:
@@ -76,7 +75,11 @@ class Tape:
         handles = []
         for layer, taken in zip(self.layers, self._taken, strict=True):
             attention, mlp = layer.attention, layer.mlp
-            parts = {"query": attention.query, "key": attention.key, "value": attention.value}
+            parts: dict[str, nn.Module | None] = {
+                "query": attention.query,
+                "key": attention.key,
+                "value": attention.value,
+            }
             parts |= {"embedded": attention.value_embedding, "up": mlp.up, "gate": mlp.gate}
             for name, part in parts.items():
                 if part is not None:

@@ -100,6 +100,8 @@ class SegmentInterface:
                     f"interface {text!r} has the part {part.strip()!r}; "
                     f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
                 )
+            if names[key] in settings:
+                raise ConfigError(f"interface {text!r} gives {key} twice; give each key once")
             settings[names[key]] = _value(key, value)
         return cls(**settings)
 
@@ -115,9 +117,10 @@ class SegmentInterface:
 
 def _value(key: str, value: str) -> int | str | bool:
     if key in ("S", "r"):
-        if not value.lstrip("-").isdigit():
-            raise ConfigError(f"interface {key} is {value!r}; it must be a whole number")
-        return int(value)
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(f"interface {key} is {value!r}; it must be a whole number") from None
     if key == "causal":
         if value.lower() not in ("true", "false"):
             raise ConfigError(f"interface causal is {value!r}; it must be true or false")
@@ -199,6 +202,11 @@ class SegmentRelay(nn.Module):
         if not self.settings.causal:
             return bus.x0 + self.decode(message)
         later = -(-time // self.segment) - 1  # segments after the first
+        if later >= self.settings.segments:
+            raise ConfigError(
+                f"the interface was given {time} positions; it was made for a context of "
+                f"{self.segment * self.settings.segments}, so cut the input"
+            )
         said = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
         return bus.x0 + F.pad(said, (0, 0, self.segment, 0))[:, :time]
 

@@ -53,7 +53,7 @@ def decay_scan(
 ) -> tuple[Tensor, Tensor]:
     """y (batch, L, h, p) of the scan, and the state (batch, h, p, n) behind it.
 
-    With `before`, y_t reads the state before v_t is written, e^{a_t} S_{t-1} C_t: v_t may then depend on t + 1.
+    With `before`, y_t reads the state before v_t is written, e^{a_t} S_{t-1} C_t; v_t may then know t + 1.
     """
     _check(v, a, B, C, initial_state, chunk)
     length, dtype = v.shape[1], working_dtype(v.dtype)
@@ -62,9 +62,9 @@ def decay_scan(
     with _without_autocast(v):
         parts = [part.to(dtype) for part in (v, a, B, C)]
         if length == 1:
-            y, state = _step(state.to(dtype), *(part[:, 0] for part in parts), before)
+            y, state = _step(state.to(dtype), *(part[:, 0] for part in parts), before=before)
             return y[:, None].to(v.dtype), state
-        y, state = _scan_chunks(state.to(dtype), *(_chunks(part, Q) for part in parts), before)
+        y, state = _scan_chunks(state.to(dtype), *(_chunks(part, Q) for part in parts), before=before)
         return y.flatten(1, 2)[:, :length].to(v.dtype), state
 
 
