@@ -8,11 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from topograd.cli import bench as module
-from topograd.cli.bench import curve_table, decode_table
+from topograd.cli.bench import curve_table, decode_table, scan_tables
 from topograd.depth import calibrate
 from topograd.depth.bench import EPS
+from topograd.interfaces.bench import Settings, bench_scan
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
+TINY = (
+    "--regions 3 --region-layers 1 --width 16 --heads 2 --vocab 11 --context 12 --segments 3 "
+    "--scan-segments 3 --causal-rank 4 --rank 4 --scan-maps 2 --repeats 1"
+)
 NUMBERS = {"speedup": 1.234, "agreement": 0.99876, "identical": 0.83, "mean_stage": 3.21}
 
 
@@ -113,3 +118,69 @@ def test_what_cannot_be_measured(staged: Path, backprop: Path, call: Any) -> Non
     assert "it does not exist" in call("bench", "decode", staged / "nowhere").refusal
     assert "decode" in call("bench").refusal
     assert "decode" in call("bench", "encode", staged).refusal
+
+
+def test_scan_as_json(call: Any) -> None:
+    answer = call("bench", "scan", *TINY.split(), "--json")
+    results = answer.json
+    assert list(results) == ["threads", "settings", "steps", "jacobians", "trimming", "scans", "agreement"]
+    assert (results["settings"]["regions"], results["settings"]["scan_maps"]) == (3, [2])
+    assert all(set(row) == {"name", "ratio", "spread", "goal", "met"} for row in results["steps"])
+    assert results["agreement"]["worst"] < 1e-6
+    assert answer.err.startswith("topograd: measuring bounded interfaces")
+
+
+def test_scan_as_tables(call: Any) -> None:
+    answer = call("bench", "scan", *TINY.split())
+    assert answer.code == 0, answer.err
+    for words in (
+        "Training steps over the dense one",
+        "A Jacobian, in forwards of its region",
+        "A trimmed Jacobian over a larger one",
+        "Suffix scans, microseconds",
+        "gradients differ from autograd's by at most",
+    ):
+        assert words in answer.out
+
+
+def test_the_scan_tables_fit_a_terminal() -> None:
+    spread = {"median": 12.34, "low": 10.01, "high": 15.67}
+    goal = {"ratio": 12.34, "spread": spread, "goal": 0.75, "met": False}
+    other = {"ratio": float("nan"), "spread": spread, "goal": None, "met": None}
+    rows = [{"name": "S=4 r=8 cumulative, pullback / every row", **goal}, {"name": "dense", **other}]
+    scans = [{"maps": 256, "width": 16, "microseconds": dict.fromkeys(("matvec", "tree"), spread)}]
+    results = {"threads": 2, "steps": rows, "jacobians": rows[1:], "trimming": rows, "scans": scans}
+    steps, jacobians, _, scan = map(shown, scan_tables({**results, "agreement": {"worst": 3e-7}}))
+    assert " │ 12.34 │ 10.01–15.67 │ ≤ 0.75 │  no │\n" in steps
+    assert "│ dense " in steps
+    assert " │     – │ 10.01–15.67 │      – │   – │\n" in steps
+    assert "at most 3.0e-07 of their length" in steps
+    assert "goal" not in jacobians
+    assert "│  256 │    16 │     12 │   12 │" in scan
+    assert "…" not in steps
+
+
+def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
+    settings = Settings()
+    assert (settings.regions, settings.region_layers, settings.width, settings.context) == (6, 2, 256, 256)
+    assert (settings.rank, settings.segments, settings.causal_rank, settings.batch) == (16, 8, 8, 1)
+    assert module.interfaces.bench_scan is bench_scan
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("scan --segments 7", "S is 7 and the context 256; S must divide the context"),
+        ("scan --rank 0", "rank r is 0; it must be at least 3"),
+        ("scan --regions 2", "regions is 2; it must be at least 3"),
+        ("scan --repeats 0", "repeats is 0; it must be at least 1"),
+        ("scan --width 30", "width 30 does not split into 4 heads"),
+        ("scan --tokens 4", "Unrecognized options: --tokens"),
+        ("scan somewhere", "Unrecognized options: somewhere"),
+        ("decode --rank 4", "Unrecognized options: --rank"),
+        ("encode", "'encode' was given to measure; choose one of decode, scan"),
+        ("", "nothing was given to measure; choose one of decode, scan"),
+    ],
+)
+def test_one_kind_does_not_take_the_flags_of_the_other(words: str, why: str, call: Any) -> None:
+    assert why in call("bench", *words.split()).refusal

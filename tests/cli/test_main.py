@@ -29,6 +29,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "bench",
         "report",
         "space",
+        "interfaces",
     }
 
 

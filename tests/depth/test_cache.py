@@ -98,9 +98,7 @@ def check(cache: Cache) -> None:
             counts = [mark if i == row else 0 for i in range(cache.rows)]
             if mark:
                 close(cache.hidden(stage, counts)[row], whole[stage][0, :mark])
-            for own, expected in zip(
-                cache.memories[stage].layers, states.stages[stage].layers, strict=True
-            ):
+            for own, expected in zip(cache.memories[stage].layers, states.stages[stage].layers, strict=True):
                 if isinstance(own, KVState):
                     close(own.keys[row, :, :mark], expected.keys[0, :, :mark])
                     close(own.values[row, :, :mark], expected.values[0, :, :mark])
@@ -131,7 +129,11 @@ def act(cache: Cache, chance: random.Random) -> str:
     [
         *(("decoding", name) for name in TOPOLOGIES),
         *(("gpt", name) for name in ("chain", "relay")),
-        *((kind, name) for kind in ("mamba2", "mamba3", "hybrid") for name in ("chain", "regions", "diamond")),
+        *(
+            (kind, name)
+            for kind in ("mamba2", "mamba3", "hybrid")
+            for name in ("chain", "regions", "diamond")
+        ),
     ],
 )
 def test_any_schedule_gives_what_running_everything_at_once_gives(

@@ -102,7 +102,7 @@ def test_the_memory_is_that_of_the_full_model(mild: GPT, mild_engine: Engine) ->
         whole = stage_outputs(mild, mild_engine.plan, inputs, range(4))
         for stage in range(4):
             close(cache.hidden(stage, cache.lengths()), whole[stage])
-            for own, full in zip(cache.states[stage], states.layers[stage], strict=True):
+            for own, full in zip(cache.memories[stage].layers, states.stages[stage].layers, strict=True):
                 n = inputs.shape[1]
                 close(own.keys[:, :, :n], full.keys[:, :, :n])
                 close(own.values[:, :, :n], full.values[:, :, :n])

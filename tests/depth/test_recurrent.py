@@ -1,5 +1,5 @@
-"""Models with a recurrent memory run like the GPT: full depth, prefixes, early exits, and speculation, which goes
-back by replaying from a snapshot. And a model of regions writes what teacher forcing says."""
+"""Models with a recurrent memory run like the GPT: full depth, prefixes, early exits, and speculation, which
+goes back by replaying from a snapshot. And a model of regions writes what teacher forcing says."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[li
     return [[emitted.token for emitted in row] for row in write_all(mode, prompts, TOKENS)]
 
 
-def test_every_prefix_writes_what_the_slow_way_writes(
-    model: GPT, make_engine: Callable[..., Engine]
-) -> None:
+def test_every_prefix_writes_what_the_slow_way_writes(model: GPT, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(model)
     assert engine.remembers
     for stage in (0, LAST):

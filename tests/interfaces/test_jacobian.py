@@ -23,7 +23,7 @@ CONTEXT, BATCH = 12, 3
 INTERFACES = {
     "tail": SegmentInterface(segments=4, rank=4),
     "tail-2": SegmentInterface(segments=2, rank=4),
-    "tail-12": SegmentInterface(segments=12, rank=3, maps="linear"),
+    "tail-6": SegmentInterface(segments=6, rank=3, maps="linear"),
     "mean": SegmentInterface(segments=4, rank=5, pool="mean", maps="gated"),
     "cumulative": SegmentInterface(segments=3, rank=4, pool="cumulative"),
     "published": SegmentInterface(segments=1, rank=6, pool="mean", causal=False),
@@ -44,7 +44,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def inner_region(interface: str, architecture: str = "transformer") -> tuple[Regions, Tensor, Bus, Tensor]:
     """Three regions, what the middle one hears, the bus, and its Jacobian (B, n, n) by definition."""
     torch.manual_seed(0)
-    sizes = {"layers": 4, "width": 8, "heads": 2, "vocab": 11, "context": CONTEXT, "ssm_state": 4}
+    sizes: dict[str, Any] = {
+        "layers": 4,
+        "width": 8,
+        "heads": 2,
+        "vocab": 11,
+        "context": CONTEXT,
+        "ssm_state": 4,
+    }
     stack = GPT(**sizes, architecture=architecture).double()
     add_interfaces(stack, INTERFACES[interface], 3, 8, CONTEXT)
     with torch.no_grad():
@@ -87,7 +94,7 @@ def test_every_way_is_the_definition(interface: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "transformer"])
-@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith("pullback")])
+@pytest.mark.parametrize("name", ["loop", "loop-untrimmed", "batched", "forward-chunks"])
 def test_recurrent_regions(architecture: str, name: str) -> None:
     J = interface_jacobian(seen("tail", WAYS[name]["way"], architecture), **WAYS[name])
     torch.testing.assert_close(J, inner_region("tail", architecture)[3], rtol=1e-11, atol=1e-13)
@@ -128,7 +135,9 @@ def test_the_dead_directions_lose_nothing(interface: str) -> None:
     torch.testing.assert_close(Q @ (Q.mT @ rows), rows, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("way", "trimmed", "calls"), [("loop", True, 6), ("loop", False, 6), ("batched", True, 3)])
+@pytest.mark.parametrize(
+    ("way", "trimmed", "calls"), [("loop", True, 6), ("loop", False, 6), ("batched", True, 3)]
+)
 def test_rank_minus_two_rows_for_each_state(
     way: Way, trimmed: bool, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +160,9 @@ def test_trimmed_rows_run_through_their_prefix_only() -> None:
     regions, heard, bus, _ = inner_region("tail")
     one = visit(regions, 1, heard, bus)
     lengths: list[int] = []
-    hook = regions.stack.layers[1].register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    hook = regions.stack.layers[1].register_forward_pre_hook(
+        lambda _, given: lengths.append(given[0].shape[1])
+    )
     interface_jacobian(one, "loop")
     assert lengths == [3, 6]
     lengths.clear()
@@ -210,7 +221,7 @@ def test_a_layer_without_forward_mode_is_refused_in_one_line(
     inputs = torch.randint(11, (BATCH, CONTEXT))
     bus = stack.bus(stack.embed(inputs).detach(), inputs)
     heard = regions.messages(bus.x0, bus)[0].detach().requires_grad_()
-    with pytest.raises(StackError, match="no forward-mode derivative.*use jacobian='loop'") as caught:
+    with pytest.raises(StackError, match=r"no forward-mode derivative.*use jacobian='loop'") as caught:
         interface_jacobian(visit(regions, 1, heard, bus, "forward"), "forward", chunk)
     assert "\n" not in str(caught.value)
     loop = interface_jacobian(visit(regions, 1, heard, bus), "loop")
@@ -219,7 +230,9 @@ def test_a_layer_without_forward_mode_is_refused_in_one_line(
 
 def test_bad_settings() -> None:
     regions, heard, bus, _ = inner_region("tail")
-    with pytest.raises(ConfigError, match="jacobian 'magic' is unknown; choose one of loop, batched, forward"):
+    with pytest.raises(
+        ConfigError, match="jacobian 'magic' is unknown; choose one of loop, batched, forward"
+    ):
         visit(regions, 1, heard, bus, "magic")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="chunk is 0; it must be at least 1"):
         interface_jacobian(visit(regions, 1, heard, bus), chunk=0)

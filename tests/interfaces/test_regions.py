@@ -74,7 +74,10 @@ def test_a_stack_without_interfaces() -> None:
 
 @pytest.mark.parametrize(
     ("extra", "heard"),
-    [(Edge(0), r"\[2, 1\] with λ = \[1.0, 0.0\]"), (Edge(EMBEDDING, None, 0.5), r"\[2, 0\] with λ = \[1.0, 0.5\]")],
+    [
+        (Edge(0), r"\[2, 1\] with λ = \[1.0, 0.0\]"),
+        (Edge(EMBEDDING, None, 0.5), r"\[2, 0\] with λ = \[1.0, 0.5\]"),
+    ],
 )
 def test_a_second_source(extra: Edge, heard: str) -> None:
     last = CHAIN.stages[2]
@@ -96,7 +99,9 @@ def test_a_boundary_that_stops_gradient() -> None:
 
 
 def test_a_loss_in_between() -> None:
-    with pytest.raises(TopologyError, match="region 2 of 3 has weight 0.5; only the last region may have a loss"):
+    with pytest.raises(
+        TopologyError, match=r"region 2 of 3 has weight 0.5; only the last region may have a loss"
+    ):
         Regions.of(model(), with_stage(1, replace(CHAIN.stages[1], weight=0.5)))
 
 
@@ -106,7 +111,7 @@ def test_a_frozen_region() -> None:
         Stage(0, 1, (root,), weight=0.0, frozen=True),
         Stage(1, 4, (Edge(0, None, 0.0, "interface-1"),)),
     )
-    with pytest.raises(TopologyError, match="region 1 hears .* with λ = 1"):
+    with pytest.raises(TopologyError, match=r"region 1 hears .* with λ = 1"):
         Regions.of(model(), Topology(4, frozen))
 
 

@@ -161,7 +161,7 @@ def test_readout_on_rows_and_any_leading_shape(gpt: GPT) -> None:
 @torch.no_grad()
 def test_a_shared_head() -> None:
     gpt = make({}, heads=0)
-    fast, inputs = gpt.for_decoding(), tokens(2)
+    fast, inputs = DecodingGPT(gpt), tokens(2)
     close(logits(fast, inputs), logits(gpt, inputs))
     assert len(fast._heads) == 1, "stages that share a matrix share its layout"
     assert fast.last_stage == gpt.last_stage == 0

@@ -27,7 +27,14 @@ PUBLISHED = SegmentInterface(segments=1, rank=4, pool="mean", causal=False)
 @cache
 def model(chosen: SegmentInterface, architecture: str = "transformer") -> GPT:
     torch.manual_seed(0)
-    sizes = {"layers": 4, "width": WIDTH, "heads": 2, "vocab": VOCAB, "context": CONTEXT, "ssm_state": 4}
+    sizes: dict[str, Any] = {
+        "layers": 4,
+        "width": WIDTH,
+        "heads": 2,
+        "vocab": VOCAB,
+        "context": CONTEXT,
+        "ssm_state": 4,
+    }
     stack = GPT(**sizes, architecture=architecture).double()
     add_interfaces(stack, chosen, 3, WIDTH, CONTEXT)
     with torch.no_grad():

@@ -212,3 +212,17 @@ def test_what_does_not_fit_is_said(change: dict[str, object], message: str) -> N
     given = dict(zip(("v", "a", "B", "C", "initial_state"), parts(6), strict=True))
     with pytest.raises(StackError, match=message):
         decay_scan(**{**given, "initial_state": None, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, 4), (9, 4), (8, 16)])
+def test_reading_before_writing(length: int, chunk: int) -> None:
+    """y without what the token itself writes; not a bit of it is left."""
+    v, a, B, C, S = parts(length, groups=4)
+    v.requires_grad_()
+    y, state = decay_scan(v, a, B, C, S, chunk, before=True)
+    full, last = scan_by_steps(v, a, B, C, S)
+    assert_near(y, full - v * (B * C).sum(-1)[..., None])
+    assert_near(state, last)
+    for t in range(1, length):
+        (gradient,) = torch.autograd.grad(y[:, t].sum(), v, retain_graph=True)
+        assert gradient[:, t:].count_nonzero() == 0

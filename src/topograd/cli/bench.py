@@ -129,7 +129,8 @@ def _ratio_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     goals = any(row["goal"] is not None for row in rows)
     table = Table(title=title, title_justify="left")
     for column in ("what", "ratio", "quartiles", *(("goal", "met") if goals else ())):
-        table.add_column(column, justify="left" if column == "what" else "right", no_wrap=True)
+        name = column == "what"
+        table.add_column(column, justify="left" if name else "right", no_wrap=not name)
     for row in rows:
         spread = row["spread"]
         cells = [row["name"], number(row["ratio"], 2)]

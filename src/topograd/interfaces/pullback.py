@@ -143,7 +143,8 @@ def _mlp(desk: Desk, block: Factors, span: _Span, c: Tensor, shared: Tensor | No
             torch.mm(part.reshape(-1, width), down, out=z.view(flat))
         x = desk.take("before the MLP", flat[0], width)
         for n, (slope, weight) in enumerate(block.slopes):
-            a = torch.mul(z, slope[:, here], out=desk.take("behind up", *inner))
+            own = shared is None and n == len(block.slopes) - 1
+            a = torch.mul(z, slope[:, here], out=z if own else desk.take("behind up", *inner))
             torch.addmm(x, a.view(flat), weight, beta=float(n > 0), out=x)
         norm = block.middle[here]
         part.addcmul_(norm.project(x.view(part.shape)), norm.inverse)

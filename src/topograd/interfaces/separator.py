@@ -183,7 +183,7 @@ def _path(
     region, what = changed
     origin = f"layers.{layer}" if layer is not None else "what it hears"
     edges = [
-        f"an edge from stage {port.source} behind layer {port.layer} through {port.relay!r}"
+        f"an edge from layers.{port.layer - 1} (region {port.source + 1}) through {port.relay!r}"
         for port, _ in plan.stages[region].hears
         if port.source != EMBEDDING and not _is_interface(stack, port)
     ]

@@ -20,7 +20,7 @@ from topograd.topology.plan import Plan, PlannedStage, Port
 
 
 class StageMemory:
-    """The decoding memory of one stage: a state for each layer, and a history for each relay that looks back."""
+    """The decoding memory of one stage: a state for each layer, a history for each relay that looks back."""
 
     def __init__(self, stack: Stack, planned: PlannedStage, rows: int, capacity: int) -> None:
         for i in planned.layers:
@@ -36,7 +36,7 @@ class StageMemory:
         self.histories: dict[Port, History] = looking
 
     def rewind(self, marks: Sequence[int]) -> list[int]:
-        """Go back to these positions, row by row, or before them; returns to where, and the rest is replayed."""
+        """Go back to these positions, row by row, or before them; returns to where. The rest is replayed."""
         reached = list(marks)
         for memory in (*self.layers, *self.histories.values()):
             reached = [min(here, there) for here, there in zip(reached, memory.rewind(reached), strict=True)]
@@ -93,9 +93,7 @@ def _receive(relay: Relay, port: Port, message: Tensor, bus: Bus, memory: StageM
     return relay.receive_next(memory.histories[port].append(message, bus.positions), bus)
 
 
-def _send(
-    relay: Relay, port: Port, h: Tensor, heard: Tensor, bus: Bus, memory: StageMemory | None
-) -> Tensor:
+def _send(relay: Relay, port: Port, h: Tensor, heard: Tensor, bus: Bus, memory: StageMemory | None) -> Tensor:
     if memory is None or not isinstance(relay, LooksBack):
         return relay.send(h, heard)
     return relay.send_next(memory.histories[port].append(h, bus.positions), heard, bus)

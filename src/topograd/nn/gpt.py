@@ -30,7 +30,6 @@ from topograd.nn.recurrent_block import RecurrentBlock, mixer_kind
 from topograd.nn.stack import Bus, Projection, Stack
 from topograd.nn.state import KVState
 
-
 Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
 ARCHITECTURES = get_args(Architecture)
 
@@ -47,7 +46,7 @@ class GPTConfig:
     kv_heads: int | None = None
     """Heads of keys and values; None is as many as queries have."""
     architecture: Architecture = "transformer"
-    """What the layers are: attention with MLP, Mamba-2, Mamba-3, or three Mamba-3 and one attention in turn."""
+    """What the layers are: attention with MLP, Mamba-2, Mamba-3, or three Mamba-3 and one attention."""
     ssm_state: int = 32
     """Numbers that a Mamba layer remembers of each of its channels."""
     mlp: Literal["relu2", "swiglu"] = "relu2"

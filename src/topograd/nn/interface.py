@@ -217,7 +217,9 @@ class SegmentRelay(nn.Module):
         if self.settings.pool == "tail":
             pooled = _at(history, here)
         else:
-            start = torch.zeros_like(here) if self.settings.pool == "cumulative" else here - here % self.segment
+            start = (
+                torch.zeros_like(here) if self.settings.pool == "cumulative" else here - here % self.segment
+            )
             sums = F.pad(history.cumsum(1), (0, 0, 1, 0))
             pooled = (_at(sums, here + 1) - _at(sums, start)) / (here + 1 - start)[..., None]
         return self.tell(pooled, heard)
@@ -246,9 +248,7 @@ def _at(values: Tensor, positions: Tensor) -> Tensor:
     return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def add_interfaces(
-    stack: Stack, settings: SegmentInterface, regions: int, width: int, context: int
-) -> None:
+def add_interfaces(stack: Stack, settings: SegmentInterface, regions: int, width: int, context: int) -> None:
     """Give `stack` the relays that `Topology.regions` calls for."""
     like = next(stack.parameters())
     for region in range(1, regions):

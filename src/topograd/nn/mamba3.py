@@ -10,8 +10,8 @@
 
 R turns the adjacent pairs (2j, 2j+1), j < r, counter-clockwise by θ_j and leaves the channels from 2r on;
 r = rope_fraction n / 2. Token s writes at s and again at s + 1, under the same decay, so in the scan of
-`scan.py` it has one weight; what it writes at s + 1 depends on token s + 1, so y_t reads the state before token
-t is written and adds t's own part. Nothing then depends on a later token, not even by rounding:
+`scan.py` it has one weight. What it writes at s + 1 depends on token s + 1, so y_t reads the state before
+token t is written and adds t's own part. Nothing then depends on a later token, not even by rounding:
 
     σ_s = (1-λ_{s+1}) Δ_{s+1} (0 at the end),   ω_s = λ_s Δ_s + σ_s
     y_t = scan(v = ω ∘ x, a, B̂, Ĉ, before)_t + (D + λ_t Δ_t (C̃_t · B̃_t)) x_t

@@ -62,9 +62,9 @@ def decay_scan(
     with _without_autocast(v):
         parts = [part.to(dtype) for part in (v, a, B, C)]
         if length == 1:
-            y, state = _step(state.to(dtype), *(part[:, 0] for part in parts), before=before)
+            y, state = _step(state.to(dtype), [part[:, 0] for part in parts], before)
             return y[:, None].to(v.dtype), state
-        y, state = _scan_chunks(state.to(dtype), *(_chunks(part, Q) for part in parts), before=before)
+        y, state = _scan_chunks(state.to(dtype), [_chunks(part, Q) for part in parts], before)
         return y.flatten(1, 2)[:, :length].to(v.dtype), state
 
 
@@ -85,10 +85,9 @@ def ssd(
     return torch.addcmul(y, wide, D.to(dtype)[:, None]).to(x.dtype), state
 
 
-def _step(
-    state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor, before: bool
-) -> tuple[Tensor, Tensor]:
+def _step(state: Tensor, parts: list[Tensor], before: bool) -> tuple[Tensor, Tensor]:
     """y (batch, h, p) and the new state, of v (batch, h, p), a (batch, h), B and C (batch, g, n)."""
+    v, a, B, C = parts
     x = v.reshape(len(v), B.shape[1], -1, 1)  # (batch, g, h/g · p, 1)
     kept = state * a.exp()[..., None, None]
     state = kept + (x * B[:, :, None]).reshape(state.shape)
@@ -96,10 +95,9 @@ def _step(
     return y.reshape(v.shape), state
 
 
-def _scan_chunks(
-    state: Tensor, v: Tensor, a: Tensor, B: Tensor, C: Tensor, before: bool
-) -> tuple[Tensor, Tensor]:
+def _scan_chunks(state: Tensor, parts: list[Tensor], before: bool) -> tuple[Tensor, Tensor]:
     """The scan of (batch, chunks, Q, ...): y (batch, chunks, Q, h, p) and the last state."""
+    v, a, B, C = parts
     heads, groups = v.shape[3], B.shape[3]
     c = a.cumsum(2)
     total = c[:, :, -1:]

@@ -97,8 +97,7 @@ def sweeps() -> list[Case]:
     words += ["S=8,r=8,pool=tail,maps=linear", "S=8,r=8,pool=tail,maps=gated"]
     cases = [Case(word, interface=word) for word in words]
     cases += [
-        Case(f"{HEADLINE}, regions {p}", partition=p, interface=HEADLINE)
-        for p in ("1,1,1,1,1,1,1,1", "4,4")
+        Case(f"{HEADLINE}, regions {p}", partition=p, interface=HEADLINE) for p in ("1,1,1,1,1,1,1,1", "4,4")
     ]
     return [*cases, Case("leaky: S=1,r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
 
@@ -159,7 +158,9 @@ def run(file: Path, cases: Sequence[Case]) -> dict[tuple[str, str, int], dict[st
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         done[key] = row
-        print(f"{i}/{len(cases)} {key}: CE {row['ce']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{i}/{len(cases)} {key}: CE {row['ce']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True
+        )
     return done
 
 

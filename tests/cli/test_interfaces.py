@@ -1,0 +1,161 @@
+import io
+import math
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from topograd.cli import interfaces as module
+from topograd.cli.interfaces import parity_table, plan_table
+from topograd.interfaces.plan import plan
+from topograd.interfaces.schedule import Units
+from topograd.nn.gpt import ARCHITECTURES
+
+TINY = "--regions 3 --region-layers 1 --width 16 --heads 2 --vocab 11 --context 12 --segments 3 --rank 4"
+
+
+def shown(table: Table) -> str:
+    """A table on a terminal of 80 columns."""
+    file = io.StringIO()
+    Console(file=file, width=80).print(table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parity_of_every_architecture(architecture: str, call: Any) -> None:
+    words = ("--architecture", architecture, "--trials", 1, "--batches", 1, "--json")
+    answer = call("interfaces", "parity", *words).json
+    assert (answer["architecture"], answer["trials"]) == (architecture, 1)
+    for precision in ("float64", "float32"):
+        assert answer[precision].keys() == {"max_abs", "rel_l2", "cosine", "worst_tensor"}
+    assert answer["float64"]["worst_tensor"]["rel_l2"] <= 1e-12
+    assert answer["float32"]["rel_l2"] <= 1e-6
+
+
+def test_parity_passes_everything_on(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def parity(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return {}
+
+    monkeypatch.setattr(module, "parity", parity)
+    monkeypatch.setattr(module, "parity_table", lambda answer: Table())
+    words = "--architecture hybrid --trials 4 --batches 2 --engine hybrid --jacobian batched --seed 9"
+    assert call("interfaces", "parity", *words.split()).code == 0
+    assert call("interfaces", "parity").code == 0
+    assert asked == [
+        ("hybrid", 4, 2, "hybrid", "batched", 9),
+        ("transformer", 20, 5, "scan", "loop", 0),
+    ]
+
+
+def test_the_parity_table_fits_a_terminal() -> None:
+    worst = {"name": "relays.interface-3.decode.outer.weight", "rel_l2": 2.5e-14}
+    found = {"max_abs": 1e-17, "rel_l2": 1.5e-16, "cosine": 1 - 2**-40, "worst_tensor": worst}
+    answer = {"architecture": "hybrid", "trials": 4, "batches": 5, "parameters": 81}
+    table = shown(parity_table({**answer, "float64": found, "float32": found}))
+    assert "hybrid: worst of 4 × 5, 81 tensors" in table
+    assert "│   float64 │ 1.0e-17 │ 1.5e-16 │ 9.1e-13 │ 2.5e-14" in table
+    assert "…" not in table
+
+
+@pytest.mark.parametrize(("pool", "segments"), [("tail", 4), ("mean", 2), ("cumulative", 8)])
+def test_no_leak(pool: str, segments: int, call: Any) -> None:
+    answer = call("interfaces", "leak", "--pool", pool, "--segments", segments, "--json").json
+    assert answer == {
+        "max_future_gradient": 0.0,
+        "architecture": "transformer",
+        "pool": pool,
+        "segments": segments,
+        "causal": True,
+    }
+
+
+def test_the_published_interface_leaks(call: Any) -> None:
+    words = ["interfaces", "leak", "--no-causal", "--pool", "mean", "--segments", "1"]
+    found = call(*words, "--json").json
+    assert found["max_future_gradient"] > 1e-3
+    assert not found["causal"]
+    assert str(found["max_future_gradient"]) in call(*words).out
+
+
+def test_a_plan_on_one_worker(call: Any) -> None:
+    answer = call("interfaces", "plan", *TINY.split(), "--json").json
+    assert (answer["backward"], answer["carried"], answer["regions"], answer["workers"]) == (
+        "autograd",
+        0,
+        3,
+        1,
+    )
+    assert answer["units"].keys() == {"forward", "local", "vjp", "jacobian"}
+    assert answer["span"] == answer["spans"]["autograd"] < answer["spans"]["three_phase"]
+    assert answer["span"] == pytest.approx(3 * (answer["units"]["forward"] + answer["units"]["local"]))
+    assert answer["in_forwards"]["forward"] == 1
+    assert answer["reason"].startswith("autograd: on one worker the span is the whole work")
+
+
+def test_a_plan_for_a_worker_each(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = Units(forward=0.001, local=0.0019, vjp=0.0011, jacobian=0.008)
+    asked: list[Any] = []
+
+    def measured(stack: Any, topology: Any, inputs: Any, jacobian: str) -> Units:
+        asked.append((stack.config.architecture, len(topology.stages), tuple(inputs.shape), jacobian))
+        return units
+
+    monkeypatch.setattr(module, "measure_units", measured)
+    words = TINY.replace("--regions 3", "--regions 16").split()
+    words += ["--workers", "16", "--architecture", "mamba2", "--jacobian", "batched", "--batch", "2"]
+    answer = call("interfaces", "plan", *words, "--json").json
+    assert asked == [("mamba2", 16, (2, 12), "batched")]
+    assert answer["reason"] == plan(units, 16, 16).reason
+    assert answer["reason"].startswith("hybrid: 4 regions carry the adjoint while 11 Jacobians finish")
+    assert answer["break_even_regions"] == 6
+    told = call("interfaces", "plan", *words)
+    assert "16 regions on 16 workers" in told.out
+    assert "hybrid: 4 regions carry the adjoint" in told.out
+    assert "some seconds" in told.err
+
+
+def test_the_plan_table() -> None:
+    units = {"forward": 0.01, "jacobian": 0.08}
+    spans = {"hybrid": math.pi / 10}
+    table = shown(plan_table({"regions": 6, "workers": 1, "units": units, "spans": spans}))
+    assert "│ one region's jacobian │  80.00 │      8.0 │" in table
+    assert "│ step by hybrid        │ 314.16 │     31.4 │" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("", "nothing was asked about interfaces; choose one of parity, leak, plan"),
+        ("parities", "'parities' was asked about interfaces; choose one of parity, leak, plan"),
+        ("parity --architecture rnn", "invalid choice 'rnn' for argument '--architecture'"),
+        ("parity --trials 0", "trials is 0; parity needs at least 1"),
+        ("parity --trials many", "Error parsing --trials"),
+        ("parity --pool tail", "Unrecognized options: --pool"),
+        ("leak --segments 5", "S is 5 and the context 32; S must divide the context"),
+        ("leak --segments 1", "S is 1; it must be at least 2"),
+        ("leak --segments 64", "S is 64 and the context 32"),
+        ("leak --pool best", "invalid choice 'best' for argument '--pool'"),
+        ("leak --no-causal", "causal=False pools the whole sequence"),
+        ("plan --rank 0", "rank r is 0; it must be at least 3"),
+        ("plan --segments 7", "S is 7 and the context 256; S must divide the context"),
+        ("plan --workers 0", "0 workers were given for 6 regions; give 1, or one for each region"),
+        ("plan --workers 5", "5 workers were given for 6 regions; give 1, or one for each region"),
+        ("plan --regions 2", "regions is 2; it must be at least 3"),
+        ("plan --width 30", "width 30 does not split into 4 heads"),
+        ("plan --jacobian guess", "invalid choice 'guess' for argument '--jacobian'"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
+    assert why in call("interfaces", *words.split()).refusal
+
+
+def test_each_question_explains_itself(call: Any) -> None:
+    assert "{parity,leak,plan}" in call("interfaces", "--help").out
+    for question in ("parity", "leak", "plan"):
+        answer = call("interfaces", question, "--help")
+        assert (answer.code, answer.err) == (0, "")
+        assert answer.out.startswith(f"usage: topograd interfaces {question}")

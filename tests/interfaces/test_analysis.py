@@ -1,0 +1,154 @@
+"""Norms, spectra and ranks of interface Jacobians: closed forms, and one whole graph as the other witness."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from topograd.errors import StackError
+from topograd.interfaces import SegmentInterface
+from topograd.interfaces.analysis import (
+    adjoint_norms,
+    analyse,
+    describe_jacobians,
+    effective_rank,
+    message_rank,
+    singular_values,
+)
+from topograd.interfaces.engines import backward
+from topograd.interfaces.measure import Shape
+from topograd.interfaces.regions import Regions
+from topograd.nn.forward import run_stage
+from topograd.nn.gpt import GPT
+
+SHAPE = Shape(regions=4, region_layers=1, width=16, heads=2, vocab=11, context=12, batch=2)
+INTERFACE = SegmentInterface(segments=3, rank=5)
+
+
+@pytest.fixture
+def stack() -> GPT:
+    stack = SHAPE.build(INTERFACE).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(0.2 * noise)
+    return stack
+
+
+def rotated(*singular: float, seed: int) -> Tensor:
+    """A matrix with these singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    n = len(singular)
+    left, right = torch.linalg.qr(torch.randn(2, n, n, generator=generator, dtype=torch.float64)).Q
+    return left @ torch.diag(torch.tensor(singular, dtype=torch.float64)) @ right
+
+
+def test_a_spectrum_and_what_follows_from_it() -> None:
+    J = torch.stack([torch.stack([rotated(3, 1, 0, seed=k), rotated(5, 1, 0, seed=9 + k)]) for k in (1, 2)])
+    said = describe_jacobians(J)
+    assert said["local_norm"] == pytest.approx([4, 4])
+    assert said["spectrum"][0] == pytest.approx([4, 1, 0])
+    assert said["rms"] == pytest.approx([((10 / 3) ** 0.5 + (26 / 3) ** 0.5) / 2] * 2)
+    entropies = [sum(-p * math.log(p) for p in ps) for ps in ((3 / 4, 1 / 4), (5 / 6, 1 / 6))]
+    assert said["effective_rank"] == pytest.approx([sum(map(math.exp, entropies)) / 2] * 2)
+    assert said["suffix_norm"][1] == pytest.approx(said["local_norm"][1])  # the last suffix is one Jacobian
+    products = [torch.linalg.matrix_norm(J[1, b] @ J[0, b], 2).item() for b in range(2)]
+    assert said["suffix_norm"][0] == pytest.approx(sum(products) / 2)
+    assert said["suffix_norm"][0] < 16, "the leading directions are not aligned"
+
+
+def test_the_product_is_in_the_order_of_the_regions() -> None:
+    first, second = torch.zeros(2, 2), torch.zeros(2, 2)
+    first[0, 1], second[0, 0] = 2.0, 3.0  # second @ first is not zero, first @ second is
+    assert describe_jacobians(torch.stack([first, second])[:, None])["suffix_norm"] == pytest.approx([6, 3])
+    assert describe_jacobians(torch.stack([second, first])[:, None])["suffix_norm"] == pytest.approx([0, 2])
+
+
+def test_effective_ranks() -> None:
+    singular = torch.tensor([[2.0, 2.0, 2.0, 2.0], [7.0, 0, 0, 0], [0, 0, 0, 0], [1.0, 1.0, 0, 0]])
+    assert effective_rank(singular).tolist() == pytest.approx([4, 1, 0, 2])
+    assert torch.equal(effective_rank(singular), effective_rank(1e-3 * singular).round(decimals=5))
+
+
+def test_low_precision_is_raised() -> None:
+    half = torch.eye(3, dtype=torch.bfloat16)
+    assert singular_values(half).dtype == torch.float32
+    assert singular_values(half.double()).dtype == torch.float64
+
+
+def test_messages_around_their_mean() -> None:
+    direction, mean = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([5.0, 5.0, 5.0])
+    line = mean + torch.arange(4.0).view(2, 2, 1) * direction
+    assert message_rank(line).item() == pytest.approx(1, abs=1e-3)
+    assert message_rank(mean.expand(2, 2, 3)).item() == 0
+    square = torch.tensor([[[1.0, 0], [0, 1]], [[-1, 0], [0, -1]]])
+    assert message_rank(square).item() == pytest.approx(2)
+
+
+def test_adjoint_norms() -> None:
+    adjoints = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    assert adjoint_norms(adjoints).tolist() == [3, 1]
+
+
+def test_a_model_against_one_whole_graph(stack: GPT) -> None:
+    inputs, targets = SHAPE.tokens()
+    found = analyse(stack, SHAPE.topology, inputs, targets)
+    regions = Regions.of(stack, SHAPE.topology)
+    x0 = stack.embed(inputs)
+    bus = stack.bus(x0, inputs)
+    messages = regions.messages(x0, bus)
+    h, _ = run_stage(stack, regions.plan.stages[-1], [messages[-1]], bus)
+    logits = stack.readout(h, 3)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    adjoints = torch.autograd.grad(loss, messages)
+    assert found["loss"] == pytest.approx(loss.item())
+    norms = [g.flatten(1).norm(dim=1).mean().item() for g in adjoints]
+    assert found["adjoint_norm"] == pytest.approx(norms)
+    assert found["message_rank"] == pytest.approx([message_rank(m.detach()).item() for m in messages])
+    J = backward(stack, SHAPE.topology, inputs, targets, engine="scan").jacobians
+    assert J is not None
+    assert {name: found[name] for name in describe_jacobians(J)} == describe_jacobians(J)
+
+
+def test_what_a_layer_norm_takes_away(stack: GPT) -> None:
+    found = analyse(stack, SHAPE.topology, *SHAPE.tokens())
+    n, states = 10, 2
+    assert [len(found[name]) for name in ("local_norm", "suffix_norm", "adjoint_norm", "message_rank")] == [
+        *(2, 2, 3, 3)
+    ]
+    for spectrum, rank in zip(found["spectrum"], found["effective_rank"], strict=True):
+        assert len(spectrum) == n
+        assert max(spectrum[n - 2 * states :]) < 1e-12 < spectrum[n - 2 * states - 1]
+        assert rank <= n - 2 * states
+    assert all(1 < rank < INTERFACE.rank - 1 for rank in found["message_rank"])
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_gradients_stay_as_they_were(stack: GPT) -> None:
+    inputs, targets = SHAPE.tokens()
+    parameters = list(stack.parameters())
+    kept = {id(p): torch.full_like(p, 7.0) for p in parameters[::2]}
+    for parameter in parameters:
+        parameter.grad = kept.get(id(parameter))
+    analyse(stack, SHAPE.topology, inputs, targets)
+    with pytest.raises(ValueError, match="batch_size"):  # of the loss, when half is done
+        analyse(stack, SHAPE.topology, inputs, targets[:, :-1])
+    for parameter in parameters:
+        assert parameter.grad is kept.get(id(parameter))
+    assert all(bool((gradient == 7).all()) for gradient in kept.values())
+
+
+def test_two_regions_have_no_jacobian(stack: GPT) -> None:
+    topology = type(SHAPE.topology).regions("2,2")
+    found = analyse(stack, topology, *SHAPE.tokens())
+    assert (found["local_norm"], found["suffix_norm"], found["spectrum"]) == ([], [], [])
+    assert len(found["adjoint_norm"]) == len(found["message_rank"]) == 1
+
+
+def test_a_region_that_is_not_exact_is_refused(stack: GPT) -> None:
+    stack.layers[1].mlp.extra = torch.nn.Dropout(0.5)  # type: ignore[union-attr]
+    with pytest.raises(StackError, match="drops out"):
+        analyse(stack, SHAPE.topology, *SHAPE.tokens())
