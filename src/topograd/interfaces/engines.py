@@ -3,14 +3,14 @@
     autograd   the executor (`training/executor.py`): each region's backward waits for the next region's
     scan       three phases: Jacobians of the regions, all independent; a suffix scan over them, which gives
                every interface's adjoint; each region's own backward, all independent (Algorithm 1)
-    hybrid     the last `carried` inner regions hand the adjoint on by a VJP while the Jacobians of the earlier
-               ones are built, then the scan goes on from there
+    hybrid     the last `carried` inner regions hand the adjoint on by a VJP while the Jacobians of the
+               earlier ones are built, then the scan goes on from there
 
 Statement: with m̄_k = ∂L/∂m_k and J_k = ∂m_{k+1}/∂m_k, m̄_k = J_kᵀ m̄_{k+1} and
 ∇_{θ_k} L = (∂m_{k+1}/∂θ_k)ᵀ m̄_{k+1} (Theorem 2.7, Corollary 2.9 of "LBI: Parallel Scan Backpropagation via
-Latent Bounded Interfaces"). The last region gives m̄_{K-1} in its own backward, and the first hears no state, so
-only regions 1..K-2 need a Jacobian. The canvas x0 and parameters that regions share collect what each region
-says about them; no backward runs through the whole graph.
+Latent Bounded Interfaces"). The last region gives m̄_{K-1} in its own backward, and the first hears no state,
+so only regions 1..K-2 need a Jacobian. The canvas x0 and parameters that regions share collect what each
+region says about them; no backward runs through the whole graph.
 
 Cost on one device, F the forward of a region: autograd about 2.9 K F; scan K F + (K-2) J + 1.9 K F, with
 J near (r-2) F. It is a way to shorten the span on several devices, not the work (`schedule.py`, `plan.py`).

@@ -104,7 +104,7 @@ def interface_jacobian(
 
 
 def tangent_basis(m: Tensor) -> Tensor:
-    """(..., r, r-2): an orthonormal basis of the directions in which a LayerNorm's output m (..., r) can move."""
+    """(..., r, r-2): an orthonormal basis of the directions in which a LayerNorm's output m can move."""
     dead = torch.stack((torch.ones_like(m), m), dim=-1)
     return torch.linalg.qr(dead, mode="complete").Q[..., 2:]
 

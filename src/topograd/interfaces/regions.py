@@ -2,8 +2,8 @@
 
 Statement: given the canvas x0 (a function of the tokens alone), region k computes m_{k+1} = R_k(m_k) and
 nothing else leaves it ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6,
-eq. 2). The last region computes the loss. What would make the Jacobians of R_k wrong, or bind the samples of a
-batch together, is refused here: a second path, a loss in between, batch statistics, dropout.
+eq. 2). The last region computes the loss. What would make the Jacobians of R_k wrong, or bind the samples of
+a batch together, is refused here: a second path, a loss in between, batch statistics, dropout.
 
 Shapes: m (batch, states, rank), with `states` S - 1 (or 1, not causal). Cost: none; `visit` runs one region.
 """
@@ -82,13 +82,14 @@ def _check_chain(planned: PlannedStage, last: int) -> None:
     sources = [(port.source, lam) for port, lam in planned.hears]
     if sources != [(k - 1 if k else EMBEDDING, 1.0)]:
         raise TopologyError(
-            f"region {k + 1} hears {[source + 1 for source, _ in sources]} with λ = {[lam for _, lam in sources]}; "
+            f"region {k + 1} hears regions {[source + 1 for source, _ in sources]} with λ = "
+            f"{[lam for _, lam in sources]}; "
             f"between regions only the interface from region {k} may carry anything, with λ = 1"
         )
     if (planned.scale > 0) != (k == last) or planned.stage.frozen:
         raise TopologyError(
-            f"region {k + 1} of {last + 1} has weight {planned.stage.weight}; only the last region may have a "
-            "loss, and none may be frozen: use engine='autograd' for anything else"
+            f"region {k + 1} of {last + 1} has weight {planned.stage.weight}; only the last region may "
+            "have a loss, and none may be frozen: use engine='autograd' for anything else"
         )
 
 

@@ -16,9 +16,9 @@ with pool_s(h) one of
 so that d x_t / d x_u = 0 for u > t through the interface, exactly. Information moves one segment in one
 region, so the chain's nonlinear depth is at most S - 1: choose S of at least the number of regions.
 
-Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", §3.1, eqs. 4-5, which pools a whole
-sequence into one m ∈ R^r and adds it to every position. That lets a language model see the future; it is kept
-here under `causal=False` only. The canvas x0 reaches every region; it depends on the tokens alone.
+Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", §3.1, eqs. 4-5, which pools a
+whole sequence into one m ∈ R^r and adds it to every position. That lets a language model see the future; it
+is kept here under `causal=False` only. The canvas x0 reaches every region; it depends on the tokens alone.
 
 Shapes: h (batch, T, width), m (batch, S - 1, rank). LN has no gain; its ε is so small that the two directions
 that it destroys (the mean, and m itself) are destroyed exactly, which `interfaces/jacobian.py` uses. Cost per
@@ -70,8 +70,8 @@ class SegmentInterface:
                 )
         if self.rank < LEAST_RANK:
             raise ConfigError(
-                f"interface rank r is {self.rank}; it must be at least {LEAST_RANK}, for a LayerNorm of fewer "
-                "numbers passes no gradient"
+                f"interface rank r is {self.rank}; it must be at least {LEAST_RANK}, for a LayerNorm of "
+                "fewer numbers passes no gradient"
             )
         if not self.causal and (self.segments != 1 or self.pool != "mean"):
             raise ConfigError(

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 EXPAND = 2
 PERIOD = 4
-"""A hybrid stack's every fourth layer attends."""
+"""A hybrid stack's every fourth layer attends, the last one among them."""
 
 
 def mixer_kind(config: GPTConfig, index: int) -> type[Mamba2Mixer] | type[Mamba3Mixer] | None:
     """The recurrent mixer of layer `index`; None where the layer attends."""
-    if config.architecture == "transformer" or (
-        config.architecture == "hybrid" and index % PERIOD == PERIOD - 1
-    ):
+    attends = config.architecture == "hybrid" and (config.layers - 1 - index) % PERIOD == 0
+    if config.architecture == "transformer" or attends:
         return None
     return Mamba2Mixer if config.architecture == "mamba2" else Mamba3Mixer
 
