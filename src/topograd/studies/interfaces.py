@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from topograd.data import Loader, windows
+from topograd.data import Loader, Prepared, windows
 from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import ARCHITECTURES, Architecture, GPTConfig
 from topograd.nn.stack import Stack
@@ -41,6 +41,7 @@ from topograd.training.session import build_stack, load_data
 
 LAYERS, WIDTH, CONTEXT, STEPS = 8, 64, 128, 800
 EARLY = 16
+HELDOUT_BYTES = 60_000
 HEADLINE = "S=8,r=8,pool=tail"
 
 
@@ -63,7 +64,6 @@ class Case:
             batch=8,
             seed=self.seed,
             tokenizer="bytes",
-            eval_bytes=60_000,
             model=GPTConfig(
                 layers=layers,
                 width=WIDTH,
@@ -101,28 +101,34 @@ def sweeps() -> list[Case]:
     return [*cases, Case("leaky: S=1,r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
 
 
-def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:
-    """Train it; what it reached."""
-    torch.manual_seed(case.seed)
+def trained(case: Case, steps: int = STEPS) -> tuple[Stack, Plan, Prepared]:
+    """The case's model after its training, and the text that it was trained on."""
     config, data = load_data(case.config(steps))
     stack, plan = build_stack(config)
     optimizers = make_optimizers(stack, config.optimizer)
     loader = Loader(data.train, CONTEXT, config.batch, config.seed)
-    began = time.perf_counter()
     for step in range(config.steps):
         set_learning_rates(optimizers, config.optimizer.multiplier(step, config.steps))
         train_step(stack, plan.topology, *next(loader))
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    inputs, targets, _ = windows(data.heldout, data.tokenizer, CONTEXT, config.eval_bytes)
+    return stack, plan, data
+
+
+def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:
+    """Train it; what it reached."""
+    began = time.perf_counter()
+    stack, plan, data = trained(case, steps)
+    seconds = time.perf_counter() - began
+    inputs, targets, _ = windows(data.heldout, data.tokenizer, CONTEXT, HELDOUT_BYTES)
     losses = position_losses(stack, plan, inputs, targets)
     return {
         "ce": losses.nanmean().item(),
         "early": losses[:, :EARLY].nanmean().item(),
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
         "parameters": sum(p.numel() for p in stack.parameters()),
-        "steps": config.steps,
+        "steps": steps,
     }
 
 
@@ -145,7 +151,7 @@ def read(file: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
     return {(row["architecture"], row["name"], row["seed"]): row for row in rows}
 
 
-def run(file: Path, cases: Sequence[Case]) -> dict[tuple[str, str, int], dict[str, Any]]:
+def run(file: Path, cases: Sequence[Case], steps: int = STEPS) -> dict[tuple[str, str, int], dict[str, Any]]:
     """Train what is missing, one line of JSON for each; a killed study goes on where it was."""
     done = read(file)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +159,12 @@ def run(file: Path, cases: Sequence[Case]) -> dict[tuple[str, str, int], dict[st
         key = (case.architecture, case.name, case.seed)
         if key in done:
             continue
-        row = {"architecture": case.architecture, "name": case.name, "seed": case.seed, **train_case(case)}
+        row = {
+            "architecture": case.architecture,
+            "name": case.name,
+            "seed": case.seed,
+            **train_case(case, steps),
+        }
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         done[key] = row

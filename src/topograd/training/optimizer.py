@@ -2,12 +2,14 @@
 
 | group      | parameters                                     | optimizer |
 |------------|------------------------------------------------|-----------|
-| matrices   | 2-D weights inside the layers and the relays   | Muon      |
+| matrices   | 2-D weights inside the layers                  | Muon      |
 | embeddings | weights of nn.Embedding, wherever they are     | AdamW     |
 | head       | 2-D weights outside the layers                 | AdamW     |
 | scalars    | everything else: gains, gates, biases          | AdamW     |
+| relays     | what a stack's own relays have, of any shape   | AdamW     |
 
-A head that is tied to the embedding counts as a head.
+Steps of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): relays go slowly. A head
+that is tied to the embedding counts as a head.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class OptimizerConfig:
     embeddings: float = 0.3
     head: float = 0.02
     scalars: float = 0.004
+    relays: float = 0.001
     momentum: float = 0.95
     newton_schulz_steps: int = 5
     betas: tuple[float, float] = (0.8, 0.95)
@@ -48,7 +51,7 @@ class OptimizerConfig:
     """Largest norm of all gradients together."""
 
     def __post_init__(self) -> None:
-        for name in ("matrices", "embeddings", "head", "scalars"):
+        for name in ("matrices", "embeddings", "head", "scalars", "relays"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"learning rate {name} is {getattr(self, name)}; it must be at least 0")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -64,15 +67,18 @@ class OptimizerConfig:
 
 def parameter_groups(stack: Stack) -> dict[str, list[nn.Parameter]]:
     """Every parameter that learns, in exactly one group."""
-    inner = (stack.layers, *stack.own_relays().values())
-    layered = {id(p) for module in inner for p in module.parameters()}
+    layered = {id(p) for p in stack.layers.parameters()}
+    relays = {id(p) for relay in stack.own_relays().values() for p in relay.parameters()}
     tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
     heads = {id(p) for name, p in stack.named_parameters(remove_duplicate=False) if name.startswith("head.")}
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "head": [], "scalars": []}
+    names = ("matrices", "embeddings", "head", "scalars", "relays")
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for parameter in stack.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in tables and id(parameter) not in heads:
+        if id(parameter) in relays:
+            groups["relays"].append(parameter)
+        elif id(parameter) in tables and id(parameter) not in heads:
             groups["embeddings"].append(parameter)
         elif parameter.dim() == 2:
             groups["matrices" if id(parameter) in layered else "head"].append(parameter)
@@ -95,7 +101,7 @@ def make_optimizers(stack: Stack, config: OptimizerConfig) -> dict[str, torch.op
         )
     rest = [
         {"params": groups[name], "lr": getattr(config, name), "peak": getattr(config, name)}
-        for name in ("embeddings", "head", "scalars")
+        for name in ("embeddings", "head", "scalars", "relays")
         if groups[name]
     ]
     if rest:
