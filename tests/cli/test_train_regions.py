@@ -1,0 +1,77 @@
+"""`train --interface` and other architectures: trained, stopped, resumed, measured, written with, refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.run import Run
+
+WORDS = ["--partition", "1,1,2", "--model.layers", "4", "--interface", "S=4,r=4,pool=mean"]
+WORDS += ["--steps", "4", "--seed", "1"]
+    "--partition",
+    "1,1,2",
+    "--model.layers",
+    "4",
+    "--interface",
+    "S=4,r=4,pool=mean",
+    "--steps",
+    "4",
+    "--seed",
+    "1",
+]
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "hybrid"])
+def test_regions_train_stop_resume_and_write(
+    size: list[str], call: Any, tmp_path: Path, architecture: str
+) -> None:
+    kind = ["--model.architecture", architecture, "--model.ssm-state", "4"]
+    whole = call("train", *size, *WORDS, *kind, "--out", tmp_path / "whole", "--json").json
+    assert whole["finished"]
+    assert len(whole["bpb"]["prefix"]) == 1, "one region predicts"
+    call("train", *size, *WORDS, *kind, "--out", tmp_path / "run", "--stop-after", 2, "--json")
+    resumed = call("train", "--resume", tmp_path / "run", "--json").json
+    assert resumed["bpb"] == whole["bpb"]
+    records = [r["loss"] for r in Run.open(tmp_path / "run").metrics() if r["kind"] == "train"]
+    assert [len(losses) for losses in records] == [1] * 4
+    assert call("eval", tmp_path / "run", "--json").json["bpb"]["last"] == whole["bpb"]["last"]
+    text = call("generate", tmp_path / "run", "--prompt", "loss", "--tokens", "20")
+    assert text.code == 0
+    assert text.out.startswith("loss")
+    refusal = call("generate", tmp_path / "run", "--prompt", "loss", "--depth", "prefix:1").refusal
+    assert "stage 1 was not trained to predict; these were: 3" in refusal
+
+
+def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path) -> None:
+    shown = call("train", *size, *WORDS, "--out", tmp_path / "run")
+    assert shown.code == 0
+    assert "regions 1,1,2" in shown.out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--interface S=3,r=4", "S is 3 and the context 16; S must divide the context"),
+        ("--interface S=32,r=4", "S is 32 and the context 16; S must divide the context"),
+        ("--interface S=4,r=0", "rank r is 0; it must be at least 3"),
+        ("--interface S=4,r=x", "r is 'x'; it must be a whole number"),
+        ("--interface S=1,r=4", "segments S is 1; it must be at least 2"),
+        ("--interface S=4,r=4,pool=max", "pool 'max' is unknown; choose one of tail, mean, cumulative"),
+        ("--interface segments=4", "write it as S=8,r=8,pool=tail"),
+        ("--interface S=4,r=4 --partition 4", "is one region, so no interface joins it"),
+        ("--interface S=4,r=4 --stage-heads per-stage", "with an interface it must be shared"),
+        ("--interface S=4,r=4 --objective residual", "with an interface it must be cross-entropy"),
+        ("--model.architecture mamba2 --model.ssm-state 6", "ssm_state is 6; it must be a multiple of 4"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    size: list[str], call: Any, tmp_path: Path, words: str, said: str
+) -> None:
+    base = [] if "--partition" in words else ["--partition", "2,2"]
+    given = call("train", *size, "--model.layers", 4, *base, *words.split(), "--out", tmp_path / "run")
+    assert said in given.refusal
+    assert not (tmp_path / "run").exists()
