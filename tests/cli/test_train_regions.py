@@ -10,17 +10,6 @@ from topograd.run import Run
 
 WORDS = ["--partition", "1,1,2", "--model.layers", "4", "--interface", "S=4,r=4,pool=mean"]
 WORDS += ["--steps", "4", "--seed", "1"]
-    "--partition",
-    "1,1,2",
-    "--model.layers",
-    "4",
-    "--interface",
-    "S=4,r=4,pool=mean",
-    "--steps",
-    "4",
-    "--seed",
-    "1",
-]
 
 
 @pytest.mark.parametrize("architecture", ["transformer", "hybrid"])

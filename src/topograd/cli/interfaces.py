@@ -115,7 +115,8 @@ def parity_table(answer: Mapping[str, Any]) -> Table:
     for precision in ("float64", "float32"):
         found = answer[precision]
         numbers = (found["max_abs"], found["rel_l2"], abs(1 - found["cosine"]))
-        table.add_row(precision, *(f"{n:.1e}" for n in numbers), f"{found['worst_tensor']:.1e} {found['worst_tensor_name']}")
+        worst = f"{found['worst_tensor']:.1e} {found['worst_tensor_name']}"
+        table.add_row(precision, *(f"{n:.1e}" for n in numbers), worst)
     return table
 
 
