@@ -82,19 +82,20 @@ def test_a_stack_without_interfaces() -> None:
 def test_a_second_source(extra: Edge, heard: str) -> None:
     last = CHAIN.stages[2]
     bypass = with_stage(2, replace(last, sources=(*last.sources, extra)))
-    with pytest.raises(TopologyError, match=f"region 3 hears {heard}; .* only the interface from region 2"):
+    said = f"region 3 hears regions {heard}; .* only the interface from region 2"
+    with pytest.raises(TopologyError, match=said):
         Regions.of(model(), bypass)
 
 
 def test_a_source_that_is_not_the_region_before() -> None:
     skipping = with_stage(2, replace(CHAIN.stages[2], sources=(Edge(0, None, 1.0, "interface-2"),)))
-    with pytest.raises(TopologyError, match=r"region 3 hears \[1\] with λ = \[1.0\]"):
+    with pytest.raises(TopologyError, match=r"region 3 hears regions \[1\] with λ = \[1.0\]"):
         Regions.of(model(), skipping)
 
 
 def test_a_boundary_that_stops_gradient() -> None:
     stopped = with_stage(1, replace(CHAIN.stages[1], sources=(Edge(0, None, 0.5, "interface-1"),)))
-    with pytest.raises(TopologyError, match=r"region 2 hears \[1\] with λ = \[0.5\]; .* with λ = 1"):
+    with pytest.raises(TopologyError, match=r"region 2 hears regions \[1\] with λ = \[0.5\]; .* with λ = 1"):
         Regions.of(model(), stopped)
 
 

@@ -11,8 +11,9 @@ A relay treats every position by itself, unless it is a `LooksBack`. A stack fin
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -28,25 +29,28 @@ class Relay(Protocol):
     def receive(self, message: Tensor, bus: Bus) -> Tensor: ...
 
 
-@runtime_checkable
-class LooksBack(Protocol):
+class LooksBack(ABC):
     """A relay whose message at a position depends on earlier ones, such as a bounded interface.
 
     Over a whole sequence it may use any shape of message. While decoding, messages have one entry for each
     position, and both ends are given all positions so far; `bus.positions` says which are new.
     """
 
-    def send_next(self, history: Tensor, heard: Tensor, bus: Bus) -> Tensor: ...
+    @abstractmethod
+    def send_next(self, history: Tensor, heard: Tensor, bus: Bus) -> Tensor:
+        """The messages at the new positions, from the hidden states of all positions so far."""
 
-    def receive_next(self, history: Tensor, bus: Bus) -> Tensor: ...
+    @abstractmethod
+    def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
+        """What the listener gets at the new positions, from the messages of all positions so far."""
 
+    @abstractmethod
     def needed(self, time: int) -> tuple[int, Tensor | None]:
         """Of `time` positions: how many leading ones `send` reads, and which of those alone, if not all."""
-        ...
 
+    @abstractmethod
     def tell(self, pooled: Tensor, heard: Tensor | None) -> Tensor:
         """`send`, from hidden states at the positions that `needed` named."""
-        ...
 
 
 class Identity:

@@ -87,10 +87,12 @@ class Stack(nn.Module):
 
     def relay(self, name: str) -> Relay:
         """The relay called `name`."""
-        known: dict[str, Any] = {**RELAYS, **self.own_relays()}
-        if name not in known:
-            raise StackError(f"relay {name!r} is unknown; known are {sorted(known)}")
-        return known[name]
+        if name in RELAYS:
+            return RELAYS[name]
+        own: Mapping[str, Any] = self.own_relays()
+        if name not in own:
+            raise StackError(f"relay {name!r} is unknown; known are {sorted({*RELAYS, *own})}")
+        return own[name]
 
     def add_heads(self, stages: int) -> bool:
         """Make sure that stages 0..stages-1 have heads of their own; True if parameters were added."""

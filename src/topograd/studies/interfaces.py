@@ -3,7 +3,8 @@
 After Tables 2 and 6 of "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", with two changes.
 The interface is causal, and beside the dense model stands the shallow control: the last region alone, which
 is what a bounded-interface model falls back to when its interface says nothing. All models see the same bytes
-for the same number of steps.
+for the same number of steps. They are plain GPTs: with an embedding of the previous token, value embeddings and
+x0 in every layer, two layers come so close to eight that there is little left to measure.
 
     python -m topograd.studies.interfaces OUT.jsonl [CASE ...]
 
@@ -39,10 +40,10 @@ from topograd.training.executor import train_step
 from topograd.training.optimizer import make_optimizers, set_learning_rates
 from topograd.training.session import build_stack, load_data
 
-LAYERS, WIDTH, CONTEXT, STEPS = 8, 64, 128, 800
+WIDTH, CONTEXT, STEPS = 64, 128, 400
 EARLY = 16
 HELDOUT_BYTES = 60_000
-HEADLINE = "S=8,r=8,pool=tail"
+COARSE, FINE = "S=8,r=8,pool=tail", "S=128,r=32,pool=tail"
 
 
 @dataclass(frozen=True)
@@ -72,33 +73,35 @@ class Case:
                 context=CONTEXT,
                 architecture=self.architecture,
                 head_std=0.0,
+                smear=False,
+                x0_blend=False,
+                value_embeddings="none",
             ),
         )
 
 
 def headline(architecture: Architecture, seeds: Iterable[int] = range(3)) -> list[Case]:
-    """Dense, shallow and bounded, for each seed."""
+    """Dense, shallow and two interfaces, for each seed."""
     cases = []
     for seed in seeds:
         cases += [
             Case("dense", architecture, seed=seed),
             Case("shallow", architecture, partition="2", seed=seed),
-            Case(HEADLINE, architecture, interface=HEADLINE, seed=seed),
+            *(Case(words, architecture, interface=words, seed=seed) for words in (COARSE, FINE)),
         ]
     return cases
 
 
 def sweeps() -> list[Case]:
-    """Rank, segments, pool, maps and region size, one seed each, on the transformer."""
-    words = [f"S={s},r=8,pool=tail" for s in (2, 4, 16)]
-    words += [f"S=8,r={r},pool=tail" for r in (4, 16)]
-    words += ["S=8,r=8,pool=mean", "S=8,r=8,pool=cumulative"]
-    words += ["S=8,r=8,pool=tail,maps=linear", "S=8,r=8,pool=tail,maps=gated"]
+    """Segments, rank, pool, maps and region size, one seed each, on the transformer."""
+    words = [f"S={s},r=32,pool=tail" for s in (2, 4, 8, 16, 32, 64)]
+    words += [f"S=128,r={r},pool=tail" for r in (4, 16)]
+    words += ["S=16,r=32,pool=mean", "S=16,r=32,pool=cumulative"]
+    words += [f"{FINE},maps=linear", f"{FINE},maps=gated"]
     cases = [Case(word, interface=word) for word in words]
-    cases += [
-        Case(f"{HEADLINE}, regions {p}", partition=p, interface=HEADLINE) for p in ("1,1,1,1,1,1,1,1", "4,4")
-    ]
-    return [*cases, Case("leaky: S=1,r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
+    for partition in ("1,1,1,1,1,1,1,1", "4,4"):
+        cases.append(Case(f"{FINE}, regions {partition}", partition=partition, interface=FINE))
+    return [*cases, Case("leaky: r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
 
 
 def trained(case: Case, steps: int = STEPS) -> tuple[Stack, Plan, Prepared]:
