@@ -3,8 +3,8 @@
 After Tables 2 and 6 of "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", with two changes.
 The interface is causal, and beside the dense model stands the shallow control: the last region alone, which
 is what a bounded-interface model falls back to when its interface says nothing. All models see the same bytes
-for the same number of steps. They are plain GPTs: with an embedding of the previous token, value embeddings and
-x0 in every layer, two layers come so close to eight that there is little left to measure.
+for the same number of steps. They are plain GPTs: with an embedding of the previous token, value embeddings
+and x0 in every layer, two layers come so close to eight that there is little left to measure.
 
     python -m topograd.studies.interfaces OUT.jsonl [CASE ...]
 
@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,11 @@ def sweeps() -> list[Case]:
     return [*cases, Case("leaky: r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
 
 
-def trained(case: Case, steps: int = STEPS) -> tuple[Stack, Plan, Prepared]:
+Watch = Callable[[int, Stack, Plan, Tensor, Tensor], None]
+"""Called before each step with its number, the model and the batch."""
+
+
+def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> tuple[Stack, Plan, Prepared]:
     """The case's model after its training, and the text that it was trained on."""
     config, data = load_data(case.config(steps))
     stack, plan = build_stack(config)
@@ -112,7 +116,10 @@ def trained(case: Case, steps: int = STEPS) -> tuple[Stack, Plan, Prepared]:
     loader = Loader(data.train, CONTEXT, config.batch, config.seed)
     for step in range(config.steps):
         set_learning_rates(optimizers, config.optimizer.multiplier(step, config.steps))
-        train_step(stack, plan.topology, *next(loader))
+        inputs, targets = next(loader)
+        if watch is not None:
+            watch(step, stack, plan, inputs, targets)
+        train_step(stack, plan.topology, inputs, targets)
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
