@@ -178,8 +178,8 @@ def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
         ("scan --tokens 4", "Unrecognized options: --tokens"),
         ("scan somewhere", "Unrecognized options: somewhere"),
         ("decode --rank 4", "Unrecognized options: --rank"),
-        ("encode", "'encode' was given to measure; choose one of decode, scan"),
-        ("", "nothing was given to measure; choose one of decode, scan"),
+        ("encode", "'encode' was given to bench; choose one of decode, scan"),
+        ("", "nothing was given to bench; choose one of decode, scan"),
     ],
 )
 def test_one_kind_does_not_take_the_flags_of_the_other(words: str, why: str, call: Any) -> None:

@@ -135,8 +135,8 @@ def test_the_plan_table() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("", "nothing was asked about interfaces; choose one of parity, leak, plan"),
-        ("parities", "'parities' was asked about interfaces; choose one of parity, leak, plan"),
+        ("", "nothing was given to interfaces; choose one of parity, leak, plan"),
+        ("parities", "'parities' was given to interfaces; choose one of parity, leak, plan"),
         ("parity --architecture rnn", "invalid choice 'rnn' for argument '--architecture'"),
         ("parity --trials 0", "trials is 0; parity needs at least 1"),
         ("parity --trials many", "Error parsing --trials"),
@@ -160,7 +160,8 @@ def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
 
 
 def test_each_question_explains_itself(call: Any) -> None:
-    assert "{parity,leak,plan}" in call("interfaces", "--help").out
+    shown = call("interfaces", "--help").out
+    assert all(f"topograd interfaces {kind}" in shown for kind in ("parity", "leak", "plan"))
     for question in ("parity", "leak", "plan"):
         answer = call("interfaces", question, "--help")
         assert (answer.code, answer.err) == (0, "")

@@ -4,10 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call, grad, jvp, vmap
 
 from topograd.nn.mamba2 import GatedNorm, Mamba2Mixer
-from topograd.nn.packed import packed
 from topograd.reference.recurrence import mamba2_by_steps
 
 
@@ -121,38 +119,6 @@ def test_huge_steps_and_silent_inputs_have_finite_gradients() -> None:
     for u in (torch.zeros(1, 40, 6), 1e3 * torch.randn(1, 40, 6)):
         gradients = torch.autograd.grad(model(u).square().sum(), list(model.parameters()))
         assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_a_packed_copy_decodes_the_same() -> None:
-    model = mixer().float()
-    twin, u = packed(model), inputs(5).float()
-    state = twin.new_state(2)
-    with torch.no_grad():
-        steps = [twin(u[:, t : t + 1], state) for t in range(5)]
-        torch.testing.assert_close(torch.cat(steps, 1), model(u), rtol=1e-5, atol=1e-5)
-
-
-def test_transforms_of_the_whole_mixer() -> None:
-    model, u = mixer(), inputs(7)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    tangents = {name: torch.randn_like(p) for name, p in parameters.items()}
-
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(model, values, (x,)).square().sum()
-
-    whole = grad(loss)(parameters, u)
-    along = jvp(lambda values: loss(values, u), (parameters,), (tangents,))[1]
-    torch.testing.assert_close(
-        along, sum((whole[n] * tangents[n]).sum() for n in whole), rtol=1e-11, atol=1e-11
-    )
-    each = vmap(lambda x: grad(loss)(parameters, x[None]))(u)
-    curved = jvp(lambda values: grad(loss)(values, u), (parameters,), (tangents,))[1]
-    leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    first = torch.autograd.grad(loss(leaves, u), list(leaves.values()), create_graph=True)
-    twice = torch.autograd.grad(first, list(leaves.values()), list(tangents.values()))
-    for name, second in zip(parameters, twice, strict=True):
-        assert_near(each[name].sum(0), whole[name])
-        assert_near(curved[name], second, 1e-11)  # products of sums that cancel
 
 
 def test_hugging_face_agrees_for_one_group() -> None:

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, vmap
 
 from topograd.errors import StackError
 from topograd.nn.mamba3 import Mamba3Mixer, decay_rate, rotate_pairs
-from topograd.nn.packed import packed
 from topograd.reference.recurrence import mamba3_by_steps
 
 
@@ -149,38 +148,6 @@ def test_long_inputs_in_float32() -> None:
     answer = model.float()(u.float())
     # Angles are sums over all tokens: here up to 10³, with a rounding of 2⁻²⁴ times that.
     assert (answer - exact).norm() <= 1e-3 * exact.norm()
-
-
-def test_a_packed_copy_decodes_the_same() -> None:
-    model = mixer().float()
-    twin, u = packed(model), inputs(5).float()
-    state = twin.new_state(2)
-    with torch.no_grad():
-        steps = [twin(u[:, t : t + 1], state) for t in range(5)]
-        torch.testing.assert_close(torch.cat(steps, 1), model(u), rtol=1e-5, atol=1e-5)
-
-
-def test_transforms_of_the_whole_mixer() -> None:
-    model, u = mixer(), inputs(7)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    tangents = {name: torch.randn_like(p) for name, p in parameters.items()}
-
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(model, values, (x,)).square().sum()
-
-    whole = grad(loss)(parameters, u)
-    along = jvp(lambda values: loss(values, u), (parameters,), (tangents,))[1]
-    torch.testing.assert_close(
-        along, sum((whole[n] * tangents[n]).sum() for n in whole), rtol=1e-11, atol=1e-11
-    )
-    each = vmap(lambda x: grad(loss)(parameters, x[None]))(u)
-    curved = jvp(lambda values: grad(loss)(values, u), (parameters,), (tangents,))[1]
-    leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    first = torch.autograd.grad(loss(leaves, u), list(leaves.values()), create_graph=True)
-    twice = torch.autograd.grad(first, list(leaves.values()), list(tangents.values()))
-    for name, second in zip(parameters, twice, strict=True):
-        assert_near(each[name].sum(0), whole[name])
-        assert_near(curved[name], second, 1e-11)  # products of sums that cancel
 
 
 def test_members_stacked_along_the_last_axis() -> None:

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.func import functional_call, grad, jvp, vmap
 
 from topograd.errors import StackError
 from topograd.nn.mamba2 import Mamba2Mixer
 from topograd.nn.mamba3 import Mamba3Mixer
+from topograd.nn.packed import packed
 from topograd.nn.recurrent import KEPT, RecurrentState, last_columns, real_columns
 
 Mixer = Mamba2Mixer | Mamba3Mixer
@@ -309,3 +311,37 @@ def test_a_state_of_other_rows_is_refused(kind: type[Mixer]) -> None:
 def test_sizes_are_checked(kind: type[Mixer], change: dict[str, int], message: str) -> None:
     with pytest.raises(StackError, match=message):
         kind(**{"width": 6, "heads": 4, "head_dim": 3, "state": 8, **change})
+
+
+@kinds
+def test_a_packed_copy_decodes_the_same(kind: type[Mixer]) -> None:
+    model = mixer(kind, torch.float32)
+    twin, u = packed(model), inputs(2, 5, torch.float32)
+    state = twin.new_state(2)
+    with torch.no_grad():
+        steps = [twin(u[:, t : t + 1], state) for t in range(5)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(u), rtol=1e-5, atol=1e-5)
+
+
+@kinds
+def test_transforms_of_the_whole_mixer(kind: type[Mixer]) -> None:
+    model, u = mixer(kind), inputs(2, 7)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tangents = {name: torch.randn_like(p) for name, p in parameters.items()}
+
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, values, (x,)).square().sum()
+
+    whole = grad(loss)(parameters, u)
+    along = jvp(lambda values: loss(values, u), (parameters,), (tangents,))[1]
+    torch.testing.assert_close(
+        along, sum((whole[n] * tangents[n]).sum() for n in whole), rtol=1e-11, atol=1e-11
+    )
+    each = vmap(lambda x: grad(loss)(parameters, x[None]))(u)
+    curved = jvp(lambda values: grad(loss)(values, u), (parameters,), (tangents,))[1]
+    leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+    first = torch.autograd.grad(loss(leaves, u), list(leaves.values()), create_graph=True)
+    twice = torch.autograd.grad(first, list(leaves.values()), list(tangents.values()))
+    for name, second in zip(parameters, twice, strict=True):
+        assert_same(each[name].sum(0), whole[name])
+        assert_same(curved[name], second, 1e-11)  # products of sums that cancel

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, number, out, parse, print_json
+from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
 from topograd.depth.bench import Settings, bench_decode
-from topograd.errors import ConfigError
 from topograd.interfaces import bench as interfaces
 from topograd.pretrained import REFERENCE
 from topograd.training.session import open_session
@@ -38,21 +37,12 @@ class Scan:
     json: Json = False
 
 
-Asked = Annotated[Decode, tyro.conf.subcommand("decode")] | Annotated[Scan, tyro.conf.subcommand("scan")]
-
 _KINDS: dict[str, type[Decode | Scan]] = {"decode": Decode, "scan": Scan}
 
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
-    asked: Decode | Scan
-    if argv and argv[0] in _KINDS:
-        asked = parse(_KINDS[argv[0]], argv[1:], f"bench {argv[0]}")
-    elif argv and argv[0].startswith("-"):
-        asked = parse(Asked, argv, "bench")  # type: ignore[arg-type]
-    else:
-        given = repr(argv[0]) if argv else "nothing"
-        raise ConfigError(f"{given} was given to measure; choose one of {', '.join(_KINDS)}")
+    asked = parse_one_of(_KINDS, argv, "bench")
     match asked:
         case Decode():
             session = open_session(asked.folder or REFERENCE)

@@ -49,6 +49,18 @@ def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -
         raise ConfigError(f"{_first_paragraph(said.getvalue())}; see topograd {verb} --help") from None
 
 
+def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str) -> T:
+    """The dataclass that the first word names, with the flags that follow it."""
+    if argv and argv[0] in kinds:
+        return parse(kinds[argv[0]], argv[1:], f"{verb} {argv[0]}")
+    if argv and argv[0] in ("-h", "--help"):
+        for name, kind in kinds.items():
+            print(f"topograd {verb} {name:8}{(kind.__doc__ or '').splitlines()[0]}")
+        raise SystemExit(0)
+    given = repr(argv[0]) if argv else "nothing"
+    raise ConfigError(f"{given} was given to {verb}; choose one of {', '.join(kinds)}")
+
+
 def _first_paragraph(box: str) -> str:
     """What tyro's box says before its first rule, on one line, and the flag that it takes for meant."""
     rows = [line.strip("│ ") for line in _COLOUR.sub("", box).splitlines() if line.startswith("│")]

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, note, number, out, parse, print_json
-from topograd.errors import ConfigError
+from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
 from topograd.interfaces.causality import leak
 from topograd.interfaces.engines import Engine
 from topograd.interfaces.jacobian import Way
@@ -65,25 +64,12 @@ class Planned:
     json: Json = False
 
 
-Asked = (
-    Annotated[Parity, tyro.conf.subcommand("parity")]
-    | Annotated[Leak, tyro.conf.subcommand("leak")]
-    | Annotated[Planned, tyro.conf.subcommand("plan")]
-)
-
 _QUESTIONS: dict[str, type[Parity | Leak | Planned]] = {"parity": Parity, "leak": Leak, "plan": Planned}
 
 
 def run(argv: list[str]) -> int:
     """Answer one question about interfaces and return the exit code."""
-    asked: Parity | Leak | Planned
-    if argv and argv[0] in _QUESTIONS:
-        asked = parse(_QUESTIONS[argv[0]], argv[1:], f"interfaces {argv[0]}")
-    elif argv and argv[0].startswith("-"):
-        asked = parse(Asked, argv, "interfaces")  # type: ignore[arg-type]
-    else:
-        given = repr(argv[0]) if argv else "nothing"
-        raise ConfigError(f"{given} was asked about interfaces; choose one of {', '.join(_QUESTIONS)}")
+    asked = parse_one_of(_QUESTIONS, argv, "interfaces")
     match asked:
         case Parity():
             answer = parity(

@@ -1,8 +1,8 @@
 """The interface Jacobians while a model of regions is trained: what one region amplifies, and all together.
 
 After appendix F (Figure 3, Table 7) of "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces",
-with a causal interface, and with what that appendix leaves open: effective ranks of Jacobians and messages, and
-how much of the gradient reaches each interface.
+with a causal interface, and with what that appendix leaves open: effective ranks of Jacobians and messages,
+and how much of the gradient reaches each interface.
 
     python -m topograd.studies.jacobians [ARCHITECTURE ...]
 
