@@ -160,8 +160,7 @@ def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
 
 
 def test_each_question_explains_itself(call: Any) -> None:
-    shown = call("interfaces", "--help").out
-    assert all(f"topograd interfaces {kind}" in shown for kind in ("parity", "leak", "plan"))
+    assert "usage: topograd interfaces {parity,leak,plan} ..." in call("interfaces", "--help").out
     for question in ("parity", "leak", "plan"):
         answer = call("interfaces", question, "--help")
         assert (answer.code, answer.err) == (0, "")
