@@ -39,14 +39,13 @@ def names(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_the_steps(results: dict[str, Any]) -> None:
     assert names(results["steps"]) == [
-        "dense, autograd",
         "S=3 r=4 tail, autograd",
         "r=4 whole mean, autograd",
         *(f"r=4 whole mean, scan by {way}" for way in ("loop", "batched", "pullback")),
         *(f"S=3 r=4 tail, scan by {way}" for way in ("loop", "pullback")),
     ]
-    assert results["steps"][0]["ratio"] == 1
-    assert [row["goal"] for row in results["steps"]] == [None, 0.75, None, None, None, 4.4, None, None]
+    assert all(row["ratio"] > 0 for row in results["steps"])
+    assert [row["goal"] for row in results["steps"]] == [0.75, None, None, None, 4.4, None, None]
 
 
 def test_the_jacobians_and_what_trimming_leaves(results: dict[str, Any]) -> None:
@@ -78,7 +77,7 @@ def test_the_scans(results: dict[str, Any]) -> None:
 
 def test_what_was_timed_is_the_same_gradient(results: dict[str, Any]) -> None:
     agreement = results["agreement"]
-    assert list(agreement["relative"]) == names(results["steps"])[3:]
+    assert list(agreement["relative"]) == names(results["steps"])[2:]
     assert agreement["worst"] == max(agreement["relative"].values()) < 1e-6
     assert agreement["dtype"] == "float32"
 

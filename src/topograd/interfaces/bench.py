@@ -3,7 +3,8 @@
 Everything is measured in one process. In each round every row runs once, in an order that rotates; a ratio is
 taken within its round, and the row shows its median and quartiles (`training/timing.py`). Four questions:
 
-    steps        a training step over that of the dense GPT, the same layers in one stage
+    steps        a training step over that of the dense GPT, the same layers in one stage; each takes turns
+                 with the dense one alone, since more models would push each other's weights out of the caches
     jacobians    one inner region's Jacobian, in forwards F of the same layers in the dense model
     trimming     a trimmed Jacobian over larger ones: "every row" is (S-1) r VJPs of the whole region, and
                  "untrimmed" already leaves out what nobody reads (the last segment, and with a tail pool most
@@ -50,6 +51,7 @@ from topograd.training.timing import Spread, ratio, take_turns
 
 LEAN_GOAL, SCAN_GOAL, TRIMMED_GOAL = 0.75, 4.4, 0.5
 WAYS: tuple[Way, ...] = ("loop", "batched", "pullback")
+DENSE = "dense, autograd"
 SCAN_CALLS = 10
 """Calls of a scan that are timed as one."""
 
@@ -162,13 +164,14 @@ def _run(settings: Settings, step: Step, models: Models) -> None:
 def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[dict[str, Any]]:
     inputs, targets = settings.tokens()
     dense, whole = settings.build(), Topology.chain(str(settings.regions * settings.region_layers))
-    turns: dict[str, Callable[[], object]] = {
-        "dense, autograd": partial(train_step, dense, whole, inputs, targets)
-    }
-    turns |= {step.name: partial(_run, settings, step, models) for step in steps}
-    seconds = take_turns(turns, settings.repeats, warmup=1)
-    goals = {step.name: step.goal for step in steps}
-    return [row(name, ratio(seconds, name, "dense, autograd"), goals.get(name)) for name in turns]
+    base: Callable[[], object] = partial(train_step, dense, whole, inputs, targets)
+    rows = []
+    for step in steps:
+        turns: dict[str, Callable[[], object]] = {DENSE: base}
+        turns[step.name] = partial(_run, settings, step, models)
+        seconds = take_turns(turns, settings.repeats, warmup=1)
+        rows.append(row(step.name, ratio(seconds, step.name, DENSE), step.goal))
+    return rows
 
 
 def _agreement(settings: Settings, steps: list[Step], models: Models) -> dict[str, Any]:
