@@ -280,9 +280,11 @@ def test_inputs_longer_than_the_context() -> None:
         stage_outputs(model(chosen), Plan.of(CHAIN, 4), tokens(13), [2])
 
 
-def test_inputs_within_the_first_segment() -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("pool", POOLS)
+def test_inputs_within_the_first_segment(pool: Pool, architecture: str) -> None:
     """No segment is over: the last region hears the canvas alone."""
-    stack: Any = model(SegmentInterface(segments=4, rank=4))
+    stack: Any = model(SegmentInterface(segments=4, rank=4, pool=pool), architecture)
     inputs = tokens(2)
     h = stage_outputs(stack, Plan.of(CHAIN, 4), inputs, [2])[2]
     x0 = stack.embed(inputs)

@@ -169,12 +169,15 @@ class SegmentRelay(nn.Module, LooksBack):
         return min(time // self.segment, self.settings.segments - 1)
 
     def needed(self, time: int) -> tuple[int, Tensor | None]:
-        """The positions that `send` reads: nothing of the last segment, and of a tail pool only the ends."""
+        """The positions that `send` reads: nothing of the last segment, and of a tail pool only the ends.
+
+        One at least, even where no segment is full: layers need not work on nothing.
+        """
         if not self.settings.causal:
             return time, None
         count = self.ends(time)
         tails = torch.arange(1, count + 1) * self.segment - 1
-        return count * self.segment, tails if self.settings.pool == "tail" else None
+        return max(count * self.segment, 1), tails if self.settings.pool == "tail" else None
 
     def pool(self, h: Tensor) -> Tensor:
         """(batch, states, width): what is handed on of each segment."""
