@@ -48,7 +48,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_case_is_a_model_that_can_be_built() -> None:
-    cases = [case for kind in ARCHITECTURES for case in headline(kind)] + sweeps()
+    cases = [case for kind in ARCHITECTURES for case in (*headline(kind), *sweeps(kind))]
     keys = [(case.architecture, case.name, case.seed) for case in cases]
     assert len(set(keys)) == len(keys)
     for case in cases:

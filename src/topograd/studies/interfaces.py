@@ -6,7 +6,7 @@ is what a bounded-interface model falls back to when its interface says nothing.
 for the same number of steps. They are plain GPTs: with an embedding of the previous token, value embeddings
 and x0 in every layer, two layers come so close to eight that there is little left to measure.
 
-    python -m topograd.studies.interfaces OUT.jsonl [CASE ...]
+    python -m topograd.studies.interfaces OUT.jsonl [ARCHITECTURE ...] [sweeps]
 
 trains every case that OUT.jsonl does not hold yet, appends a line for each, and prints the table. Cost: about
 a minute for each case on one core. CE is in nats per byte on held-out text; `early` is that of the first 16
@@ -92,16 +92,19 @@ def headline(architecture: Architecture, seeds: Iterable[int] = range(3)) -> lis
     return cases
 
 
-def sweeps() -> list[Case]:
-    """Segments, rank, pool, maps and region size, one seed each, on the transformer."""
-    words = [f"S={s},r=32,pool=tail" for s in (2, 4, 8, 16, 32, 64)]
-    words += [f"S=128,r={r},pool=tail" for r in (4, 16)]
-    words += ["S=16,r=32,pool=mean", "S=16,r=32,pool=cumulative"]
-    words += [f"{FINE},maps=linear", f"{FINE},maps=gated"]
-    cases = [Case(word, interface=word) for word in words]
-    for partition in ("1,1,1,1,1,1,1,1", "4,4"):
-        cases.append(Case(f"{FINE}, regions {partition}", partition=partition, interface=FINE))
-    return [*cases, Case("leaky: r=16, whole-sequence mean", interface="S=1,r=16,pool=mean,causal=false")]
+def sweeps(architecture: Architecture) -> list[Case]:
+    """Segments, rank and region size with one seed; on the transformer also pools, maps and the leak."""
+    words = ["S=32,r=32,pool=tail", "S=128,r=4,pool=tail"]
+    partitions = ["4,4"]
+    if architecture == "transformer":
+        words += [f"S={s},r=32,pool=tail" for s in (2, 4, 8, 16, 64)]
+        words += ["S=128,r=16,pool=tail", "S=16,r=32,pool=mean", "S=16,r=32,pool=cumulative"]
+        words += [f"{FINE},maps=linear", f"{FINE},maps=gated", "S=1,r=16,pool=mean,causal=false"]
+        partitions += ["1,1,1,1,1,1,1,1"]
+    cases = [Case(word, architecture, interface=word) for word in words]
+    for partition in partitions:
+        cases.append(Case(f"{FINE}, regions {partition}", architecture, partition, interface=FINE))
+    return cases
 
 
 Watch = Callable[[int, Stack, Plan, Tensor, Tensor], None]
@@ -214,7 +217,7 @@ def main(argv: Sequence[str]) -> None:
     chosen = [a for a in ARCHITECTURES if a in argv[1:] or len(argv) == 1]
     cases = [case for architecture in chosen for case in headline(architecture)]
     if "sweeps" in argv[1:] or len(argv) == 1:
-        cases += sweeps()
+        cases += [case for architecture in chosen for case in sweeps(architecture)]
     Console().print(table(run(Path(argv[0]), cases).values()))
 
 
