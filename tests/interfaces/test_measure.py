@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError, StackError, TopologyError
-from topograd.interfaces import SegmentInterface, measure
+from topograd.interfaces import SegmentInterface, backward, measure
 from topograd.interfaces.jacobian import Way
 from topograd.interfaces.measure import Shape, choose, measure_units, timed
 from topograd.interfaces.plan import plan
@@ -96,7 +96,7 @@ def test_choosing_is_measuring_and_planning(stack: GPT, monkeypatch: pytest.Monk
 
 def test_one_device_runs_autograd_and_says_why(stack: GPT) -> None:
     chosen = choose(stack, SHAPE.topology, SHAPE.tokens()[0], workers=1)
-    assert chosen.backward == "autograd"
+    assert chosen.engine == "autograd"
     assert "on one worker the span is the whole work, and the scan would take" in chosen.reason
 
 
@@ -128,3 +128,23 @@ def test_bad_input_is_refused(stack: GPT, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_shape_that_does_not_exist(settings: dict[str, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Shape(**settings)
+
+
+@pytest.mark.parametrize(
+    ("units", "workers", "engine"),
+    [
+        (Units(jacobian=5), 1, "autograd"),
+        (Units(jacobian=3), 4, "hybrid"),
+        (Units(jacobian=100), 4, "hybrid"),
+    ],
+)
+def test_a_plan_is_what_the_backward_takes(stack: GPT, units: Units, workers: int, engine: str) -> None:
+    chosen = plan(units, SHAPE.regions, workers)
+    assert chosen.engine == engine
+    inputs, targets = SHAPE.tokens()
+    step = backward(stack, SHAPE.topology, inputs, targets, engine=chosen.engine, carried=chosen.carried)
+    stack.zero_grad(set_to_none=True)
+    assert step.loss.isfinite()
+    if units.jacobian == 100:
+        assert chosen.carried == 2
+        assert step.jacobians is None, "VJPs go all the way"

@@ -28,7 +28,7 @@ def test_an_honest_model_needs_no_later_token(interface: str, honest: bool) -> N
 
 
 def test_an_honest_model_does_not_beat_chance() -> None:
-    assert abs(iid_loss(CAUSAL, steps=2) - FLOOR) < 0.5
+    assert FLOOR - 0.02 < iid_loss(CAUSAL, steps=2) < FLOOR + 0.5
 
 
 def test_targets_follow_inputs() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from topograd.training.timing import Spread, ratio, take_turns
+from topograd.training.timing import Spread, ratio, read_in_turns, take_turns
 
 
 def test_things_take_turns_and_the_order_rotates() -> None:
@@ -31,3 +33,18 @@ def test_a_spread_is_the_median_and_the_quartiles() -> None:
 def test_rounds_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         ratio({"a": [1.0], "b": [1.0, 2.0]}, "a", "b")
+
+
+def test_turns_rotate_and_the_first_round_does_not_count() -> None:
+    order: list[str] = []
+
+    def clock(name: str) -> Callable[[], float]:
+        def show() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return show
+
+    shown = read_in_turns({"a": clock("a"), "b": clock("b")}, rounds=2, warmup=1)
+    assert "".join(order) == "abbaab"
+    assert shown == {"a": [4, 5], "b": [3, 6]}

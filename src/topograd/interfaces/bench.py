@@ -47,7 +47,7 @@ from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
-from topograd.training.timing import Spread, ratio, take_turns
+from topograd.training.timing import Spread, ratio, read_in_turns, take_turns
 
 LEAN_GOAL, SCAN_GOAL, TRIMMED_GOAL = 0.75, 4.4, 0.5
 WAYS: tuple[Way, ...] = ("loop", "batched", "pullback")
@@ -210,7 +210,7 @@ def _jacobians(
                 whole = f"{name}, untrimmed"
                 clocks[whole] = _jacobian_clock(settings, stack, way, trimmed=False)
                 pairs.append((name, whole))
-    seconds = _in_turns(clocks, settings.repeats)
+    seconds = read_in_turns(clocks, settings.repeats, warmup=1)
     in_forwards = [row(name, ratio(seconds, name, "forward")) for name in clocks if name != "forward"]
     return in_forwards, [
         row(f"{name} / {large.rpartition(', ')[2]}", ratio(seconds, name, large), TRIMMED_GOAL)
@@ -263,18 +263,6 @@ def _every_row_clock(settings: Settings, stack: GPT) -> Callable[[], float]:
         return timed(rows, heard.device)[0]
 
     return clock
-
-
-def _in_turns(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each clock shows in each round, after one that does not count; the order rotates."""
-    names = list(clocks)
-    shown: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds + 1):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds = clocks[name]()
-            if i:
-                shown[name].append(seconds)
-    return shown
 
 
 def _scan_times(settings: Settings, maps: int) -> dict[str, Any]:

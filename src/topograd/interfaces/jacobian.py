@@ -49,8 +49,6 @@ class Visit:
     heard: Tensor
     said: Tensor
     tape: Tape | None = None
-    output: Tensor | None = None
-    """The last layer's output, where it is taped."""
 
     @property
     def speaks(self) -> SegmentRelay:
@@ -61,27 +59,16 @@ def visit(regions: Regions, region: int, heard: Tensor, bus: Bus, way: Way = "lo
     """Run a region so that its Jacobian can be taken in this way."""
     if way not in get_args(Way):
         raise ConfigError(f"jacobian {way!r} is unknown; choose one of {', '.join(get_args(Way))}")
+    tape = None
     if way == "pullback":
-        return _recorded(regions, region, heard, bus)
-    if way == "batched":
+        with record([regions.stack.layers[i] for i in regions.plan.stages[region].layers]) as tape:
+            said = regions.visit(region, heard, bus)
+    elif way == "batched":
         with sdpa_kernel(SDPBackend.MATH):
             said = regions.visit(region, heard, bus)
     else:
         said = regions.visit(region, heard, bus)
-    return Visit(regions, region, bus, heard, said)
-
-
-def _recorded(regions: Regions, region: int, heard: Tensor, bus: Bus) -> Visit:
-    """A visit whose blocks are taped."""
-    layers = [regions.stack.layers[i] for i in regions.plan.stages[region].layers]
-    outputs: list[Tensor] = []
-    handle = layers[-1].register_forward_hook(lambda _, __, output: outputs.append(output.detach()))
-    try:
-        with record(layers) as tape:
-            said = regions.visit(region, heard, bus)
-    finally:
-        handle.remove()
-    return Visit(regions, region, bus, heard, said, tape, outputs[-1])
+    return Visit(regions, region, bus, heard, said, tape)
 
 
 def interface_jacobian(
@@ -157,8 +144,8 @@ def _by_hand(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool
 
 def _pooled(seen: Visit, s: int) -> tuple[Tensor, Tensor, int]:
     """The pooled output of segment s as a leaf, its weights over positions, and a segment's length."""
-    relay, settings, output = seen.speaks, seen.regions.settings, seen.output
-    assert output is not None, "a visit for a pullback is recorded"
+    assert seen.tape is not None, "a visit for a pullback is recorded"
+    relay, settings, output = seen.speaks, seen.regions.settings, seen.tape.output
     if not settings.causal:
         time = output.shape[1]
         return output.mean(1).requires_grad_(), output.new_full((time,), 1 / time), time

@@ -1,7 +1,7 @@
 """Which backward to run: plain autograd, the three phases of Algorithm 1, or the hybrid schedule.
 
 Statement. From the times of one region, the number of regions and the number of workers, take the schedule
-whose simulated span is the shortest; of equal ones the simplest, in the order autograd, three_phase, hybrid.
+whose simulated span is the shortest; of equal ones the simplest, in the order autograd, scan, hybrid.
 
 The outcome, as long as a VJP takes no longer than the backward that contains it (`vjp <= local`):
 
@@ -15,15 +15,13 @@ Source: the event model of `topograd.interfaces.schedule`, with its symbols and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from topograd.interfaces.engines import Engine
 from topograd.interfaces.schedule import ScheduleName, Timeline, Units, timeline
 
-Backward = Literal["autograd", "three_phase", "hybrid"]
-
-_SCHEDULES: dict[Backward, ScheduleName] = {
+_SCHEDULES: dict[Engine, ScheduleName] = {
     "autograd": "plain",
-    "three_phase": "three_phase",
+    "scan": "three_phase",
     "hybrid": "hybrid",
 }
 _ROUNDING = 1e-9  # a schedule must be better by more than this to displace a simpler one
@@ -31,12 +29,13 @@ _ROUNDING = 1e-9  # a schedule must be better by more than this to displace a si
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen backward, and why. `carried` regions hand the adjoint on by VJPs if it is the hybrid."""
+    """The chosen engine, and why; `engines.backward` takes `engine` and `carried` as they are."""
 
-    backward: Backward
+    engine: Engine
     carried: int
+    """Inner regions that hand the adjoint on by VJPs, if it is the hybrid."""
     span: float
-    spans: dict[Backward, float]
+    spans: dict[Engine, float]
     reason: str
 
 
@@ -49,27 +48,27 @@ def plan(units: Units, regions: int, workers: int) -> Plan:
     'hybrid: 8 regions carry the adjoint while 7 Jacobians finish; autograd would take 1.7 times as long'
     """
     runs = {name: timeline(schedule, units, regions, workers) for name, schedule in _SCHEDULES.items()}
-    backward: Backward = "autograd"
+    engine: Engine = "autograd"
     for name, run in runs.items():
-        if run.span < runs[backward].span * (1 - _ROUNDING):
-            backward = name
-    chosen = runs[backward]
+        if run.span < runs[engine].span * (1 - _ROUNDING):
+            engine = name
+    chosen = runs[engine]
     return Plan(
-        backward=backward,
-        carried=chosen.carried,
+        engine=engine,
+        carried=max(chosen.carried - 1, 0),  # the last region always does, in its own backward
         span=chosen.span,
         spans={name: run.span for name, run in runs.items()},
-        reason=f"{backward}: {_why(backward, runs)}",
+        reason=f"{engine}: {_why(engine, runs)}",
     )
 
 
-def _why(backward: Backward, runs: dict[Backward, Timeline]) -> str:
-    chosen = runs[backward]
-    if backward == "autograd":
-        return _why_autograd(chosen, runs["three_phase"].span / chosen.span)
+def _why(engine: Engine, runs: dict[Engine, Timeline]) -> str:
+    chosen = runs[engine]
+    if engine == "autograd":
+        return _why_autograd(chosen, runs["scan"].span / chosen.span)
     jacobians = sum(interval.kind == "jacobian" for interval in chosen.intervals)
     slower = f"autograd would take {runs['autograd'].span / chosen.span:.1f} times as long"
-    if backward == "three_phase":
+    if engine == "scan":
         return f"{jacobians} Jacobians at the same time and a scan; {slower}"
     if jacobians:
         return f"{chosen.carried} regions carry the adjoint while {jacobians} Jacobians finish; {slower}"

@@ -89,7 +89,7 @@ class Tape:
         return handles
 
     def _take_call(self, taken: dict[str, Any]) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], __: Tensor) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
             call = dict(zip(("h", "bus", "state", "rows"), args, strict=False)) | named
             bus, rows = call["bus"], call.get("rows")
             if call.get("state") is not None or bus.positions.dim() != 1:
@@ -99,6 +99,7 @@ class Tape:
             x0, rotary = bus.x0.detach(), bus.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
             self._factors = []
+            self.output = output.detach()
 
         return hook
 

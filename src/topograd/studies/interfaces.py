@@ -37,7 +37,7 @@ from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 from topograd.training.config import TrainConfig
 from topograd.training.executor import train_step
-from topograd.training.optimizer import make_optimizers, set_learning_rates
+from topograd.training.optimizer import OptimizerConfig, make_optimizers, set_learning_rates
 from topograd.training.session import build_stack, load_data
 
 WIDTH, CONTEXT, STEPS = 64, 128, 400
@@ -115,18 +115,29 @@ def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> tuple
     """The case's model after its training, and the text that it was trained on."""
     config, data = load_data(case.config(steps))
     stack, plan = build_stack(config)
-    optimizers = make_optimizers(stack, config.optimizer)
     loader = Loader(data.train, CONTEXT, config.batch, config.seed)
-    for step in range(config.steps):
-        set_learning_rates(optimizers, config.optimizer.multiplier(step, config.steps))
-        inputs, targets = next(loader)
+    fit(stack, plan, loader, steps, config.optimizer, watch)
+    return stack, plan, data
+
+
+def fit(
+    stack: Stack,
+    plan: Plan,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    steps: int,
+    config: OptimizerConfig,
+    watch: Watch | None = None,
+) -> None:
+    """`steps` steps on as many batches."""
+    optimizers = make_optimizers(stack, config)
+    for step, (inputs, targets) in zip(range(steps), batches, strict=False):
+        set_learning_rates(optimizers, config.multiplier(step, steps))
         if watch is not None:
             watch(step, stack, plan, inputs, targets)
         train_step(stack, plan.topology, inputs, targets)
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return stack, plan, data
 
 
 def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:

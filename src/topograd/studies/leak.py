@@ -28,11 +28,11 @@ from topograd.data import windows
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface, add_interfaces
 from topograd.nn.stack import Stack
-from topograd.studies.interfaces import CONTEXT, EARLY, Case, position_losses, trained
+from topograd.studies.interfaces import CONTEXT, EARLY, Case, fit, position_losses, trained
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import prepare, train_step
-from topograd.training.optimizer import OptimizerConfig, make_optimizers, set_learning_rates
+from topograd.training.executor import prepare
+from topograd.training.optimizer import OptimizerConfig
 
 VOCAB, LENGTH, RANK = 16, 16, 16
 FLOOR = math.log(VOCAB)
@@ -46,14 +46,7 @@ def iid_loss(interface: str, steps: int = 500, seed: int = 0) -> float:
     stack = GPT(layers=4, width=64, heads=2, vocab=VOCAB, context=LENGTH)
     add_interfaces(stack, SegmentInterface.parse(interface), 2, 64, LENGTH)
     plan = prepare(stack, Topology.regions("2,2"))
-    config = OptimizerConfig()
-    optimizers = make_optimizers(stack, config)
-    for step in range(steps):
-        set_learning_rates(optimizers, config.multiplier(step, steps))
-        train_step(stack, plan.topology, *iid_batch(32))
-        for optimizer in optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+    fit(stack, plan, (iid_batch(32) for _ in range(steps)), steps, OptimizerConfig())
     return position_losses(stack, plan, *iid_batch(512)).mean().item()
 
 
