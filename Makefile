@@ -2,6 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+# Without what it asks for: BackPACK wants torchvision for an example only, and one that does not fit torch
+# breaks transformers.
+PIP_ALONE := $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
 
@@ -28,6 +31,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(READY_DEV): $(READY)
 	$(PIP) '.[dev]'
+	$(PIP_ALONE) curvlinops-for-pytorch backpack-for-pytorch
 	touch $@
 
 clean:

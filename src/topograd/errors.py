@@ -33,5 +33,17 @@ class CheckpointError(RunError):
     """A checkpoint that is truncated, foreign or does not fit the model."""
 
 
+class GeometryError(TopogradError, ValueError):
+    """A model, path or request that the theory of rates does not cover, or cannot read."""
+
+
+class FieldError(TopogradError, ValueError):
+    """A network or request that the theory of fields does not cover."""
+
+
+class OptimError(TopogradError, ValueError):
+    """A gauge that does not hold, or a request that an optimizer cannot keep."""
+
+
 class DivergenceError(TopogradError, ArithmeticError):
     """A loss or gradient that is not finite; says at which step and stage."""

@@ -1,0 +1,91 @@
+"""The ground that a gradient flows over: Fisher and K-FAC factors, rates, singular invariants, monitors.
+
+Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; docs/geometry.md is the tour.
+"""
+
+from topograd.geometry.catalogue import (
+    Attention,
+    Block,
+    Chain,
+    Composition,
+    GatedStack,
+    Mixer,
+    ladder,
+    predict,
+    probe,
+)
+from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
+from topograd.geometry.inspection import Inspection, inspect
+from topograd.geometry.losses import CrossEntropy, SquaredError
+from topograd.geometry.monitors.bottoms import BottomMonitor, Conditions
+from topograd.geometry.monitors.layernorm import KernelMonitor, kernel_cosine, layernorm_kernel
+from topograd.geometry.monitors.phase import read_phase, weight_norm
+from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
+from topograd.geometry.monitors.task_expansion import ExpansionDetector, anisotropy
+from topograd.geometry.paths import OrderReading, Path, read_order
+from topograd.geometry.projections import (
+    Direction,
+    bottom_direction,
+    project_gradients,
+    projected_second_moment,
+    schur_complement,
+)
+from topograd.geometry.rates import Rate, fit_rate, log_grid
+from topograd.geometry.selection import Selection, local_rlct, select_rank
+from topograd.geometry.singular.crossings import Crossing, crossing_from_rates, recover_crossing, rlct
+from topograd.geometry.singular.fluctuation import data_free_fluctuation, singular_fluctuation
+from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
+from topograd.ranks import effective_rank
+
+__all__ = [
+    "Attention",
+    "Block",
+    "BottomMonitor",
+    "Chain",
+    "Composition",
+    "Conditions",
+    "CrossEntropy",
+    "Crossing",
+    "Direction",
+    "ExpansionDetector",
+    "Factors",
+    "GatedStack",
+    "Inspection",
+    "KernelMonitor",
+    "LayerFactors",
+    "Mixer",
+    "OrderReading",
+    "Path",
+    "Rate",
+    "Selection",
+    "Sgld",
+    "SquaredError",
+    "StreamMonitor",
+    "StreamProfile",
+    "anisotropy",
+    "bottom_direction",
+    "crossing_from_rates",
+    "data_free_fluctuation",
+    "effective_rank",
+    "fit_rate",
+    "inspect",
+    "kernel_cosine",
+    "kfac_factors",
+    "ladder",
+    "layernorm_kernel",
+    "local_rlct",
+    "log_grid",
+    "predict",
+    "probe",
+    "project_gradients",
+    "projected_second_moment",
+    "read_order",
+    "read_phase",
+    "recover_crossing",
+    "rlct",
+    "sample_learning_coefficient",
+    "schur_complement",
+    "select_rank",
+    "singular_fluctuation",
+    "weight_norm",
+]
