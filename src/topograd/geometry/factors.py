@@ -1,0 +1,282 @@
+"""K-FAC factors of any model: A = E[h hᵀ] and G = E[δ δᵀ] of every layer, streamed over batches.
+
+Statement. Each layer z = W h of a model (`layers.py`) has an approximate Fisher block
+
+    E[vec(δ hᵀ) vec(δ hᵀ)ᵀ]  ≈  G ⊗ A,        A = (1/M) Σ_m h_m h_mᵀ,      G = (1/N) Σ_m δ_m δ_mᵀ
+
+in the order of W.flatten(): rows of W outside, columns inside. M counts the rows that went through the
+layer: batch · positions, of all its calls (the convention "expand"). N counts loss terms (`losses.py`): δ is
+the gradient of the sum of the loss terms, and the block is that of one term. Where each row has its own
+term, as in a perceptron or a language model, M = N and G is a mean too; in a convolutional classifier G is a
+sum over positions. A is not centred and has no coordinate for the bias, whose own block is G. It is exact
+where δ and h are independent, as in a linear network under squared error.
+
+Symbols and shapes. A (d_in, d_in), G (d_out, d_out), float64. Each batch is multiplied in the precision of
+its activations (float32 at least) and added up in float64; with a float64 model everything is float64.
+Cost. A forward pass, the part of a backward pass that leads to the layers' outputs (no weight gradient is
+computed), and M d² multiply-adds for each factor, about 5/8 of that where d > 512, as only half of a
+symmetric matrix is computed. Layers that read the same tensor, as queries, keys and values do, share the
+work of A.
+Source: "Dead Directions: Geometric Singular Learning", §2 and §7; "Optimizing neural networks with
+Kronecker-factored approximate curvature" (J. Martens, R. Grosse); "expand" after "Kronecker-Factored
+Approximate Curvature for Modern Neural Network Architectures" (R. Eschenhagen et al.). Slow version:
+`reference/fisher.py`.
+Limits. The model stays in the mode it is in: with dropout the factors are of one draw. Padding counts among
+the M rows of A. Eigenvalues below 1e-14 of the largest are rounding: read those with `projections.py`. A
+parameter's requires_grad is off while the pass runs, and put back: no other thread may train the model
+meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from topograd.errors import GeometryError
+from topograd.geometry.layers import Call, Reducer, Watch
+from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
+
+Batch = tuple[Any, Tensor | None]
+"""Inputs (a tensor; a mapping is passed by name, a tuple by position) and targets."""
+Outputs = Callable[[Any, Any], Tensor]
+"""From the model and the inputs to the outputs that the loss reads."""
+WIDEST = 8192
+"""The widest factor that is formed: 512 MiB. A vocabulary of 50 000 would take 20 GB."""
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """A and G of one layer."""
+
+    A: Tensor
+    G: Tensor
+    rows: int
+    """M, the rows that A is the mean of."""
+
+    def eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """Of A and of G, smallest first; below 1e-14 of the largest they are rounding."""
+        return torch.linalg.eigvalsh(self.A), torch.linalg.eigvalsh(self.G)
+
+
+@dataclass(frozen=True)
+class Factors(Mapping[str, LayerFactors]):
+    """The factors by layer, in the order of the model's parameters, and what has none."""
+
+    layers: Mapping[str, LayerFactors]
+    uncovered: Mapping[str, str]
+    """Parameters without factors, or with a use that the factors leave out (a tied embedding); and why."""
+    loss: str
+    fisher: Fisher
+    samples: int
+    """N, the loss terms that G is the mean of."""
+
+    def __getitem__(self, name: str) -> LayerFactors:
+        if name not in self.layers:
+            raise KeyError(f"{name}; layers with factors are {', '.join(self.layers)}")
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def kfac_factors(
+    model: nn.Module,
+    batches: Batch | Iterable[Batch],
+    loss: str | Loss | OwnLoss = "cross-entropy",
+    fisher: Fisher = "empirical",
+    *,
+    outputs: Outputs | None = None,
+    generator: torch.Generator | None = None,
+    widest: int = WIDEST,
+) -> Factors:
+    """A and G of every layer, over one batch (inputs, targets) or an iterable of them.
+
+    `outputs` says how to get the outputs; by default the model is called, and `logits` taken if it has them.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    >>> factors = kfac_factors(model, (torch.ones(5, 3), torch.zeros(5, 2)), "squared-error", "expected")
+    >>> {name: (tuple(f.A.shape), tuple(f.G.shape)) for name, f in factors.items()}
+    {'0': ((3, 3), (4, 4)), '2': ((4, 4), (2, 2))}
+    """
+    grams = _Grams(widest)
+    chosen = loss_named(loss)
+    watch, samples = stream(model, batches, grams, chosen, fisher, outputs=outputs, generator=generator)
+    if not watch.layers():
+        raise _nothing_covered(watch)
+    layers = {name: grams.factors(name, samples) for name in watch.layers()}
+    return Factors(layers, watch.uncovered(), chosen.name, fisher, samples)
+
+
+def stream(
+    model: nn.Module,
+    batches: Batch | Iterable[Batch],
+    reducer: Reducer,
+    loss: Loss,
+    fisher: Fisher,
+    *,
+    outputs: Outputs | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Watch, int]:
+    """Show every row h and δ of the batches to the reducer; what was seen, and the number of loss terms."""
+    check_fisher(fisher)
+    _refuse_mixing(model)
+    watch, samples = Watch(model, reducer), 0
+    with _frozen(model), torch.enable_grad():
+        for inputs, targets in _each(batches):
+            with watch:
+                predicted = (outputs or _outputs)(model, _detached(inputs))
+            _check_predicted(predicted, watch)
+            terms, vectors = loss.output_gradients(predicted.detach(), targets, fisher, generator)
+            for vector in vectors:
+                torch.autograd.grad(
+                    predicted, watch.leaves, vector, retain_graph=fisher == "expected", allow_unused=True
+                )
+            watch.leaves.clear()
+            samples += terms
+    if not samples:
+        raise GeometryError("there are no samples: give at least one batch with at least one loss term")
+    return watch, samples
+
+
+class _Grams:
+    """Sums of h hᵀ and of δ δᵀ."""
+
+    def __init__(self, widest: int) -> None:
+        self._widest = widest
+        self._A: dict[str, Tensor] = {}
+        self._G: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
+        self._last: tuple[Call, int, Tensor, int] | None = None  # its tensor's version, its Gram, its rows
+
+    def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
+        side = max(sides)
+        return f"a factor of side {side} is wider than {self._widest}" if side > self._widest else None
+
+    def see_inputs(self, layer: str, call: Call) -> None:
+        found, rows = self._gram_of_inputs(call)
+        _add(self._A, layer, found)
+        self._rows[layer] = self._rows.get(layer, 0) + rows
+
+    def see_gradients(self, layer: str, rows: Tensor) -> None:
+        self._last = None  # the forward pass is over
+        _add(self._G, layer, gram(rows))
+
+    def _gram_of_inputs(self, call: Call) -> tuple[Tensor, int]:
+        """That of the call before, if both read the same tensor in the same way."""
+        source, version = call.source, call.source._version
+        if self._last is not None:
+            before, seen, found, count = self._last
+            if before.source is source and before.inputs is call.inputs and seen == version:
+                return found, count
+        rows = call.inputs(source.detach())
+        found = gram(rows)
+        self._last = call, version, found, len(rows)
+        return found, len(rows)
+
+    def factors(self, layer: str, samples: int) -> LayerFactors:
+        A, G = self._A[layer] / self._rows[layer], self._G[layer] / samples
+        for factor, what in ((A, "inputs"), (G, "gradients")):
+            if not torch.isfinite(factor).all():
+                raise GeometryError(
+                    f"the {what} of layer {layer} are not finite; look at the data and the loss"
+                )
+        return LayerFactors(A, G, self._rows[layer])
+
+
+def gram(rows: Tensor) -> Tensor:
+    """rowsᵀ rows (d, d), in float32 at least; of a wide one only the lower blocks are computed."""
+    with torch.autocast(rows.device.type, enabled=False):
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        d = rows.shape[1]
+        if d <= 2 * _BLOCK:
+            return rows.mT @ rows
+        found = rows.new_empty(d, d)
+        for start in range(0, d, _BLOCK):
+            stop = min(start + _BLOCK, d)
+            found[start:, start:stop] = rows[:, start:].mT @ rows[:, start:stop]
+            found[start:stop, stop:] = found[stop:, start:stop].mT
+        return found
+
+
+def _add(sums: dict[str, Tensor], layer: str, found: Tensor) -> None:
+    if layer not in sums:
+        sums[layer] = torch.zeros_like(found, dtype=torch.float64)
+    sums[layer] += found
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Tensor:
+    """What the model answers, or its logits."""
+    if isinstance(inputs, Mapping):
+        answer = model(**inputs)
+    else:
+        answer = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    if isinstance(answer, Mapping):
+        answer = answer.get("logits", answer)
+    found: Tensor = getattr(answer, "logits", answer)
+    return found
+
+
+def _each(batches: Any) -> Iterator[Batch]:
+    """One pair (inputs, targets), or as many as there are."""
+    pair = isinstance(batches, tuple | list) and len(batches) == 2
+    for batch in [batches] if pair and isinstance(batches[0], Tensor | Mapping) else batches:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise GeometryError(f"a batch of type {type(batch).__name__}: give pairs (inputs, targets)")
+        yield batch[0], batch[1]
+
+
+def _detached(inputs: Any) -> Any:
+    """Inputs that require no gradient, so that the graph begins at the layers."""
+    if isinstance(inputs, Tensor):
+        return inputs.detach()
+    if isinstance(inputs, Mapping):
+        return {name: _detached(value) for name, value in inputs.items()}
+    return tuple(map(_detached, inputs)) if isinstance(inputs, tuple | list) else inputs
+
+
+def _check_predicted(predicted: Any, watch: Watch) -> None:
+    if not isinstance(predicted, Tensor):
+        raise GeometryError(
+            f"the model answered with a {type(predicted).__name__}; give outputs=, which makes a tensor of it"
+        )
+    if not watch.leaves or not predicted.requires_grad:
+        raise _nothing_covered(watch)
+
+
+def _nothing_covered(watch: Watch) -> GeometryError:
+    reasons = "; ".join(f"{name}: {why}" for name, why in watch.uncovered().items())
+    return GeometryError(
+        f"the outputs depend on no linear layer that K-FAC covers ({reasons or 'there are no parameters'})"
+    )
+
+
+def _refuse_mixing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise GeometryError(
+                f"{name} is a {type(module).__name__} in training mode, which mixes the samples of a batch; "
+                "call model.eval() first"
+            )
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires a gradient; afterwards those that did do again."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)

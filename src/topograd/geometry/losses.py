@@ -1,0 +1,220 @@
+"""Losses as K-FAC sees them: the vectors at the outputs whose back-propagated Grams add up to G.
+
+Statement. Outputs f (batch, ..., C) are one prediction of C numbers at each of N places: a loss term each.
+With
+
+    squared error    ℓ = ½ ‖f - y‖²,   y ~ N(f, σ² I)         E[∂ℓ ∂ℓᵀ] = σ² I
+    cross-entropy    ℓ = -log p_y,     p = softmax(f)         E[∂ℓ ∂ℓᵀ] = diag(p) - p pᵀ
+
+the gradient ∂ℓ/∂f is, by the estimator of the Fisher matrix,
+
+    empirical      f - y;            p - e_y                      y the targets: one vector
+    monte-carlo    σ ξ, ξ ~ N(0,I);  p - e_c, c ~ p               one vector, right in expectation
+    expected       σ e_c;            √p_c (e_c - p)               c = 1..C: together exactly the expectation
+
+Gradients are of the SUM of the terms, so an early position of a sequence hears of all that its later ones
+get wrong. Labels of different positions are independent given the inputs, so `expected` sends one position
+at a time: vectors of several positions in one pass would add products that the expectation does not have.
+
+Symbols and shapes. C outputs of a term, the last dimension; P positions of a sample, all dimensions between
+the first and the last. Cost in backward passes for each batch: 1; `expected` P · C.
+Source: "Dead Directions: Geometric Singular Learning", §7 (squared error: G keeps the factor σ² of the
+noise), Lemma 33 (cross-entropy). Targets of -100 are not terms, under every estimator. A loss of one's own
+has no distribution to draw from: only `empirical`.
+Limits. Samples of a batch must not influence one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from topograd.errors import GeometryError
+
+Fisher = Literal["empirical", "monte-carlo", "expected"]
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
+"""From outputs and targets to the loss of each term, not their sum: torch's reduction 'none'."""
+IGNORED = -100
+MOST_PASSES = 10_000
+"""Backward passes for one batch that `expected` may take."""
+
+
+class Loss(Protocol):
+    """A loss with what its gradients at the outputs are."""
+
+    @property
+    def name(self) -> str: ...
+
+    def output_gradients(
+        self, outputs: Tensor, targets: Tensor | None, fisher: Fisher, generator: torch.Generator | None
+    ) -> tuple[int, Iterable[Tensor]]:
+        """The number of loss terms, and the vectors (of the shape of the outputs) to back-propagate."""
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """½ ‖f - y‖² with Gaussian label noise of this variance σ², which `empirical` does not need."""
+
+    variance: float = 1.0
+    name = "squared-error"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.variance < float("inf"):
+            raise GeometryError(f"a noise variance of {self.variance}: give a positive number")
+
+    def output_gradients(
+        self, outputs: Tensor, targets: Tensor | None, fisher: Fisher, generator: torch.Generator | None
+    ) -> tuple[int, Iterable[Tensor]]:
+        _check_outputs(outputs, targets, fisher)
+        if targets is not None and targets.shape != outputs.shape:
+            raise GeometryError(
+                f"targets {tuple(targets.shape)} for outputs {tuple(outputs.shape)}: a squared error "
+                "needs equal shapes"
+            )
+        terms = outputs[..., 0].numel()
+        if fisher == "empirical":
+            assert targets is not None
+            return terms, [outputs - targets.to(outputs)]
+        deviation = self.variance**0.5
+        if fisher == "monte-carlo":
+            noise = torch.empty_like(outputs).normal_(0, deviation, generator=generator)
+            return terms, [noise]
+        basis = torch.eye(outputs.shape[-1], device=outputs.device, dtype=outputs.dtype) * deviation
+        return terms, _each_position(outputs, (row.expand_as(outputs) for row in basis))
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """-log softmax(f)_y, classes last."""
+
+    name = "cross-entropy"
+
+    def output_gradients(
+        self, outputs: Tensor, targets: Tensor | None, fisher: Fisher, generator: torch.Generator | None
+    ) -> tuple[int, Iterable[Tensor]]:
+        _check_outputs(outputs, targets, fisher)
+        p = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).softmax(-1)
+        terms, counted = outputs[..., 0].numel(), None
+        if targets is not None:
+            _check_labels(outputs, targets)
+            counted = (targets != IGNORED)[..., None]
+            terms = int(counted.sum())
+        if fisher == "expected":
+            return terms, _each_position(outputs, self._columns(p, counted))
+        labels = targets
+        if fisher == "monte-carlo":
+            labels = p.flatten(0, -2).multinomial(1, generator=generator).view(outputs.shape[:-1])
+        assert labels is not None
+        gradient = p.scatter_add_(-1, labels.clamp(min=0)[..., None], -torch.ones_like(p[..., :1]))
+        return terms, [(gradient if counted is None else gradient.mul_(counted)).to(outputs.dtype)]
+
+    @staticmethod
+    def _columns(p: Tensor, counted: Tensor | None) -> Iterator[Tensor]:
+        """√p_c (e_c - p) for every class c, zero where nothing is counted."""
+        for c in range(p.shape[-1]):
+            column = -p
+            column[..., c] += 1
+            column *= p[..., c, None].sqrt()
+            yield column if counted is None else column * counted
+
+
+@dataclass(frozen=True)
+class Own:
+    """A loss that somebody brought."""
+
+    function: OwnLoss
+    name = "own"
+
+    def output_gradients(
+        self, outputs: Tensor, targets: Tensor | None, fisher: Fisher, generator: torch.Generator | None
+    ) -> tuple[int, Iterable[Tensor]]:
+        if fisher != "empirical":
+            raise GeometryError(
+                f"the {fisher} Fisher matrix of a loss of one's own: its labels have no known distribution; "
+                "use 'empirical'"
+            )
+        _check_outputs(outputs, targets, fisher)
+        assert targets is not None
+        leaf = outputs.detach().requires_grad_()
+        losses = self.function(leaf, targets)
+        if losses.dim() == 0:
+            raise GeometryError(
+                "the loss is one number; give the loss of each term (reduction='none'), to be counted"
+            )
+        return losses.numel(), torch.autograd.grad(losses.sum(), leaf)
+
+
+def loss_named(loss: str | Loss | OwnLoss) -> Loss:
+    """The loss of this name, the loss itself, or a function as one.
+
+    >>> loss_named("squared-error")
+    SquaredError(variance=1.0)
+    """
+    if isinstance(loss, SquaredError | CrossEntropy | Own):
+        return loss
+    if isinstance(loss, str):
+        known: dict[str, Loss] = {"cross-entropy": CrossEntropy(), "squared-error": SquaredError()}
+        if loss not in known:
+            raise GeometryError(f"loss {loss!r} is unknown; choose one of {', '.join(known)}, or a function")
+        return known[loss]
+    if not callable(loss):
+        raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
+    return Own(loss)
+
+
+def check_fisher(fisher: str) -> None:
+    if fisher not in get_args(Fisher):
+        raise GeometryError(f"fisher {fisher!r} is unknown; choose one of {', '.join(get_args(Fisher))}")
+
+
+def _each_position(outputs: Tensor, columns: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Each vector at one position of the samples, zero at the others."""
+    positions = outputs.shape[1:-1].numel()
+    passes = positions * outputs.shape[-1]
+    if passes > MOST_PASSES:
+        raise GeometryError(
+            f"the expected Fisher matrix of {positions} positions with {outputs.shape[-1]} outputs "
+            f"takes {passes} backward passes a batch, more than {MOST_PASSES}; use 'monte-carlo'"
+        )
+    return _one_at_a_time(outputs, columns, positions)
+
+
+def _one_at_a_time(outputs: Tensor, columns: Iterable[Tensor], positions: int) -> Iterator[Tensor]:
+    for column in columns:
+        column = column.to(outputs.dtype)
+        if positions == 1:
+            yield column
+            continue
+        flat = column.flatten(1, -2)
+        for t in range(positions):
+            alone = torch.zeros_like(flat)
+            alone[:, t] = flat[:, t]
+            yield alone.view_as(outputs)
+
+
+def _check_outputs(outputs: Tensor, targets: Tensor | None, fisher: Fisher) -> None:
+    if outputs.dim() < 2:
+        raise GeometryError(
+            f"outputs of shape {tuple(outputs.shape)}: the last dimension must be that of one prediction; "
+            "give outputs=lambda model, x: model(x)[:, None]"
+        )
+    if fisher == "empirical" and targets is None:
+        raise GeometryError("the empirical Fisher matrix needs targets; give (inputs, targets)")
+
+
+def _check_labels(outputs: Tensor, targets: Tensor) -> None:
+    classes = outputs.shape[-1]
+    if targets.shape != outputs.shape[:-1] or targets.is_floating_point():
+        raise GeometryError(
+            f"targets {tuple(targets.shape)} of {targets.dtype} for outputs {tuple(outputs.shape)}: "
+            "cross-entropy needs one class number for each prediction, classes last in the outputs"
+        )
+    wrong = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
+    if wrong.any():
+        raise GeometryError(
+            f"label {int(targets[wrong][0])} is outside 0..{classes - 1}; {IGNORED} is skipped"
+        )
