@@ -1,0 +1,197 @@
+"""Beyond the exponent: the ratio of Fisher to divergence, their next order, the shift without noise.
+
+Statement. Let p_t / p_0 = 1 + Σ_j r_j t^j along an approach of KL order k, expectations under p_0. Then
+
+    K = ½ E[r_k²] t^{2k} + …        F = k² E[r_k²] t^{2k-2} + …        F t² / K → 2k²
+
+and not 2k(2k-1), which it would be if F were the Hessian of K; the two agree for k = 1 only. At k = 2, where
+E[r₂r₃] = 0, with A_22 = E r₂², A_33 = E r₃², A_24 = E r₂r₄, A_222 = E r₂³,
+
+    F = 4 A_22 t² + (9 A_33 + 16 A_24 - 4 A_222) t⁴ + …
+    K = ½ A_22 t⁴ + (½ A_33 + A_24 - ⅓ A_222) t⁶ + …
+
+Two unit Gaussians that merge, weights (1-π, π), separation t, mean kept; m₂ = π(1-π):
+
+    A_22 = m₂²/2    A_33 = m₂²(1-4m₂)/6    A_24 = 0    A_222 = m₂³
+    ratio of the next coefficients  (18 - 120 m₂) / (1 - 8 m₂):   18 as π → 0, 12 at π = ½
+
+Volume of the basin: Vol{K < ε} ~ ε^{1/(2k)}.
+
+Shift. In a chain of L layers with label noise λ_min(G_l) ~ t^{2(L-l)}. Without noise and with an exact
+teacher the residual itself is t^L, and every slope is larger by 2L: 2(2L-l), on a line that is just as
+straight.
+
+Symbols and shapes. t, F, K: (n,). Cost: O(n).
+Source: "Dead Directions: Geometric Singular Learning", §4 (leading ratio and next order), Theorem 2, Remark
+23.
+Where it disagrees: the text has the mixture's ratio vary smoothly from 18 to 12. It has a pole at m₂ = 1/8,
+π = 0.1464, where the next coefficient of K vanishes; our measurement: 25.7 at π = 0.1, 4.29 at 0.2, 10.59
+at 0.3.
+Limits. KL(p_0 ‖ p_t): the other order has other next coefficients. The next coefficients need F and K to
+about t² times rounding: from values that cancel they cannot be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from topograd.errors import GeometryError
+
+Regime = Literal["noisy", "noise-free", "neither"]
+TOLERANCE = 0.05
+"""How far a slope may be from its rung: what smooth activations miss by at t up to 3e-2."""
+POLE = 1e-6
+"""How close to 0 the next coefficient of K may come, as |1 - 8 m₂|, before its ratio means nothing."""
+
+
+@dataclass(frozen=True)
+class LeadingRatio:
+    """F t² / K over a window: its value at the smallest t, and the largest less the smallest."""
+
+    value: float
+    spread: float
+    window: tuple[float, float]
+
+    @property
+    def order(self) -> float:
+        """k from 2k² = value."""
+        return math.sqrt(self.value / 2)
+
+
+def leading_ratio(
+    t: Tensor, fisher: Tensor, kl: Tensor, window: tuple[float, float] | None = None
+) -> LeadingRatio:
+    """The ratio F t² / K where t lies in the window; all t unless one is given.
+
+    F must be per the same ẇ as t: for w(t) = w₀ + t ẇ, ẇᵀ F ẇ, not that of a unit vector.
+
+    >>> t = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    >>> round(leading_ratio(t, 9 * t**4, t**6 / 2).value, 9)
+    18.0
+    """
+    if t.dim() != 1 or not t.shape == fisher.shape == kl.shape:
+        raise GeometryError(
+            f"t {tuple(t.shape)}, Fisher {tuple(fisher.shape)}, K {tuple(kl.shape)}: give as many of each"
+        )
+    low, high = window if window is not None else (0.0, math.inf)
+    inside = (t >= low * (1 - 1e-9)) & (t <= high * (1 + 1e-9))
+    t, fisher, kl = t[inside], fisher[inside], kl[inside]
+    if len(t) == 0:
+        raise GeometryError(f"no t lies in [{low}, {high}]: give a window that holds some")
+    if not (torch.isfinite(kl) & (kl > 0) & torch.isfinite(fisher) & (t > 0)).all():
+        raise GeometryError("Fisher or K is not finite, or K or t not above 0: the ratio has no limit there")
+    ratio = fisher * t.square() / kl
+    spread = float(ratio.max() - ratio.min())
+    return LeadingRatio(float(ratio[t.argmin()]), spread, (float(t.min()), float(t.max())))
+
+
+def ratio_of_order(order: int) -> int:
+    """2k²."""
+    _check_order(order)
+    return 2 * order**2
+
+
+def basin_exponent(order: int) -> float:
+    """1/(2k), of Vol{K < ε} ~ ε^{1/(2k)}."""
+    _check_order(order)
+    return 1 / (2 * order)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A_22, A_33, A_24, A_222 of a family with k = 2 and E[r₂r₃] = 0."""
+
+    A_22: float
+    A_33: float
+    A_24: float
+    A_222: float
+
+    @property
+    def fisher(self) -> tuple[float, float]:
+        """Coefficients of t² and t⁴ in F."""
+        return 4 * self.A_22, 9 * self.A_33 + 16 * self.A_24 - 4 * self.A_222
+
+    @property
+    def kl(self) -> tuple[float, float]:
+        """Coefficients of t⁴ and t⁶ in K."""
+        return self.A_22 / 2, self.A_33 / 2 + self.A_24 - self.A_222 / 3
+
+
+def mixture_moments(weight: float) -> Moments:
+    """The moments of two unit Gaussians that merge, the second with this weight π."""
+    m2 = _spread_of_weights(weight)
+    return Moments(m2**2 / 2, m2**2 * (1 - 4 * m2) / 6, 0.0, m2**3)
+
+
+def mixture_next_ratio(weight: float) -> float:
+    """(18 - 120 m₂) / (1 - 8 m₂); refused at its pole.
+
+    >>> round(mixture_next_ratio(0.5), 9), round(mixture_next_ratio(0.1), 2)
+    (12.0, 25.71)
+    """
+    m2 = _spread_of_weights(weight)
+    if abs(1 - 8 * m2) < POLE:
+        raise GeometryError(
+            f"a weight of {weight}: the next coefficient of K vanishes at π = 0.1464, so there is no ratio; "
+            "read the two coefficients of `mixture_moments`"
+        )
+    return (18 - 120 * m2) / (1 - 8 * m2)
+
+
+def next_coefficient(t: Tensor, values: Tensor, power: int, leading: float) -> float:
+    """c' of values = leading t^power + c' t^{power+2} + c'' t^{power+4} + …, by least squares for c' and c''.
+
+    >>> t = torch.tensor([0.01, 0.02, 0.03], dtype=torch.float64)
+    >>> round(next_coefficient(t, 4 * t**2 - 3 * t**4, power=2, leading=4.0), 6)
+    -3.0
+    """
+    if t.dim() != 1 or t.shape != values.shape or len(t) < 3:
+        raise GeometryError(
+            f"{tuple(values.shape)} values at {tuple(t.shape)} points t: give as many of each, 3 or more"
+        )
+    rest = (values / t**power - leading) / t.square()
+    columns = torch.stack((torch.ones_like(t), t.square()), dim=1)
+    return float(torch.linalg.lstsq(columns, rest[:, None]).solution[0, 0])
+
+
+def ladder(depth: int, noise: Literal["noisy", "noise-free"]) -> tuple[int, ...]:
+    """The slopes of λ_min(G_l), l = 1..L, of a chain with L = `depth`.
+
+    >>> ladder(3, "noisy"), ladder(3, "noise-free")
+    ((4, 2, 0), (10, 8, 6))
+    """
+    if depth < 1:
+        raise GeometryError(f"a chain of {depth} layers: give 1 or more")
+    shift = {"noisy": 0, "noise-free": 2 * depth}[noise]
+    return tuple(2 * (depth - layer) + shift for layer in range(1, depth + 1))
+
+
+def read_regime(slopes: Sequence[float]) -> Regime:
+    """Which ladder the measured slopes of layers 1..L are, every one within TOLERANCE.
+
+    >>> read_regime([6.0, 4.01]), read_regime([2.0, 0.0]), read_regime([2.0, 1.0])
+    ('noise-free', 'noisy', 'neither')
+    """
+    regimes: tuple[Literal["noisy", "noise-free"], ...] = ("noisy", "noise-free")
+    for regime in regimes:
+        expected = ladder(len(slopes), regime)
+        if all(abs(slope - rung) <= TOLERANCE for slope, rung in zip(slopes, expected, strict=True)):
+            return regime
+    return "neither"
+
+
+def _spread_of_weights(weight: float) -> float:
+    if not 0 < weight < 1:
+        raise GeometryError(f"a weight of {weight}: give one between 0 and 1")
+    return weight * (1 - weight)
+
+
+def _check_order(order: int) -> None:
+    if order < 1:
+        raise GeometryError(f"a KL order of {order}: give 1 or more")
