@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from topograd.cli import progress
-from topograd.cli.progress import training_progress, trainings_progress
+from topograd.cli.progress import counted, training_progress, trainings_progress
 
 READINGS = {"bpb": {"last": 2.5}}
 
@@ -65,3 +65,17 @@ def test_trainings_at_the_same_time_each_have_a_bar(monkeypatch: pytest.MonkeyPa
 def test_an_error_inside_is_not_swallowed() -> None:
     with pytest.raises(ZeroDivisionError), training_progress("x"):
         raise ZeroDivisionError
+
+
+def test_counting_aloud_now_and_then(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    on_more = counted("cells measured")
+    for done in range(1, 13):
+        now[0] += 1
+        on_more(done, 12)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["topograd: cells measured: 5 of 12", "topograd: cells measured: 10 of 12"]

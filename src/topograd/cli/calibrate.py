@@ -7,15 +7,13 @@ it has not seen: how often its tokens are full depth's, given the same text befo
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from rich.table import Table
 
 from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
-from topograd.cli.progress import SECONDS_BETWEEN_LINES
+from topograd.cli.progress import counted
 from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, store, tune
 from topograd.depth.calibration import EPS, Calibration
 from topograd.depth.modes import engine_of
@@ -47,7 +45,7 @@ def run(argv: list[str]) -> int:
     if not os.access(session.run.folder, os.W_OK):
         raise RunError(f"{session.run.folder} cannot be written, so nothing can be kept there; copy it first")
     text = _text(session, asked.bytes)
-    calibrating, measuring = heldout_readings(session, text, on_batch=_progress()).split()
+    calibrating, measuring = heldout_readings(session, text, on_batch=counted("windows read")).split()
     calibration = Calibration.of(calibrating, session.step)
     note("measuring what drafts cost on this machine")
     engine = engine_of(session)
@@ -76,19 +74,6 @@ def _text(session: Session, limit_bytes: int) -> Text:
             "2, one of them to measure on: give more --bytes, or train on more text"
         )
     return text
-
-
-def _progress() -> Callable[[int, int], None]:
-    """A line every few seconds."""
-    last = time.monotonic()
-
-    def on_batch(done: int, windows: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            note(f"read {done} of {windows} windows")
-
-    return on_batch
 
 
 def rules(calibration: Calibration, measuring: Readings) -> list[dict[str, Any]]:

@@ -1,14 +1,16 @@
-"""Training, as it goes: a bar on a terminal, otherwise a line every few seconds. Both on stderr."""
+"""Long work, as it goes: a bar on a terminal, otherwise a line every few seconds. Both on stderr."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from topograd.cli.console import note
 
 if TYPE_CHECKING:
     from topograd.training.trainer import OnStep
@@ -46,6 +48,19 @@ def trainings_progress(
     with Progress(*columns, console=console) as progress:
         tasks = {title: progress.add_task(title, total=None, words="") for title in titles}
         yield {title: _Bar(progress, task, tokens_per_step) for title, task in tasks.items()}
+
+
+def counted(what: str) -> Callable[[int, int], None]:
+    """Called with how much is done, and of how much: a line every few seconds."""
+    last = time.monotonic()
+
+    def on_more(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            note(f"{what}: {done} of {total}")
+
+    return on_more
 
 
 class _Speed:

@@ -1,0 +1,131 @@
+"""`topograd probe`: rates predicted and measured, on networks whose weights are set by hand."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.table import Table
+
+from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.cli.progress import counted
+from topograd.geometry.catalogue import Cell, catalogue, ladder
+from topograd.geometry.families.table import family_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """Every network of the catalogue, every node: the rate that theory gives, and the one measured."""
+
+    seed: int = 0
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The rates of a chain: G_1 .. G_L, A_0 .. A_{L-1}, and their products."""
+
+    depth: int = 6
+    width: int = 8
+    activation: Literal["linear", "relu", "gelu", "tanh"] = "linear"
+    seed: int = 0
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """Statistical models with a known singularity: the order read from exact Fisher and divergence."""
+
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[Catalogue | Ladder | Families]] = {
+    "catalogue": Catalogue,
+    "ladder": Ladder,
+    "families": Families,
+}
+
+
+_NUMBERED = re.compile(r"_\d+(?=\[|\)?$)")
+"""The number of a node, at the end of a cell's name."""
+
+
+def run(argv: list[str]) -> int:
+    """Probe, print, return the exit code: 1 if a cell of the catalogue is not what theory says."""
+    asked = parse_one_of(_QUESTIONS, argv, "probe")
+    failed = False
+    match asked:
+        case Catalogue():
+            answer = _catalogue(asked)
+            table = catalogue_table(answer)
+            failed = not all(cell["ok"] for cell in answer["cells"])
+        case Ladder():
+            answer = dict(ladder(asked.depth, asked.width, asked.activation, seed=asked.seed))
+            table = ladder_table(answer)
+        case Families():
+            answer = {"families": family_rows()}
+            table = families_table(answer["families"])
+    if asked.json:
+        print_json(answer)
+    else:
+        out().print(table)
+    return 1 if failed else 0
+
+
+def _catalogue(asked: Catalogue) -> dict[str, Any]:
+    began, cells, count = time.perf_counter(), 0, counted("cells measured")
+
+    def on_cell(cell: Cell, total: int) -> None:
+        nonlocal cells
+        cells += 1
+        count(cells, total)
+        if not cell.ok:
+            note(f"not as predicted: {cell.name}: {cell.predicted} predicted, {cell.measured} measured")
+
+    found = catalogue(seed=asked.seed, on_cell=on_cell)
+    return {"cells": [asdict(cell) for cell in found], "seconds": time.perf_counter() - began}
+
+
+def catalogue_table(answer: Mapping[str, Any]) -> Table:
+    """Predicted and measured side by side: a row for each network and kind of node."""
+    cells = answer["cells"]
+    good = sum(cell["ok"] for cell in cells)
+    title = f"{good} of {len(cells)} cells as predicted, {answer['seconds']:.0f} s"
+    table = Table(title=title, title_justify="left")
+    for column in ("network: nodes", "predicted", "measured", "ok", "note"):
+        table.add_column(column, overflow="fold")
+    for name, group in itertools.groupby(cells, key=lambda cell: _NUMBERED.sub("", cell["name"])):
+        row = list(group)
+        predicted, measured = (" ".join(number(c[key], 2) for c in row) for key in ("predicted", "measured"))
+        notes = dict.fromkeys(c["note"] for c in row)
+        table.add_row(
+            name, predicted, measured, "yes" if all(c["ok"] for c in row) else "NO", "; ".join(notes)
+        )
+    return table
+
+
+def ladder_table(answer: Mapping[str, Sequence[float]]) -> Table:
+    """One row for each layer."""
+    table = Table(title="powers of t", title_justify="left")
+    for column in ("layer l", "G_l", "A_{l-1}", "A_{l-1} G_l"):
+        table.add_column(column, justify="right")
+    for layer, slopes in enumerate(zip(answer["G"], answer["A"], answer["product"], strict=True), start=1):
+        table.add_row(str(layer), *(number(slope, 3) for slope in slopes))
+    return table
+
+
+def families_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each family; a family without an order says so."""
+    table = Table(title="order k from Fisher ~ t^(2k-2), KL ~ t^2k, F t²/K -> 2k²", title_justify="left")
+    for column in ("family", "k", "Fisher", "KL", "F t²/K", "2k²"):
+        table.add_column(column, justify="left" if column == "family" else "right", overflow="fold")
+    for row in rows:
+        order = DASH if row["order"] is None else str(row["order"])
+        limit = DASH if row["order"] is None else str(2 * row["order"] ** 2)
+        slopes = (number(row[key], 3) for key in ("fisher_slope", "kl_slope", "leading_ratio"))
+        table.add_row(row["family"], order, *slopes, limit)
+    return table

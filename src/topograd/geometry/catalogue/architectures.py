@@ -1,0 +1,320 @@
+"""Descriptions of networks whose rates are known: plain data, checked where they are made.
+
+Statement. Every description fixes a network and an approach to a singularity: all its weights are diag(1,
+…, 1, t) with one dead unit that the layers share, t → 0. A field departs from that: other powers of t,
+other widths, a bias, skips, a norm, a rotation, another loss.
+
+Symbols. L layers, z_l = W_l h_{l-1}, h_l = σ(z_l), h_0 = x, the last layer linear; d the width; α_{i,l} the
+power of t of dead direction i in W_l; κ that of a bias; q a norm between h_q and W_{q+1}; M blocks of
+attention or of a gated MLP.
+Cost: none. Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §9 and appendix A
+(departures).
+Limits. What the theory does not cover is refused by name: gated skips, norms after the sum or on both sides
+of a branch, and two departures whose joint rule nobody has derived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topograd.errors import GeometryError
+
+ACTIVATIONS = ("linear", "relu", "gelu", "tanh")
+LIVE = 24
+"""Least width of a ReLU chain under a norm. 2^(1-d) of all samples have no live channel: at d = 8 they
+alone make the entries above a LayerNorm t^4, t^2, … where all other samples have exactly 0."""
+OUTSIDE = {
+    "gated": "a gated skip has no fixed cost in powers of t",
+    "peri": "Peri-LN also normalises the branch before the sum",
+    "post": "a norm after the sum resets the skip's amplitude",
+}
+"""Sites that the theory leaves out, with the reason."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A feedforward chain of `depth` weights.
+
+    >>> print(Chain(4, skips=((2, 4),)))
+    chain L=4 d=8 linear, skip 2→4
+    """
+
+    depth: int
+    width: int = 8
+    activation: str = "linear"
+    """One of ACTIVATIONS, after every layer but the last."""
+    widths: tuple[int, ...] = ()
+    """d_0, …, d_L of a rectangular chain; the narrowest has the dead unit. Empty: `width` everywhere."""
+    exponents: tuple[tuple[int, ...], ...] = ()
+    """α_{i,l}: one row of L powers for every dead direction. Empty: one direction, all 1."""
+    bias: int = 0
+    """κ of a bias t^κ on the dead unit of every layer; 0 for no bias."""
+    loss: str = "squared-error"
+    """Or "cross-entropy", with the expected Fisher: labels drawn from the model."""
+    head: str = "simplex"
+    """Logits of a cross-entropy: "simplex" (B z, B orthonormal with Bᵀ1 = 0) or "square" (z itself)."""
+    skips: tuple[tuple[int, int], ...] = ()
+    """(a, b): h_a is added to h_b, over the weights a+1, …, b."""
+    skip: str = "identity"
+    """Or "projected": each skip carries a diag(1, …, 1, t) of its own."""
+    norm: str = "none"
+    """Or "layernorm", "rmsnorm" (no gain, no offset)."""
+    norm_at: tuple[int, ...] = ()
+    """Positions q of the norm, between h_q and W_{q+1}."""
+    noise: float = 1.0
+    """σ of the label noise; 0 is a teacher without noise, whose residual vanishes along the approach."""
+    rotation: float = 0.0
+    """ρ: every weight is Q diag(1, …, 1, t) Qᵀ with Q = exp(ρ S), S a random skew matrix."""
+
+    def __post_init__(self) -> None:
+        _whole("depth", self.depth, 1)
+        _whole("width", self.width, 2)
+        _whole("bias", self.bias, 0)
+        _one_of("activation", self.activation, ACTIVATIONS)
+        _one_of("loss", self.loss, ("squared-error", "cross-entropy"))
+        _one_of("head", self.head, ("simplex", "square"))
+        _one_of("skip", self.skip, ("identity", "projected"))
+        _one_of("norm", self.norm, ("none", "layernorm", "rmsnorm"))
+        self._check_shape()
+        self._check_graph()
+        self._check_norm()
+        self._check_together()
+
+    def _check_shape(self) -> None:
+        if self.widths and (len(self.widths) != self.depth + 1 or min(self.widths) < 2):
+            raise GeometryError(f"widths {self.widths}: give {self.depth + 1} of at least 2, d_0 to d_L")
+        if any(len(row) != self.depth or min(row) < 1 for row in self.exponents):
+            raise GeometryError(
+                f"exponents {self.exponents}: give {self.depth} whole powers from 1 for every dead direction"
+            )
+        if self.directions >= self.rank:
+            raise GeometryError(
+                f"{self.directions} dead directions in a width of {self.rank}: leave a live unit, or widen it"
+            )
+        if not (0 <= self.noise < math.inf and 0 <= self.rotation < math.inf):
+            raise GeometryError(
+                f"noise {self.noise}, rotation {self.rotation}: give finite numbers from 0 on"
+            )
+
+    def _check_graph(self) -> None:
+        for a, b in self.skips:
+            if not 0 <= a < b <= self.depth:
+                raise GeometryError(f"a skip {a}→{b}: give 0 <= a < b <= {self.depth}, the depth")
+        if len(set(self.skips)) < len(self.skips):
+            raise GeometryError(f"skips {self.skips}: name each once")
+
+    def _check_norm(self) -> None:
+        if (self.norm == "none") != (not self.norm_at):
+            raise GeometryError(
+                f"norm {self.norm} at {self.norm_at}: give a norm and its positions, or neither"
+            )
+        if any(not 1 <= q < self.depth for q in self.norm_at) or len(set(self.norm_at)) < len(self.norm_at):
+            raise GeometryError(
+                f"{self.norm} at {self.norm_at}: give different positions from 1 to {self.depth - 1}"
+            )
+        if self.norm_at and self.activation == "relu" and self.width < LIVE:
+            raise GeometryError(
+                f"ReLU under a norm at width {self.width}: samples lack a live channel; give {LIVE} or more"
+            )
+
+    def _check_together(self) -> None:
+        """Departures whose joint rule has not been derived."""
+        graph = {"exponents": self.exponents, "bias": self.bias, "skips": self.skips}
+        frame = {"widths": self.widths, "cross-entropy": self.loss == "cross-entropy"}
+        alone = {"norm": self.norm_at, "rotation": self.rotation, "noise-free": self.noise == 0}
+        given = [name for name, value in (graph | frame | alone).items() if value]
+        fine = set(graph) | set(frame) if not any(alone.values()) else {"noise-free", "widths"}
+        joint = set(given) <= fine and not {"widths", "skips"} <= set(given)
+        if len(given) > 1 and not joint:
+            raise GeometryError(f"{' with '.join(given)}: no joint rule is known; describe one at a time")
+
+    @property
+    def layer_widths(self) -> tuple[int, ...]:
+        """d_0, …, d_L."""
+        return self.widths or (self.width,) * (self.depth + 1)
+
+    @property
+    def rank(self) -> int:
+        """Width of the subspace that all layers share; its last units are the dead ones."""
+        return min(self.layer_widths)
+
+    @property
+    def directions(self) -> int:
+        """How many dead directions there are."""
+        return max(len(self.exponents), 1)
+
+    @property
+    def powers(self) -> tuple[tuple[int, ...], ...]:
+        """α_{i,l} for every dead direction i and layer l."""
+        return self.exponents or ((1,) * self.depth,)
+
+    @property
+    def rotated_out_of_reach(self) -> bool:
+        """A rotated dead direction is no unit of a nonlinear layer."""
+        return self.rotation > 0 and self.activation != "linear"
+
+    def __str__(self) -> str:
+        size = "-".join(map(str, self.widths)) if self.widths else str(self.width)
+        parts = [f"chain L={self.depth} d={size} {self.activation}"]
+        if self.exponents:
+            parts.append("α=" + ",".join(f"({','.join(map(str, row))})" for row in self.exponents))
+        if self.bias:
+            parts.append(f"bias t^{self.bias}")
+        if self.loss == "cross-entropy":
+            parts.append(f"cross-entropy, {self.head} head")
+        if self.skips:
+            kind = "skip" if self.skip == "identity" else "projected skip"
+            parts.append(f"{kind} " + " ".join(f"{a}→{b}" for a, b in self.skips))
+        if self.norm_at:
+            parts.append(f"{self.norm} at {','.join(map(str, self.norm_at))}")
+        if self.noise == 0:
+            parts.append("noise-free")
+        if self.rotation:
+            parts.append(f"rotated {self.rotation:g}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`blocks` of softmax attention, W_Q, W_K, W_V, W_O all diag(1, …, 1, t).
+
+    >>> print(Attention(3, causal=True))
+    attention M=3 d=16 n=8, causal
+    """
+
+    blocks: int
+    width: int = 16
+    tokens: int = 8
+    heads: int = 1
+    causal: bool = False
+    wiring: str = "chain"
+    """"chain" (x ← attend(x)), "residual" (x ← x + attend(x)), "pre-norm" (x ← x + attend(LN(x)))."""
+
+    def __post_init__(self) -> None:
+        _whole("blocks", self.blocks, 1)
+        _whole("tokens", self.tokens, 2)
+        _whole("heads", self.heads, 1)
+        _whole("width", self.width, 2 * self.heads)
+        _one_of("wiring", self.wiring, ("chain", "residual", "pre-norm"))
+        if self.width % self.heads:
+            raise GeometryError(f"width {self.width} in {self.heads} heads: give a multiple of the heads")
+
+    def __str__(self) -> str:
+        text = f"attention M={self.blocks} d={self.width} n={self.tokens}"
+        text += f", {self.heads} heads" if self.heads > 1 else ""
+        text += ", causal" if self.causal else ""
+        return text if self.wiring == "chain" else f"{text}, {self.wiring}"
+
+
+@dataclass(frozen=True)
+class GatedStack:
+    """`blocks` of W_d [gate(W_g x) ⊙ W_u x] without residuals, all weights diag(1, …, 1, t).
+
+    >>> print(GatedStack(2))
+    swiglu M=2 d=8
+    """
+
+    blocks: int
+    kind: str = "swiglu"
+    """"swiglu", "geglu" or "reglu": the gate is SiLU, GELU or ReLU."""
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        _whole("blocks", self.blocks, 1)
+        _whole("width", self.width, 2)
+        _one_of("kind", self.kind, ("swiglu", "geglu", "reglu"))
+
+    def __str__(self) -> str:
+        return f"{self.kind} M={self.blocks} d={self.width}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a composition: "mlp" of some weights, "residual" (x + W x) or "attention"."""
+
+    kind: str
+    weights: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("block", self.kind, ("mlp", "residual", "attention"))
+        _whole("weights", self.weights, 1)
+        if self.kind != "mlp" and self.weights != 1:
+            raise GeometryError(
+                f"{self.weights} weights in a block {self.kind}: only an mlp counts its weights"
+            )
+
+    @property
+    def amplitude(self) -> int:
+        """β: the power of t that the dead component gains on its way through."""
+        return {"mlp": self.weights, "residual": 0, "attention": 2}[self.kind]
+
+    def __str__(self) -> str:
+        return f"mlp{self.weights}" if self.kind == "mlp" else self.kind
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Blocks of several kinds one after another, over tokens.
+
+    >>> print(Composition((Block("mlp", 2), Block("residual"))))
+    mlp2 → residual
+    """
+
+    blocks: tuple[Block, ...]
+    width: int = 16
+    tokens: int = 8
+
+    def __post_init__(self) -> None:
+        _whole("width", self.width, 2)
+        _whole("tokens", self.tokens, 2)
+        if not self.blocks:
+            raise GeometryError("a composition of no blocks: give one or more")
+
+    def __str__(self) -> str:
+        return " → ".join(map(str, self.blocks))
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """`blocks` of a pre-norm transformer: x ← x + attend(norm(x)), x ← x + mlp(norm(x)).
+
+    >>> print(Mixer(2, "swiglu"))
+    pre-norm transformer M=2 d=16 swiglu+rmsnorm
+    """
+
+    blocks: int
+    mlp: str = "gelu"
+    """"gelu", under LayerNorm, or "swiglu", under RMSNorm: the two usual pairs."""
+    width: int = 16
+    tokens: int = 8
+
+    def __post_init__(self) -> None:
+        _whole("blocks", self.blocks, 1)
+        _whole("width", self.width, 2)
+        _whole("tokens", self.tokens, 2)
+        _one_of("mlp", self.mlp, ("gelu", "swiglu"))
+
+    @property
+    def norm(self) -> str:
+        return "layernorm" if self.mlp == "gelu" else "rmsnorm"
+
+    def __str__(self) -> str:
+        return f"pre-norm transformer M={self.blocks} d={self.width} {self.mlp}+{self.norm}"
+
+
+Architecture = Chain | Attention | GatedStack | Composition | Mixer
+
+
+def _whole(name: str, given: int, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise GeometryError(f"{name} {given}: give a whole number of at least {least}")
+
+
+def _one_of(name: str, given: str, allowed: Sequence[str]) -> None:
+    for site, reason in OUTSIDE.items():
+        if given == site or given.startswith(f"{site}-"):
+            raise GeometryError(f"{name} {given} is outside the theory: {reason}; give {', '.join(allowed)}")
+    if given not in allowed:
+        raise GeometryError(f"{name} {given}: give one of {', '.join(allowed)}")

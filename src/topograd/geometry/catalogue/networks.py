@@ -1,0 +1,178 @@
+"""A described chain as plain functions of t, open at every node.
+
+Statement. For all t of a grid at once, the weights, the forward pass and the tensors at its nodes:
+pre-activations z_l, whose gradient along v_l is the backward reading of G_l, and activations h_l, for A_l.
+v_l is the dead direction of layer l: a unit vector of the canonical frame, or, in linear chains that are
+rotated or rectangular, a column of the isometry E_l with W_l E_{l-1} = E_l diag(1, …, 1, t).
+
+Symbols and shapes. T points t, n samples, layer widths d_0 … d_L, r the narrowest. W_l (T, d_l, d_{l-1}),
+z_l and h_l (T, n, d_l), E_l (d_l, r). Cost: O(T n Σ d_l d_{l-1}).
+Source: "Dead Directions: Geometric Singular Learning", §3 and §7 (canonical approach), appendix A.1
+(isometries).
+Limits. float64. Numbers are drawn on the CPU, so that a seed means the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.geometry.catalogue.architectures import Chain
+from topograd.geometry.catalogue.rules import node
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda z: z,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A tensor (T, …, d) at a node and the unit vector (d,) along which it is read."""
+
+    at: Tensor
+    along: Tensor
+
+    def of(self, value: Tensor) -> Tensor:
+        """mean((value · v)²) over everything but t: projected sample by sample, then squared."""
+        return (value @ self.along).square().flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward pass at every t: outputs (T, …, C), and what can be read backward and forward, by node."""
+
+    outputs: Tensor
+    backward: dict[str, Reading]
+    forward: dict[str, Reading]
+    alignment: float = 1.0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Isometries E_l and their orthogonal complements, both as columns."""
+
+    shared: Tensor
+    rest: Tensor
+
+
+def normal(*shape: int, seed: int, like: Tensor) -> Tensor:
+    """Standard normal numbers, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
+
+
+def dead_diagonal(t: Tensor, size: int, powers: tuple[int, ...] = (1,)) -> Tensor:
+    """diag(1, …, 1, t^{α_1}, …, t^{α_k}) for every t: (T, size, size)."""
+    live = t.new_ones(len(t), size - len(powers))
+    dead = torch.stack([t**power for power in powers], 1)
+    return torch.diag_embed(torch.cat((live, dead), 1))
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    """No gain, no offset, and no floor under the variance: a floor would be a scale of its own."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / centred.square().mean(-1, keepdim=True).sqrt()
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
+
+
+def trace_chain(chain: Chain, t: Tensor, samples: int, seed: int) -> Trace:
+    """The chain at every t on isotropic Gaussian inputs."""
+    frames = _frames(chain, t, seed)
+    weights = [_weight(chain, layer, frames, t, seed) for layer in range(1, chain.depth + 1)]
+    directions = range(chain.directions)
+    dead = [[_dead(chain, frame, i) for i in directions] for frame in frames]
+    h = normal(samples, chain.layer_widths[0], seed=seed, like=t).expand(len(t), -1, -1).requires_grad_()
+    below, z = [h], []
+    for layer, weight in enumerate(weights, 1):
+        z.append(below[-1] @ weight.mT)
+        if chain.bias:
+            z[-1] = z[-1] + (t**chain.bias)[:, None, None] * torch.stack(dead[layer]).sum(0)
+        h = z[-1] if layer == chain.depth else ACTIVATE[chain.activation](z[-1])
+        for a, b in chain.skips:
+            if b == layer:
+                h = h + _skipped(chain, below[a], t)
+        below.append(NORMS[chain.norm](h) if layer in chain.norm_at else h)
+    backward = {
+        node("G", layer + 1, i, chain): Reading(z[layer], dead[layer + 1][i])
+        for layer in range(chain.depth)
+        for i in directions
+    }
+    forward = {
+        node("A", layer, i, chain): Reading(below[layer].detach(), dead[layer][i])
+        for layer in range(chain.depth)
+        for i in directions
+    }
+    return Trace(
+        _logits(chain, below[-1], t, seed), backward, forward, _alignment([w[t > 0] for w in weights], dead)
+    )
+
+
+def _skipped(chain: Chain, h: Tensor, t: Tensor) -> Tensor:
+    if chain.skip == "identity":
+        return h
+    return h @ dead_diagonal(t, h.shape[-1], (1,) * chain.directions).mT
+
+
+def _logits(chain: Chain, out: Tensor, t: Tensor, seed: int) -> Tensor:
+    """z_L itself, or B z_L with B (d + 1, d) orthonormal and Bᵀ1 = 0."""
+    if chain.loss == "squared-error" or chain.head == "square":
+        return out
+    size = chain.layer_widths[-1]
+    ones = torch.ones(size + 1, 1, dtype=t.dtype, device=t.device)
+    basis = torch.linalg.qr(torch.cat((ones, normal(size + 1, size, seed=seed + 1, like=t)), 1)).Q
+    return out @ basis[:, 1:].mT
+
+
+def _frames(chain: Chain, t: Tensor, seed: int) -> list[Frame]:
+    """E_l: random for linear rectangular chains, exp(ρ S) for rotated ones, else unit vectors."""
+    frames = []
+    turned = torch.eye(chain.rank, dtype=t.dtype, device=t.device)
+    if chain.rotation:
+        skew = normal(chain.width, chain.width, seed=seed + 2, like=t)
+        turned = torch.linalg.matrix_exp(chain.rotation * (skew - skew.mT) / 2)
+    for layer, width in enumerate(chain.layer_widths):
+        frame = torch.eye(width, dtype=t.dtype, device=t.device)
+        if chain.rotation:
+            frame = turned
+        elif chain.widths and chain.activation == "linear":
+            frame = torch.linalg.qr(normal(width, width, seed=seed + 100 + layer, like=t)).Q
+        frames.append(Frame(frame[:, : chain.rank], frame[:, chain.rank :]))
+    return frames
+
+
+def _weight(chain: Chain, layer: int, frames: list[Frame], t: Tensor, seed: int) -> Tensor:
+    """E_l diag(1, …, 1, t^α) E_{l-1}ᵀ, and a random full-rank map between the complements."""
+    into, out = frames[layer - 1], frames[layer]
+    core = dead_diagonal(t, chain.rank, tuple(row[layer - 1] for row in chain.powers))
+    rest = normal(out.rest.shape[1], into.rest.shape[1], seed=seed + 200 + layer, like=t)
+    return out.shared @ core @ into.shared.mT + out.rest @ rest @ into.rest.mT
+
+
+def _dead(chain: Chain, frame: Frame, direction: int) -> Tensor:
+    """v of one dead direction. A nonlinear σ acts on units, so a rotated chain is read at its last one."""
+    if chain.rotated_out_of_reach:
+        return torch.eye(chain.width, dtype=frame.shared.dtype, device=frame.shared.device)[-1]
+    return frame.shared[:, chain.rank - chain.directions + direction]
+
+
+def _alignment(weights: list[Tensor], dead: list[list[Tensor]]) -> float:
+    """The least |v_lᵀ W_l v_{l-1}| / ‖v_lᵀ W_l‖: 1 where every layer hands its dead direction to the next."""
+    least = 1.0
+    for weight, into, out in zip(weights, dead[:-1], dead[1:], strict=True):
+        for v, u in zip(into, out, strict=True):
+            row = u @ weight  # (T, d_{l-1})
+            least = min(least, ((row @ v).abs() / row.norm(dim=-1)).min().item())
+    return least
