@@ -1,0 +1,1 @@
+"""Singular invariants: crossings, fluctuation, what follows for losses, curvature, and a sampler."""
