@@ -13,7 +13,6 @@ from topograd.interfaces.analysis import (
     adjoint_norms,
     analyse,
     describe_jacobians,
-    effective_rank,
     message_rank,
     singular_values,
 )
@@ -65,12 +64,6 @@ def test_the_product_is_in_the_order_of_the_regions() -> None:
     first[0, 1], second[0, 0] = 2.0, 3.0  # second @ first is not zero, first @ second is
     assert describe_jacobians(torch.stack([first, second])[:, None])["suffix_norm"] == pytest.approx([6, 3])
     assert describe_jacobians(torch.stack([second, first])[:, None])["suffix_norm"] == pytest.approx([0, 2])
-
-
-def test_effective_ranks() -> None:
-    singular = torch.tensor([[2.0, 2.0, 2.0, 2.0], [7.0, 0, 0, 0], [0, 0, 0, 0], [1.0, 1.0, 0, 0]])
-    assert effective_rank(singular).tolist() == pytest.approx([4, 1, 0, 2])
-    assert torch.equal(effective_rank(singular), effective_rank(1e-3 * singular).round(decimals=5))
 
 
 def test_low_precision_is_raised() -> None:

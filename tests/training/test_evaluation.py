@@ -16,7 +16,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training import evaluation
-from topograd.training.evaluation import BINS, Text, calibration_error, effective_rank, evaluate
+from topograd.training.evaluation import BINS, Text, activation_rank, calibration_error, evaluate
 from topograd.training.pooling import pool
 
 TOPOLOGY = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))
@@ -86,7 +86,7 @@ def test_calibration_and_rank_of_each_stage(stack: GPT, text: Text) -> None:
             assert readings["reliability"][k]["count"][b] == inside.sum()
         assert readings["ece"][k] == pytest.approx(gap / len(targets), abs=10 * ROUNDING)
     hidden = stage_outputs(stack, Plan.of(TOPOLOGY, 4), text.inputs, [1])[1][text.targets != -100]
-    assert readings["effective_rank"][1] == pytest.approx(effective_rank(hidden), rel=1e-12)
+    assert readings["effective_rank"][1] == pytest.approx(activation_rank(hidden), rel=1e-12)
 
 
 def test_the_readings_do_not_depend_on_how_the_text_is_cut(
@@ -183,7 +183,7 @@ def two_to_one() -> Tensor:
     ],
 )
 def test_effective_rank_of_known_matrices(matrix: Callable[[], Tensor], rank: float) -> None:
-    assert effective_rank(matrix()) == pytest.approx(rank, abs=1e-12)
+    assert activation_rank(matrix()) == pytest.approx(rank, abs=1e-12)
 
 
 def test_stages_without_a_loss_are_not_read(tiny: Any) -> None:

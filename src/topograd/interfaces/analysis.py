@@ -35,6 +35,7 @@ from topograd.interfaces.engines import backward
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.scan import suffix_products
 from topograd.nn.stack import Stack
+from topograd.ranks import effective_rank
 from topograd.topology.dag import Topology
 
 
@@ -79,18 +80,6 @@ def describe_jacobians(jacobians: Tensor) -> dict[str, Any]:
 def singular_values(matrices: Tensor) -> Tensor:
     """σ, largest first, of matrices (..., n, n), in float32 or better."""
     return torch.linalg.svdvals(matrices.to(torch.promote_types(matrices.dtype, torch.float32)))
-
-
-def effective_rank(singular: Tensor) -> Tensor:
-    """exp of the entropy of σ / Σ σ over the last dimension; 0 where all are zero.
-
-    >>> effective_rank(torch.tensor([[1.0, 1.0, 0.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]])).tolist()
-    [2.0, 1.0, 0.0]
-    """
-    total = singular.sum(-1, keepdim=True)
-    share = singular / torch.where(total > 0, total, 1.0)
-    rank = torch.special.entr(share).sum(-1).exp()
-    return torch.where(total.squeeze(-1) > 0, rank, 0.0)
 
 
 def message_rank(message: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from topograd.nn.forward import stage_outputs
 from topograd.nn.stack import Stack
+from topograd.ranks import effective_rank
 from topograd.topology.plan import Plan
 from topograd.training.linear_cross_entropy import chunk_tokens
 from topograd.training.pooling import pool
@@ -111,7 +112,7 @@ def _readings(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> dict[st
         },
         "ece": [calibration_error(bins) for bins in tally.bins],
         "reliability": [_reliability(bins) for bins in tally.bins],
-        "effective_rank": [effective_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
+        "effective_rank": [activation_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
         "usefulness": useful,
         "tokens": tally.tokens,
         "bytes": nbytes,
@@ -146,12 +147,6 @@ def _reliability(bins: Tensor) -> dict[str, list[float | None]]:
     return table
 
 
-def effective_rank(activations: Tensor) -> float:
-    """exp of the entropy of the normalised singular values of (tokens, width); 0 for a zero matrix."""
-    values = torch.linalg.svdvals(activations.double())
-    total = values.sum()
-    if not total > 0:
-        return 0.0
-    p = values / total
-    p = p[p > 0]
-    return torch.exp(-(p * p.log()).sum()).item()
+def activation_rank(activations: Tensor) -> float:
+    """The effective rank of activations (tokens, width), from their singular values."""
+    return effective_rank(torch.linalg.svdvals(activations.double())).item()
