@@ -30,6 +30,8 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "report",
         "space",
         "interfaces",
+        "probe",
+        "inspect",
     }
 
 

@@ -22,6 +22,8 @@ VERBS = {
     "bench": "measure ways of running a model, and of training one",
     "report": "explain a run in one HTML page",
     "space": "look around the space of partitions",
+    "probe": "rates of dead directions: predicted, and measured on weights set by hand",
+    "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",
     "interfaces": "check bounded interfaces: exact gradients, no look ahead, which backward pays",
 }
 INTERRUPTED = 130

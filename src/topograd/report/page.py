@@ -107,7 +107,7 @@ def _page(
         f'<p class="lead">{escape(_lead(staged, backprop))}</p>',
         _tiles(staged, backprop, comparison),
         f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
-        *(_figure(panel, svgs.get(panel.name)) for panel in panels),
+        *(figure_html(panel, svgs.get(panel.name)) for panel in panels),
         section("numbers", "All the numbers", numbers),
         samples,
         depth,
@@ -152,7 +152,8 @@ def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, A
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _figure(panel: Panel, svg: str | None) -> str:
+def figure_html(panel: Panel, svg: str | None) -> str:
+    """A section with the figure, its caption and its numbers; or with the reason why there is none."""
     if svg is None:
         return section(panel.name, panel.title, f'<p class="missing">{escape(panel.caption)}</p>')
     numbers = table_html(panel.table) if panel.table else ""

@@ -1,0 +1,209 @@
+"""The kernel of a LayerNorm: the direction in which its outputs never vary, read from its gain alone.
+
+Statement. LayerNorm is y = γ ⊙ Πx / s + β with Π = I - 11ᵀ/d. Since Π1 = 0, for every distribution of x,
+
+    all γ_i ≠ 0        Cov(y) v = 0  for  v = γ⁻¹ / ‖γ⁻¹‖            (1/√d for a LayerNorm without gain)
+    some γ_i = 0       the kernel is span{e_i : γ_i = 0}: as many dimensions as zeros
+                       (zero means |γ_i| ≤ `DEAD` max |γ|: its variance is beyond what a covariance can hold)
+
+RMSNorm does not subtract the mean and has no such direction: the same v, compared with data, fails. The
+comparison is the cosine of the largest principal angle between the kernel V (d, m) and the m bottom
+eigenvectors U of Cov(y), with the share of the variance inside the kernel:
+
+    cosine = σ_min(VᵀU)   (|cos(v, u)| for m = 1),        share = tr(Vᵀ Cov(y) V) / tr Cov(y).
+
+Symbols and shapes. d channels, γ (d,), v (d,), y (n, d). Cost: O(d) for the kernel; 2 n d² + O(d³) for the
+cosine.
+Source: "Dead Directions: Geometric Singular Learning", Proposition 63 and Remark 65.
+Limits. The kernel holds for any weights, trained or not: it says nothing of learning, and after a LayerNorm
+σ_min is no rate. It is computed in float64; the share is read by projecting each sample, so it goes down to
+the rounding of y itself (about 1e-16 for float32 outputs). If Cov(y) has other directions as flat as that,
+which eigenvector is the bottom one is chance, and the cosine is low with a share of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from topograd.errors import GeometryError
+from topograd.geometry.monitors.moments import Moments, hidden_of
+
+DEAD = 1e-7
+"""Training leaves gains like 1e-33 and 1e-9 behind: several of them are several flat directions."""
+PASS = 0.999
+"""The cosine from which a kernel counts as found on data."""
+
+
+@dataclass(frozen=True)
+class KernelReading:
+    """The γ-direction of one normalisation against its outputs."""
+
+    dimensions: int
+    cosine: float
+    share: float
+    samples: int
+    exact: bool
+    """Whether the kernel is a theorem for this module (LayerNorm) or only compared (RMSNorm)."""
+
+    @property
+    def found(self) -> bool:
+        """Whether the data show the kernel."""
+        return self.cosine >= PASS
+
+
+def layernorm_kernel(module: nn.Module) -> Tensor:
+    """The unit direction v (d,) that a LayerNorm kills; (d, m) where m > 1 of its gains are dead.
+
+    >>> norm = nn.LayerNorm(4)
+    >>> layernorm_kernel(norm).tolist()
+    [0.5, 0.5, 0.5, 0.5]
+    """
+    if not isinstance(module, nn.LayerNorm):
+        raise GeometryError(
+            f"{type(module).__name__} has no kernel that its gain alone fixes; only nn.LayerNorm, which "
+            "subtracts the mean, has one"
+        )
+    if len(module.normalized_shape) != 1:
+        raise GeometryError(
+            f"this LayerNorm is over dimensions {tuple(module.normalized_shape)}; the kernel is known for one"
+        )
+    if module.weight is None:
+        return inverse_gain(torch.ones(module.normalized_shape[0], dtype=torch.float64))
+    return inverse_gain(module.weight)
+
+
+def inverse_gain(gain: Tensor) -> Tensor:
+    """γ⁻¹ / ‖γ⁻¹‖ (d,), or e_i for each dead gain γ_i: (d,) for one, (d, m) for m of them."""
+    gain = gain.detach().double()
+    if gain.dim() != 1 or not len(gain):
+        raise GeometryError(f"a gain of shape {tuple(gain.shape)}: give one number for each channel")
+    if not gain.isfinite().all():
+        where = int((~gain.isfinite()).nonzero()[0])
+        raise GeometryError(f"gain {where} of {len(gain)} is {gain[where].item()}; the weights are damaged")
+    zeros = gain.abs() <= DEAD * gain.abs().max()
+    if zeros.any():
+        basis = torch.eye(len(gain), dtype=gain.dtype, device=gain.device)[:, zeros]
+        return basis[:, 0] if basis.shape[1] == 1 else basis
+    direction = gain.abs().min() / gain  # a gain of 1e-310 does not overflow
+    return direction / direction.norm()
+
+
+def kernel_cosine(module: nn.Module | Tensor, outputs: Tensor) -> KernelReading:
+    """How well γ's direction is the bottom of Cov(y) on these outputs (..., d) of `module`.
+
+    The module may be an RMSNorm, or a gain alone, for comparison; then nothing promises a kernel.
+    """
+    watched = _Watched("the outputs", module)
+    watched.add(outputs)
+    return watched.reading()
+
+
+class KernelMonitor:
+    """Watches the outputs of every normalisation of a model for as long as it is entered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms = find_norms(model)
+        self._watched = {name: _Watched(name, norm) for name, norm in self._norms.items()}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> KernelMonitor:
+        for name, norm in self._norms.items():
+            self._handles.append(norm.register_forward_hook(self._see(name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def readings(self) -> dict[str, KernelReading]:
+        """A reading for each normalisation that ran, by name."""
+        return {name: watched.reading() for name, watched in self._watched.items() if watched.moments.count}
+
+    def unused(self) -> tuple[str, ...]:
+        """The normalisations that never ran."""
+        return tuple(name for name, watched in self._watched.items() if not watched.moments.count)
+
+    def _see(self, name: str) -> Any:
+        def see(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._watched[name].add(hidden_of(output, name))
+
+        return see
+
+
+def find_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Every LayerNorm, and every module named or made like an RMSNorm, by name.
+
+    Normalisations over several dimensions or over the batch are left out: they have other kernels.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            if len(module.normalized_shape) == 1:
+                found[name] = module
+        elif _like_rmsnorm(module):
+            found[name] = module
+    return found
+
+
+def _like_rmsnorm(module: nn.Module) -> bool:
+    """Torch's RMSNorm, or a class called ...RMSNorm or ...LayerNorm that is not torch's LayerNorm."""
+    if isinstance(module, nn.RMSNorm):
+        return len(module.normalized_shape) == 1
+    named = type(module).__name__.lower().endswith(("rmsnorm", "layernorm"))
+    weight = getattr(module, "weight", None)
+    return named and isinstance(weight, Tensor) and weight.dim() == 1
+
+
+class _Watched:
+    """One normalisation: its direction, and the moments of its outputs and of their projections."""
+
+    def __init__(self, name: str, module: nn.Module | Tensor) -> None:
+        self.name = name
+        self.exact = isinstance(module, nn.LayerNorm)
+        self.moments, self._inside = Moments(name), Moments(name)
+        try:
+            self._kernel = _direction(module)
+        except GeometryError as problem:
+            raise GeometryError(f"{name}: {problem}") from None
+
+    def add(self, outputs: Tensor) -> None:
+        if self._kernel is None:  # no gain at all
+            self._kernel = inverse_gain(torch.ones(outputs.shape[-1], device=outputs.device))
+        kernel = self._kernel.to(outputs.device).reshape(len(self._kernel), -1)
+        if outputs.shape[-1] != len(kernel):
+            raise GeometryError(
+                f"{self.name} has {len(kernel)} gains and outputs of width {outputs.shape[-1]}; "
+                "give the outputs of that module"
+            )
+        self.moments.add(outputs)
+        self._inside.add(outputs.detach().double().reshape(-1, len(kernel)) @ kernel)
+
+    def reading(self) -> KernelReading:
+        covariance = self.moments.covariance
+        assert self._kernel is not None, "it was set by the first outputs"
+        kernel = self._kernel.to(covariance.device).reshape(len(covariance), -1)
+        total = float(covariance.trace())
+        if total == 0:
+            raise GeometryError(f"the outputs of {self.name} do not vary; give different samples")
+        bottom = torch.linalg.eigh(covariance).eigenvectors[:, : kernel.shape[1]]
+        cosine = float(torch.linalg.svdvals(kernel.T @ bottom)[-1])
+        share = float(self._inside.covariance.trace()) / total
+        return KernelReading(kernel.shape[1], min(cosine, 1.0), share, self.moments.count, self.exact)
+
+
+def _direction(module: nn.Module | Tensor) -> Tensor | None:
+    if isinstance(module, Tensor):
+        return inverse_gain(module)
+    if isinstance(module, nn.LayerNorm):
+        return layernorm_kernel(module)
+    weight = getattr(module, "weight", None)
+    return inverse_gain(weight) if isinstance(weight, Tensor) else None

@@ -1,0 +1,104 @@
+"""Task expansion: a head that grew new outputs shows in the anisotropy of its gradient factor.
+
+Statement. For the gradient factor G of a head,
+
+    a(G) = λ_max(G) / λ_min(G)        over the directions that are no gauge.
+
+Old, nearly converged classes and fresh random rows make G ≈ blockdiag(small, large), so a(G) jumps at once,
+while the input factor A does not change on unchanged inputs. The alarm: log a exceeds the median of the
+readings before it by at least `DEVIATIONS` times their median absolute deviation (MAD), which is taken to
+be at least `SLACK`.
+
+A softmax loss has Σ_c δ_c = 0, so G1 = 0 for every weight: that direction is a gauge and is projected out
+first. Kept, it makes a(G) as large as rounding allows, before and after, and nothing is seen.
+
+Symbols and shapes. G (c, c), symmetric, from the loss's own gradients (the empirical Fisher detects;
+exponents want the expected one). Cost: O(c³) for each reading.
+Source: "Dead Directions: Geometric Singular Learning" §5.1, under its assumptions: A1 new rows are random,
+A2 old rows are kept, A3 the encoder is. Its algorithm's thresholds are lost; those here are ours.
+Limits. Eigenvalues below `moments.RESOLUTION` of the largest are rounding, so a is at most its inverse. A
+change of the data or the learning rate raises alarms too. That hidden layers follow the head is not a
+theorem.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from topograd.errors import GeometryError
+from topograd.geometry.monitors.moments import RESOLUTION
+
+DEVIATIONS = 3.0
+SLACK = 0.1
+"""In log a: readings that hardly vary shall not make an alarm of a tenth."""
+READINGS = 5
+"""Fewer readings before it say nothing about what is usual."""
+
+
+@dataclass(frozen=True)
+class ExpansionReading:
+    """One reading: log a, what is usual, and whether it is out of the ordinary."""
+
+    log_anisotropy: float
+    median: float
+    deviation: float
+    """The MAD that was used; nan, like the median, while there are too few readings."""
+    alarm: bool
+
+
+def anisotropy(factor: Tensor, *, softmax: bool) -> float:
+    """λ_max / λ_min of a symmetric factor, without the 1-direction if it is a softmax head's.
+
+    >>> anisotropy(torch.diag(torch.tensor([1.0, 2.0, 8.0])), softmax=False)
+    8.0
+    """
+    if factor.dim() != 2 or factor.shape[0] != factor.shape[1] or len(factor) < 2 + softmax:
+        least = 2 + softmax
+        raise GeometryError(f"a factor of shape {tuple(factor.shape)}: give a square one of at least {least}")
+    factor = factor.detach().double()
+    if not factor.isfinite().all():
+        raise GeometryError("the factor is not finite; look at the gradients that it was made of")
+    if softmax:
+        basis = _without_ones(len(factor), factor.device)
+        factor = basis.T @ factor @ basis
+    values = torch.linalg.eigvalsh(factor)
+    largest = float(values[-1])
+    if not largest > 0:
+        raise GeometryError("the factor is zero: there are no gradients to compare")
+    return largest / max(float(values[0]), RESOLUTION * largest)
+
+
+class ExpansionDetector:
+    """Takes the head's factor every so often and says when it is out of the ordinary."""
+
+    def __init__(self, *, softmax: bool, memory: int = 20) -> None:
+        if memory < READINGS:
+            raise GeometryError(f"a memory of {memory} readings: give at least {READINGS}")
+        self._softmax = softmax
+        self._past: deque[float] = deque(maxlen=memory)
+
+    def update(self, factor: Tensor) -> ExpansionReading:
+        """Read G, compare it with the readings before it, and remember it."""
+        here = math.log(anisotropy(factor, softmax=self._softmax))
+        median = deviation = math.nan
+        alarm = False
+        if len(self._past) >= READINGS:
+            median = statistics.median(self._past)
+            deviation = max(statistics.median(abs(value - median) for value in self._past), SLACK)
+            alarm = here >= median + DEVIATIONS * deviation
+        self._past.append(here)
+        return ExpansionReading(here, median, deviation, alarm)
+
+
+def _without_ones(size: int, device: torch.device) -> Tensor:
+    """An orthonormal basis (c, c-1) of what is orthogonal to (1, ..., 1), from a Householder reflection."""
+    v = torch.ones(size, dtype=torch.float64, device=device)
+    v[0] += math.sqrt(size)
+    reflection = torch.eye(size, dtype=torch.float64, device=device) - 2 * torch.outer(v, v) / (v @ v)
+    return reflection[:, 1:]

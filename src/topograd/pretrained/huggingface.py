@@ -1,0 +1,139 @@
+"""A Hugging Face checkpoint from a local folder, and token ids to run it on.
+
+    config.json, *.safetensors    the model; no download, no code of the folder, no pickle
+    tokenizer.json                text for it, from the embedded corpus; without one, ids are random
+
+A causal language model comes with its head. Of any other only the body is loaded, as it has no labels here.
+It needs the extra `hf`. Models come in float64 and in evaluation mode, on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from topograd.data import read_corpus
+from topograd.errors import CheckpointError, ConfigError
+
+LENGTH = 128
+"""Tokens of a row."""
+LEAST_TOKENS = 4096
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, whether it predicts the next token, and its settings."""
+
+    model: nn.Module
+    causal: bool
+    config: Any
+    fresh: tuple[str, ...]
+    """Parameters that the checkpoint does not hold: they are random."""
+
+    def hidden(self, model: Any, ids: Tensor) -> Tensor:
+        """The outputs to read: logits of a causal model, else the last hidden states."""
+        answer = model(input_ids=ids)
+        found: Tensor = answer.logits if self.causal else answer.last_hidden_state
+        return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this folder looks like one."""
+    return (folder / "config.json").is_file()
+
+
+def load(folder: Path) -> Loaded:
+    """The model of a folder, or one line that says why not."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("a Hugging Face checkpoint needs transformers; install topograd[hf]")
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for kind in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(kind))
+        held = f"only {others[0]}, a pickle, which can run code" if others else "no weights"
+        raise CheckpointError(f"{folder} has {held}; give a folder with .safetensors")
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(folder, **local)
+            _check(folder, config)
+            causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
+            kind: Any = AutoModelForCausalLM if causal else AutoModel
+            model, info = kind.from_pretrained(
+                folder,
+                config=config,
+                use_safetensors=True,
+                dtype=torch.float64,
+                output_loading_info=True,
+                **local,
+            )
+        except CheckpointError:
+            raise
+        except Exception as problem:  # of transformers, safetensors or the file system, whatever its class
+            reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+            raise CheckpointError(f"{folder} cannot be loaded ({reason})") from problem
+    model.config.use_cache = False
+    return Loaded(model.eval(), causal, config, tuple(sorted(info["missing_keys"])))
+
+
+def token_rows(folder: Path, config: Any, width: int) -> tuple[Tensor, str]:
+    """Ids (rows, length), four tokens for each of the model's `width` channels at least; and where from."""
+    length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
+    rows = -(-max(LEAST_TOKENS, 4 * width) // length)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
+        return ids, "random ids, as there is no tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as problem:  # the library raises plain exceptions
+        raise CheckpointError(f"{file} cannot be read ({problem}); restore it or take it away") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    found: list[int] = []
+    for document in read_corpus(None).heldout:
+        found += tokenizer.encode(document.text, add_special_tokens=False).ids
+        if len(found) >= rows * length:
+            break
+    ids = torch.tensor(found[: len(found) // length * length][: rows * length]).view(-1, length)
+    if not len(ids) or int(ids.max()) >= config.vocab_size:
+        most = int(ids.max()) if len(ids) else 0
+        raise CheckpointError(
+            f"{file} gives {ids.numel()} ids up to {most} and the model has {config.vocab_size}; restore it"
+        )
+    return ids, "Python's standard library, held-out documents"
+
+
+def _check(folder: Path, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{folder} is an encoder with a decoder; only models of one stack are covered")
+    if not getattr(config, "vocab_size", None):
+        raise CheckpointError(
+            f"{folder} is a {config.model_type} and reads no tokens; use topograd.geometry in Python"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and warnings of transformers."""
+    from transformers.utils import logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,248 @@
+"""The page of `topograd inspect`: the stream by depth, the kernels of the norms, the spectra by layer.
+
+It reads the plain record that `geometry.Inspection.as_dict` gives, with the words of the command line
+beside it (`model`, `kind`, `step`, `text`). The page stands alone, like a report: no script, nothing
+loaded, every text escaped, each figure described and with its numbers in a table. A panel without data says
+why in one sentence.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from topograd.errors import RunError
+from topograd.files import write_atomic
+from topograd.report.drawing import INK, legend_below, look, new_figure, panels, powers, render, style
+from topograd.report.figures import Panel
+from topograd.report.markup import POLICY, escape, section, table_html
+from topograd.report.page import figure_html
+from topograd.report.stylesheet import STYLESHEET
+from topograd.report.tables import Table, fixed, read_row, whole
+
+FOUND, COMPARED = look(0, 2).colour, look(1, 2).colour
+
+
+def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
+    with style():
+        drawn = (stream_panel(record), kernel_panel(record), spectra_panel(record))
+        svgs = {panel.name: render(panel.figure)[0] for panel in drawn if panel.figure is not None}
+    try:
+        write_atomic(path, _page(record, drawn, svgs))
+    except OSError as problem:
+        reason = problem.strerror
+        raise RunError(f"cannot write {path} ({reason}); pass --out with a file you can write") from None
+    return path
+
+
+def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], svgs: Mapping[str, str]) -> str:
+    title = f"Geometry of {record['model']}"
+    links = [(panel.name, panel.title) for panel in drawn] + [("missing", "What was not read")]
+    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>\n<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="lead">{escape(_lead(record))}</p>',
+        _tiles(record),
+        f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
+        *(figure_html(panel, svgs.get(panel.name)) for panel in drawn),
+        section("missing", "What was not read", _missing(record)),
+        "</main>\n</body>\n</html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _lead(record: Mapping[str, Any]) -> str:
+    what = f"A model of type {record['kind']}"
+    if record["kind"] == "run":
+        what = f"A run of topograd at step {whole(record['step'])}"
+    read = f"It was read on this text: {record['text']}."
+    if record["fisher"] is None:
+        how = "It has no labels here, so there are no gradients."
+    else:
+        how = f"Gradients are those of the {record['loss']} loss, for the {record['fisher']} Fisher matrix."
+    return f"{what} with {whole(record['parameters'])} parameters. {read} {how} Nothing here is a rate."
+
+
+def _tiles(record: Mapping[str, Any]) -> str:
+    tiles = []
+    if record["stream"] is not None:
+        tiles.append(("the residual stream", record["stream"]["verdict"]))
+    exact = [norm for norm in record["norms"].values() if norm["exact"]]
+    if exact:
+        seen = sum(norm["found"] for norm in exact)
+        tiles.append(("LayerNorm kernels found on data", f"{seen} of {len(exact)}"))
+    tiles.append(("layers with factors", whole(len(record["layers"]))))
+    tiles.append(("parameters without factors", whole(len(record["uncovered"]))))
+    cells = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in tiles)
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _missing(record: Mapping[str, Any]) -> str:
+    notes = "".join(f"<li>{escape(words)}</li>" for words in record["notes"])
+    said = f"<ul>{notes}</ul>" if notes else ""
+    if not record["uncovered"]:
+        return said or "<p>Everything was.</p>"
+    table = Table("Parameters without factors", ("parameter", "why"), tuple(record["uncovered"].items()))
+    return said + table_html(table, "settings")
+
+
+def stream_panel(record: Mapping[str, Any]) -> Panel:
+    """σ_r and the effective rank, from the input to the last layer."""
+    name, title = "stream", "The residual stream by depth"
+    stream = record["stream"]
+    if stream is None:
+        return Panel(name, title, "Left out: the model has no residual stream that could be read.")
+    ratios, ranks = [1.0, *stream["ratios"]], stream["effective_ranks"]
+    depth = range(len(ratios))
+    figure = new_figure(3.4)
+    left, right = panels(figure, 2)
+    shown = [ratio if ratio > 0 else math.nan for ratio in ratios]
+    left.plot(depth, shown, color=FOUND, marker="o", markersize=5)
+    powers(left, "y")
+    low, high = _decades(shown)
+    left.set_ylim(low, high)
+    for place in (i for i, ratio in enumerate(ratios) if not ratio > 0):
+        left.plot(place, low, marker="v", color=COMPARED, clip_on=False, linestyle="")
+    left.set_title(f"σ_{stream['rank']}(H) over that of the input")
+    right.plot(depth, ranks, color=FOUND, marker="o", markersize=5)
+    right.set_ylim(0, 1.08 * max(ranks))
+    right.set_title(f"Effective rank, of {whole(stream['width'])}")
+    for axes in (left, right):
+        axes.set_xlabel("layers passed")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    caption = (
+        "Left: the weakest direction that the input uses, followed through the layers. Where every layer "
+        "adds to the stream it should neither vanish nor dip; without skips it is lost exponentially. A "
+        "triangle at the lower edge is a layer where it is below what the numbers resolve. Blocks that "
+        "normalise the stream itself, as BERT's do, are outside the theory: for them this only describes. "
+        "Right: over how many directions the activations spread. The verdict on the profile: "
+        f"{stream['verdict']}."
+    )
+    cells = tuple(
+        (label, f"{ratio:.3g}", fixed(rank, 1))
+        for label, ratio, rank in zip(("input", *stream["names"]), ratios, ranks, strict=True)
+    )
+    table = Table("The stream", ("after", "σ_r over the input's", "effective rank"), cells)
+    return Panel(name, title, caption, figure, "The stream by depth. " + read_row(table, -1), table)
+
+
+def _decades(values: list[float]) -> tuple[float, float]:
+    """Limits of a logarithmic axis with some room, a decade at least."""
+    known = [math.log10(value) for value in values if math.isfinite(value)]
+    middle, half = (max(known) + min(known)) / 2, max((max(known) - min(known)) * 0.6, 0.5)
+    return 10 ** (middle - half), 10 ** (middle + half)
+
+
+def kernel_panel(record: Mapping[str, Any]) -> Panel:
+    """How much of the outputs' variance lies in the direction that the gain names."""
+    name, title = "kernels", "Kernels of the norms"
+    norms = record["norms"]
+    if not norms:
+        return Panel(name, title, "Left out: the model has no LayerNorm or RMSNorm module that ran.")
+    figure = new_figure(1.1 + 0.27 * len(norms))
+    (axes,) = panels(figure, 1)
+    floor = 1e-40
+    for place, norm in enumerate(norms.values()):
+        colour = FOUND if norm["exact"] else COMPARED
+        share = max(norm["share"], floor)
+        axes.plot(
+            share, place, marker="o" if norm["exact"] else "s", color=colour, linestyle="", clip_on=False
+        )
+        words = f"|cos| {norm['cosine']:.6f}"
+        axes.annotate(words, (1.02, place), xycoords=("axes fraction", "data"), va="center", color=INK)
+    powers(axes, "x")
+    axes.set(xlim=(floor, 1), ylim=(len(norms) - 0.4, -0.6))
+    axes.set_yticks(range(len(norms)), [_short(label) for label in norms])
+    axes.set_xlabel("share of the outputs' variance (circles: LayerNorm, squares: RMSNorm)")
+    caption = (
+        "A LayerNorm subtracts the mean, so its outputs never vary along one direction, which its gain alone "
+        "fixes. The number on the right compares that direction with the flattest one of the data: 1 is the "
+        "same. Gains that have decayed to nothing are flat directions of their own, and then the kernel has "
+        "as many dimensions. RMSNorm has no such direction and is shown for comparison. A share left of the "
+        "edge is drawn at it."
+    )
+    cells = tuple(
+        (
+            label,
+            whole(norm["dimensions"]) if norm["exact"] else "none",
+            f"{norm['cosine']:.6f}",
+            f"{norm['share']:.1e}",
+        )
+        for label, norm in norms.items()
+    )
+    header = ("norm", "dimensions of the kernel", "|cos|", "share of the variance")
+    table = Table("γ's direction against the outputs", header, cells)
+    found = sum(norm["found"] for norm in norms.values())
+    return Panel(name, title, caption, figure, f"{found} of {len(norms)} kernels are found on data.", table)
+
+
+def spectra_panel(record: Mapping[str, Any]) -> Panel:
+    """The eigenvalues of A and of G, one line for each layer."""
+    name, title = "spectra", "Spectra by layer"
+    layers = record["layers"]
+    if not layers:
+        return Panel(name, title, "Left out: no layer of the model has factors.")
+    sides = ["A", "G"] if record["fisher"] is not None else ["A"]
+    figure = new_figure(4.0)
+    axes = panels(figure, len(sides), sharey=True)
+    words = {"A": "A: what enters a layer", "G": "G: the gradients that leave it"}
+    for side, axis in zip(sides, axes, strict=True):
+        _spectra(axis, {label: layer[side] for label, layer in layers.items()})
+        axis.set_title(words[side])
+        axis.set_xlabel("place, from largest to smallest")
+    axes[0].set_ylabel("eigenvalue over the largest")
+    legend_below(figure, axes[0])
+    caption = (
+        "Eigenvalues of the Kronecker factors, each over its largest; later layers are darker. A line "
+        "that ends early has eigenvalues below what the model's numbers resolve (about "
+        f"{record['resolution']:.0e} of the largest): "
+        "directions that no input uses, or along which no gradient comes. A softmax head always has one such "
+        "direction in G. The table gives, for each layer, how many are above that, and over how many the "
+        "spectrum spreads."
+    )
+    header = ("layer", *(f"{side}: {word}" for side in sides for word in ("size", "rank", "effective rank")))
+    cells = tuple((label, *_numbers(layer, sides)) for label, layer in layers.items())
+    table = Table("Spectra of the factors", header, cells)
+    return Panel(
+        name, title, caption, figure, f"Spectra of {len(layers)} layers. " + read_row(table, -1), table
+    )
+
+
+def _spectra(axes: Axes, spectra: Mapping[str, Mapping[str, Any]]) -> None:
+    """One line for each layer, pale for the first and dark for the last; some are named."""
+    named = {0, len(spectra) // 2, len(spectra) - 1}
+    colours = matplotlib.colormaps["viridis_r"]
+    for i, (label, spectrum) in enumerate(spectra.items()):
+        largest = spectrum["values"][0]
+        pairs = zip(spectrum["places"], spectrum["values"], strict=True)
+        shown = [
+            (place / max(spectrum["size"] - 1, 1), value / largest) for place, value in pairs if value > 0
+        ]
+        if shown:
+            colour = colours(0.05 + 0.95 * i / max(len(spectra) - 1, 1))
+            name = _short(label) if i in named else None
+            axes.plot(*zip(*shown, strict=True), color=colour, linewidth=1.3, label=name)
+    powers(axes, "y")
+    axes.set_xlim(0, 1)
+
+
+def _numbers(layer: Mapping[str, Any], sides: list[str]) -> list[str]:
+    cells = []
+    for side in sides:
+        spectrum = layer[side]
+        cells += [whole(spectrum["size"]), whole(spectrum["rank"]), fixed(spectrum["effective_rank"], 1)]
+    return cells
+
+
+def _short(label: str, most: int = 34) -> str:
+    """A long name keeps its end."""
+    return label if len(label) <= most else "…" + label[1 - most :]

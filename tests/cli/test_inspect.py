@@ -1,0 +1,88 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def tiny(folder: Path, kind: str) -> Path:
+    """A random model of Hugging Face in a folder."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)
+    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model(model.config_class(**shape, vocab_size=40, max_position_embeddings=16)).save_pretrained(folder)
+    return folder
+
+
+def test_a_run_of_ours(staged: Path, call: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(staged, tmp_path / "run")
+    found = call("inspect", folder, "--json").json
+    assert found["kind"] == "run"
+    assert found["step"] == 12
+    assert found["stream"]["names"] == ["layers.0", "layers.1"]
+    assert {"layers.1.mlp.up", "head"} <= found["layers"].keys()
+    assert found["fisher"] == "monte-carlo"
+    assert "embedding.weight" in found["uncovered"]
+    assert found["page"] == str(folder / "geometry.html")
+    assert "<svg" in (folder / "geometry.html").read_text()
+    again = call("inspect", folder, "--json").json
+    assert {**again, "seconds": 0} == {**found, "seconds": 0}, "the same checkpoint reads the same"
+
+
+def test_tables_for_people_and_a_page_elsewhere(backprop: Path, call: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    before = sorted(backprop.rglob("*"))
+    answer = call("inspect", backprop, "--out", page)
+    assert answer.code == 0
+    for words in ("of the stream", "layers.0.mlp.up", "Factors (monte-carlo Fisher)", "page.html"):
+        assert words in " ".join(answer.out.split())
+    assert "no LayerNorm" in answer.err
+    assert page.exists()
+    assert sorted(backprop.rglob("*")) == before
+
+
+def test_an_encoder_has_no_gradients(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tiny(tmp_path / "bert", "BertModel")
+    before = sorted(folder.iterdir())
+    found = call("inspect", folder, "--json").json
+    assert found["kind"] == "bert"
+    assert found["fisher"] is None
+    assert all(layer["G"] is None for layer in found["layers"].values())
+    assert len(found["norms"]) == 5
+    assert all(norm["found"] for norm in found["norms"].values())
+    assert found["text"].startswith("random ids")
+    assert found["page"] == "bert-geometry.html"
+    assert sorted(folder.iterdir()) == before, "nothing is written into somebody's checkpoint"
+    assert "5 of 5" in (tmp_path / "bert-geometry.html").read_text()
+
+
+def test_a_causal_model_has_and_rmsnorm_fails(call: Any, tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "llama", "LlamaForCausalLM")
+    found = call("inspect", folder, "--out", tmp_path / "page.html", "--json").json
+    assert found["layers"]["lm_head"]["G"]["rank"] == 39, "all but the softmax's own direction"
+    assert len(found["norms"]) == 5
+    assert not any(norm["exact"] or norm["found"] for norm in found["norms"].values())
+
+
+def test_what_cannot_be_read_is_one_line(staged: Path, call: Any, tmp_path: Path) -> None:
+    assert "is neither a run (config.toml) nor" in call("inspect", tmp_path / "nowhere").refusal
+    assert "Missing from topograd inspect: DIR" in call("inspect").refusal
+    assert "--out" in call("inspect", staged, "--out", tmp_path / "no" / "page.html").refusal
+    (tmp_path / "config.json").write_text("{}")
+    assert "has no weights" in call("inspect", tmp_path, "--json").refusal
+
+
+def test_nan_weights_are_named(call: Any, tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "bert", "BertModel")
+    weights = load_file(folder / "model.safetensors")
+    weights["encoder.layer.1.output.dense.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    refusal = call("inspect", folder, "--out", tmp_path / "page.html").refusal
+    assert "encoder.layer.1.output.dense.weight has a value that is not finite" in refusal
+    assert not (tmp_path / "page.html").exists()
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "bert"

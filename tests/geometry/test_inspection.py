@@ -1,0 +1,174 @@
+"""One pass over a model: against the monitors and factors by themselves, and what it says is missing."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import GeometryError
+from topograd.geometry.factors import kfac_factors
+from topograd.geometry.inspection import inspect, spectrum
+from topograd.geometry.monitors.stream import StreamMonitor
+from topograd.nn.gpt import GPT
+
+
+class Block(nn.Module):
+    """x + tanh(W norm(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Residual(nn.Module):
+    """Pre-norm blocks and a head, with a norm that is never called."""
+
+    def __init__(self, width: int = 6, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 4)
+        self.spare = nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net() -> Residual:
+    torch.manual_seed(0)
+    return Residual().double()
+
+
+def batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(40, 6, dtype=torch.float64), torch.randint(4, (40,))) for _ in range(count)]
+
+
+def test_it_says_what_its_parts_say() -> None:
+    model = net()
+    found = inspect(model, batches(), fisher="empirical")
+    with StreamMonitor(model) as monitor, torch.no_grad():
+        for inputs, _ in batches():
+            model(inputs)
+    assert found.stream == monitor.profile()
+    factors = kfac_factors(model, batches(), fisher="empirical")
+    assert list(found.layers) == list(factors)
+    for name, layer in found.layers.items():
+        A, G = factors[name].eigenvalues()
+        assert layer.A.values == pytest.approx(A.flip(0).tolist())
+        assert layer.G is not None
+        assert layer.G.trace == pytest.approx(float(G.sum()))
+    head = found.layers["head"].G
+    assert head is not None
+    assert (head.size, head.rank) == (4, 3), "cross-entropy has one gauge direction"
+    assert found.uncovered == dict(factors.uncovered)
+
+
+def test_norms_and_what_never_ran() -> None:
+    found = inspect(net(), batches())
+    assert {name: norm.found for name, norm in found.norms.items()} == {
+        f"blocks.{i}.norm": True for i in range(3)
+    }
+    assert "spare was never called as a module" in found.notes
+    assert "spare.weight" in found.uncovered
+
+
+def test_without_a_loss_there_is_a_alone() -> None:
+    with_loss = inspect(net(), batches(), fisher="empirical")
+    found = inspect(net(), [(inputs, None) for inputs, _ in batches()], loss=None)
+    assert (found.loss, found.fisher) == (None, None)
+    assert list(found.layers) == list(with_loss.layers)
+    for name, layer in found.layers.items():
+        assert layer.G is None
+        assert layer.A == with_loss.layers[name].A
+    assert found.uncovered == with_loss.uncovered
+    assert any("A alone" in note for note in found.notes)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = net()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.blocks[0].requires_grad_(False)
+    before = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}
+    inspect(model, batches())
+    assert {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()} == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.training
+
+
+def test_as_json() -> None:
+    plain = inspect(net(), batches()).as_dict()
+    again = json.loads(json.dumps(plain, allow_nan=False))
+    assert again["stream"]["verdict"] == "preserved"
+    assert again["norms"]["blocks.0.norm"]["found"] is True
+    assert again["layers"]["head"]["A"]["size"] == 6
+
+
+def test_our_gpt() -> None:
+    torch.manual_seed(0)
+    stack = GPT(layers=2, width=16, heads=2, vocab=20, context=8).double()
+    found = inspect(stack, (torch.randint(20, (8, 8)), None), generator=torch.Generator().manual_seed(0))
+    assert found.stream is not None
+    assert found.stream.names == ("layers.0", "layers.1")
+    assert {"layers.1.mlp.down", "head"} <= found.layers.keys()
+    assert "embedding.weight" in found.uncovered
+    assert any("no LayerNorm or RMSNorm was called" in note for note in found.notes)
+
+
+def test_few_rows_and_no_list_of_layers_are_said() -> None:
+    few = inspect(net(), [(torch.randn(4, 6).double(), torch.zeros(4, dtype=torch.long))])
+    assert any("only 4 rows were read" in note for note in few.notes)
+    plain = nn.Sequential(nn.Linear(6, 4)).double()
+    found = inspect(plain, batches())
+    assert found.stream is None
+    assert any("no residual stream" in note for note in found.notes)
+    with pytest.raises(GeometryError, match="has no 'blocks'"):
+        inspect(plain, batches(), layers="blocks")
+
+
+def test_a_float32_model_resolves_less() -> None:
+    narrow = torch.randn(50, 2) @ torch.randn(2, 6)
+    model = net().float()
+    found = inspect(model, (narrow, torch.zeros(50, dtype=torch.long)))
+    assert found.resolution == torch.finfo(torch.float32).eps
+    assert found.stream is not None
+    assert found.stream.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("blocks.1.linear.weight", "blocks.1.linear.weight has a value that is not finite"),
+        ("blocks.1.norm.weight", "blocks.1.norm: gain 0 of 6 is nan"),
+    ],
+)
+def test_nan_weights_are_named(change: str, why: str) -> None:
+    model = net()
+    with torch.no_grad():
+        model.get_parameter(change).view(-1)[0] = float("nan")
+    with pytest.raises(GeometryError, match=why):
+        inspect(model, batches())
+
+
+def test_bad_requests() -> None:
+    empty: list[Any] = []
+    with pytest.raises(GeometryError, match="no samples"):
+        inspect(net(), empty)
+    with pytest.raises(GeometryError, match="no linear layer"):
+        inspect(nn.Sequential(nn.Tanh()), batches())
+
+
+def test_a_long_spectrum_keeps_its_ends() -> None:
+    values = torch.logspace(0, -20, 200, dtype=torch.float64)
+    found = spectrum(torch.diag(values))
+    assert (found.size, len(found.values)) == (200, 64)
+    assert (found.places[0], found.places[-1]) == (0, 199)
+    assert found.values[0] == 1
+    assert found.values[-1] == 0, "below the resolution"
+    assert found.rank == int((values > 200 * torch.finfo(torch.float64).eps).sum())

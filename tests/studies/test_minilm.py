@@ -1,0 +1,53 @@
+"""The study of MiniLM in miniature: a tiny random BERT, and a run of ours as the negative."""
+
+import io
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from topograd.nn.gpt import GPTConfig
+from topograd.studies import minilm as study
+from topograd.training.config import TrainConfig
+from topograd.training.trainer import start
+
+
+def test_layernorms_pass_trained_or_fresh(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=40
+    )
+    model = transformers.BertModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    models = study.trained_and_fresh(tmp_path)
+    assert models["trained"].stream != models["fresh"].stream
+    for reading in models.values():
+        assert len(reading.norms) == 5
+        assert all(found.exact and found.cosine >= 0.999 for found in reading.norms.values())
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(study.stream_table(models))
+    assert "encoder.layer.1" in shown.getvalue()
+
+
+def test_the_rmsnorm_of_our_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text(
+        " ".join(random.Random(0).choices(["fish", "swim", "in", "rivers", "and", "seas"], k=900))
+    )
+    model = GPTConfig(layers=2, width=16, heads=2, context=16)
+    config = TrainConfig(model=model, data=str(text), tokenizer="bytes", partition="2", steps=3, batch=2)
+    start(config, tmp_path / "run").train()
+    found = study.without_kernel(tmp_path / "run")
+    assert list(found) == ["layers.0", "layers.1"]
+    assert all(not reading.exact and reading.cosine < 0.5 for reading in found.values())
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(study.kernel_table({"ours": found}))
+    assert "none" in shown.getvalue()

@@ -1,0 +1,56 @@
+"""The geometry that a training logs, which changes nothing of the training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.errors import GeometryError
+from topograd.geometry.monitors.phase import weight_norm
+from topograd.run import Run
+from topograd.training.config import TrainConfig
+from topograd.training.monitors import GeometryLog
+from topograd.training.trainer import start
+
+
+def of_kind(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [record for record in run.metrics() if record["kind"] == kind]
+
+
+def test_it_logs_and_the_training_is_the_same_bit_for_bit(
+    straight: Run, config: TrainConfig, tmp_path: Path
+) -> None:
+    trainer = start(config, tmp_path / "run")
+    steps: list[int] = []
+    with GeometryLog(trainer, every=2, then=lambda step, *_: steps.append(step)) as log:
+        trainer.train(on_step=log)
+    assert [r["loss"] for r in of_kind(trainer.run, "train")] == [
+        r["loss"] for r in of_kind(straight, "train")
+    ]
+    assert steps == list(range(1, config.steps + 1))
+    records = of_kind(trainer.run, "geometry")
+    assert [record["step"] for record in records] == list(range(2, config.steps + 1, 2))
+    assert all(len(record["sigma"]) == len(trainer.stack.layers) + 1 for record in records)
+    assert all(sigma > 0 for record in records for sigma in record["sigma"])
+    assert records[-1]["weight_norm"] == weight_norm(trainer.stack)
+    assert [record["phase"] for record in records[:4]] == ["undecided"] * 4, "too few to say"
+    assert not any(module._forward_hooks for module in trainer.stack.modules())
+
+
+def test_a_growing_model_accumulates(config: TrainConfig, tmp_path: Path) -> None:
+    trainer = start(config, tmp_path / "run")
+    tokens = torch.randint(config.model.context, (4, config.model.context))
+    with GeometryLog(trainer, every=1) as log:
+        for step in range(1, 8):
+            with torch.no_grad():
+                for parameter in trainer.stack.layers.parameters():
+                    parameter.mul_(1.3).add_(0.01 * torch.randn_like(parameter))
+            trainer.stack(tokens)
+            log(step, 7, [0.0], None)
+    assert of_kind(trainer.run, "geometry")[-1]["phase"] == "accumulation"
+
+
+def test_how_often_is_checked(config: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(GeometryError, match="every is 0"):
+        GeometryLog(start(config, tmp_path / "run"), every=0)
