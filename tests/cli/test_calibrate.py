@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from topograd.cli import calibrate as module
+from topograd.cli import progress
 from topograd.cli.main import main
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, heldout_readings, load
@@ -114,9 +115,9 @@ def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: py
 
 
 def test_whoever_waits_is_told(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     answer = call("calibrate", folder, "--bytes", 100, "--json")
-    assert answer.err.splitlines()[:2] == [f"topograd: read {n} of 6 windows" for n in (4, 6)]
+    assert answer.err.splitlines()[:2] == [f"topograd: windows read: {n} of 6" for n in (4, 6)]
     assert "measuring what drafts cost" in answer.err
 
 
