@@ -33,7 +33,7 @@ from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, gram, kfac_factors, stream
 from topograd.geometry.layers import Call
 from topograd.geometry.losses import Fisher, Loss, OwnLoss
-from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading
+from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.ranks import effective_rank
@@ -128,6 +128,9 @@ def inspect(
     if not norms:
         notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
     notes.extend(f"{name} was never called as a module" for name in kernels.unused())
+    notes.extend(
+        f"{name} is a {kind}, whose kernel is not known" for name, kind in other_norms(model).items()
+    )
     spectra = {
         name: LayerSpectra(spectrum(A, resolution), None if G is None else spectrum(G, resolution))
         for name, (A, G) in grams.items()

@@ -11,6 +11,7 @@ from topograd.geometry.monitors.layernorm import (
     inverse_gain,
     kernel_cosine,
     layernorm_kernel,
+    other_norms,
 )
 
 
@@ -149,3 +150,9 @@ def test_a_model_is_watched_norm_by_norm() -> None:
     assert readings["0"].samples == 4000
     assert monitor.unused() == ("1.spare",)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_other_normalisations_are_named() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.LayerNorm((2, 4)), nn.GroupNorm(2, 4))
+    assert list(find_norms(model)) == ["1"]
+    assert other_norms(model) == {"0": "BatchNorm1d", "2": "LayerNorm", "3": "GroupNorm"}

@@ -24,18 +24,20 @@ which eigenvector is the bottom one is chance, and the cosine is low with a shar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.moments import Moments, hidden_of
+from topograd.geometry.monitors.watching import Watching
 
 DEAD = 1e-7
 """Training leaves gains like 1e-33 and 1e-9 behind: several of them are several flat directions."""
+_OTHER = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, _NormBase)
 PASS = 0.999
 """The cosine from which a kernel counts as found on data."""
 
@@ -104,25 +106,16 @@ def kernel_cosine(module: nn.Module | Tensor, outputs: Tensor) -> KernelReading:
     return watched.reading()
 
 
-class KernelMonitor:
+class KernelMonitor(Watching):
     """Watches the outputs of every normalisation of a model for as long as it is entered."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._norms = find_norms(model)
         self._watched = {name: _Watched(name, norm) for name, norm in self._norms.items()}
-        self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> KernelMonitor:
-        for name, norm in self._norms.items():
-            self._handles.append(norm.register_forward_hook(self._see(name)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def _attach(self) -> list[RemovableHandle]:
+        return [norm.register_forward_hook(self._see(name)) for name, norm in self._norms.items()]
 
     def readings(self) -> dict[str, KernelReading]:
         """A reading for each normalisation that ran, by name."""
@@ -142,7 +135,7 @@ class KernelMonitor:
 def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Every LayerNorm, and every module named or made like an RMSNorm, by name.
 
-    Normalisations over several dimensions or over the batch are left out: they have other kernels.
+    Normalisations over several dimensions or over the batch are left out: see `other_norms`.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -152,6 +145,16 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
         elif _like_rmsnorm(module):
             found[name] = module
     return found
+
+
+def other_norms(model: nn.Module) -> dict[str, str]:
+    """The normalisations that `find_norms` leaves out, and their classes."""
+    found = find_norms(model)
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if name not in found and isinstance(module, _OTHER)
+    }
 
 
 def _like_rmsnorm(module: nn.Module) -> bool:

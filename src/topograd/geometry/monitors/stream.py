@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.moments import Moments, hidden_of
+from topograd.geometry.monitors.watching import Watching
 from topograd.ranks import effective_rank
 
 FALLING = -0.2
@@ -90,7 +90,7 @@ class StreamProfile:
         return "falling with depth" if self.trend < FALLING else "preserved"
 
 
-class StreamMonitor:
+class StreamMonitor(Watching):
     """Watches a model's layers for as long as it is entered.
 
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
@@ -111,6 +111,7 @@ class StreamMonitor:
         rank: int | None = None,
         every: int | None = None,
     ) -> None:
+        super().__init__()
         if every is not None and every < 1:
             raise GeometryError(f"every is {every}: read each step (1) or one in so many")
         if rank is not None and rank < 1:
@@ -119,26 +120,17 @@ class StreamMonitor:
         self._layers = find_layers(model, layers)
         self._rank, self._every = rank, every
         self._active = True
-        self._handles: list[RemovableHandle] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget the samples so far."""
         self._moments = [Moments(name) for name in ("the input", *self._layers)]
 
-    def __enter__(self) -> StreamMonitor:
+    def _attach(self) -> list[RemovableHandle]:
         first, *_ = self._layers.values()
-        self._handles.append(first.register_forward_pre_hook(self._see_input, with_kwargs=True))
-        for i, (name, layer) in enumerate(self._layers.items(), 1):
-            self._handles.append(layer.register_forward_hook(self._see_output(i, name)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        seen = [first.register_forward_pre_hook(self._see_input, with_kwargs=True)]
+        outputs = enumerate(self._layers.items(), 1)
+        return seen + [layer.register_forward_hook(self._see_output(i, name)) for i, (name, layer) in outputs]
 
     def __call__(self, step: int, steps: int, losses: Sequence[float], readings: Any) -> None:
         """After a training step: read it if it is due, and watch the next one if that will be."""
