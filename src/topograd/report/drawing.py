@@ -10,6 +10,7 @@ bytes with the same matplotlib.
 """
 
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from topograd.report.data import Array
 
@@ -35,6 +36,7 @@ MAX_TEXTS = 16  # bars that still have room for their values
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5578f", "#d99100", "#3f9fd8")
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1.2)))
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _MARKERS = ("o", "s", "^", "X", "v", "P")
 
 _STYLE: dict[str, Any] = {
@@ -133,6 +135,22 @@ def whole_steps(axes: Axes) -> None:
     """Ticks at whole steps only, however short the run."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axes.set_xlabel("step")
+
+
+def powers(axes: Axes, side: str) -> None:
+    """A logarithmic scale for "x" or "y" whose labels are plain text, as all text here."""
+    axis = axes.xaxis if side == "x" else axes.yaxis
+    axes.set(**{f"{side}scale": "log"})
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: _power(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _power(value: float) -> str:
+    """1000 as itself, 1e-12 as 10⁻¹²."""
+    if 1e-3 <= value <= 1e3:
+        return f"{value:g}"
+    return "10" + f"{math.log10(value):.0f}".translate(_RAISED)
 
 
 def bars(axes: Axes, drawn: list[Bar], slots: int) -> None:

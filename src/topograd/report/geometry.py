@@ -19,9 +19,8 @@ from topograd.errors import RunError
 from topograd.files import write_atomic
 from topograd.report.drawing import INK, legend_below, look, new_figure, panels, powers, render, style
 from topograd.report.figures import Panel
-from topograd.report.markup import POLICY, escape, section, table_html
+from topograd.report.markup import document, escape, section, table_html, tiles_html
 from topograd.report.page import figure_html
-from topograd.report.stylesheet import STYLESHEET
 from topograd.report.tables import Table, fixed, read_row, whole
 
 FOUND, COMPARED = look(0, 2).colour, look(1, 2).colour
@@ -43,21 +42,11 @@ def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
 def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], svgs: Mapping[str, str]) -> str:
     title = f"Geometry of {record['model']}"
     links = [(panel.name, panel.title) for panel in drawn] + [("missing", "What was not read")]
-    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
     parts = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>\n<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="lead">{escape(_lead(record))}</p>',
-        _tiles(record),
-        f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
         *(figure_html(panel, svgs.get(panel.name)) for panel in drawn),
         section("missing", "What was not read", _missing(record)),
-        "</main>\n</body>\n</html>\n",
     ]
-    return "\n".join(parts)
+    return document(title, _lead(record), links, parts, _tiles(record))
 
 
 def _lead(record: Mapping[str, Any]) -> str:
@@ -82,8 +71,7 @@ def _tiles(record: Mapping[str, Any]) -> str:
         tiles.append(("LayerNorm kernels found on data", f"{seen} of {len(exact)}"))
     tiles.append(("layers with factors", whole(len(record["layers"]))))
     tiles.append(("parameters without factors", whole(len(record["uncovered"]))))
-    cells = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in tiles)
-    return f'<dl class="tiles">{cells}</dl>'
+    return tiles_html(tiles)
 
 
 def _missing(record: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """Pieces of HTML that pages are made of. Every text that goes in is escaped."""
 
 import html
+from collections.abc import Iterable, Sequence
 
+from topograd.report.stylesheet import STYLESHEET
 from topograd.report.tables import Table
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -13,6 +15,33 @@ def escape(value: object) -> str:
     """Text that is safe in HTML and in attributes. Control characters become their visible pictures."""
     text = str(value).encode("utf-8", "replace").decode()  # a lone surrogate becomes "?"
     return html.escape(text.translate(_CONTROL))
+
+
+def document(
+    title: str, lead: str, links: Iterable[tuple[str, str]], parts: Iterable[str], tiles: str = ""
+) -> str:
+    """A whole page: its title, a paragraph in plain words, tiles, contents (anchor, words), and its parts."""
+    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
+    lines = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="lead">{escape(lead)}</p>',
+        tiles,
+        f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
+        *parts,
+        "</main>\n</body>\n</html>\n",
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def tiles_html(tiles: Sequence[tuple[str, str]]) -> str:
+    """The few numbers to remember, each under its name."""
+    cells = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in tiles)
+    return f'<dl class="tiles">{cells}</dl>'
 
 
 def section(anchor: str, title: str, body: str) -> str:

@@ -18,9 +18,8 @@ from topograd.report.data import RunData, bpb_last, entry, number, stage_count
 from topograd.report.decoding import decoding_section
 from topograd.report.drawing import render, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
-from topograd.report.markup import POLICY, escape, section, table_html
+from topograd.report.markup import document, escape, section, table_html, tiles_html
 from topograd.report.stage_figures import memory_panel, rank_panel, reliability_panel
-from topograd.report.stylesheet import STYLESHEET
 from topograd.report.tables import (
     all_numbers,
     comparison_numbers,
@@ -93,28 +92,18 @@ def _page(
     links += [("numbers", "All the numbers"), *([("samples", "Samples")] if samples else [])]
     links += [("decoding", "As much depth as a token needs")] if depth else []
     links.append(("configuration", "Configuration"))
-    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
-    against = f" against {escape(backprop.name)}" if backprop else ""
+    title = f"{staged.name} against {backprop.name}" if backprop else staged.name
     compared = comparison_numbers(comparison)
     numbers = table_html(all_numbers(staged, backprop)) + (table_html(compared) if compared else "")
     parts = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(staged.name)}{against}</title>",
-        f"<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",
-        f"<h1>{escape(staged.name)}{against}</h1>",
-        f'<p class="lead">{escape(_lead(staged, backprop))}</p>',
-        _tiles(staged, backprop, comparison),
-        f'<nav aria-label="Contents"><ul>{items}</ul></nav>\n</header>\n<main>',
         *(figure_html(panel, svgs.get(panel.name)) for panel in panels),
         section("numbers", "All the numbers", numbers),
         samples,
         depth,
         section("configuration", "Configuration", table_html(settings(staged, backprop), "settings")),
-        "</main>\n</body>\n</html>\n",
     ]
-    return "\n".join(part for part in parts if part)
+    tiles = _tiles(staged, backprop, comparison)
+    return document(title, _lead(staged, backprop), links, filter(None, parts), tiles)
 
 
 def _lead(staged: RunData, backprop: RunData | None) -> str:
@@ -148,8 +137,7 @@ def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, A
     tiles += [("gap to backprop", percent(gap))] if math.isfinite(gap) else []
     tiles += [("step time over backprop's", fixed(time, 2))] if math.isfinite(time) else []
     tiles += [("memory over backprop's", fixed(memory, 2))] if math.isfinite(memory) else []
-    cells = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(value)}</dd></div>" for term, value in tiles)
-    return f'<dl class="tiles">{cells}</dl>'
+    return tiles_html(tiles)
 
 
 def figure_html(panel: Panel, svg: str | None) -> str:
