@@ -1,0 +1,138 @@
+"""Which networks are read, and one clear line for each that is not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.errors import FieldError, TopogradError
+from topograd.fields.checks import Problem
+from topograd.fields.history import evolve
+from topograd.fields.kernel import kernel
+from topograd.fields.network import check_problem, weights_of
+from topograd.reference.ntk import output
+
+
+def linear(n: int, m: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(n, m, bias=bias, dtype=torch.float64)
+
+
+class Written(nn.Module):
+    """A network with its ReLUs in the forward; `twist` makes it another function."""
+
+    def __init__(self, twist: str = "") -> None:
+        super().__init__()
+        self.first, self.second, self.twist = linear(4, 6), linear(6, 6), twist
+        if twist == "scale":
+            self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = F.relu(self.first(x))
+        v = self.second(u)
+        if self.twist == "twice":
+            v = self.second(F.relu(v))
+        u = F.tanh(v) if self.twist == "tanh" else u + F.relu(v) if self.twist == "skip" else F.relu(v)
+        return u.mean(-1, keepdim=True) if self.twist == "mean" else u
+
+
+def test_a_sequence_and_its_weights_are_one_network() -> None:
+    network = nn.Sequential(linear(3, 5), nn.ReLU(), nn.Sequential(linear(5, 2), nn.ReLU()))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    weights = weights_of(network)
+    assert [tuple(W.shape) for W in weights] == [(5, 3), (2, 5)]
+    assert not any(W.requires_grad for W in weights)
+    assert torch.equal(kernel(network, x).total, kernel(weights, x).total)
+    assert torch.allclose(network(x).mean(-1), output(weights, x))
+
+
+@pytest.mark.parametrize("twist", ["", "mean"])
+def test_a_module_that_is_such_a_chain(twist: str) -> None:
+    module = Written(twist)
+    assert [tuple(W.shape) for W in weights_of(module)] == [(6, 4), (6, 6)]
+
+
+@pytest.mark.parametrize("twist", ["tanh", "skip", "twice"])
+def test_a_module_that_is_another_function(twist: str) -> None:
+    with pytest.raises(FieldError, match="answer is not that of its Linear parts"):
+        weights_of(Written(twist))
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_part_that_is_not_what_its_type_says() -> None:
+    with pytest.raises(FieldError, match="answer is not that of its Linear parts"):
+        weights_of(nn.Sequential(Doubled(3, 4, bias=False), nn.ReLU()))
+
+
+def test_parameters_outside() -> None:
+    with pytest.raises(FieldError, match="parameters outside its Linear parts"):
+        weights_of(Written("scale"))
+
+
+SHARED = linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        (nn.Sequential(linear(3, 2, bias=True), nn.ReLU()), r"Linear\(3, 2\) has a bias; the theory covers"),
+        (nn.Sequential(linear(3, 2), nn.GELU()), "part 1 is GELU, where ReLU is due; the theory covers"),
+        (nn.Sequential(linear(3, 2), nn.ReLU(), nn.Dropout()), "part 2 is Dropout, where Linear is due"),
+        (
+            nn.Sequential(linear(3, 2), nn.ReLU(), linear(2, 1)),
+            "the last part is Linear, and no ReLU follows",
+        ),
+        (nn.Sequential(SHARED, nn.ReLU(), SHARED, nn.ReLU()), "one weight is used by two layers"),
+        (
+            nn.Sequential(linear(3, 2), nn.ReLU(), linear(4, 2), nn.ReLU()),
+            "W_1 gives 2 numbers and W_2 reads 4",
+        ),
+        (nn.LSTM(3, 2), "a part LSTM"),
+        (nn.Sequential(), "no layers; give at least one"),
+        ([], "no layers; give at least one"),
+        ([torch.zeros(3)], r"W_1 is \(3,\); each weight must be a matrix"),
+        ([torch.zeros(0, 3)], r"W_1 is \(0, 3\); each weight must be a matrix"),
+        ([torch.zeros(2, 3, dtype=torch.int64)], "W_1 is torch.int64; weights must be float64 or float32"),
+        ([torch.zeros(2, 3), torch.zeros(2, 3)], "widths do not chain: W_1 gives 2 numbers and W_2 reads 3"),
+        ([torch.zeros(2, 3), torch.zeros(2, 2).double()], "W_2: torch.float64 on cpu, beside torch.float32"),
+    ],
+)
+def test_refusals(network: nn.Module | list[Tensor], why: str) -> None:
+    with pytest.raises(FieldError, match=why) as refused:
+        weights_of(network)
+    assert "\n" not in str(refused.value)
+    assert isinstance(refused.value, ValueError)
+    assert isinstance(refused.value, TopogradError)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"inputs": torch.zeros(0, 3)}, "M = 0 examples; give at least one row"),
+        ({"inputs": torch.zeros(2, 4)}, r"inputs are \(2, 4\); they must be \(M, 3\)"),
+        ({"inputs": torch.zeros(3)}, r"inputs are \(3,\); they must be \(M, 3\)"),
+        ({"inputs": torch.zeros(2, 3).double()}, "inputs: torch.float64 on cpu, beside torch.float32"),
+        ({"targets": torch.zeros(2, 1)}, r"targets are \(2, 1\); they must be \(2,\): Y is one number"),
+        ({"targets": torch.zeros(3)}, r"targets are \(3,\); they must be \(2,\)"),
+        ({"targets": torch.zeros(2).double()}, "targets: torch.float64"),
+        ({"unseen": torch.zeros(0, 3)}, "M = 0 examples"),
+        ({"unseen": torch.zeros(2, 2)}, r"inputs are \(2, 2\); they must be \(M, 3\)"),
+    ],
+)
+def test_bad_problems(change: dict[str, Tensor], why: str) -> None:
+    good = {"inputs": torch.zeros(2, 3), "targets": torch.zeros(2), "unseen": torch.zeros(1, 3)}
+    weights = [torch.zeros(4, 3)]
+    assert check_problem(weights, **good).shape == (3, 3)
+    with pytest.raises(FieldError, match=why):
+        check_problem(weights, **{**good, **change})
+
+
+def test_a_run_checks_its_problem(make: Callable[..., Problem]) -> None:
+    problem: Problem = make(3, 4)
+    with pytest.raises(FieldError, match="targets are"):
+        next(evolve(problem.weights, problem.inputs, problem.targets[:-1], eta=0.1, steps=1))
