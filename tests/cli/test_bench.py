@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from topograd.cli import bench as module
-from topograd.cli.bench import curve_table, decode_table, scan_tables
+from topograd.cli.bench import curve_table, decode_table, kernel_table, scan_tables
 from topograd.depth import calibrate
 from topograd.depth.bench import EPS
 from topograd.interfaces.bench import Settings, bench_scan
@@ -167,9 +167,54 @@ def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
     assert module.interfaces.bench_scan is bench_scan
 
 
+SMALL_KERNEL = (
+    "--examples 6 --width 8 --depth 2 --growth-examples 3 --growth-width 4 --growth-depth 2 "
+    "--transport-examples 3 --transport-width 4 --rounds 1"
+)
+
+
+def test_kernel_as_json(call: Any) -> None:
+    answer = call("bench", "kernel", *SMALL_KERNEL.split(), "--json")
+    results = answer.json
+    assert list(results) == ["threads", "settings", "kernel", "growth", "transport"]
+    assert (results["settings"]["examples"], results["kernel"]["width"]) == (6, 8)
+    assert results["kernel"]["relative_difference"] < 1e-5
+    assert [row["doubled"] for row in results["growth"]] == ["", "M", "N", "L"]
+    assert answer.err.startswith("topograd: measuring kernels")
+
+
+def test_kernel_as_a_table(call: Any) -> None:
+    answer = call("bench", "kernel", *SMALL_KERNEL.split())
+    assert answer.code == 0, answer.err
+    assert "K from fields against Jacobians" in answer.out
+    assert "goals not met" in answer.out, "so small a kernel cannot meet them"
+    assert answer.out.count("│ ") > 5
+
+
+def test_the_kernel_table_fits_a_terminal() -> None:
+    spread = {"median": 123.45, "low": 120.04, "high": 130.06}
+    row: dict[str, Any] = {"examples": 512, "width": 512, "depth": 6, "relative_difference": 3e-7}
+    row |= {"seconds": {"fields": {"median": 0.0567}}, "peak_bytes": {"fields": 36 * 2**20}}
+    row |= {
+        "faster": {**spread, "goal": 50.0, "met": True},
+        "smaller": {"ratio": 88.8, "goal": 20.0, "met": True},
+    }
+    change = {"examples": 64, "width": 256, "depth": 6, "peak_bytes": 2**22, "as_matrices_bytes": 2**34}
+    results = {"threads": 2, "kernel": row, "growth": [row], "transport": {**change, "met": True}}
+    table = shown(kernel_table(results))
+    assert "│ 512 │ 512 │ 6 │ 56.7 │  123.5 │ 120.0–130.1 │ 36.0 │    88.8 │  3e-07 │" in table
+    words = " ".join(table.split())
+    assert "goals 50 and 20; Δb for M = 64, N = 256, L = 6: 4.0 MiB, as matrices 16.0 GiB; goals met" in words
+    assert "…" not in table
+    missed = {**row, "smaller": {**row["smaller"], "met": False}}
+    assert "goals not met" in " ".join(shown(kernel_table({**results, "kernel": missed})).split())
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
+        ("kernel --examples 0", "examples is 0; it must be at least 1"),
+        ("kernel --rank 4", "Unrecognized options: --rank"),
         ("scan --segments 7", "S is 7 and the context 256; S must divide the context"),
         ("scan --rank 0", "rank r is 0; it must be at least 3"),
         ("scan --regions 2", "regions is 2; it must be at least 3"),
@@ -178,8 +223,8 @@ def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
         ("scan --tokens 4", "Unrecognized options: --tokens"),
         ("scan somewhere", "Unrecognized options: somewhere"),
         ("decode --rank 4", "Unrecognized options: --rank"),
-        ("encode", "'encode' was given to bench; choose one of decode, scan"),
-        ("", "nothing was given to bench; choose one of decode, scan"),
+        ("encode", "'encode' was given to bench; choose one of decode, scan, kernel"),
+        ("", "nothing was given to bench; choose one of decode, scan, kernel"),
     ],
 )
 def test_one_kind_does_not_take_the_flags_of_the_other(words: str, why: str, call: Any) -> None:

@@ -32,6 +32,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "interfaces",
         "probe",
         "inspect",
+        "fields",
     }
 
 

@@ -1,4 +1,4 @@
-"""`topograd bench decode` and `topograd bench scan`: ways of running or training, against the plain one."""
+"""`topograd bench`: ways of decoding, of backward, kernels and optimizers, each against the plain one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from rich.table import Table
 
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
 from topograd.depth.bench import Settings, bench_decode
+from topograd.fields import bench as fields
 from topograd.interfaces import bench as interfaces
+from topograd.optim import bench as optim
 from topograd.pretrained import REFERENCE
 from topograd.training.session import open_session
 
@@ -37,7 +39,28 @@ class Scan:
     json: Json = False
 
 
-_KINDS: dict[str, type[Decode | Scan]] = {"decode": Decode, "scan": Scan}
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Measure the tangent kernel from fields against the contraction of Jacobians: time and memory."""
+
+    settings: Annotated[fields.Settings, tyro.conf.arg(name="")] = field(default_factory=fields.Settings)
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """Measure a step of DDCAdam, and what it keeps, against AdamW on the tensors of a GPT."""
+
+    settings: Annotated[optim.Settings, tyro.conf.arg(name="")] = field(default_factory=optim.Settings)
+    json: Json = False
+
+
+_KINDS: dict[str, type[Decode | Scan | Kernel | Optim]] = {
+    "decode": Decode,
+    "scan": Scan,
+    "kernel": Kernel,
+    "optim": Optim,
+}
 
 
 def run(argv: list[str]) -> int:
@@ -53,6 +76,14 @@ def run(argv: list[str]) -> int:
             note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")
             results = interfaces.bench_scan(asked.settings)
             tables = scan_tables(results)
+        case Kernel():
+            note("measuring kernels: a minute or two and 4 GB, on a quiet machine if you can")
+            results = fields.bench_kernel(asked.settings)
+            tables = [kernel_table(results)]
+        case Optim():
+            note("measuring optimizer steps: some seconds, on a quiet machine if you can")
+            results = optim.bench_optim(asked.settings)
+            tables = [optim_table(results)]
     if asked.json:
         print_json(results)
     else:
@@ -140,4 +171,55 @@ def _scan_table(scans: Sequence[Mapping[str, Any]]) -> Table:
     for scan in scans:
         times = (number(scan["microseconds"][method]["median"], 0) for method in methods)
         table.add_row(str(scan["maps"]), str(scan["width"]), *times)
+    return table
+
+
+def kernel_table(results: Mapping[str, Any]) -> Table:
+    """Fields against Jacobians: the size with goals first, then as M, N and L double."""
+    table = Table(
+        title=f"K from fields against Jacobians, {results['threads']} threads", title_justify="left"
+    )
+    for column in ("M", "N", "L", "ms", "faster", "quartiles", "MiB", "smaller", "differ"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in (results["kernel"], *results["growth"]):
+        faster, peak = row["faster"], row["peak_bytes"][fields.FIELDS]
+        table.add_row(
+            *(str(row[key]) for key in ("examples", "width", "depth")),
+            number(1e3 * row["seconds"][fields.FIELDS]["median"], 1),
+            number(faster["median"], 1),
+            f"{number(faster['low'], 1)}–{number(faster['high'], 1)}",
+            number(peak / 2**20, 1),
+            number(row["smaller"]["ratio"], 1),
+            f"{row['relative_difference']:.0e}",
+        )
+    first, change = results["kernel"], results["transport"]
+    met = all(part["met"] for part in (first["faster"], first["smaller"], change))
+    table.caption = (
+        f"first row: goals {first['faster']['goal']:.0f} and {first['smaller']['goal']:.0f}; Δb for "
+        f"M = {change['examples']}, N = {change['width']}, L = {change['depth']}: "
+        f"{change['peak_bytes'] / 2**20:.1f} MiB, as matrices {change['as_matrices_bytes'] / 2**30:.1f} GiB; "
+        f"goals {'met' if met else 'not met'}"
+    )
+    return table
+
+
+def optim_table(results: Mapping[str, Any]) -> Table:
+    """DDCAdam over AdamW: time of a step with its quartiles, and state."""
+    millions = f"{results['parameters'] / 1e6:.1f}M parameters, {results['threads']} threads"
+    goals, spread, seconds = results["goals"], results["step_spread"], results["step_seconds"]
+    step, memory = results["step_ratio_vs_adamw"], results["memory_ratio_vs_adamw"]
+    rows = [
+        {"name": "step", "ratio": step, "spread": spread, "goal": goals["step"]},
+        {
+            "name": "state",
+            "ratio": memory,
+            "spread": {"low": memory, "high": memory},
+            "goal": goals["memory"],
+        },
+    ]
+    table = _ratio_table(
+        f"DDCAdam over AdamW, {millions}", [row | {"met": row["ratio"] <= row["goal"]} for row in rows]
+    )
+    times = " and ".join(f"{1e3 * seconds[name]:.1f} ms" for name in ("ddc_adam", "adamw"))
+    table.caption = f"a step takes {times}; gauges cover {results['covered'] / 1e6:.1f}M parameters"
     return table

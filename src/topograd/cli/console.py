@@ -55,8 +55,9 @@ def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str) -> T:
         return parse(kinds[argv[0]], argv[1:], f"{verb} {argv[0]}")
     if argv and argv[0] in ("-h", "--help"):
         print(f"usage: topograd {verb} {{{','.join(kinds)}}} ...\n")
+        width = max(map(len, kinds)) + 2
         for name, kind in kinds.items():
-            print(f"  {name:8}{(kind.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:{width}}{(kind.__doc__ or '').splitlines()[0]}")
         raise SystemExit(0)
     given = repr(argv[0]) if argv else "nothing"
     raise ConfigError(f"{given} was given to {verb}; choose one of {', '.join(kinds)}")

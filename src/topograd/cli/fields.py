@@ -1,0 +1,140 @@
+"""`topograd fields`: the kernel from fields, whole runs in fields, and what both show during training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from topograd.cli.console import Json, note, out, parse_one_of, print_json
+from topograd.cli.progress import counted
+from topograd.errors import RunError
+from topograd.fields.checks import compare_with_ntk, compare_with_weights
+from topograd.report.fields import write_study
+from topograd.studies.fields import study
+from topograd.studies.fields_runs import Data, Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Compare K from the fields with the tangent kernel from Jacobians, on a random network."""
+
+    depth: int = 4
+    """Layers."""
+    width: int = 128
+    examples: int = 64
+    seed: int = 0
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Run gradient descent in the fields, and compare it with the weights', on a random network."""
+
+    depth: int = 1
+    """Layers; deeper than 1, a run costs more the longer it is."""
+    width: int = 64
+    examples: int = 32
+    steps: int = 500
+    eta: float | None = None
+    """The step; by default a tenth of where a frozen kernel would diverge."""
+    seed: int = 0
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Kernels, projectors, tails and stages during training: figures, a page, and what came out."""
+
+    data: Data = "teacher"
+    """What is learnt: a generated teacher, or scikit-learn's digits (extra `studies`)."""
+    preset: Preset = "small"
+    """Sizes; tiny takes seconds and shows little."""
+    out: Path = Path("runs/fields-study")
+    """Where DATA.html, DATA.json and figures go; those of an earlier study of the same data are replaced."""
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[Kernel | Simulate | Study]] = {
+    "kernel": Kernel,
+    "simulate": Simulate,
+    "study": Study,
+}
+
+
+def run(argv: list[str]) -> int:
+    """Answer one question about fields and return the exit code."""
+    asked = parse_one_of(_QUESTIONS, argv, "fields")
+    match asked:
+        case Kernel():
+            answer = compare_with_ntk(asked.depth, asked.width, asked.examples, asked.seed)
+        case Simulate():
+            answer = compare_with_weights(
+                asked.depth, asked.width, asked.examples, asked.steps, asked.seed, asked.eta
+            )
+        case Study():
+            answer = _study(asked)
+    if asked.json:
+        print_json(answer)
+    elif isinstance(asked, Study):
+        _show_study(answer)
+    else:
+        out().print(kernel_table(answer) if isinstance(asked, Kernel) else simulation_table(answer))
+    return 0
+
+
+def _study(asked: Study) -> dict[str, Any]:
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)  # before a minute of work
+    except OSError as problem:
+        reason = problem.strerror
+        raise RunError(
+            f"{asked.out} cannot be a folder ({reason}); pass --out with one to write to"
+        ) from None
+    if asked.preset == "small":
+        note(f"a study of {asked.data}: a minute or two")
+    record = study(asked.data, asked.preset, counted)
+    return {**record, "page": str(write_study(asked.out, record))}
+
+
+def kernel_table(answer: Mapping[str, Any]) -> Table:
+    """The difference from the tangent kernel, by layer and in total."""
+    table = Table(title="K from fields against Jacobians", title_justify="left")
+    for column in ("layer", "share of the trace", "relative error"):
+        table.add_column(column, justify="right")
+    for layer in answer["layers"]:
+        cells = (f"{layer['share_of_trace']:.3f}", f"{layer['relative_error']:.1e}")
+        table.add_row(str(layer["layer"]), *cells)
+    table.add_row("all", "1.000", f"{answer['relative_error_vs_ntk']:.1e}")
+    table.caption = f"{1e3 * answer['seconds']:.1f} ms; Jacobians {1e3 * answer['seconds_reference']:.1f} ms"
+    return table
+
+
+def simulation_table(answer: Mapping[str, Any]) -> Table:
+    """What a run in the fields misses, beside what predictions from kernels miss."""
+    table = Table(show_header=False)
+    rows = (
+        ("largest error against the weights", f"{answer['max_abs_error_vs_weights']:.1e}"),
+        ("the same of the frozen kernel", f"{answer['frozen_max_abs_error']:.1e}"),
+        ("the same of a kernel for each step", f"{answer['relinearised_max_abs_error']:.1e}"),
+        ("mask crossings", str(answer["mask_crossings"])),
+        ("loss", f"{answer['first_loss']:.3g} to {answer['last_loss']:.3g}"),
+        ("step", f"{answer['eta']:.4g}"),
+        ("seconds, in fields and in weights", f"{answer['seconds']:.2f}, {answer['seconds_weights']:.2f}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _show_study(answer: Mapping[str, Any]) -> None:
+    """Every finding, the verdict, and where the page lies."""
+    console = out()
+    for part in answer["findings"].values():
+        for words in part:
+            console.print(f"- {words}")
+    console.print(f"\nThe conjecture of section 10.3. {answer['verdict']}")
+    console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)
