@@ -28,9 +28,9 @@ from topograd.depth.exits import Wand
 from topograd.depth.speculation import Draft, Speculate
 from topograd.nn.gpt import GPT
 from topograd.nn.packed import PackedLinear
+from topograd.timing import ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.timing import ratio, take_turns
 
 ROWS = (1, 2, 4, 8, 16)
 PROMPT = [list(range(32))]

@@ -18,7 +18,7 @@ import tyro
 
 from topograd.geometry.factors import kfac_factors
 from topograd.nn.gpt import GPT
-from topograd.training.timing import Spread, ratio, take_turns
+from topograd.timing import Spread, ratio, take_turns
 
 
 @dataclass(frozen=True)

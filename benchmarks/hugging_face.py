@@ -47,6 +47,7 @@ from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError
 from topograd.nn.forward import stage_outputs
 from topograd.nn.llama import Llama
+from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.config import TrainConfig, preset
@@ -54,7 +55,6 @@ from topograd.training.evaluation import Text
 from topograd.training.executor import train_step
 from topograd.training.optimizer import make_optimizers, set_learning_rates
 from topograd.training.session import load_data
-from topograd.training.timing import Spread, ratio, take_turns
 
 Texts = list[list[int]]
 Way = Callable[[Texts, int], Texts]

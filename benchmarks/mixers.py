@@ -16,7 +16,7 @@ from torch import Tensor
 from topograd.nn import Mamba2Mixer, Mamba3Mixer
 from topograd.nn.gpt import GPT
 from topograd.reference.recurrence import mamba2_by_steps, mamba3_by_steps
-from topograd.training.timing import Spread, ratio, take_turns
+from topograd.timing import Spread, ratio, take_turns
 
 BATCH, WIDTH = 4, 256
 

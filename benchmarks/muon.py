@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from topograd.timing import Spread, ratio, take_turns
 from topograd.training.muon import Muon
-from topograd.training.timing import Spread, ratio, take_turns
 
 MODELS = ((96, 6, 40), (256, 8, 4))  # width, layers, rounds
 

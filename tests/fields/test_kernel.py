@@ -10,9 +10,9 @@ from topograd.errors import FieldError
 from topograd.fields.checks import Problem, relative_error
 from topograd.fields.kernel import kernel
 from topograd.fields.state import state_of
+from topograd.memory import peak_bytes
 from topograd.reference.fields import descend
 from topograd.reference.ntk import empirical_ntk
-from topograd.training.memory import peak_bytes
 
 Make = Callable[..., Problem]
 EXACT = 1e-12

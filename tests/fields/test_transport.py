@@ -18,8 +18,8 @@ from topograd.fields.transport import (
     transport,
     transported,
 )
+from topograd.memory import peak_bytes
 from topograd.reference.fields import projectors, pulled_back, transports
-from topograd.training.memory import peak_bytes
 
 Make = Callable[..., Problem]
 NETWORKS = [(4, 6, 5), (4, 5, 6, 4), (4, 5, 3, 6, 5), (3, 4, 5, 4, 6, 5), (4, 5, 4, 6, 3, 5, 4)]

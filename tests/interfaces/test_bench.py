@@ -10,7 +10,7 @@ import torch
 from topograd.errors import ConfigError
 from topograd.interfaces import bench
 from topograd.interfaces.bench import Settings, bench_scan, row
-from topograd.training.timing import Spread
+from topograd.timing import Spread
 
 SMALL = Settings(
     regions=3,

@@ -38,9 +38,9 @@ from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
 from topograd.depth.wand import agreement, exits, thresholds
 from topograd.errors import ConfigError
+from topograd.timing import ratio, take_turns
 from topograd.training.evaluation import Text
 from topograd.training.session import Session, heldout_text
-from topograd.training.timing import ratio, take_turns
 
 WANTED_AGREEMENT = 0.999
 EPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)

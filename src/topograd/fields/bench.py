@@ -1,8 +1,8 @@
 """How long the kernel takes from fields, and how much memory, against the contraction of Jacobians.
 
 Everything is measured in one process. Times take turns, a ratio is taken within its round, and its median and
-quartiles are shown (`training/timing.py`); peaks are bytes of tensors allocated and not yet freed
-(`training/memory.py`). The peer forms ∂Y/∂W for every example with `torch.func` and contracts it with itself
+quartiles are shown (`timing.py`); peaks are bytes of tensors allocated and not yet freed
+(`memory.py`). The peer forms ∂Y/∂W for every example with `torch.func` and contracts it with itself
 over all weights (`reference/ntk.py`): M · L N² numbers.
 
     kernel       one size: times, peaks, ratios with their goals, and how far the two kernels are apart
@@ -30,9 +30,9 @@ from topograd.fields.checks import Problem, random_problem, relative_error
 from topograd.fields.kernel import kernel
 from topograd.fields.state import state_of
 from topograd.fields.transport import conjugate_change, materialised_numbers
+from topograd.memory import peak_bytes
 from topograd.reference.ntk import empirical_ntk
-from topograd.training.memory import peak_bytes
-from topograd.training.timing import Spread, ratio, take_turns
+from topograd.timing import Spread, ratio, take_turns
 
 SPEED_GOAL, MEMORY_GOAL, TRANSPORT_GOAL = 50.0, 20.0, 2**30
 FIELDS, JACOBIANS = "fields", "Jacobians"

@@ -1,7 +1,7 @@
 """How long steps, Jacobians and scans of bounded interfaces take, against the dense model.
 
 Everything is measured in one process. In each round every row runs once, in an order that rotates; a ratio is
-taken within its round, and the row shows its median and quartiles (`training/timing.py`). Four questions:
+taken within its round, and the row shows its median and quartiles (`timing.py`). Four questions:
 
     steps        a training step over that of the dense GPT, the same layers in one stage; each takes turns
                  with the dense one alone, since more models would push each other's weights out of the caches
@@ -45,9 +45,9 @@ from topograd.interfaces.scan import Method, suffix_adjoints
 from topograd.nn.forward import run_stage
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface
+from topograd.timing import Spread, ratio, read_in_turns, take_turns
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
-from topograd.training.timing import Spread, ratio, read_in_turns, take_turns
 
 LEAN_GOAL, SCAN_GOAL, TRIMMED_GOAL = 0.75, 4.4, 0.5
 WAYS: tuple[Way, ...] = ("loop", "batched", "pullback")

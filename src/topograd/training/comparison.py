@@ -15,11 +15,11 @@ from torch import Tensor
 
 from topograd.data import Loader
 from topograd.errors import ConfigError
+from topograd.memory import peak_step_bytes
+from topograd.timing import ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
-from topograd.training.memory import peak_step_bytes
 from topograd.training.session import Session, load_data
-from topograd.training.timing import ratio, take_turns
 
 ROUNDS = 9
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from topograd.training.timing import Spread, ratio, read_in_turns, take_turns
+from topograd.timing import Spread, ratio, read_in_turns, take_turns
 
 
 def test_things_take_turns_and_the_order_rotates() -> None:

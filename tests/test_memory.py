@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from topograd.memory import peak_bytes, peak_step_bytes
 from topograd.nn.gpt import GPT
 from topograd.topology.dag import Topology
 from topograd.training.executor import prepare, train_step
-from topograd.training.memory import peak_bytes, peak_step_bytes
 
 
 def zeros(elements: int) -> Tensor:
