@@ -25,14 +25,17 @@ NAMES = {
     *("Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule", "Sampling", "write"),
     "__version__",
 }
+FOLDERS = {"fields", "geometry", "interfaces", "optim"}
 
 
 def test_the_names_are_these_and_all_of_them_are_there() -> None:
-    assert set(tg.__all__) == NAMES
-    assert set(dir(tg)) == NAMES
+    assert set(tg.__all__) == NAMES | FOLDERS
+    assert set(dir(tg)) == NAMES | FOLDERS
     for name in NAMES:
         value = getattr(tg, name)
         assert name == "__version__" or value.__name__ == name
+    for name in FOLDERS:
+        assert getattr(tg, name).__name__ == f"topograd.{name}"
     assert not hasattr(tg, "nonsense")
     with pytest.raises(AttributeError, match="module 'topograd' has no attribute 'nonsense'"):
         tg.nonsense  # type: ignore[attr-defined]  # noqa: B018

@@ -12,6 +12,7 @@ A name is imported when it is first used, so that what needs no torch does not w
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from topograd import fields, geometry, interfaces, optim
     from topograd.depth.autotune import DraftRule
     from topograd.depth.engine import Composed, Engine, Prefix, write
     from topograd.depth.exits import Wand
@@ -59,6 +60,7 @@ else:
         "train_step": "training.executor",
         "write": "depth.engine",
     }
+    _FOLDERS = ("fields", "geometry", "interfaces", "optim")
 
     def __getattr__(name: str) -> object:
         import importlib
@@ -68,6 +70,8 @@ else:
             value = importlib.metadata.version(__name__)
         elif name in _HOME:
             value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        elif name in _FOLDERS:
+            value = importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value
@@ -96,7 +100,11 @@ __all__ = [
     "__version__",
     "adapt",
     "evaluate",
+    "fields",
+    "geometry",
+    "interfaces",
     "linear_cross_entropy",
+    "optim",
     "pool",
     "prepare",
     "train_step",

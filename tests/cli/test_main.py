@@ -33,6 +33,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "probe",
         "inspect",
         "fields",
+        "optim",
     }
 
 

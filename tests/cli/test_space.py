@@ -1,3 +1,6 @@
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +58,49 @@ def test_count(call: Any) -> None:
     assert call("space", "count", "100", "--json").json["compositions"] == 2**99
 
 
+def test_properties_of_a_partition_need_no_training(call: Any) -> None:
+    assert call("space", "properties", "4,4,4", "--json").json == {
+        "composition": [4, 4, 4],
+        "layers": 12,
+        "stages": 3,
+        "heads": "shared",
+        "vocabulary_projections": 3,
+        "capability_region": True,
+        "gradient_depth": 4,
+        "activation_layers": 4,
+        "pipeline_granularity": 3,
+        "coupling_cost": 9,
+        "coordination": 9 / 11,
+        "head_matrices": 1,
+        "exit_layers": [4, 8, 12],
+    }
+    own = call("space", "properties", "1,1", "--heads", "per-stage", "--json").json
+    assert (own["heads"], own["head_matrices"], own["capability_region"]) == ("per-stage", 3, False)
+
+
+def test_properties_of_a_run_are_measured(call: Any, staged: Path, corpus: Path) -> None:
+    answer = call("space", "properties", staged, "--json").json
+    assert (answer["run"], answer["steps"], answer["composition"]) == (str(staged), 12, [1, 1])
+    assert answer["bpb"] == call("eval", staged, "--json").json["bpb"]
+    assert answer["update"]["others"] == 0 < answer["update"]["own"]
+    assert answer["gradient_depth"] == 1
+    other = call("space", "properties", staged, "--new", corpus, "--limit-bytes", 200, "--json").json
+    assert other["specialist_capacity"] != answer["specialist_capacity"]
+
+
+def test_properties_of_a_run_as_a_table(call: Any, backprop: Path) -> None:
+    said = call("space", "properties", backprop)
+    assert said.code == 0
+    for piece in ("gradient depth", "update, forgetting", "bpb, last", "peak bytes"):
+        assert piece in said.out
+
+
+def test_properties_load_no_torch() -> None:
+    code = "import sys; from topograd.cli.main import main; main(['space', 'properties', '4,4', '--json']); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
@@ -64,6 +110,7 @@ def test_count(call: Any) -> None:
         ("join 2,2 1,3", ["join", "1,1,2"]),
         ("meet 2,2 1,3", ["meet", "4"]),
         ("count 5", ["compositions", "16"]),
+        ("properties 4,4", ["coupling cost", "exit layers", "4, 8"]),
     ],
 )
 def test_for_people_it_is_a_table(words: str, seen: list[str], call: Any) -> None:
@@ -76,8 +123,8 @@ def test_for_people_it_is_a_table(words: str, seen: list[str], call: Any) -> Non
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("", "Expected one of {show, join, meet, count}"),
-        ("shw 4", "'shw' is no question about the space; choose one of show, join, meet, count"),
+        ("", "Expected one of {show, join, meet, count, properties}"),
+        ("shw 4", "'shw' is no question about the space; choose one of show, join, meet, count, properties"),
         ("show", "Missing from topograd space show: PARTITION"),
         ("show 4,x --json", "part 2 is 'x'"),
         ("show 4,,4", "part 2 is ''"),
@@ -91,6 +138,11 @@ def test_for_people_it_is_a_table(words: str, seen: list[str], call: Any) -> Non
         ("count 0 --json", "the number of layers is 0"),
         ("count many", "invalid literal"),
         ("count 4 --stages 0", "the number of stages is 0"),
+        ("properties", "Missing from topograd space properties: PARTITION|DIR"),
+        ("properties 4,x --json", "part 2 is 'x'"),
+        ("properties no/run", "there is no run at no/run"),
+        ("properties 4,4 --limit-bytes 9", "--limit-bytes was given with '4,4', which is no folder"),
+        ("properties 4,4 --new text.txt", "--new was given with '4,4', which is no folder"),
     ],
 )
 def test_bad_questions_are_one_line(words: str, why: str, call: Any) -> None:

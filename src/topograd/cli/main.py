@@ -24,6 +24,7 @@ VERBS = {
     "space": "look around the space of partitions",
     "probe": "rates of dead directions: predicted, and measured on weights set by hand",
     "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",
+    "optim": "does an optimizer respect a network's symmetries: equivariance, ablation cells",
     "fields": "learning as a dynamics of fields: kernels, runs without weights, a study",
     "interfaces": "check bounded interfaces: exact gradients, no look ahead, which backward pays",
 }

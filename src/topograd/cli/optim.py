@@ -1,0 +1,105 @@
+"""`topograd optim`: which optimizers respect a network's symmetries, and what their knobs do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.errors import ConfigError
+from topograd.optim import cells as cells_module
+from topograd.optim import equivariance as experiment
+
+QUICK = 2_000
+"""Steps of the cells that take no while."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equivariance:
+    """Train twice from one orbit, for every gauge: how far DDCAdam and AdamW let the two runs part."""
+
+    steps: int = 200
+    lr: float = 0.01
+    seed: int = 0
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or not self.lr > 0:
+            raise ConfigError(f"steps is {self.steps} and lr {self.lr}; give at least 1 and more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """Turn the knobs of three optimizers on a dead direction: slopes and alignment, and who reaches zero."""
+
+    steps: int = 20_000
+    seeds: int = 3
+    """Runs of cell B for each optimizer."""
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[Equivariance | Cells]] = {"equivariance": Equivariance, "cells": Cells}
+
+
+def run(argv: list[str]) -> int:
+    """Answer one question about optimizers and return the exit code."""
+    asked = parse_one_of(_QUESTIONS, argv, "optim")
+    match asked:
+        case Equivariance():
+            answer = experiment.equivariance(asked.steps, asked.lr, asked.seed)
+        case Cells():
+            if asked.steps > QUICK:
+                note("training four cells: a minute or two")
+            answer = cells_module.cells(asked.steps, asked.seeds)
+    if asked.json:
+        print_json(answer)
+    else:
+        console = out()
+        tables = [equivariance_table(answer)] if isinstance(asked, Equivariance) else cell_tables(answer)
+        for table in tables:
+            console.print(table)
+    return 0
+
+
+def equivariance_table(answer: Mapping[str, Any]) -> Table:
+    """How far two runs from one orbit part, gauge by gauge."""
+    table = Table(title=f"From θ and g·θ, {answer['steps']} steps: how far apart", title_justify="left")
+    for column in ("gauge", "frozen64", "frozen32", "sgd64", "AdamW", "drift", "AdamW's"):
+        table.add_column(column, justify="left" if column == "gauge" else "right", no_wrap=column != "gauge")
+    columns = ("frozen64", "frozen32", "sgd64", "adamw64", "drift", "adamw_drift")
+    for row in answer["gauges"]:
+        table.add_row(row["name"], *(f"{row[column]:.0e}" for column in columns))
+    table.caption = (
+        f"DDCAdam frozen and sgd, goals {experiment.GOAL64:.0e} and {experiment.GOAL32:.0e}; "
+        "drift: how far a run moves along its orbit"
+    )
+    return table
+
+
+def cell_tables(answer: Mapping[str, Any]) -> list[Table]:
+    """Slopes on the bridge, then how far the diagonal network reaches."""
+    bridge = Table(title=f"A, C, D: log G_dd by log t, {answer['steps']} steps", title_justify="left")
+    for column in ("optimizer", "knob", "slope", "R²", "align", "last t", "late"):
+        bridge.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=True)
+    for cell in "ACD":
+        for row in answer[cell]:
+            slopes = (number(row[key], digits) for key, digits in (("slope", 4), ("r2", 4), ("alignment", 3)))
+            late = "yes" if row["asymptotic"] else "no"
+            bridge.add_row(f"{cell} {row['driver']}", _knob(row), *slopes, f"{row['t_last']:.0e}", late)
+    least = cells_module.SMALLEST_ALIGNMENT
+    bridge.caption = f"predicted 2; late: t⁴ ≤ σ² / 100 where it is read; {DASH}: alignment below {least}"
+    reach = Table(title="B: pairs of w = u² - v² that reach zero", title_justify="left")
+    for column in ("optimizer", "knob", "below 1e-12", "zeros", "smallest", "loss"):
+        reach.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=True)
+    for row in answer["B"]:
+        shares = (f"{100 * row[key]:.0f} %" for key in ("below", "exact_zeros"))
+        reach.add_row(row["driver"], _knob(row), *shares, f"{row['smallest']:.0e}", f"{row['loss']:.0e}")
+    return [bridge, reach]
+
+
+def _knob(row: Mapping[str, Any]) -> str:
+    letter = {"eps": "ε", "beta": "β"}.get(row["knob"], row["knob"])
+    return f"{letter} = {row['value']:g}"

@@ -1,0 +1,33 @@
+"""Optimizers that respect a network's symmetries, the symmetries themselves, and what shows it."""
+
+from topograd.optim.conditioner import DDCMomentum, DDCMuon
+from topograd.optim.ddc_adam import DDCAdam
+from topograd.optim.discovery import Found, find_gauges
+from topograd.optim.drivers import HomogeneityDial, MomentumSign, ParametricEpsFloor
+from topograd.optim.gauges import (
+    CEShiftBias,
+    CEShiftRowShift,
+    ChainedReLURescale,
+    Gauge,
+    HeadShift,
+    LNScale,
+    ReLURescale,
+)
+
+__all__ = [
+    "CEShiftBias",
+    "CEShiftRowShift",
+    "ChainedReLURescale",
+    "DDCAdam",
+    "DDCMomentum",
+    "DDCMuon",
+    "Found",
+    "Gauge",
+    "HeadShift",
+    "HomogeneityDial",
+    "LNScale",
+    "MomentumSign",
+    "ParametricEpsFloor",
+    "ReLURescale",
+    "find_gauges",
+]

@@ -1,0 +1,108 @@
+"""Which gauge covers which parameter, and whether that can be kept.
+
+A parameter belongs to at most one gauge: the step of one gauge would undo what the other keeps. Gauges that
+share a tensor are refused by name, with the joint gauge to use instead where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topograd.errors import OptimError
+from topograd.optim.gauges.base import Gauge
+from topograd.optim.gauges.head_shift import HeadShift
+from topograd.optim.gauges.homogeneous import ChainedReLURescale, LNScale, ReLURescale
+from topograd.optim.gauges.rescaling import Rescaling
+from topograd.optim.gauges.translation import CEShiftRowShift, Translation
+
+_CHAINS = (ReLURescale, ChainedReLURescale)
+_PRECISE = (torch.float32, torch.float64)
+
+
+def check_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse parameters that are given twice, complex, or not floating."""
+    seen: dict[int, str] = {}
+    taken: set[str] = set()
+    for group in groups:
+        entries = group["params"]
+        for entry in [entries] if isinstance(entries, Tensor) else entries:
+            name, tensor = entry if isinstance(entry, tuple) else ("", entry)
+            label = repr(name) if name else f"a parameter of shape {tuple(tensor.shape)}"
+            if id(tensor) in seen or name in taken:
+                raise OptimError(
+                    f"{label} is given twice (first as {seen.get(id(tensor), label)}); give it once"
+                )
+            if not tensor.is_floating_point():
+                raise OptimError(f"{label} is {tensor.dtype}; give real floating parameters")
+            seen[id(tensor)] = label
+            taken |= {name} - {""}
+
+
+def check_gauges(gauges: Sequence[Gauge], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse gauges that overlap, or that the parameters cannot keep."""
+    if gauges and any("param_names" not in group for group in groups):
+        raise OptimError("gauges name their parameters: pass model.named_parameters(), not bare tensors")
+    check_disjoint(gauges)
+    named = [dict(zip(group.get("param_names", ()), group["params"], strict=False)) for group in groups]
+    everything = {name: tensor for part in named for name, tensor in part.items()}
+    for gauge in gauges:
+        gauge.check(everything)
+        at = {index for index, part in enumerate(named) for name in gauge.names if name in part}
+        if len(at) > 1:
+            raise OptimError(f"{gauge} spans param groups {sorted(at)}; put its parameters into one group")
+        _check_tensors(gauge, [everything[name] for name in gauge.names])
+        check_decay(gauge, groups[at.pop()]["weight_decay"])
+        if isinstance(gauge, Rescaling):
+            gauge.check_norms({name: everything[name].detach() for name in gauge.names})
+
+
+def check_disjoint(gauges: Sequence[Gauge]) -> None:
+    """Raise OptimError if two gauges share a tensor.
+
+    >>> check_disjoint([ReLURescale("a", "b"), ReLURescale("b", "c")])
+    Traceback (most recent call last):
+    ...
+    topograd.errors.OptimError: ReLURescale and ReLURescale share 'b'; use a ChainedReLURescale over all
+    """
+    for one, other in combinations(gauges, 2):
+        if shared := sorted(set(one.names) & set(other.names)):
+            kinds = f"{type(one).__name__} and {type(other).__name__} share {shared[0]!r}"
+            raise OptimError(f"{kinds}; {_joint(one, other)}")
+
+
+def check_decay(gauge: Gauge, weight_decay: float) -> None:
+    """Shrinking does not commute with shifting."""
+    if weight_decay and isinstance(gauge, Translation):
+        raise OptimError(
+            f"weight_decay {weight_decay} on {gauge} breaks the translation; put its tensors into a "
+            "param group with weight_decay=0"
+        )
+
+
+def _joint(one: Gauge, other: Gauge) -> str:
+    """What covers both gauges."""
+    if isinstance(one, _CHAINS) and isinstance(other, _CHAINS):
+        return "use a ChainedReLURescale over all"
+    heads = [isinstance(gauge, HeadShift) for gauge in (one, other)]
+    if all(heads):
+        return "use one HeadShift with all stages"
+    if any(heads) and any(isinstance(gauge, CEShiftRowShift) for gauge in (one, other)):
+        return "use HeadShift(..., rows=True), which is both"
+    if isinstance(one, LNScale) and isinstance(other, LNScale) and one.scale == other.scale:
+        return "use one LNScale with all readers"
+    return "no gauge here covers both: keep one of them"
+
+
+def _check_tensors(gauge: Gauge, tensors: Sequence[Tensor]) -> None:
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) > 1:
+        raise OptimError(f"{gauge} has tensors of several dtypes or devices; keep them alike")
+    if tensors[0].dtype not in _PRECISE:
+        raise OptimError(
+            f"{gauge} is on {tensors[0].dtype} tensors; keep its parameters in float32 or float64"
+        )
