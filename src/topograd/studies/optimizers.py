@@ -1,0 +1,322 @@
+"""Does it help to respect a network's symmetries? Six ways to train on three tasks, with equal budgets.
+
+    python -m topograd.studies.optimizers [--task NAME ...] [--seeds N] [--out FOLDER]
+
+Tasks are those of `optimizer_tasks.py`. All arms of a task see the same first weights, the same batches in
+the same order and the same number of steps, with one schedule (a short warm-up, then a line down to zero).
+The learning rate of each arm is the one with the least loss on unseen examples at the end (`memorise`: on
+learnt ones), out of as many rates for every arm, on seed TUNING, which is not used again. Then come the seeds
+0, 1, 2.
+
+Equal terms for unequal optimizers, derived here:
+- A tangential step of DDCAdam with `rms` is a part of the weights, Adam's is a number. A rescaled group gets
+  the rate η/ρ, with ρ the root mean square of its first weights, so that first steps have Adam's size.
+- Weight decay takes the same part κ of the weights from all arms, whatever their rate: λ = κ/η, and
+  κ (1 - μ)/η for SGD with momentum μ. Tensors of translations have none, in any arm.
+- DDCAdam differs from AdamW in two ways: it respects the gauges, and its steps grow and shrink with the
+  weights. "AdamW, relative" has the second without the first: each rescaled tensor's rate is η times its
+  norm over its first norm.
+
+What is reported, over seeds, at the end of training:
+
+    learnt, unseen, gap    cross-entropy in nats on either set, and their difference
+    shift, rescale         how far the weights went along the orbits of translations, and of rescalings
+    alignment, rates       whether a rate can be read along the trajectory (`optimizer_rates.py`)
+
+A companion paper of "Dead Directions: Geometric Singular Learning" reports gaps of 0.67 and 5.88 for DDCAdam
+and AdamW, in a setting that we do not know; this is no repetition of it.
+
+Limits. Rates are tuned on one seed, and weight decay is not tuned for each arm: `modular`, `decay` and
+`memorise` show how much the answer depends on it. Without decay, rates chosen by unseen examples are the
+smallest ones for every arm, with which nothing is learnt; hence the other choice there.
+
+Cost: about 25 minutes on one core for all tasks; gpt takes half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from topograd.optim.ddc_adam import DDCAdam
+from topograd.optim.gauges import Gauge
+from topograd.optim.gauges.translation import Translation
+from topograd.optim.z_loss import z_loss
+from topograd.studies.optimizer_rates import Moment, read_moment, readable
+from topograd.studies.optimizer_tasks import TASKS, Task, losses
+
+WARMUP, READINGS = 20, 12
+ROWS = 1024
+"""Predictions from which a rate is read."""
+EVALUATED = 8192
+"""Predictions on which a loss is measured, at most."""
+MOMENTUM = 0.9
+Z = 0.01
+"""The coefficient of the z-loss."""
+TUNING = 100
+"""The seed on which learning rates are chosen."""
+ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+SGD_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    base: Literal["adamw", "ddc", "sgd"]
+    z: float = 0.0
+    retract: bool = False
+    relative: bool = False
+    """Rescaled tensors get steps in proportion to their norm, as they have in DDCAdam."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates to choose from; every arm has as many."""
+        return SGD_RATES if self.base == "sgd" else ADAM_RATES
+
+
+ARMS = (
+    Arm("AdamW", "adamw"),
+    Arm("AdamW, relative", "adamw", relative=True),
+    Arm("AdamW, z-loss", "adamw", z=Z),
+    Arm("DDCAdam", "ddc"),
+    Arm("DDCAdam, retract", "ddc", retract=True),
+    Arm("SGD, momentum", "sgd"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: what it reached, how far it drifted, what could be read, and its curves."""
+
+    task: str
+    arm: str
+    seed: int
+    lr: float
+    learnt: float
+    unseen: float
+    accuracy: float
+    shift: float
+    rescale: float
+    alignment: float
+    slope: float | None
+    refused: str | None
+    curves: dict[str, list[float]]
+
+    @property
+    def gap(self) -> float:
+        """Loss on unseen examples above the loss on learnt ones."""
+        return self.unseen - self.learnt
+
+
+def make_optimizer(arm: Arm, task: Task, model: nn.Module, lr: float) -> Optimizer:
+    """The arm's optimizer: a group for each gauge and one for all else, with the same decay for all arms."""
+    named = dict(model.named_parameters())
+    covered = {name for gauge in task.gauges for name in gauge.names}
+    groups = [_group(arm, task, lr, {name: named[name] for name in named if name not in covered}, None)]
+    for gauge in task.gauges:
+        tensors = {name: named[name] for name in gauge.names}
+        if arm.relative and not isinstance(gauge, Translation):
+            groups += [_group(arm, task, lr, {name: tensor}, gauge) for name, tensor in tensors.items()]
+        else:
+            groups.append(_group(arm, task, lr, tensors, gauge))
+    groups = [group for group in groups if group["params"]]
+    if arm.base == "ddc":
+        return DDCAdam(groups, task.gauges, rms=True, retract=arm.retract)
+    return torch.optim.AdamW(groups) if arm.base == "adamw" else torch.optim.SGD(groups, momentum=MOMENTUM)
+
+
+def _group(
+    arm: Arm, task: Task, lr: float, tensors: Mapping[str, Tensor], gauge: Gauge | None
+) -> dict[str, Any]:
+    """A param group; `first_rms` is what relative steps are relative to."""
+    shift = isinstance(gauge, Translation)
+    rescaled = gauge is not None and not shift
+    size = rms(tensors.values()) if rescaled else 1.0
+    rate = lr / size if arm.base == "ddc" else lr
+    shrink = 0.0 if shift else task.shrink * (1 - MOMENTUM if arm.base == "sgd" else 1.0)
+    first = size if arm.relative and rescaled else None
+    return {"params": list(tensors.items()), "lr": rate, "weight_decay": shrink / rate, "first_rms": first}
+
+
+def set_rates(groups: Sequence[dict[str, Any]], firsts: Sequence[tuple[float, float]], part: float) -> None:
+    """Give the groups a part of their first rates; relative ones follow their size, and keep their decay."""
+    for group, (rate, decay) in zip(groups, firsts, strict=True):
+        grown = rms(group["params"]) / group["first_rms"] if group["first_rms"] else 1.0
+        group["lr"], group["weight_decay"] = rate * part * grown, decay / grown
+
+
+def rms(tensors: Iterable[Tensor]) -> float:
+    """The root mean square over all numbers of some tensors."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return flat.square().mean().sqrt().item()
+
+
+def schedule(step: int, steps: int) -> float:
+    """The part of the learning rate at a step: up over WARMUP steps, down to zero at the end."""
+    return min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
+
+
+def train(task: Task, arm: Arm, lr: float, seed: int, readings: int = READINGS) -> Outcome:
+    """One run, measured `readings` times. Weights and batches come from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = task.build()
+    start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    optimizer = make_optimizer(arm, task, model, lr)
+    firsts = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    batches = torch.Generator().manual_seed(seed)
+    wanted = {round(task.steps * (i + 1) / readings) for i in range(readings)}
+    rows: list[dict[str, float]] = []
+    for step in range(task.steps):
+        set_rates(optimizer.param_groups, firsts, schedule(step, task.steps))
+        optimizer.zero_grad()
+        inputs, classes = _batch(task, batches)
+        logits = model(inputs)
+        (losses(logits, classes) + (z_loss(logits, arm.z) if arm.z else 0.0)).backward()
+        optimizer.step()
+        if step + 1 in wanted:
+            rows.append({"step": step + 1, **measure(task, model, start)})
+            if not math.isfinite(rows[-1]["unseen"]):
+                break
+    return _outcome(task, arm, lr, seed, rows)
+
+
+def _batch(task: Task, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    inputs, classes = task.learnt
+    if task.batch >= len(inputs):
+        return inputs, classes
+    rows = torch.randint(len(inputs), (task.batch,), generator=generator)
+    return inputs[rows], classes[rows]
+
+
+@torch.no_grad()
+def measure(task: Task, model: nn.Module, start: Mapping[str, Tensor]) -> dict[str, float]:
+    """Losses, drift since the start, and what a rate is made of, at this moment."""
+    named = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    learnt, _ = _losses(model, task.learnt)
+    unseen, accuracy = _losses(model, task.unseen)
+    drifts: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
+    for gauge in task.gauges:
+        drifts[isinstance(gauge, Translation)].append(gauge.drift(start, named))
+    found = {"learnt": learnt, "unseen": unseen, "accuracy": accuracy}
+    found |= {"shift": math.hypot(*drifts[True]), "rescale": math.hypot(*drifts[False])}
+    if not math.isfinite(learnt + unseen):  # it diverged
+        return found | asdict(Moment(0.0, 0.0, 0.0))
+    return found | asdict(read_moment(model, task.pair, _first(task.learnt, ROWS)[0]))
+
+
+def _first(data: tuple[Tensor, Tensor], predictions: int) -> tuple[Tensor, Tensor]:
+    """The first examples, as many as make this number of predictions."""
+    inputs, classes = data
+    many = max(1, predictions * len(classes) // classes.numel())
+    return inputs[:many], classes[:many]
+
+
+def _losses(model: nn.Module, data: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Mean loss and the share of right answers."""
+    inputs, classes = _first(data, EVALUATED)
+    logits = torch.cat([model(part) for part in inputs.split(256)])
+    return losses(logits, classes).item(), (logits.argmax(-1) == classes).double().mean().item()
+
+
+def _outcome(task: Task, arm: Arm, lr: float, seed: int, rows: Sequence[Mapping[str, float]]) -> Outcome:
+    last = rows[-1]
+    rate = readable([Moment(row["t"], row["G"], row["alignment"]) for row in rows])
+    curves = {key: [row[key] for row in rows] for key in last}
+    return Outcome(
+        task=task.name,
+        arm=arm.name,
+        seed=seed,
+        lr=lr,
+        learnt=last["learnt"],
+        unseen=last["unseen"],
+        accuracy=last["accuracy"],
+        shift=last["shift"],
+        rescale=last["rescale"],
+        alignment=rate.alignment,
+        slope=rate.slope,
+        refused=rate.refused,
+        curves=curves,
+    )
+
+
+def tune(task: Task, arm: Arm, seed: int = TUNING) -> tuple[float, dict[float, float]]:
+    """The rate with the least loss on the task's choice of examples, and all losses; what diverges is inf."""
+    tried = {}
+    for lr in arm.rates:
+        run = train(task, arm, lr, seed, readings=1)
+        loss = run.unseen if task.tuned_on == "unseen" else run.learnt
+        tried[lr] = loss if math.isfinite(loss) else math.inf
+    return min(tried, key=lambda lr: tried[lr]), tried
+
+
+def study(task: Task, seeds: int = 3, arms: Sequence[Arm] = ARMS) -> dict[str, Any]:
+    """Every arm of one task, as plain numbers."""
+    tried, runs = {}, []
+    for arm in arms:
+        lr, tried[arm.name] = tune(task, arm)
+        runs += [train(task, arm, lr, seed) for seed in range(seeds)]
+        print(
+            f"{task.name}, {arm.name}: lr {lr:g}, unseen {runs[-1].unseen:.4f}", file=sys.stderr, flush=True
+        )
+    return {"task": task.name, "tried": tried, "runs": [{**asdict(run), "gap": run.gap} for run in runs]}
+
+
+COLUMNS = ("learnt", "unseen", "gap", "accuracy", "shift", "rescale", "alignment")
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """Mean ± standard deviation over seeds for each arm; a rate counts where it was not refused."""
+    shown = Table(title=f"{found['task']}: cross-entropy in nats, mean ± sd over seeds")
+    for column in ("", "lr", *COLUMNS, "rates"):
+        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for arm, tried in found["tried"].items():
+        runs = [run for run in found["runs"] if run["arm"] == arm]
+        lr = runs[0]["lr"]
+        edge = "*" if lr in (min(tried), max(tried)) else ""
+        cells = [_spread([run[column] for run in runs]) for column in COLUMNS]
+        read = sum(run["refused"] is None for run in runs)
+        shown.add_row(arm, f"{lr:g}{edge}", *cells, f"{read}/{len(runs)}")
+    shown.caption = "* at an end of the rates that were tried"
+    return shown
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = statistics.fmean(values)
+    return f"{mean:.3g} ± {statistics.stdev(values):.1g}" if len(values) > 1 else f"{mean:.3g}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study, print a table for each task, and keep the numbers if there is a folder for them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m topograd.studies.optimizers", description="Does it help?"
+    )
+    parser.add_argument("--task", choices=list(TASKS), action="append", help="one task instead of all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a folder for TASK.json")
+    given = parser.parse_args(argv)
+    for name in given.task or TASKS:
+        found = study(TASKS[name](), given.seeds)
+        Console(width=170).print(table(found))
+        if given.out is not None:
+            given.out.mkdir(parents=True, exist_ok=True)
+            (given.out / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

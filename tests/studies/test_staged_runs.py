@@ -1,0 +1,130 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.data import windows
+from topograd.errors import ConfigError, DivergenceError
+from topograd.studies import staged_runs as module
+from topograd.studies.experiment_e import behind_root
+from topograd.studies.staged_runs import (
+    PRESETS,
+    SWEEP,
+    Arm,
+    Sizes,
+    chain,
+    differences,
+    held_out,
+    order0,
+    slopes,
+    spread,
+    tail_use,
+    train_arms,
+    values,
+)
+from topograd.training.evaluation import Text
+from topograd.training.session import load_data
+
+
+def silent(done: int, total: int) -> None:
+    pass
+
+
+def test_equal_arms_are_equal_and_others_are_not(sizes: Sizes) -> None:
+    arms = [chain("2,2,2", "a"), chain("2,2,2", "b"), chain("4,1,1")]
+    rows = train_arms(arms, sizes, 2, silent)
+    assert differences(rows, "a", "b") == [0.0, 0.0]
+    assert all(x != 0 for x in differences(rows, "a", "4,1,1"))
+    assert values(rows, "a")[0] != values(rows, "a")[1]
+    assert [row["seed"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert rows[2]["partition"] == [4, 1, 1]
+
+
+def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any) -> None:
+        seen.append((stack.layers[0].state_dict(), stack.embedding.weight, list(batches), steps))
+
+    monkeypatch.setattr(module, "fit", fit)
+    train_arms([chain("6"), behind_root("gate"), chain("1,3,2", objective="residual")], sizes, 1, silent)
+    first, *others = seen
+    for weights, embedding, batches, steps in others:
+        assert steps == len(batches) == sizes.steps
+        assert all(torch.equal(weights[name], first[0][name]) for name in weights)
+        assert torch.equal(embedding, first[1])
+        assert all(
+            torch.equal(a, b)
+            for x, y in zip(batches, first[2], strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+
+
+def test_an_arm_is_read_by_its_pooling(sizes: Sizes) -> None:
+    plain, corrected = train_arms([chain("2,2,2"), chain("2,2,2", "r", "residual")], sizes, 1, silent)
+    assert plain["bpb"] == plain["bpb_last"] == plain["bpb_prefix"][-1]
+    assert corrected["bpb"] == corrected["bpb_sum"] != corrected["bpb_last"]
+    assert len(plain["usefulness"]) == len(plain["effective_rank"]) == 3
+
+
+def test_no_way_around_the_stage_before(sizes: Sizes) -> None:
+    model = sizes.config(0).model
+    assert not model.smear
+    assert not model.x0_blend
+    assert model.value_embeddings == "none"
+
+
+def test_order0_is_the_entropy_of_the_bytes(sizes: Sizes) -> None:
+    config, data = load_data(sizes.config(0))
+    text = held_out(config, data)
+    assert torch.equal(text.targets, windows(data.heldout, data.tokenizer, 16, 200)[1])
+    even = Text(torch.zeros(1, 8), torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4]]), 8)
+    assert order0(even) == pytest.approx(2.0)
+    padded = Text(torch.zeros(1, 4), torch.tensor([[1, 2, -100, -100]]), 4)
+    assert order0(padded) == pytest.approx(0.5)
+
+
+def test_a_probe_adds_its_readings(sizes: Sizes) -> None:
+    told: list[tuple[int, int]] = []
+    rows = train_arms(
+        [chain("6")], sizes, 2, lambda *done: told.append(done), lambda stack, plan, text: {"x": text.nbytes}
+    )
+    assert [row["x"] for row in rows] == [rows[0]["x"]] * 2
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_a_loss_that_is_not_finite(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(stack: Any, *rest: Any) -> None:
+        with torch.no_grad():
+            stack.embedding.weight.fill_(math.nan)
+
+    monkeypatch.setattr(module, "fit", spoil)
+    with pytest.raises(DivergenceError, match="arm 6 with seed 0 has no finite loss"):
+        train_arms([chain("6")], sizes, 1, silent)
+
+
+def test_no_seeds(sizes: Sizes) -> None:
+    with pytest.raises(ConfigError, match="seeds is 0; it must be at least 1"):
+        train_arms([chain("6")], sizes, 0, silent)
+
+
+def test_slopes_are_by_layer(invent: Any) -> None:
+    arms = [chain(partition) for partition in SWEEP]
+    rows = invent(arms, bpb=lambda arm: 3 - 0.25 * arm.depth)
+    assert slopes(rows, arms) == pytest.approx([-0.25] * 3, abs=1e-3)
+    assert [arm.depth for arm in arms] == [1, 2, 3, 3, 4]
+    assert spread(rows, "2,2,2") == "0.0001"
+    assert spread(rows[:5], "2,2,2") == "–"
+
+
+def test_tail_use_leaves_the_first_stage_out(invent: Any) -> None:
+    arms: list[Arm] = [chain("2,2,2"), chain("4,1,1")]
+    rows = invent(arms, usefulness=lambda arm: [0.1 * arm.depth, 0.3 * arm.depth])
+    assert tail_use(rows, arms) == pytest.approx([0.6] * 3, abs=1e-3)
+
+
+def test_presets_are_as_documented() -> None:
+    assert PRESETS["small"].seeds >= 3
+    assert 150 <= PRESETS["small"].steps <= 300
+    assert PRESETS["tiny"].steps < 10
