@@ -131,7 +131,7 @@ def test_a_relay_works_at_both_ends(model: GPT, inputs: Tensor) -> None:
 
 
 def test_unknown_relay(model: GPT, inputs: Tensor) -> None:
-    with pytest.raises(StackError, match=r"relay 'pigeon' is unknown; known are \['identity'\]"):
+    with pytest.raises(StackError, match=r"relay 'pigeon' is unknown; known are \['identity', 'pre-norm'\]"):
         outputs_of(model, relayed("pigeon"), inputs, [1])
 
 

@@ -10,7 +10,7 @@ import pytest
 from topograd.errors import TopologyError
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
+from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology, own_relay
 
 ROOT = Edge(EMBEDDING, transmissivity=1.0)
 WHOLE = Stage(0, 3, (ROOT,))
@@ -108,6 +108,46 @@ def test_input_bus_leaves_roots_alone_wherever_it_comes_from() -> None:
 def test_two_input_buses_add_up() -> None:
     topology = Topology.chain("2,1,1").with_input_bus().with_input_bus(Edge(0, layer=1)).with_input_bus()
     assert heard(topology)[2] == [(1, None, 0.0), (EMBEDDING, None, 0.0), (0, 1, 0.0)]
+
+
+def relays(topology: Topology) -> list[list[str]]:
+    return [[edge.relay for edge in stage.sources] for stage in topology.stages]
+
+
+def test_relays_are_one_for_each_edge_between_stages() -> None:
+    topology = Topology.chain("1,1,1", transmissivity=0.3).with_relays("gate")
+    assert relays(topology) == [["identity"], ["gate-1"], ["gate-2"]]
+    assert heard(topology) == heard(Topology.chain("1,1,1", transmissivity=0.3))
+    assert relays(topology.with_relays("pre-norm")) == [["identity"], ["pre-norm"], ["pre-norm"]]
+    assert relays(Topology.forest(["1,1", "1,1"]).with_relays("gate"))[2:] == [["identity"], ["gate-3"]]
+
+
+def test_an_input_bus_has_a_relay_for_each_listener() -> None:
+    bus = Edge(0, layer=1, relay="low-rank")
+    topology = Topology.chain("2,1,1").with_relays("gate").with_input_bus(bus).with_input_bus()
+    assert relays(topology)[1:] == [
+        ["gate-1", "low-rank-1-beside-1", "identity"],
+        ["gate-2", "low-rank-2-beside-1", "identity"],
+    ]
+    names = [own_relay(kind, k, i) for kind in ("gate", "low-rank") for k in (1, 11) for i in (0, 1, 11)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("source", [2, 3, 7])
+def test_an_input_bus_from_downstream_is_one_clear_line(source: int) -> None:
+    with pytest.raises(TopologyError, match=rf"from stage {source}, behind which no stage lies") as raised:
+        Topology.chain("1,1,1").with_input_bus(Edge(source))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_input_bus_on_backprop_changes_nothing() -> None:
+    assert Topology.chain("3").with_input_bus() == Topology.chain("3")
+
+
+def test_a_specialist_knows_which_of_its_base_never_had_a_loss() -> None:
+    topology = Topology.regions("1,1").with_specialist(1)
+    assert [stage.head for stage in topology.stages] == [False, True, True]
+    assert [stage.head for stage in topology.with_specialist(1).stages] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("transmissivity", [0.0, 1.0])

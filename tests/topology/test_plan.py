@@ -106,3 +106,9 @@ def test_another_depth_is_one_clear_line() -> None:
         TopologyError, match="topology has 6 layers and the stack has 4; use a partition of 4"
     ):
         Plan.of(DAG, 4)
+
+
+def test_a_frozen_stage_predicts_if_it_ever_had_a_loss() -> None:
+    topology = Topology.regions("1,1").with_specialist(1)
+    assert Plan.of(topology, 3).predicting() == [1, 2]
+    assert Plan.of(Topology.chain("1,1").with_specialist(1), 3).predicting() == [0, 1, 2]

@@ -12,7 +12,16 @@ from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
-from topograd.topology.properties import activation_layers, gradient_depth, pipeline_granularity
+from topograd.topology.properties import (
+    activation_layers,
+    closed_forms,
+    coordination,
+    coupling_cost,
+    exit_layers,
+    gradient_depth,
+    head_matrices,
+    pipeline_granularity,
+)
 
 small = settings(deadline=None, max_examples=100)
 parts = st.lists(st.integers(1, 9), min_size=1, max_size=9)
@@ -105,3 +114,52 @@ def test_values_worked_out_by_hand(topology: Topology, depth: int, held: int, gr
     assert gradient_depth(plan) == depth
     assert activation_layers(plan) == held
     assert pipeline_granularity(plan) == groups
+
+
+@small
+@given(st.lists(st.floats(0.0, 1.0), max_size=9))
+def test_soft_boundaries_couple_by_the_sum_of_their_transmissivities(soft: list[float]) -> None:
+    """Eq. 30 with c_i = 1; and a vertex couples as the hard chain does."""
+    assert coupling_cost(compiled(Topology.soft(soft))) == pytest.approx(sum(soft))
+    vertex = [round(lam) for lam in soft]
+    hard = Composition.from_boundary_vector([1 - bit for bit in vertex])
+    assert coupling_cost(compiled(Topology.chain(hard))) == sum(vertex) == hard.layers - hard.stages
+
+
+COUPLED = {
+    "backprop": (Topology.chain("5"), 4, 1.0),
+    "local": (Topology.chain("1,1,1"), 0, 0.0),
+    "one-layer": (Topology.chain("1"), 0, 0.0),
+    "hierarchical": (Topology.chain("2,3", transmissivity=0.5), 3.5, 0.875),
+    "input-bus": (Topology.chain("2,2").with_input_bus(), 2, 2 / 3),
+    "specialist": (Topology.chain("4,4", transmissivity=1.0).with_specialist(2), 1, 1 / 9),
+    "diamond": (DIAMOND, 5.5, 5.5 / 6),
+    "silent-end": (Topology(5, (Stage(0, 2, (ROOT,)), Stage(2, 5, (Edge(0),), weight=0.0))), 1, 0.25),
+    "regions": (Topology.regions("2,2"), 3, 1.0),
+}
+
+
+@pytest.mark.parametrize(("topology", "cost", "share"), COUPLED.values(), ids=COUPLED)
+def test_couplings_worked_out_by_hand(topology: Topology, cost: float, share: float) -> None:
+    assert coupling_cost(compiled(topology)) == pytest.approx(cost)
+    assert coordination(compiled(topology)) == pytest.approx(share)
+
+
+def test_heads_and_exits() -> None:
+    own = compiled(Topology.chain(Configuration.parse("2,1,3", heads="per-stage")))
+    assert (head_matrices(own), exit_layers(own)) == (4, [2, 3, 6])
+    assert head_matrices(compiled(Topology.chain("2,1,3"))) == 1
+    assert exit_layers(compiled(Topology.forest(["1,2", "3"]))) == [1, 3, 3]
+    assert exit_layers(compiled(Topology.regions("2,2"))) == [4]
+
+
+def test_closed_forms_are_all_there() -> None:
+    assert closed_forms(compiled(Topology.chain("4,4,4"))) == {
+        "gradient_depth": 4,
+        "activation_layers": 4,
+        "pipeline_granularity": 3,
+        "coupling_cost": 9,
+        "coordination": 9 / 11,
+        "head_matrices": 1,
+        "exit_layers": [4, 8, 12],
+    }

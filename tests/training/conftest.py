@@ -19,9 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from topograd.nn.gpt import GPT, GPTConfig
+from topograd.nn.learned_relays import LEARNED, add_relays
 from topograd.run import Run
 from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
+from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
 from topograd.training.config import TrainConfig
 from topograd.training.executor import prepare
 from topograd.training.trainer import start
@@ -66,6 +67,13 @@ FAN = Topology(
 )
 """Three stages answer one message, two the embedding."""
 
+RELAYED = Topology.chain("1,1,2", transmissivity=0.3)
+BUSES = {
+    "gated": Edge(EMBEDDING, relay="gate"),
+    "low-rank": Edge(0, layer=1, relay="low-rank"),
+    "soft": Edge(0, layer=1, transmissivity=0.4, relay="residual-gate"),
+}
+
 CASES = (
     Case("backprop", BACKPROP),
     Case("hard", HARD),
@@ -91,6 +99,15 @@ CASES = (
     Case("specialist-residual", Topology.chain("2", transmissivity=1.0).with_specialist(2, "residual")),
     Case("fan", FAN),
     Case("diamond", DIAMOND),
+    *(Case(f"relay-{kind}", RELAYED.with_relays(kind)) for kind in (*PLAIN_RELAYS, *LEARNED)),
+    Case("relay-hard-residual", Topology.chain("1,1,2", objective="residual").with_relays("gate")),
+    Case("relay-specialist", Topology.chain("1,2").with_specialist(1).with_relays("residual-gate")),
+    *(Case(f"input-bus-{n}", Topology.chain("2,1,1").with_input_bus(e)) for n, e in BUSES.items()),
+    Case(
+        "input-bus-concatenated",
+        Topology.chain("2,1,1").with_relays("linear").with_input_bus(Edge(EMBEDDING, relay="linear")),
+    ),
+    Case("forest-gated", Topology.forest(["1,1", "2"]).with_relays("gate")),
     Case("diamond-detached", replace(DIAMOND, bus="detached", reduction="sum", heads="per-stage")),
 )
 
@@ -114,6 +131,7 @@ class Tiny:
         torch.manual_seed(seed)
         shape: dict[str, Any] = {"width": cls.width, "heads": 2, "vocab": cls.vocab, "context": 16}
         stack = GPT(**{**shape, "layers": topology.layers, **settings}).to(dtype)
+        add_relays(stack, topology, cls.width, rank=3)
         prepare(stack, topology)
         with torch.no_grad():
             for parameter in stack.parameters():

@@ -316,6 +316,30 @@ def test_unknown_parts_are_one_clear_line(
     assert "\n" not in str(raised.value)
 
 
+def test_residual_wants_logits_that_every_frozen_stage_has(tiny: type[Tiny]) -> None:
+    """The first of two regions never had a loss: its head has nothing to say that could be corrected."""
+    topology = replace(Topology.chain("1,1"), stages=_regions()).with_specialist(2, "residual")
+    with pytest.raises(
+        TopologyError, match=r"stage 2 .*'residual'.* frozen stage 0.*without a loss"
+    ) as raised:
+        train_step(tiny.gpt(topology), topology, *tiny.batch())
+    assert "\n" not in str(raised.value)
+    plain = replace(Topology.chain("1,1"), stages=_regions()).with_specialist(2)
+    assert train_step(tiny.gpt(plain), plain, *tiny.batch())[2] > 0
+
+
+def _regions() -> tuple[Stage, ...]:
+    """Two stages of which only the second has a loss."""
+    first, second = Topology.chain("1,1", transmissivity=1.0).stages
+    return replace(first, weight=0.0), second
+
+
+def test_prepare_keeps_the_specialists_relay_learning(tiny: type[Tiny]) -> None:
+    stack = tiny.gpt(Topology.chain("1,1").with_specialist(2).with_relays("gate"))
+    learning = {name for name, p in stack.named_parameters() if p.requires_grad and "relays" in name}
+    assert learning == {"relays.gate-2.gate.weight", "relays.gate-2.gate.bias"}
+
+
 def test_wrong_depth_is_one_clear_line(tiny: type[Tiny]) -> None:
     with pytest.raises(TopologyError, match=r"topology has 5 layers and the stack has 4"):
         train_step(tiny.gpt(), Topology.chain("2,3"), *tiny.batch())

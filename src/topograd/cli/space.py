@@ -1,9 +1,13 @@
-"""`topograd space`: look around the space of partitions. Needs no torch, so it answers at once."""
+"""`topograd space`: look around the space of partitions. Needs no torch, so it answers at once.
+
+Only the measured properties of a run do; torch is loaded when they are asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -16,7 +20,12 @@ from topograd.topology.configuration import Configuration, count_configurations
 from topograd.topology.dag import Topology
 from topograd.topology.pipeline import backprop_bubble, pipeline_speedup, staged_bubble
 from topograd.topology.plan import Plan
-from topograd.topology.properties import activation_layers, gradient_depth, pipeline_granularity
+from topograd.topology.properties import (
+    activation_layers,
+    closed_forms,
+    gradient_depth,
+    pipeline_granularity,
+)
 
 Partition = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PARTITION")]
 _LISTED = 12  # neighbours that the table shows
@@ -65,15 +74,31 @@ class Count:
     json: Json = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """The properties of a partition that follow without training, or those of a trained run, measured."""
+
+    subject: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PARTITION|DIR")]
+    """Layers per stage, as 4,4,4, or the folder of a run."""
+    heads: Literal["shared", "per-stage"] = "shared"
+    """One head for all stages, or one more for each; a run knows its own."""
+    new: Path | None = None
+    """Text for the probes that train a copy of a run; without it, the held-out text backwards."""
+    limit_bytes: int | None = None
+    """Held-out bytes to read of a run; without it, as many as its evaluations read."""
+    json: Json = False
+
+
 Asked = (
     Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Join, tyro.conf.subcommand("join")]
     | Annotated[Meet, tyro.conf.subcommand("meet")]
     | Annotated[Count, tyro.conf.subcommand("count")]
+    | Annotated[Properties, tyro.conf.subcommand("properties")]
 )
 
 
-_QUESTIONS = ("show", "join", "meet", "count")
+_QUESTIONS = ("show", "join", "meet", "count", "properties")
 
 
 def run(argv: list[str]) -> int:
@@ -82,7 +107,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"{argv[0]!r} is no question about the space; choose one of {', '.join(_QUESTIONS)}"
         )
-    asked: Show | Join | Meet | Count = parse(Asked, argv, "space")  # type: ignore[arg-type]
+    asked: Show | Join | Meet | Count | Properties = parse(Asked, argv, "space")  # type: ignore[arg-type]
     match asked:
         case Show():
             answer = describe(Configuration.parse(asked.partition, heads=asked.heads), asked.microbatches)
@@ -93,6 +118,9 @@ def run(argv: list[str]) -> int:
         case Count():
             answer = _count(asked)
             table = _pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
+        case Properties():
+            answer = _properties(asked)
+            table = _pairs(_rows(answer))
     if asked.json:
         print_json(answer)
     else:
@@ -130,6 +158,51 @@ def describe(configuration: Configuration, microbatches: int) -> dict[str, Any]:
                 "speedup": pipeline_speedup(composition.stages, microbatches),
             },
         },
+    }
+
+
+def _properties(asked: Properties) -> dict[str, Any]:
+    if "/" in asked.subject or Path(asked.subject).is_dir():
+        return _measured(asked)
+    if asked.new is not None or asked.limit_bytes is not None:
+        name = "new" if asked.new is not None else "limit-bytes"
+        raise ConfigError(
+            f"--{name} was given with {asked.subject!r}, which is no folder; "
+            "only the properties of a run are read from text"
+        )
+    configuration = Configuration.parse(asked.subject, heads=asked.heads)
+    plan = Plan.of(Topology.chain(configuration), configuration.composition.layers)
+    return {**_named(configuration), **closed_forms(plan)}
+
+
+def _named(configuration: Configuration) -> dict[str, Any]:
+    composition = configuration.composition
+    return {
+        "composition": list(composition.parts),
+        "layers": composition.layers,
+        "stages": composition.stages,
+        "heads": configuration.heads.value,
+        "vocabulary_projections": configuration.vocabulary_projections,
+        "capability_region": configuration.in_capability_region(),
+    }
+
+
+def _measured(asked: Properties) -> dict[str, Any]:
+    from topograd.search.properties import measure  # torch takes seconds to load
+    from topograd.training.session import heldout_text, open_session
+
+    session = open_session(asked.subject)
+    text = heldout_text(session.config, session.tokenizer, limit_bytes=asked.limit_bytes)
+    new = None
+    if asked.new is not None:
+        new = heldout_text(session.config, session.tokenizer, asked.new, asked.limit_bytes)
+    parts = [len(planned.layers) for planned in session.plan.stages]
+    configuration = Configuration.parse(parts, heads=session.plan.topology.heads)
+    return {
+        "run": str(session.run.folder),
+        "steps": session.step,
+        **_named(configuration),
+        **measure(session.stack, session.plan, text, new),
     }
 
 
@@ -172,6 +245,30 @@ def _shown(answer: dict[str, Any]) -> Table:
         more = f"  and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         rows.append((words, "  ".join(map(_written, found[:_LISTED])) + more or "none"))
     return _pairs(rows)
+
+
+def _rows(answer: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """A row for each number, with the names of what it lies in before its own."""
+    rows: list[tuple[str, str]] = []
+    for name, value in answer.items():
+        words = f"{before}{name.replace('_', ' ')}"
+        if isinstance(value, dict):
+            rows += _rows(value, f"{words}, ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:  # an edge
+                figures = {key: said for key, said in item.items() if key not in ("source", "stage")}
+                rows += _rows(figures, f"{words} {item['source'] + 1} to {item['stage'] + 1}, ")
+        else:
+            rows.append((words, _figure(value)))
+    return rows
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_figure, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> Table:

@@ -6,7 +6,8 @@ D_λ(h) = sg(h) + λ (h - sg(h)) ("Stage-Partitioned Learning" eq. 26) is not a 
 acts on the gradient alone, and the executor applies it to any relay's message.
 
 A relay treats every position by itself, unless it is a `LooksBack`. A stack finds relays by name
-(`Stack.relay`): those with parameters are its own modules (`Stack.add_relay`), the rest are in `RELAYS`.
+(`Stack.relay`): those with parameters are its own modules (`Stack.add_relay`), the rest are in `RELAYS`. The
+learned ones of "Stage-Partitioned Learning" §10.5 are in `nn/learned_relays.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -63,4 +65,14 @@ class Identity:
         return message
 
 
-RELAYS: Mapping[str, Relay] = {"identity": Identity()}
+class PreNorm:
+    """Sends h and receives h / rms(h), the RMSNorm without a gain: the direction stays, the size goes."""
+
+    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+        return h
+
+    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        return F.rms_norm(message, message.shape[-1:])
+
+
+RELAYS: Mapping[str, Relay] = {"identity": Identity(), "pre-norm": PreNorm()}

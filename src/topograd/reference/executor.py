@@ -30,21 +30,25 @@ def soft_detach(h: Tensor, transmissivity: float) -> Tensor:
 def graph_losses(
     stack: Any, topology: Topology, inputs: Tensor, targets: Tensor, teacher: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(training loss with its whole graph, the stages' losses) of a `Stack`; relays are the identity."""
+    """(training loss with its whole graph, the stages' losses) of a `Stack`."""
     plan = Plan.of(topology, len(stack.layers))
     x0 = stack.embed(inputs)
     bus = stack.bus(x0, inputs)
-    hidden: dict[Port, Tensor] = {Port(EMBEDDING, 0, "identity"): x0}
+    spoken: dict[Port, Tensor] = {}
     logits: list[Tensor] = []
     losses: list[Tensor] = []
     for planned in plan.stages:
         heard_bus = bus if planned.live_bus else replace(bus, x0=x0.detach())
-        h = torch.stack([soft_detach(hidden[port], lam) for port, lam in planned.hears]).sum(0)
+        heard = [
+            (port, soft_detach(x0 if port.source == EMBEDDING else spoken[port], lam))
+            for port, lam in planned.hears
+        ]
+        h = torch.stack([stack.relay(port.relay).receive(m, heard_bus) for port, m in heard]).sum(0)
         for layer in planned.layers:
             h = stack.layers[layer](h, heard_bus)
             for port in planned.sends:
                 if port.layer == layer + 1:
-                    hidden[port] = h
+                    spoken[port] = stack.relay(port.relay).send(h, heard[0][1])
         z = stack.readout(h, planned.index)
         losses.append(_loss(planned.stage.objective, z, logits, teacher, targets))
         if planned.predicts:

@@ -22,6 +22,8 @@ from topograd.topology.configuration import Configuration
 
 EMBEDDING = -1
 """The source that is not a stage: the embedding stream x0."""
+PLAIN_RELAYS = ("identity", "pre-norm")
+"""The relays without parameters; every other one belongs to a single edge and has a name of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Stage:
     """The loss has this weight; 0 means that the stage has no loss of its own."""
     frozen: bool = False
     """Run without gradients and without a loss."""
+    head: bool = True
+    """Whether its head was trained before it was frozen; what never had a loss has no logits to offer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +152,40 @@ class Topology:
             stages.append(Stage(start, stop, (heard,)))
         return cls(max((s.stop for s in stages), default=0), tuple(stages), heads)
 
+    def with_relays(self, kind: str) -> Topology:
+        """What each stage hears of another stage first comes through a relay of `kind` (eq. 43).
+
+        Relays with parameters get a name for each edge (`own_relay`); the stack must own them.
+        """
+        stages = []
+        for k, stage in enumerate(self.stages):
+            first, *beside = stage.sources
+            if first.source != EMBEDDING:
+                first = replace(first, relay=own_relay(kind, k))
+            stages.append(replace(stage, sources=(first, *beside)))
+        return replace(self, stages=tuple(stages))
+
     def with_input_bus(self, source: Edge | None = None) -> Topology:
-        """Every stage but the roots hears `source` too; by default the embedding, detached (Def. 10.9)."""
+        """Every stage but the roots hears `source` too; by default the embedding, detached (Def. 10.9).
+
+        The relay of `source` says how it is joined (eq. 39): `identity` adds it, `gate` gates it, `low-rank`
+        adds a learned low-rank reading of it. A concatenation [h; e] behind a linear map is `linear` on both
+        edges, A h + B e: see `with_relays`. Only stages behind the source can hear it.
+        """
         source = source or Edge(EMBEDDING)
+        if source.source >= len(self.stages) - 1 and source.source != EMBEDDING:
+            raise TopologyError(
+                f"the input bus comes from stage {source.source}, behind which no stage lies; "
+                f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING"
+            )
         stages = []
         for k, stage in enumerate(self.stages):
             root = all(e.source == EMBEDDING for e in stage.sources)
             if root or k <= source.source or self.tap(source) in map(self.tap, stage.sources):
                 stages.append(stage)
             else:
-                stages.append(replace(stage, sources=(*stage.sources, source)))
+                joined = replace(source, relay=own_relay(source.relay, k, len(stage.sources)))
+                stages.append(replace(stage, sources=(*stage.sources, joined)))
         return replace(self, stages=tuple(stages))
 
     def tap(self, edge: Edge) -> tuple[int, int]:
@@ -168,7 +196,10 @@ class Topology:
 
     def with_specialist(self, depth: int, objective: str = "cross-entropy") -> Topology:
         """A stage of `depth` new layers behind the last one, everything before it frozen."""
-        base = tuple(replace(stage, frozen=True, weight=0.0) for stage in self.stages)
+        base = tuple(
+            replace(s, frozen=True, weight=0.0, head=s.head if s.frozen else s.weight > 0)
+            for s in self.stages
+        )
         heard = Edge(len(base) - 1)
         stage = Stage(self.layers, self.layers + depth, (heard,), objective)
         return replace(self, layers=self.layers + depth, stages=(*base, stage), heads="per-stage")
@@ -177,6 +208,17 @@ class Topology:
 def interface(region: int) -> str:
     """The name of the relay through which region `region` hears the one before it."""
     return f"interface-{region}"
+
+
+def own_relay(kind: str, stage: int, source: int = 0) -> str:
+    """The name of the relay of `kind` through which stage `stage` hears source number `source`.
+
+    >>> own_relay("gate", 2), own_relay("low-rank", 2, 1), own_relay("identity", 2)
+    ('gate-2', 'low-rank-2-beside-1', 'identity')
+    """
+    if kind in PLAIN_RELAYS:
+        return kind
+    return f"{kind}-{stage}" + (f"-beside-{source}" if source else "")
 
 
 def _root() -> Edge:

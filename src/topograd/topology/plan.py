@@ -42,7 +42,7 @@ class PlannedStage:
     @property
     def predicts(self) -> bool:
         """Whether its head is worth reading: it has a loss, or had one before it was frozen."""
-        return self.scale > 0 or self.stage.frozen
+        return self.scale > 0 or (self.stage.frozen and self.stage.head)
 
     @property
     def layers(self) -> range:

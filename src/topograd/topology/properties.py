@@ -4,9 +4,16 @@ For the hard chain of a partition π they reduce to the paper's: gradient depth 
 memory O(max d_k) (P4), pipeline granularity |π| (P5) ("Stage-Partitioned Learning" §7). For any other DAG
 they follow the executor's rule: a stage's activations live from its forward until its backward, and its
 backward runs as soon as every stage that sends it gradient has run its own.
+
+The gradient coupling C_global = Σ_i λ_i of eq. 30 (with c_i = 1) counts the joints between layers that
+gradient crosses: L - K for a hard chain, Σ λ_i for soft boundaries. Over L - 1 it is our reading of the
+coordination that P6 speaks of: 1 for backprop, 0 for layers that learn alone. C_head is the number of
+vocabulary matrices, 1 + K with per-stage heads.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan
@@ -70,3 +77,49 @@ def pipeline_granularity(plan: Plan) -> int:
         for other in neighbours:
             group[find(planned.index)] = find(other)
     return len({find(planned.index) for planned in plan.stages if not planned.stage.frozen})
+
+
+def coupling_cost(plan: Plan) -> float:
+    """Σ over joints of their transmissivity: 1 inside a stage that learns, λ between two that do."""
+    learns = [False] * len(plan.stages)
+    cost = 0.0
+    for planned in reversed(plan.stages):
+        k = planned.index
+        learns[k] = not planned.stage.frozen and (learns[k] or planned.scale > 0)
+        if not learns[k]:
+            continue
+        cost += len(planned.layers) - 1
+        for port, transmissivity in planned.hears:
+            if port.source != EMBEDDING and not plan.stages[port.source].stage.frozen:
+                learns[port.source] |= transmissivity > 0
+                cost += transmissivity
+    return cost
+
+
+def coordination(plan: Plan) -> float:
+    """The coupling cost over that of backprop through the same layers; 0 for a single layer."""
+    joints = plan.topology.layers - 1
+    return coupling_cost(plan) / joints if joints else 0.0
+
+
+def head_matrices(plan: Plan) -> int:
+    """Matrices of vocabulary × width: the shared one, and one for each stage where heads are per stage."""
+    return 1 + (len(plan.stages) if plan.topology.heads == "per-stage" else 0)
+
+
+def exit_layers(plan: Plan) -> list[int]:
+    """For each predicting stage, the layers that run to reach its head."""
+    return [sum(len(needed.layers) for needed in plan.needed(k)) for k in plan.predicting()]
+
+
+def closed_forms(plan: Plan) -> dict[str, Any]:
+    """Every property that is known without training, by name."""
+    return {
+        "gradient_depth": gradient_depth(plan),
+        "activation_layers": activation_layers(plan),
+        "pipeline_granularity": pipeline_granularity(plan),
+        "coupling_cost": coupling_cost(plan),
+        "coordination": coordination(plan),
+        "head_matrices": head_matrices(plan),
+        "exit_layers": exit_layers(plan),
+    }

@@ -22,7 +22,7 @@ from topograd.nn.forward import run_stage
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
-from topograd.training.objectives import OBJECTIVES, Logits, Objective, objective_named, stage_loss
+from topograd.training.objectives import OBJECTIVES, Logits, Objective, objectives_of, stage_loss
 
 
 def prepare(stack: Stack, topology: Topology) -> Plan:
@@ -38,6 +38,8 @@ def prepare(stack: Stack, topology: Topology) -> Plan:
     if plan.frozen:
         learning = [planned for planned in plan.stages if not planned.stage.frozen]
         modules = [stack.layers[i] for planned in learning for i in planned.layers]
+        heard = {port.relay for planned in learning for port, _ in planned.hears}
+        modules += [relay for name, relay in stack.own_relays().items() if name in heard]
         kept = {id(p) for module in modules for p in module.parameters()}
         kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.index)}
         for parameter in stack.parameters():
@@ -93,7 +95,7 @@ def train_step(
     open_stages: dict[int, _Open] = {}
     finished: list[tuple[int, Tensor]] = []
     losses: list[Tensor] = []
-    asked = [objective_named(objectives, planned.stage.objective) for planned in plan.stages]
+    asked = objectives_of(plan, objectives)
     keep = any(objective.hears_prior for objective in asked)
     for planned in plan.stages:
         opened = _Open(planned, None, {})

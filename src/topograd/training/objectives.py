@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.stack import Stack
+from topograd.topology.plan import Plan
 from topograd.training.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 
 Logits = Callable[[slice], Tensor]
@@ -106,6 +107,22 @@ def objective_named(objectives: Mapping[str, Objective], name: str) -> Objective
     if name not in objectives:
         raise TopologyError(f"objective {name!r} is unknown; known are {sorted(objectives)}")
     return objectives[name]
+
+
+def objectives_of(plan: Plan, objectives: Mapping[str, Objective]) -> list[Objective]:
+    """What each stage of `plan` is asked, if the logits that it wants to hear exist."""
+    asked = [objective_named(objectives, planned.stage.objective) for planned in plan.stages]
+    for planned, objective in zip(plan.stages, asked, strict=True):
+        if planned.scale == 0 or not objective.hears_prior:
+            continue
+        for earlier in plan.stages[: planned.index]:
+            if earlier.stage.frozen and not earlier.predicts:
+                raise TopologyError(
+                    f"stage {planned.index} has the objective {planned.stage.objective!r}, which needs the "
+                    f"logits of frozen stage {earlier.index}, but that stage was trained without a loss; "
+                    "use 'cross-entropy', or a base with a loss at every stage"
+                )
+    return asked
 
 
 def stage_loss(

@@ -1,0 +1,225 @@
+"""The properties of a trained configuration: worked out by hand where that can be done, and all together."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.depth.readings import Readings, read
+from topograd.errors import ConfigError
+from topograd.nn.forward import stage_outputs
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.learned_relays import add_relays
+from topograd.search.properties import (
+    composition_gain,
+    edge_ranks,
+    head_parameters,
+    information,
+    measure,
+    prefix,
+    step_bytes,
+    union_layers,
+    wand,
+)
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import EMBEDDING, Edge, Topology
+from topograd.topology.plan import Plan
+from topograd.training.evaluation import Text, evaluate
+from topograd.training.executor import prepare
+
+VOCAB, TIME, WIDTH = 12, 16, 16
+
+
+def text(rows: int = 8) -> Text:
+    tokens = torch.randint(VOCAB, (rows, TIME + 1), generator=torch.Generator().manual_seed(3))
+    targets = tokens[:, 1:].clone()
+    targets[-1, 9:] = -100
+    return Text(tokens[:, :-1], targets, 2 * int((targets != -100).sum()))
+
+
+def model(topology: Topology, **settings: Any) -> tuple[GPT, Plan]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": WIDTH, "heads": 2, "vocab": VOCAB, "context": TIME}
+    stack = GPT(**sizes | {"layers": topology.layers} | settings)
+    add_relays(stack, topology, WIDTH, rank=3)
+    add_interfaces(stack, SegmentInterface(segments=4, rank=4), len(topology.stages), WIDTH, TIME)
+    plan = prepare(stack, topology)
+    for parameter in stack.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return stack, plan
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    return measure(*model(Topology.chain(Configuration.parse("2,2", heads="per-stage"))), text())
+
+
+def test_every_property_is_there_and_is_json(measured: dict[str, Any]) -> None:
+    named = "bpb information_bits gradient_depth target_alignment activation_layers peak_bytes "
+    named += (
+        "pipeline_granularity coordination coupling_cost update head_matrices head_parameters wand prefix "
+    )
+    named += "exit_layers composition_gain specialist_capacity effective_rank edge_ranks ece"
+    assert set(measured) == set(named.split())
+    assert json.loads(json.dumps(measured, allow_nan=False)) == measured
+
+
+def test_the_properties_of_a_hard_chain(measured: dict[str, Any]) -> None:
+    stack, plan = model(Topology.chain(Configuration.parse("2,2", heads="per-stage")))
+    readings = evaluate(stack, plan, text())
+    assert measured["bpb"] == readings["bpb"]
+    assert measured["ece"] == readings["ece"]
+    assert measured["effective_rank"] == readings["effective_rank"]
+    assert (measured["gradient_depth"], measured["pipeline_granularity"]) == (2, 2)
+    assert measured["update"]["others"] == 0
+    assert measured["update"]["own"] > 0
+    assert measured["head_parameters"] == 3 * VOCAB * WIDTH
+    assert 0 < measured["target_alignment"] < 1
+
+
+def test_backprop_has_none_of_the_capabilities() -> None:
+    """Remark 7.7: with one stage there is no exit, no composition and no specialist."""
+    alone = measure(*model(Topology.chain("4")), text())
+    assert alone["wand"] == {"gain": 0.0, "agreement": 1.0}
+    assert alone["prefix"]["within_budget"] == 0.0
+    assert (alone["composition_gain"], alone["specialist_capacity"]) == (0.0, 0.0)
+    assert alone["edge_ranks"] == []
+    assert alone["target_alignment"] == pytest.approx(1.0, abs=1e-5)
+    assert alone["coordination"] == 1.0
+
+
+EVERY_KIND = {
+    # stages that predict, stages that can be told apart by gradient, whether other layers stay where they are
+    "forest": (Topology.forest(["1,1", "2"]), 3, 3, True),
+    "cover": (Topology.cover([(0, 2), (1, 4)]), 2, 1, True),
+    "gated-bus": (Topology.chain("2,2").with_input_bus(Edge(EMBEDDING, relay="gate")), 2, 2, True),
+    "hierarchical": (Topology.chain("2,2", transmissivity=1.0).with_relays("sigmoid"), 2, 1, False),
+    "soft": (Topology.soft([1.0, 0.5, 1.0]), 2, 1, False),
+    "regions": (Topology.regions("2,2"), 1, 1, False),
+    "specialist": (Topology.regions("1,2").with_specialist(1), 2, 1, True),
+}
+
+
+@pytest.mark.parametrize(("topology", "exits", "groups", "still"), EVERY_KIND.values(), ids=EVERY_KIND)
+def test_every_kind_of_configuration_is_measured(
+    topology: Topology, exits: int, groups: int, still: bool
+) -> None:
+    found = measure(*model(topology), text(4))
+    assert len(found["prefix"]["accuracy"]) == len(found["ece"]) == len(found["exit_layers"]) == exits
+    assert found["pipeline_granularity"] == groups
+    assert (found["update"]["others"] == 0) is still
+    assert found["update"]["own"] > 0
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    stack, plan = model(Topology.chain("2,2"))
+    stack.train()
+    before = {name: value.clone() for name, value in stack.state_dict().items()}
+    measure(stack, plan, text())
+    assert stack.training
+    assert all(torch.equal(before[name], value) for name, value in stack.state_dict().items())
+    assert all(p.grad is None for p in stack.parameters())
+
+
+def test_stages_hold_less_memory_than_backprop() -> None:
+    here = text()
+    staged = step_bytes(*model(Topology.chain("1,1,1,1")), here.inputs, here.targets)
+    whole = step_bytes(*model(Topology.chain("4")), here.inputs, here.targets)
+    assert 0 < staged < 0.6 * whole
+
+
+def test_information_is_what_is_known_beyond_frequencies() -> None:
+    four = torch.arange(4).repeat(2, 4)
+    even = Text(four, four, 64)  # an entropy of 2 bits a token, two bytes each
+    assert information(0.5, even) == pytest.approx(1.0)
+    assert information(0.0, even) == pytest.approx(2.0)
+    assert information(3.0, even) == 0.0
+
+
+def test_head_parameters_count_the_shared_matrix_and_the_deltas() -> None:
+    own = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))
+    assert head_parameters(*model(Topology.chain("1,1,2"))) == VOCAB * WIDTH
+    assert head_parameters(*model(own)) == 4 * VOCAB * WIDTH
+    assert head_parameters(*model(own, head_rank=2)) == VOCAB * WIDTH + 3 * 2 * (VOCAB + WIDTH)
+
+
+def said(unsure: torch.Tensor) -> Readings:
+    """Two stages on 40 rows of one token: the first says 0, hardly so where unsure or in rows 0, 8, ...
+
+    The last says 0 too, but 1 in rows 0, 8, ...: there the first is wrong.
+    """
+    wrong = torch.arange(40) % 8 == 0
+    z0, z1 = torch.zeros(40, 3), torch.zeros(40, 3)
+    z0[:, 0] = torch.where(wrong, 0.2, torch.where(unsure, 0.1, 4.0))
+    z1[:, 0], z1[wrong, 1] = 5.0, 9.0
+    return read([z0, z1], torch.arange(40))
+
+
+def test_wand_skips_what_sure_tokens_do_not_need() -> None:
+    """Sure rows leave after 2 of 4 layers; unsure ones are below the margins of the wrong ones and go on."""
+    found = wand(said(torch.arange(40) % 4 == 1), [2, 4], eps=0.01)
+    assert found == {"gain": 0.25, "agreement": 1.0}, "half of the odd rows skip half of the layers"
+    assert wand(said(torch.arange(40) < 0), [2, 4], eps=0.01)["gain"] == 0.5, "all of them"
+
+
+def test_wand_needs_rows_on_both_sides() -> None:
+    one = said(torch.arange(40) < 0).take(torch.arange(40) == 0)
+    with pytest.raises(ConfigError, match="one row"):
+        wand(one, [2, 4], eps=0.01)
+
+
+def test_an_exit_of_parallel_branches_pays_for_those_before() -> None:
+    assert union_layers(Plan.of(Topology.chain("1,1,2"), 4)) == [1, 2, 4]
+    assert union_layers(Plan.of(Topology.forest(["1,1", "2"]), 4)) == [1, 2, 4]
+    assert union_layers(Plan.of(Topology.cover([(0, 3), (1, 4)]), 4)) == [3, 6]
+
+
+def test_a_budget_buys_the_best_exit_within_it() -> None:
+    found = prefix([0.3, 0.2, 0.6], [2, 4, 6], 6, 0.7)
+    assert found == {"accuracy": [0.3, 0.2, 0.6], "budget": 0.7, "within_budget": 0.3}
+    assert prefix([0.3], [6], 6, 0.5)["within_budget"] == 0.0
+    assert prefix([0.3, 0.6], [3, 6], 6, 1.0)["within_budget"] == 0.6
+
+
+def test_composition_gain_is_over_the_best_stage() -> None:
+    assert composition_gain({"prefix": [3.0, 2.5], "sum": 2.75, "mean": 2.25}) == 0.25
+    assert composition_gain({"prefix": [3.0, 2.5], "sum": 2.75, "mean": 3.0}) == -0.25
+    assert composition_gain({"prefix": [3.0], "sum": 3.0, "mean": 3.0}) == 0.0
+
+
+def test_edges_show_what_their_relay_does_to_the_rank() -> None:
+    ranks = {kind: edge_ranks(*relayed(kind), text().inputs) for kind in ("identity", "low-rank")}
+    assert [(r.stage, r.source, r.relay) for r in ranks["low-rank"]] == [
+        (1, 0, "low-rank-1"),
+        (2, 1, "low-rank-2"),
+    ]
+    assert all(r.before == r.after for r in ranks["identity"])
+    assert all(r.after <= 3 + 1e-9 < r.before for r in ranks["low-rank"])
+
+
+def relayed(kind: str) -> tuple[GPT, Plan]:
+    return model(Topology.chain("1,1,2").with_relays(kind))
+
+
+def test_the_exits_of_a_residual_chain_are_running_sums() -> None:
+    """The text is what the sum says: the sum is always right, the last stage alone is not."""
+    stack, plan = model(Topology.chain("2,2", objective="residual"))
+    outputs = stage_outputs(stack, plan, text().inputs, [0, 1])
+    z = [stack.readout(outputs[k], k) for k in (0, 1)]
+    said = (z[0] + z[1]).argmax(-1)
+    assert (z[1].argmax(-1) != said).any()
+    right = [(z[0].argmax(-1) == said).double().mean().item(), 1.0]
+    found = measure(stack, plan, Text(text().inputs, said, said.numel()))
+    assert found["prefix"]["accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5, math.nan])
+def test_a_budget_is_a_share(budget: float) -> None:
+    with pytest.raises(ConfigError, match=r"budget is .* a share of the layers"):
+        measure(*model(Topology.chain("2,2")), text(), budget=budget)
