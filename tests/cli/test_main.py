@@ -34,6 +34,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "inspect",
         "fields",
         "optim",
+        "search",
     }
 
 

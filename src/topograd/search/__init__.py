@@ -1,0 +1,1 @@
+"""Choosing a configuration: utility, dynamic programming, soft boundaries, surgery, the Pareto front."""

@@ -1,0 +1,330 @@
+"""The Pareto front of trained configurations: a study that can be killed, resumed and shared.
+
+Statement. A study asks a sampler for candidates, trains each, and records its objectives. Training goes by
+rungs of s_1 < ... < s_R steps. At each rung but the last a candidate goes on only if it is among the best
+⌈n/f⌉ of the n that have reached the rung, itself included; best is the lowest front, then the most room
+(`front.best_first`). That is asynchronous successive halving by steps, with fronts in place of one loss. The
+front is drawn from the candidates that reached s_R: those alone had the same budget.
+
+What is kept where. The storage (SQLite in the study's folder, or any database by URL) has one trial for each
+candidate: its values at each rung, and in the end its objectives. The folder has `trials/NUMBER/` for each
+trial, where `train` may keep checkpoints, and a lock that the working process holds.
+
+Resuming. A trial that was under way here and whose lock is free belonged to a process that died: it is taken
+up again before anything new is asked for. Rungs in the storage are not trained again; a rung that was under
+way is handed to `train` with the same folder. A candidate is tried once: what the sampler proposes again is
+not trained, and if it insists, an untried candidate is drawn instead. One that diverges stops where it is.
+
+Symbols. f `reduction`, s_r `rungs`. Cost beside training: some 0.2 s a trial, for the database.
+Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.6
+(Pareto frontier mapping); Li and others, "A system for massively parallel hyperparameter tuning"; Akiba and
+others, "Optuna: a next-generation hyperparameter optimization framework".
+Limits. Several machines share a study by URL, each with its own folder; a trial that died on one machine is
+resumed there only. The first candidates at a rung have few others to be compared with, so some that a full
+comparison would stop go on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from topograd.errors import ConfigError, DivergenceError, RunError
+from topograd.run import Run
+from topograd.search.front import best_first, pareto_front
+from topograd.search.space import Candidate, Space
+from topograd.topology.composition import Composition
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
+Train = Callable[[Candidate, int, Path], Mapping[str, float]]
+"""Train a candidate to that many steps, going on from what the folder holds, and read its objectives."""
+Direction = Literal["minimize", "maximize"]
+_TRIES = 5  # proposals of the sampler before an untried candidate is drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoConfig:
+    """How a study goes."""
+
+    trials: int = 20
+    """Candidates in all, those of earlier calls included."""
+    rungs: tuple[int, ...] = (20, 80)
+    """Steps after which candidates are compared; the last is the full budget."""
+    reduction: float = 2.0
+    """f: about one in f candidates goes on at each rung."""
+    sampler_seed: int = 0
+    name: str = "pareto"
+    """The study's name in the storage."""
+    storage: str | None = None
+    """A database's URL; nothing means SQLite in the study's folder."""
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise ConfigError(f"trials is {self.trials}; it must be at least 1")
+        rising = all(a < b for a, b in zip(self.rungs, self.rungs[1:], strict=False))
+        if not self.rungs or self.rungs[0] < 1 or not rising:
+            raise ConfigError(f"rungs are {list(self.rungs)}; give rising numbers of steps, as 20 80")
+        if not self.reduction > 1:
+            raise ConfigError(f"reduction is {self.reduction}; it must be above 1")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate and what it came to."""
+
+    number: int
+    candidate: Candidate
+    steps: int
+    """The rung that it reached."""
+    values: dict[str, float]
+    """Its objectives there."""
+    state: Literal["complete", "stopped", "running"]
+    on_front: bool
+
+
+def explore(
+    space: Space,
+    objectives: Mapping[str, Direction],
+    train: Train,
+    folder: Path,
+    config: ParetoConfig,
+    on_trial: Callable[[Tried], None] | None = None,
+) -> list[Tried]:
+    """Try candidates until there are `config.trials`, or all of the space; all that the study knows."""
+    study = _open(folder, config, objectives)
+    for number in _left_behind(study, folder):
+        with ExitStack() as stack:
+            if _claim(stack, folder, number) and not _frozen(study, number).state.is_finished():
+                _run_trial(study, _again(study, number), objectives, train, folder, config)
+    wanted = min(config.trials, len(space))
+    while len(_tried(study)) < wanted:
+        with ExitStack() as stack:
+            trial = _ask(study, space, folder, stack, config.sampler_seed)
+            _run_trial(study, trial, objectives, train, folder, config)
+        if on_trial:
+            on_trial(next(t for t in results(study, objectives) if t.number == trial.number))
+    return results(study, objectives)
+
+
+def results(study: Study, objectives: Mapping[str, Direction]) -> list[Tried]:
+    """Every candidate of a study, by number; the front is that of the finished ones."""
+    rows = []
+    for trial in _tried(study):
+        reached = _reached(trial)
+        steps = max(reached, default=0)
+        values = dict(zip(objectives, reached.get(steps, []), strict=False))
+        state: Literal["complete", "stopped", "running"] = (
+            "complete"
+            if trial.state.name == "COMPLETE"
+            else "stopped"
+            if trial.state.is_finished()
+            else "running"
+        )
+        rows.append(Tried(trial.number, _candidate(trial), steps, values, state, False))
+    done = [row for row in rows if row.state == "complete"]
+    points = np.array(_small([list(row.values.values()) for row in done], objectives))
+    front = pareto_front(points.reshape(len(done), len(objectives)))
+    winners = {row.number for row, on in zip(done, front, strict=True) if on}
+    return [Tried(**{**vars(row), "on_front": row.number in winners}) for row in rows]
+
+
+def _open(folder: Path, config: ParetoConfig, objectives: Mapping[str, Direction]) -> Study:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError(
+            "a Pareto study needs optuna, which is not installed; run: pip install 'topograd[search]'"
+        ) from None
+    if not objectives:
+        raise ConfigError("a study without objectives has no front; name at least one")
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        study = optuna.create_study(
+            study_name=config.name,
+            storage=config.storage or f"sqlite:///{(folder / 'study.db').absolute()}",
+            directions=list(objectives.values()),
+            load_if_exists=True,
+        )
+    except Exception as problem:  # of any database's driver
+        reason = str(problem).splitlines()[0]
+        raise ConfigError(
+            f"the storage {config.storage!r} cannot be used ({reason}); give another URL"
+        ) from None
+    known = study.user_attrs.get("objectives")
+    if known is None:
+        study.set_user_attr("objectives", list(objectives))
+        study.set_user_attr("rungs", list(config.rungs))
+    elif known != list(objectives) or study.user_attrs["rungs"] != list(config.rungs):
+        raise ConfigError(
+            f"study {config.name!r} has the objectives {known} and rungs {study.user_attrs['rungs']}, not "
+            f"{list(objectives)} and {list(config.rungs)}; use those, or another name"
+        )
+    # From the same seed a resumed study would propose its first candidates again.
+    study.sampler = optuna.samplers.TPESampler(
+        seed=config.sampler_seed + len(study.get_trials(deepcopy=False))
+    )
+    return study
+
+
+def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) -> Trial:
+    """A trial with a candidate that nobody has tried, claimed for this process."""
+    from optuna.trial import TrialState
+
+    for attempt in range(_TRIES + 1):
+        if attempt == _TRIES:
+            study.enqueue_trial(_untried(study, space, seed))
+        trial = study.ask()
+        candidate = _propose(trial, space)
+        claimed = _claim(stack, folder, trial.number)
+        assert claimed, "the number of a new trial is its own"
+        trial.set_user_attr("home", _home(folder))
+        trial.set_user_attr("partition", str(candidate.composition))
+        trial.set_user_attr("settings", dict(candidate.settings))
+        trial.set_user_attr("candidate", candidate.key)
+        earlier = [t for t in _tried(study) if t.number < trial.number]
+        if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
+            return trial
+        study.tell(trial, state=TrialState.FAIL)  # a repetition: it counts for nothing
+    raise RunError("other processes took every candidate that was drawn; call again")
+
+
+def _propose(trial: Trial, space: Space) -> Candidate:
+    bits = [trial.suggest_categorical(f"after {i}", (False, True)) for i in range(1, space.layers)]
+    settings = {name: trial.suggest_categorical(name, tuple(v)) for name, v in space.choices.items()}
+    return space.mended(bits, settings)
+
+
+def _untried(study: Study, space: Space, seed: int) -> dict[str, object]:
+    """The parameters of a candidate that no trial has, drawn with equal chances by reservoir."""
+    tried = {t.user_attrs["candidate"] for t in _tried(study)}
+    generator = random.Random(f"{seed} {len(study.get_trials(deepcopy=False))}")
+    drawn, seen = None, 0
+    for candidate in space:
+        if candidate.key not in tried:
+            seen += 1
+            if generator.randrange(seen) == 0:
+                drawn = candidate
+            if seen == 10_000:  # enough to choose from; a large space is not walked to its end
+                break
+    if drawn is None:
+        raise RunError("every candidate of the space has been tried; look at the results")
+    bits = drawn.composition.boundary_vector
+    return {f"after {i}": bool(bit) for i, bit in enumerate(bits, start=1)} | dict(drawn.settings)
+
+
+def _run_trial(
+    study: Study,
+    trial: Trial,
+    objectives: Mapping[str, Direction],
+    train: Train,
+    folder: Path,
+    config: ParetoConfig,
+) -> None:
+    """Climb the rungs that are left, and tell the study how it ended."""
+    from optuna.trial import TrialState
+
+    frozen = _frozen(study, trial.number)
+    candidate, reached = _candidate(frozen), _reached(frozen)
+    for steps in config.rungs:
+        if steps not in reached:
+            try:
+                found = train(candidate, steps, _place(folder, trial.number) / "run")
+            except DivergenceError:
+                study.tell(trial.number, state=TrialState.PRUNED)
+                return
+            reached[steps] = _read(found, objectives)
+            trial.set_user_attr(f"rung {steps}", reached[steps])
+        if steps != config.rungs[-1] and not _goes_on(study, trial.number, steps, objectives, config):
+            study.tell(trial.number, state=TrialState.PRUNED)
+            return
+    study.tell(trial.number, reached[config.rungs[-1]])
+
+
+def _goes_on(
+    study: Study, number: int, steps: int, objectives: Mapping[str, Direction], config: ParetoConfig
+) -> bool:
+    """Whether a trial is among the best at a rung, of all that have reached it."""
+    there = {t.number: _reached(t)[steps] for t in _tried(study) if steps in _reached(t)}
+    numbers = list(there)
+    order = best_first(_small(list(there.values()), objectives))
+    best = [numbers[i] for i in order[: math.ceil(len(numbers) / config.reduction)]]
+    return number in best
+
+
+def _read(found: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
+    missing = [name for name in objectives if name not in found]
+    if missing:
+        raise ConfigError(f"objective {missing[0]!r} was not measured; measured are {', '.join(found)}")
+    for name in objectives:
+        if not math.isfinite(found[name]):
+            raise ConfigError(f"objective {name!r} is {found[name]}; a study needs finite numbers")
+    return [float(found[name]) for name in objectives]
+
+
+def _small(rows: Sequence[Sequence[float]], objectives: Mapping[str, Direction]) -> list[list[float]]:
+    """The values with every objective to be made small."""
+    signs = [1.0 if direction == "minimize" else -1.0 for direction in objectives.values()]
+    return [[sign * value for sign, value in zip(signs, row, strict=True)] for row in rows]
+
+
+def _tried(study: Study) -> list[FrozenTrial]:
+    """The trials that have a candidate and are not repetitions."""
+    found = study.get_trials(deepcopy=False)
+    return [t for t in found if "candidate" in t.user_attrs and t.state.name != "FAIL"]
+
+
+def _candidate(trial: FrozenTrial) -> Candidate:
+    return Candidate(Composition.parse(trial.user_attrs["partition"]), trial.user_attrs["settings"])
+
+
+def _reached(trial: FrozenTrial) -> dict[int, list[float]]:
+    """The values at each rung that a trial has reached."""
+    rungs = {key: values for key, values in trial.user_attrs.items() if key.startswith("rung ")}
+    return {int(key.removeprefix("rung ")): list(values) for key, values in rungs.items()}
+
+
+def _frozen(study: Study, number: int) -> FrozenTrial:
+    return study.get_trials(deepcopy=False)[number]
+
+
+def _again(study: Study, number: int) -> Trial:
+    from optuna.trial import Trial
+
+    return Trial(study, _frozen(study, number)._trial_id)
+
+
+def _left_behind(study: Study, folder: Path) -> list[int]:
+    """Trials of this folder that are still marked as running."""
+    home = _home(folder)
+    return [t.number for t in _tried(study) if not t.state.is_finished() and t.user_attrs.get("home") == home]
+
+
+def _home(folder: Path) -> str:
+    return f"{socket.gethostname()}:{folder.absolute()}"
+
+
+def _place(folder: Path, number: int) -> Path:
+    return folder / "trials" / f"{number:05d}"
+
+
+def _claim(stack: ExitStack, folder: Path, number: int) -> bool:
+    """Hold the lock of a trial until `stack` closes; False if another process has it."""
+    place = _place(folder, number)
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        stack.enter_context(Run(place).lock())
+    except RunError:
+        return False
+    return True

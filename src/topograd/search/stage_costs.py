@@ -1,0 +1,87 @@
+"""Stage costs from probes: what each interval of layers would cost as a stage, by training it briefly.
+
+Statement. Q(a, b) is the held-out loss, in nats, of a stage of layers a+1..b with a head of its own, after n
+steps of training on hidden states h_a that do not move. The sum over a partition then estimates its loss
+Σ_k CE(z_k, y), and `dynamic.best_partition` finds the least one.
+
+Each probe works on a copy of the stack cut off after layer b, through the executor: layers 1..a are a frozen
+stage, layers a+1..b the stage that learns. Every probe sees the same batches. Only its layers and its head
+learn, also where a = 0: embedding and shared head stay.
+
+Symbols. n the number of `batches`. Cost: L (L + 1)/2 probes of n steps; nothing is kept of them.
+Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.2.3
+("a shallow probe trained for K steps").
+Limits. h_a comes from the stack as it is. Under another partition the layers below would have learned
+something else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.nn.stack import Stack
+from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
+from topograd.training.executor import prepare, train_step
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets (batch, time)."""
+
+
+def probe_costs(
+    stack: Stack,
+    batches: Sequence[Batch],
+    heldout: Batch,
+    *,
+    rate: float = 0.003,
+    min_depth: int = 1,
+    on_probe: Callable[[int, int], None] | None = None,
+) -> dict[tuple[int, int], float]:
+    """Q(a, b) of every interval of at least `min_depth` layers; the stack stays as it is."""
+    layers = len(stack.layers)
+    if not batches or not 1 <= min_depth <= layers:
+        raise ConfigError(
+            f"{len(batches)} batches and a least depth of {min_depth} leave no probe of {layers} layers; "
+            f"give batches and a depth from 1 to {layers}"
+        )
+    intervals = [(a, b) for a in range(layers) for b in range(a + min_depth, layers + 1)]
+    costs = {}
+    for done, (a, b) in enumerate(intervals, start=1):
+        costs[a, b] = probe(stack, a, b, batches, heldout, rate)
+        if on_probe:
+            on_probe(done, len(intervals))
+    return costs
+
+
+def probe(stack: Stack, a: int, b: int, batches: Iterable[Batch], heldout: Batch, rate: float) -> float:
+    """Q(a, b): the held-out loss of the stage of layers a+1..b after one AdamW step for each batch."""
+    copied = copy.deepcopy(stack)
+    copied.layers = nn.ModuleList(list(copied.layers)[:b])
+    topology = _probe_topology(a, b)
+    prepare(copied, topology)
+    learning = [p for layer in list(copied.layers)[a:b] for p in layer.parameters()]
+    learning += copied.head_parameters(len(topology.stages) - 1)
+    for parameter in copied.parameters():
+        parameter.requires_grad_(False)
+    for parameter in learning:
+        parameter.requires_grad_()
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
+    for inputs, targets in batches:
+        train_step(copied, topology, inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    copied.eval()
+    return train_step(copied, topology, *heldout)[-1].item()
+
+
+def _probe_topology(a: int, b: int) -> Topology:
+    """Layers 1..a frozen, where there are any, and layers a+1..b learning."""
+    root = Edge(EMBEDDING, transmissivity=1.0)
+    if a == 0:
+        return Topology(b, (Stage(0, b, (root,)),), heads="per-stage", bus="detached")
+    frozen = Stage(0, a, (root,), weight=0.0, frozen=True)
+    return Topology(b, (frozen, Stage(a, b, (Edge(0),))), heads="per-stage", bus="detached")

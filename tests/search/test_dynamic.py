@@ -1,0 +1,84 @@
+import random
+import time
+
+import pytest
+
+from topograd.errors import ConfigError, TopologyError
+from topograd.reference.partitions import cheapest_by_trying
+from topograd.search.dynamic import best_partition, parse_costs
+
+
+def random_costs(layers: int, seed: int) -> dict[tuple[int, int], float]:
+    draw = random.Random(seed)
+    return {(a, b): draw.uniform(-1, 3) for a in range(layers) for b in range(a + 1, layers + 1)}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_agrees_with_trying_all(layers: int, seed: int) -> None:
+    costs = random_costs(layers, seed)
+    for min_depth in range(1, layers + 1):
+        most = layers // min_depth
+        for low in range(1, most + 1):
+            for high in range(low, most + 1):
+                found = best_partition(costs, layers, min_stages=low, max_stages=high, min_depth=min_depth)
+                expected = cheapest_by_trying(costs, layers, range(low, high + 1), min_depth)
+                assert (found.composition, found.cost) == expected
+        exact = best_partition(costs, layers, stages=most, min_depth=min_depth)
+        assert exact.composition.stages == most
+
+
+def test_of_equal_costs_the_fewest_stages_win() -> None:
+    costs = {(a, b): float(b - a) for a in range(4) for b in range(a + 1, 5)}
+    assert best_partition(costs, 4).composition.parts == (4,)
+    assert best_partition(costs, 4, stages=2).composition.parts == (1, 3)
+
+
+def test_only_the_costs_of_possible_stages_are_needed() -> None:
+    found = best_partition({(0, 2): 1.0, (2, 4): 1.0}, 4, stages=2, min_depth=2)
+    assert found.composition.parts == (2, 2)
+    assert best_partition({(0, 4): 2.5}, 4, stages=1).cost == 2.5
+
+
+def test_48_layers_take_less_than_a_second() -> None:
+    costs = random_costs(48, 0)
+    began = time.perf_counter()
+    best_partition(costs, 48)
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        ({"stages": 5}, "5 stages need 5 layers and there are 4; ask for at most 4 stages"),
+        ({"stages": 2, "min_depth": 3}, "2 stages of at least 3 layers each need 6 layers"),
+        ({"min_depth": 5}, "1 stages of at least 5 layers each need 5 layers"),
+        ({"min_stages": 3, "max_stages": 2}, "at least 3 and at most 2 stages leaves none"),
+        ({"stages": 2, "max_stages": 3}, "a range too"),
+        ({"stages": 0}, "the number of stages is 0"),
+    ],
+)
+def test_impossible_requests(request_: dict[str, int], why: str) -> None:
+    with pytest.raises((ConfigError, TopologyError), match=why):
+        best_partition(random_costs(4, 0), 4, **request_)
+
+
+def test_missing_and_bad_costs_are_named() -> None:
+    costs = random_costs(4, 0)
+    del costs[1, 3], costs[0, 2]
+    with pytest.raises(ConfigError, match='the cost of "0,2" is missing and of 1 more'):
+        best_partition(costs, 4)
+    with pytest.raises(ConfigError, match=r'the cost of "0,1" is inf; a cost is a finite number'):
+        best_partition({(0, 1): float("inf")}, 1)
+
+
+def test_costs_from_json() -> None:
+    assert parse_costs({"0,1": 2, " 1 , 2": 0.5}, 2) == {(0, 1): 2.0, (1, 2): 0.5}
+    for key in ("0", "1,0", "0,3", "a,b", "0,1,2", "-1,1"):
+        with pytest.raises(ConfigError, match="an interval is"):
+            parse_costs({key: 1.0}, 2)
+    for value in ("1", None, True, float("nan")):
+        with pytest.raises(ConfigError, match="a cost is a finite number"):
+            parse_costs({"0,1": value}, 2)
+    with pytest.raises(ConfigError, match="give one JSON object"):
+        parse_costs([1, 2], 2)

@@ -1,0 +1,83 @@
+import time
+
+import numpy as np
+import pytest
+
+from topograd.errors import ConfigError, TopologyError
+from topograd.reference.partitions import undominated_by_pairs
+from topograd.search.front import Everywhere, best_first, crowding, front_ranks, pareto_front
+from topograd.search.utility import coupling_cost, hard
+from topograd.topology.composition import enumerate_compositions
+from topograd.topology.configuration import Configuration
+
+
+@pytest.mark.parametrize("objectives", [1, 2, 3, 4])
+@pytest.mark.parametrize("values", [3, 1000])
+def test_the_front_agrees_with_comparing_all_pairs(objectives: int, values: int) -> None:
+    for seed in range(5):
+        points = np.random.default_rng(seed).integers(0, values, (60, objectives))
+        assert pareto_front(points).tolist() == undominated_by_pairs(points.tolist())
+
+
+def test_infinite_objectives_and_no_points() -> None:
+    assert pareto_front([[np.inf, 0, 1], [np.inf, 0, 0], [1, 1, 1]]).tolist() == [False, True, True]
+    assert pareto_front(np.zeros((0, 2))).tolist() == []
+
+
+def test_ranks_peel_front_after_front() -> None:
+    points = np.random.default_rng(0).integers(0, 6, (50, 3)).tolist()
+    ranks = front_ranks(points)
+    left = list(range(50))
+    for rank in range(int(ranks.max()) + 1):
+        front = undominated_by_pairs([points[i] for i in left])
+        assert [i for i, on in zip(left, front, strict=True) if on] == np.flatnonzero(ranks == rank).tolist()
+        left = [i for i, on in zip(left, front, strict=True) if not on]
+    assert left == []
+
+
+def test_room_on_a_front() -> None:
+    room = crowding([[0, 10], [1, 8], [2, 4], [10, 0]])
+    assert room.tolist() == [np.inf, 0.2 + 0.6, 0.9 + 0.8, np.inf]
+    assert best_first([[5, 5], [0, 10], [1, 8], [2, 4], [10, 0], [11, 11]]).tolist() == [1, 4, 3, 2, 0, 5]
+
+
+def test_every_composition_has_its_properties() -> None:
+    costs = [0.5, 0.25, 2.0, 1.0, 0.0]
+    found = Everywhere.of(6, costs)
+    seen = set()
+    for i in range(2**5):
+        pi = found.composition(i)
+        seen.add(pi)
+        configuration = Configuration(pi)
+        assert found.stages[i] == pi.stages
+        assert found.gradient_depth[i] == configuration.gradient_depth
+        assert (found.least_depth[i], found.first_depth[i]) == (min(pi.parts), pi.parts[0])
+        assert found.coupling[i] == pytest.approx(coupling_cost(hard(pi), costs), abs=1e-15)
+    assert seen == set(enumerate_compositions(6))
+    assert Everywhere.of(1).gradient_depth.tolist() == [1]
+
+
+def test_a_million_configurations_in_less_than_ten_seconds() -> None:
+    began = time.perf_counter()
+    every = Everywhere.of(20, np.random.default_rng(0).random(19).tolist())
+    both = [
+        np.stack((every.gradient_depth, -every.least_depth, every.coupling, heads * every.stages), axis=1)
+        for heads in (0, 1)
+    ]
+    points = np.concatenate(both)
+    front = pareto_front(points)
+    assert time.perf_counter() - began < 10
+    assert len(points) == 2**20
+    assert 1 < front.sum() < 200
+    assert front[2**19 - 1]  # one layer for each stage, shared head: no coupling, depth 1
+
+
+def test_bad_points() -> None:
+    with pytest.raises(ConfigError, match="not a number"):
+        pareto_front([[1.0, float("nan")]])
+    with pytest.raises(ConfigError, match=r"shape \(3,\)"):
+        pareto_front([1, 2, 3])
+    with pytest.raises(ConfigError, match="2 coupling costs for 4 layers; give 3"):
+        Everywhere.of(4, [1.0, 1.0])
+    with pytest.raises(TopologyError, match="from 1 to 24"):
+        Everywhere.of(30)

@@ -1,0 +1,187 @@
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from topograd.errors import ConfigError, DivergenceError
+from topograd.search.pareto import Direction, ParetoConfig, Tried, explore
+from topograd.search.space import Candidate, Space
+
+pytest.importorskip("optuna")
+OBJECTIVES: dict[str, Direction] = {"loss": "minimize", "stages": "maximize"}
+HEADS = {"stage_heads": ("shared", "per-stage")}
+SPACE = Space(4, choices=HEADS)
+SMALL = Space(3, choices=HEADS)
+
+
+class Recorder:
+    """A training that only writes down what it was asked; more stages cost more, more steps less."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def __call__(self, candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
+        self.calls.append((candidate.key, steps))
+        extra = 0.5 * (candidate.settings["stage_heads"] == "per-stage")
+        stages = candidate.composition.stages
+        return {"loss": stages + extra + candidate.composition.parts[0] / 10 + 1 / steps, "stages": stages}
+
+
+def config(**settings: object) -> ParetoConfig:
+    return ParetoConfig(**{"trials": 8, "rungs": (2, 4), **settings})  # type: ignore[arg-type]
+
+
+def test_a_study_tries_each_candidate_once_and_draws_the_front(tmp_path: Path) -> None:
+    train = Recorder()
+    seen: list[Tried] = []
+    found = explore(SPACE, OBJECTIVES, train, tmp_path, config(trials=6), seen.append)
+    assert len(found) == len(seen) == 6
+    assert len({tried.candidate.key for tried in found}) == 6
+    assert len(train.calls) == len(set(train.calls))
+    complete = [tried for tried in found if tried.state == "complete"]
+    stopped = [tried for tried in found if tried.state == "stopped"]
+    assert len(complete) + len(stopped) == 6
+    assert {tried.steps for tried in complete} == {4}
+    assert {tried.steps for tried in stopped} == {2}
+    assert stopped, "halving stopped nobody"
+    for tried in complete:
+        better = [
+            other
+            for other in complete
+            if other.values["loss"] <= tried.values["loss"]
+            and other.values["stages"] >= tried.values["stages"]
+            and other.values != tried.values
+        ]
+        assert tried.on_front == (not better)
+    assert not any(tried.on_front for tried in stopped)
+
+
+def test_going_on_repeats_nothing_and_ends_with_the_space(tmp_path: Path) -> None:
+    first, second, third = Recorder(), Recorder(), Recorder()
+    explore(SMALL, OBJECTIVES, first, tmp_path, config(trials=3))
+    found = explore(SMALL, OBJECTIVES, second, tmp_path, config(trials=100))
+    assert len(found) == len(SMALL) == 8
+    assert not set(first.calls) & set(second.calls)
+    assert {key for key, _ in first.calls + second.calls} == {candidate.key for candidate in SMALL}
+    assert explore(SMALL, OBJECTIVES, third, tmp_path, config(trials=100)) == found
+    assert third.calls == []
+
+
+def test_an_interrupted_trial_is_taken_up_at_its_rung(tmp_path: Path) -> None:
+    done = Recorder()
+
+    def interrupted(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
+        if steps == 4:
+            raise KeyboardInterrupt
+        return done(candidate, steps, folder)
+
+    with pytest.raises(KeyboardInterrupt):
+        explore(SPACE, OBJECTIVES, interrupted, tmp_path, config())
+    assert len(done.calls) == 1
+    after = Recorder()
+    found = explore(SPACE, OBJECTIVES, after, tmp_path, config(trials=1))
+    assert after.calls == [(done.calls[0][0], 4)]
+    assert [(tried.number, tried.state) for tried in found] == [(0, "complete")]
+
+
+def test_a_killed_process_loses_only_the_rung_under_way(tmp_path: Path) -> None:
+    """A real SIGKILL, at the third training."""
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        from topograd.search.pareto import ParetoConfig, explore
+        from topograd.search.space import Space
+
+        def train(candidate, steps, folder):
+            with open(Path(sys.argv[1]) / "calls", "a") as file:
+                file.write(f"{candidate.key}|{steps}\\n")
+            if len((Path(sys.argv[1]) / "calls").read_text().splitlines()) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return {"loss": float(candidate.composition.stages), "stages": candidate.composition.stages}
+
+        space = Space(4, choices={"stage_heads": ("shared", "per-stage")})
+        objectives = {"loss": "minimize", "stages": "maximize"}
+        explore(space, objectives, train, Path(sys.argv[1]), ParetoConfig(trials=4, rungs=(2, 4)))
+        """
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=100)
+    assert ended.returncode == -signal.SIGKILL
+    before = [tuple(line.split("|")) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len(before) == 3
+    train = Recorder()
+    found = explore(SPACE, OBJECTIVES, train, tmp_path, config(trials=4))
+    again = [(key, str(steps)) for key, steps in train.calls]
+    assert again[0] == before[2]
+    assert not set(again) & set(before[:2])
+    assert len(again) == len(set(again))
+    assert len(found) == 4
+    assert all(tried.state != "running" for tried in found)
+
+
+def test_a_trial_that_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
+    inner = Recorder()
+
+    def outer(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
+        if not inner.calls:  # meanwhile, another one joins the same study
+            explore(SPACE, OBJECTIVES, inner, tmp_path, config(trials=2))
+            assert candidate.key not in {key for key, _ in inner.calls}
+        return Recorder()(candidate, steps, folder)
+
+    found = explore(SPACE, OBJECTIVES, outer, tmp_path, config(trials=2))
+    assert inner.calls
+    assert len(found) == 2
+    assert all(tried.state != "running" for tried in found)
+
+
+def test_a_diverging_candidate_stops_and_the_study_goes_on(tmp_path: Path) -> None:
+    def train(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
+        if candidate.settings["stage_heads"] == "shared":
+            raise DivergenceError("not finite")
+        return Recorder()(candidate, steps, folder)
+
+    found = explore(SMALL, OBJECTIVES, train, tmp_path, config(trials=8))
+    shared = [tried for tried in found if tried.candidate.settings["stage_heads"] == "shared"]
+    assert len(shared) == 4
+    assert {(tried.state, tried.steps) for tried in shared} == {("stopped", 0)}
+    assert any(tried.on_front for tried in found)
+
+
+def test_a_study_may_live_in_a_database_elsewhere(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/elsewhere.db"
+    found = explore(SPACE, OBJECTIVES, Recorder(), tmp_path / "a", config(trials=2, storage=url))
+    other = Recorder()
+    assert explore(SPACE, OBJECTIVES, other, tmp_path / "b", config(trials=2, storage=url)) == found
+    assert other.calls == []
+    assert not (tmp_path / "a" / "study.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda: config(rungs=(4, 2)), "give rising numbers"),
+        (lambda: config(rungs=()), "give rising numbers"),
+        (lambda: config(trials=0), "trials is 0"),
+        (lambda: config(reduction=1.0), "reduction is 1.0"),
+    ],
+)
+def test_bad_settings(change: Callable[[], ParetoConfig], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        change()
+
+
+def test_bad_studies(tmp_path: Path) -> None:
+    explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(trials=1))
+    with pytest.raises(ConfigError, match=r"study 'pareto' has the objectives .* and rungs \[2, 4\]"):
+        explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(rungs=(2, 8)))
+    with pytest.raises(ConfigError, match="the storage 'nosuch://x' cannot be used"):
+        explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(storage="nosuch://x"))
+    with pytest.raises(ConfigError, match="objective 'speed' was not measured; measured are loss, stages"):
+        explore(SPACE, {"speed": "maximize"}, Recorder(), tmp_path / "c", config())
+    with pytest.raises(ConfigError, match="a study without objectives"):
+        explore(SPACE, {}, Recorder(), tmp_path / "d", config())
+    assert (tmp_path / "study.db").exists()

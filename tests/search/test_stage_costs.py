@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from topograd.errors import ConfigError
+from topograd.nn.gpt import GPT
+from topograd.search.dynamic import best_partition
+from topograd.search.stage_costs import Batch, probe, probe_costs
+
+
+@pytest.fixture
+def stack() -> GPT:
+    torch.manual_seed(0)
+    made = GPT(layers=3, width=16, heads=2, vocab=12, context=8)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def batches(count: int) -> list[Batch]:
+    """Counting upwards by a step that the first two tokens tell."""
+    made = []
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        start, by = torch.randint(0, 12, (2, 8, 1), generator=generator)
+        tokens = (start + by * torch.arange(9)) % 12
+        made.append((tokens[:, :-1], tokens[:, 1:]))
+    return made
+
+
+def test_every_interval_has_a_cost_and_the_stack_stays(stack: GPT) -> None:
+    before = {name: value.clone() for name, value in stack.state_dict().items()}
+    told: list[tuple[int, int]] = []
+    *train, heldout = batches(4)
+    costs = probe_costs(stack, train, heldout, on_probe=lambda done, of: told.append((done, of)))
+    assert set(costs) == {(a, b) for a in range(3) for b in range(a + 1, 4)}
+    assert told == [(i, 6) for i in range(1, 7)]
+    assert all(torch.equal(before[name], value) for name, value in stack.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in stack.parameters())
+    assert best_partition(costs, 3, stages=2).composition.stages == 2
+    assert set(probe_costs(stack, train, heldout, min_depth=2)) == {(0, 2), (0, 3), (1, 3)}
+
+
+@pytest.mark.parametrize("a", [0, 1])
+def test_a_probe_learns_its_layers_alone(stack: GPT, a: int) -> None:
+    *train, heldout = batches(25)
+    short = probe(stack, a, 3, train[:1], heldout, rate=0.01)
+    long = probe(stack, a, 3, train, heldout, rate=0.01)
+    assert long < short - 0.05
+    before = probe(stack, a, 2, train[:3], heldout, 0.01)
+    with torch.no_grad():  # what comes after layer b does not count
+        for parameter in stack.layers[2].parameters():
+            parameter.add_(1.0)
+    assert probe(stack, a, 2, train[:3], heldout, 0.01) == before
+
+
+def test_nothing_to_probe(stack: GPT) -> None:
+    with pytest.raises(ConfigError, match="0 batches"):
+        probe_costs(stack, [], batches(1)[0])
+    with pytest.raises(ConfigError, match="a depth from 1 to 3"):
+        probe_costs(stack, batches(1), batches(1)[0], min_depth=4)

@@ -1,0 +1,84 @@
+import pytest
+
+from topograd.errors import ConfigError
+from topograd.search.utility import (
+    DEPLOYMENTS,
+    Terms,
+    Weights,
+    bandwidth_cost,
+    calibration_cost,
+    capability,
+    coupling_cost,
+    deployment,
+    hard,
+    head_cost,
+    structural_capability,
+    utility,
+)
+from topograd.topology.composition import Composition, enumerate_compositions
+
+
+def test_each_term_enters_with_its_sign() -> None:
+    base = Terms(bpb=2.0)
+    weights = Weights(coupling=1, head=2, capability=4, bandwidth=8, calibration=16)
+    assert utility(base, weights) == 2.0
+    one = {"coupling": 1, "head": 2, "capability": -4, "bandwidth": 8, "calibration": 16}
+    for name, change in one.items():
+        assert utility(Terms(bpb=2.0, **{name: 1.0}), weights) == 2.0 + change
+
+
+def test_the_terms() -> None:
+    assert coupling_cost([1, 1, 1]) == 1.0
+    assert coupling_cost([0.5, 0.0], [3.0, 7.0]) == 1.5
+    assert coupling_cost([]) == 0.0
+    assert head_cost([0.0, 1.0], "shared", 100, 10) == 0.0
+    assert head_cost([0.0, 1.0], "per-stage", 100, 10) == 2.0
+    assert head_cost([0.0, 1.0], "per-stage", 100, 10, rank=2) == pytest.approx(2 * 2 * 110 / 1000)
+    assert bandwidth_cost([0.0, 0.5, 1.0], [0.1, 0.2, 0.0], 0.3) == pytest.approx(0.2 + 0.05)
+    assert bandwidth_cost([0.0], [0.9], 0.3) == 0.0
+    assert calibration_cost([0.1, 0.3]) == pytest.approx(0.2)
+    assert capability(prefix_exit=1, wand=0, specialist=0.5, composition=0.5) == 0.5
+    assert hard(Composition.parse("2,1")) == [1.0, 0.0]
+
+
+def test_the_structural_capability_vanishes_at_both_ends() -> None:
+    scores = {pi: structural_capability(pi, 3) for pi in enumerate_compositions(12)}
+    assert scores[Composition.bottom(12)] == scores[Composition.top(12)] == 0
+    assert max(scores, key=scores.__getitem__) == Composition.parse("3,3,3,3")
+    assert all(0 <= score <= 1 for score in scores.values())
+
+
+def test_deployments_choose_different_partitions() -> None:
+    """With bits per byte that grow with every boundary, only the datacenter keeps backprop."""
+
+    def best(name: str) -> Composition:
+        def score(pi: Composition) -> float:
+            terms = Terms(
+                bpb=1.0 + 0.05 * (pi.stages - 1),
+                coupling=coupling_cost(hard(pi)),
+                capability=structural_capability(pi, 2),
+            )
+            return utility(terms, deployment(name))
+
+        return min(enumerate_compositions(8), key=score)
+
+    assert best("datacenter") == Composition.bottom(8)
+    for name in set(DEPLOYMENTS) - {"datacenter"}:
+        assert 1 < best(name).stages < 8
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ConfigError, match="'moon' is unknown; choose one of datacenter"):
+        deployment("moon")
+    with pytest.raises(ConfigError, match=r"weight of head is -1"):
+        Weights(head=-1)
+    with pytest.raises(ConfigError, match=r"after layer 2 is 1.5; it must lie in \[0, 1\]"):
+        coupling_cost([0.0, 1.5])
+    with pytest.raises(ConfigError, match="1 effective ranks for 2 places"):
+        bandwidth_cost([0.0, 0.0], [1.0], 1.0)
+    with pytest.raises(ConfigError, match="costs are at least 0"):
+        coupling_cost([0.0], [-1.0])
+    with pytest.raises(ConfigError, match="heads 'two' are unknown"):
+        head_cost([0.0], "two", 10, 10)
+    with pytest.raises(ConfigError, match="no calibration error"):
+        calibration_cost([])
