@@ -14,7 +14,6 @@ from rich.table import Table
 from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
 from topograd.cli.progress import counted, training_progress
 from topograd.errors import ConfigError
-from topograd.report.pareto import write_pareto
 from topograd.search.dynamic import best_partition, parse_costs, stage_counts
 from topograd.search.pareto import ParetoConfig, Tried, explore
 from topograd.search.soft import SoftConfig, learn_boundaries
@@ -202,6 +201,8 @@ def _told(operation: Operation) -> dict[str, Any]:
 
 
 def _pareto(asked: Pareto) -> dict[str, Any]:
+    from topograd.report.pareto import write_pareto  # matplotlib: most of a second that only a study needs
+
     config = replace(asked.size.config(), steps=asked.study.rungs[-1])
     if asked.size.steps not in (None, config.steps):
         raise ConfigError(

@@ -1,0 +1,267 @@
+"""A plot by two properties that the reader chooses, without script: marks that move and cards that show.
+
+The marks are the radio buttons of one group, so that the mouse, a touch and the arrow keys all reach them.
+Each has its place along every property as a CSS variable, and a rule for each choice says which two places
+count; for that a browser must know `:has`, as all do since the end of 2023. A mark that is pointed at,
+focused or chosen shows its card, the element after it: one rule for all, quick with hundreds of marks.
+
+Shapes tell again what colours tell. Marks that would cover one another step aside, to the poorer side. The
+line is the front of the two shown properties alone, among what trained to the end: those alone had the same
+budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from topograd.report.drawing import GRID, INK, MUTED, look
+from topograd.report.markup import escape
+from topograd.report.tables import fixed
+from topograd.search.front import pareto_front
+
+Record = Mapping[str, Any]
+Trial = Mapping[str, Any]
+KINDS = {
+    "front": "on the front",
+    "done": "trained to the end and beaten",
+    "early": "stopped early or under way",
+}
+"""The kinds of marks, by the names of their CSS classes."""
+WIDTH, HEIGHT = 720, 460
+LEFT, RIGHT, TOP, BOTTOM = 84, 704, 16, 396  # the field within WIDTH and HEIGHT
+_LEAST = 300  # pixels: the smaller side of the field, at the least width of a plot
+_APART = 11  # pixels between the middles of marks
+_GRID = np.array(list(product(range(0, 41, 4), repeat=2)), dtype=np.float64)  # pixels to step aside
+_TRIES = _GRID[np.argsort(np.hypot(*_GRID.T), kind="stable")]
+_FRONT, _DONE = look(0, 2).colour, look(1, 2).colour
+
+STYLE = f"""
+.choice {{ margin: 0 0 .5rem; padding: 0; border: 0; font-size: .92rem; }}
+.choice legend {{ float: left; width: 4.2rem; padding: 0; color: var(--muted); }}
+.choice label {{ display: inline-block; margin-right: 1.1rem; }}
+.choice input {{ accent-color: var(--accent); }}
+.board {{ position: relative; padding-right: 16rem; --tall: calc(var(--facts) * 1.5rem + 5rem); }}
+.field {{ display: grid; min-width: 36rem; }}
+.field > * {{ grid-area: 1 / 1; }}
+.part {{ display: none; }}
+polyline.part {{ fill: none; stroke: {_FRONT}; stroke-width: 1.5; stroke-dasharray: 5 3; }}
+.points {{ display: grid; }}
+.mark {{
+  appearance: none; display: inline-block; width: 15px; height: 15px; margin: 0; border-radius: 50%;
+  vertical-align: -.15em; forced-color-adjust: none; print-color-adjust: exact;
+}}
+.mark::before {{
+  content: ""; display: block; box-sizing: border-box; width: 11px; height: 11px; margin: 2px;
+}}
+.mark.front::before {{ background: {_FRONT}; transform: rotate(45deg) scale(.86); }}
+.mark.done::before {{ background: #ffffff; border: 2.5px solid {_DONE}; border-radius: 50%; }}
+.mark.early::before {{
+  background: #7b8494; transform: scale(.8);
+  clip-path: polygon(
+    50% 36%, 86% 0, 100% 14%, 64% 50%, 100% 86%, 86% 100%, 50% 64%, 14% 100%, 0 86%, 36% 50%, 0 14%, 14% 0
+  );
+}}
+.point {{
+  position: relative; grid-area: 1 / 1; align-self: end; margin: 0 0 -7.5px -7.5px; cursor: pointer;
+}}
+.point.front {{ z-index: 2; }}
+.point.done {{ z-index: 1; }}
+.point:is(:hover, :checked, :focus-visible) {{ outline: 2px solid {INK}; outline-offset: 1px; z-index: 3; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: 0 0 .4rem; color: var(--ink); }}
+.card {{
+  position: absolute; top: 0; right: 0; width: 15rem; min-height: var(--tall); z-index: 4; margin: 0;
+  padding: .8rem 1rem; background: var(--card); border: 1px solid var(--line); border-radius: .75rem;
+  font-size: .92rem; line-height: 1.5rem;
+}}
+.point + .card {{ display: none; }}
+.point:checked + .card {{ display: block; }}
+.point:focus-visible + .card {{ display: block; z-index: 5; }}
+.point:hover + .card {{ display: block; z-index: 6; }}
+.hint {{ min-height: 0; z-index: 0; color: var(--muted); }}
+.card h3 {{ margin: 0 0 .5rem; font-size: 1rem; }}
+.card dl {{ margin: .7rem 0 0; }}
+.card dl div {{ display: flex; justify-content: space-between; gap: .8rem; }}
+.card dt {{ color: var(--muted); white-space: nowrap; }}
+.card dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
+.stages {{ display: flex; gap: 2px; height: .8rem; }}
+.stages span {{ border-radius: 2px; print-color-adjust: exact; }}
+#table :is(th, td) {{ white-space: nowrap; }}
+@media (max-width: 56rem) {{
+  .board {{ padding: 0 0 calc(var(--tall) + .75rem); }}
+  .card {{ top: auto; bottom: 0; width: 100%; min-height: var(--tall); }}
+}}
+"""
+"""What is the same for every study."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A property, and where its values are drawn."""
+
+    key: str
+    sign: int
+    """1 if less is better, -1 if more is."""
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    digits: int
+    """Digits after the point of its values."""
+
+    @classmethod
+    def of(cls, key: str, direction: str, trials: Sequence[Trial]) -> Axis:
+        """An axis with room for the values of all the trials."""
+        values = [trial["values"][key] for trial in trials]
+        digits = 0 if all(value == int(value) for value in values) else 4
+        room = 0.07 * (max(values) - min(values)) or 0.05 * abs(max(values)) or 0.5
+        low, high = min(values) - room, max(values) + room
+        locator = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10], integer=digits == 0, min_n_ticks=1)
+        ticks = tuple(float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high)
+        return cls(key, 1 if direction == "minimize" else -1, low, high, ticks, digits)
+
+    @property
+    def name(self) -> str:
+        """The property in words."""
+        return self.key.replace("_", " ")
+
+    def read(self, trial: Trial) -> float:
+        """The value of a trial."""
+        return float(trial["values"][self.key])
+
+    def text(self, value: float) -> str:
+        """A value as it is written."""
+        return fixed(value, self.digits)
+
+    def place(self, value: float) -> float:
+        """Percent of the field, from its low end."""
+        return 100 * (value - self.low) / (self.high - self.low)
+
+
+def kind_of(trial: Trial) -> str:
+    """Which of `KINDS` a trial is."""
+    return "front" if trial["on_front"] else "done" if trial["state"] == "complete" else "early"
+
+
+def rules(properties: int) -> str:
+    """What each choice of two properties shows: marks in their places, two scales and a line."""
+    found = []
+    for i in range(properties):
+        across, up = f".pareto:has(#across-{i}:checked)", f".pareto:has(#up-{i}:checked)"
+        found += [f"{across} .across-{i},{up} .up-{i}{{display:inline}}"]
+        found += [f"{across} .point{{left:var(--v{i})}}{up} .point{{bottom:var(--v{i})}}"]
+        for j in (j for j in range(properties) if j != i):
+            both = f"{across}:has(#up-{j}:checked)"
+            found += [f"{both} .line-{i}-{j}{{display:inline}}{both} .point{{translate:var(--o{i}-{j},0 0)}}"]
+    return "\n".join(found)
+
+
+def field_html(
+    trials: Sequence[Trial], axes: Sequence[Axis], names: Sequence[str], cards: Sequence[str]
+) -> str:
+    """The drawing, and upon it a mark for each trial with its card, which shows at the side of the board."""
+    margins = (TOP, WIDTH - RIGHT, HEIGHT - BOTTOM, LEFT)
+    sides = " ".join(f"{100 * margin / WIDTH:.4f}%" for margin in margins)  # CSS: all are shares of the width
+    marks = "\n".join(
+        f'<input type="radio" name="point" id="point-{trial["number"]}" class="point mark {kind_of(trial)}"'
+        f' style="{style}" aria-label="{escape(name)}">{card}'
+        for trial, style, name, card in zip(trials, _places(trials, axes), names, cards, strict=True)
+    )
+    return (
+        f'<div class="field">{_drawing(trials, axes)}\n<div class="points" role="radiogroup" '
+        f'aria-label="Configurations" style="padding:{sides}">\n{marks}\n</div></div>'
+    )
+
+
+def _drawing(trials: Sequence[Trial], axes: Sequence[Axis]) -> str:
+    """The scales of every property along both sides, and the line of every pair."""
+    pieces = [_scale(i, axis, side) for i, axis in enumerate(axes) for side in ("across", "up")]
+    done = [trial for trial in trials if trial["state"] == "complete"]
+    for i, across in enumerate(axes):
+        for j, up in enumerate(axes):
+            if i != j and done:
+                corners = _staircase([(across.read(trial), up.read(trial)) for trial in done], across, up)
+                pieces.append(f'<polyline class="part line-{i}-{j}" points="{corners}"/>')
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{len(trials)} configurations by two '
+        f'properties. Every number is in the table below." fill="{MUTED}" font-size="15">\n'
+        + "\n".join(pieces)
+        + f'\n<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="#b9c0cc"/></svg>'
+    )
+
+
+def _scale(i: int, axis: Axis, side: str) -> str:
+    """Grid, numbers and name of property number `i` along one side."""
+    pieces = []
+    for tick in axis.ticks:
+        words = f"{tick:.10g}".replace("-", "−")
+        if side == "across":
+            x = _across(axis.place(tick))
+            grid = f"M{x} {TOP}V{BOTTOM}"
+            text = f'x="{x}" y="{BOTTOM + 22}" text-anchor="middle"'
+        else:
+            y = _up(axis.place(tick))
+            grid = f"M{LEFT} {y}H{RIGHT}"
+            text = f'x="{LEFT - 8}" y="{y}" dy=".35em" text-anchor="end"'
+        pieces.append(f'<path d="{grid}" stroke="{GRID}"/><text {text}>{words}</text>')
+    where = f'x="{(LEFT + RIGHT) // 2}" y="{BOTTOM + 50}"'
+    if side == "up":
+        where = f'transform="translate(18 {(TOP + BOTTOM) // 2}) rotate(-90)"'
+    better = "less is better" if axis.sign == 1 else "more is better"
+    title = f'<text {where} text-anchor="middle" fill="{INK}">{escape(axis.name)} ({better})</text>'
+    return f'<g class="part {side}-{i}">{"".join(pieces)}{title}</g>'
+
+
+def _staircase(done: Sequence[tuple[float, float]], across: Axis, up: Axis) -> str:
+    """The edge of what the points beat: by way of their front, and on to the poor ends of the field."""
+    small = [(across.sign * x, up.sign * y) for x, y in done]
+    front = sorted({point for point, on in zip(small, pareto_front(small), strict=True) if on})
+    steps = [(across.place(across.sign * x), up.place(up.sign * y)) for x, y in front]
+    poor_x, poor_y = (100.0 if axis.sign == 1 else 0.0 for axis in (across, up))
+    corners = [(steps[0][0], poor_y), steps[0]]
+    for x, y in steps[1:]:
+        corners += [(x, corners[-1][1]), (x, y)]
+    corners.append((poor_x, steps[-1][1]))
+    return " ".join(f"{_across(x)},{_up(y)}" for x, y in corners)
+
+
+def _across(percent: float) -> float:
+    return round(LEFT + (RIGHT - LEFT) * percent / 100, 2)
+
+
+def _up(percent: float) -> float:
+    return round(BOTTOM - (BOTTOM - TOP) * percent / 100, 2)
+
+
+def _places(trials: Sequence[Trial], axes: Sequence[Axis]) -> list[str]:
+    """For each trial the variables that the rules read: places --vI, and steps aside --oI-J (right, down)."""
+    places = np.array([[axis.place(axis.read(trial)) for axis in axes] for trial in trials])
+    found = [[f"--v{i}:{place:.2f}%" for i, place in enumerate(row)] for row in places]
+    for i in range(len(axes)):
+        for j in range(i + 1, len(axes)):
+            for point, (x, y) in enumerate(_aside(places[:, [i, j]], [axes[i].sign, axes[j].sign])):
+                if x or y:
+                    found[point] += [f"--o{i}-{j}:{x:g}px {0 - y:g}px", f"--o{j}-{i}:{y:g}px {0 - x:g}px"]
+    return [";".join(variables) for variables in found]
+
+
+def _aside(places: NDArray[np.float64], signs: Sequence[int]) -> NDArray[np.float64]:
+    """Pixels by which marks (N, 2) step aside, so that none covers another; earlier ones keep their places.
+
+    Every mark takes the nearest free spot, or the one with most room where none is free. It steps to the poor
+    side of both properties only, so that none looks better than it is. Both sides of the field count as the
+    smaller one at its least size: where they are larger, marks are only further apart.
+    """
+    spots, tries = places * _LEAST / 100, _TRIES * signs
+    aside = np.zeros_like(spots)
+    for k in range(1, len(spots)):
+        gaps = spots[k] - spots[:k]
+        squares = (tries**2).sum(1)[:, None] + 2 * tries @ gaps.T + (gaps**2).sum(1)  # of |gap + try|
+        aside[k] = tries[np.argmax(np.minimum(squares.min(1), _APART**2))]
+        spots[k] += aside[k]
+    return aside
