@@ -101,7 +101,7 @@ def _teacher(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def _digits(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """scikit-learn's digits of 8 × 8 pixels, centred; a class for the even ones."""
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError:
         raise ConfigError("--data digits needs scikit-learn; install topograd[studies]") from None
     found = load_digits()

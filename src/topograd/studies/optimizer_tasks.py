@@ -106,7 +106,7 @@ def modular(
 def digits(steps: int = 600, hidden: int = 64) -> Task:
     """Images of 8 × 8 numbers from 0 to 1, ten classes."""
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError:
         raise ConfigError("the task digits needs scikit-learn; install topograd[studies]") from None
 
