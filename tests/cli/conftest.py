@@ -1,8 +1,7 @@
 """Tiny runs, trained once for all the tests of the command line, and a way to call it."""
 
 import json
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,6 @@ class Answer:
 Call = Callable[..., Answer]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str]) -> Call:
     """Run `topograd` with these words, as a program would be called."""
@@ -62,14 +54,6 @@ def call(capfd: pytest.CaptureFixture[str]) -> Call:
         return Answer(code, *capfd.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chosen = random.Random(0).choices(["stage", "gradient", "layer", "stack", "relay", "loss"], k=900)
-    path = tmp_path_factory.mktemp("data") / "corpus.txt"
-    path.write_text(" ".join(chosen))
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """A tiny training configuration on a small text, shared by the tests of the searches."""
 
-import random
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,18 +8,8 @@ from topograd.nn.gpt import GPTConfig
 from topograd.training.config import TrainConfig
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    chosen = random.Random(0).choices(["stage", "gradient", "layer", "stack", "relay", "loss"], k=900)
-    corpus = tmp_path_factory.mktemp("data") / "corpus.txt"
-    corpus.write_text(" ".join(chosen))
+def config(corpus: Path) -> TrainConfig:
     return TrainConfig(
         steps=12,
         batch=3,

@@ -7,9 +7,9 @@ output matrices, behind which most gradients are zero.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,18 +198,8 @@ class LogitsWatch(TorchDispatchMode):
         self.peak = max(self.peak, sum(elements for _, elements in self._alive.values()))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    chosen = random.Random(0).choices(["stage", "gradient", "layer", "stack", "relay", "loss"], k=900)
-    corpus = tmp_path_factory.mktemp("data") / "corpus.txt"
-    corpus.write_text(" ".join(chosen))
+def config(corpus: Path) -> TrainConfig:
     return TrainConfig(
         partition="1,1",
         steps=20,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from rich.console import Console
 
-from topograd.errors import ConfigError, TopogradError
+from topograd.errors import ConfigError, RunError, TopogradError
 
 T = TypeVar("T")
 Json = Annotated[
@@ -82,6 +82,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_folder(folder: Path) -> None:
+    """Make sure, before long work, that there is a folder for what it gives."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise RunError(
+            f"{folder} cannot be a folder ({problem.strerror}); pass --out with one to write to"
+        ) from None
 
 
 def note(text: str) -> None:

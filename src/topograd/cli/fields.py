@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from topograd.cli.console import Json, note, out, parse_one_of, print_json
+from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.errors import RunError
 from topograd.fields.checks import compare_with_ntk, compare_with_weights
 from topograd.report.fields import write_study
 from topograd.studies.fields import study
@@ -87,13 +86,7 @@ def run(argv: list[str]) -> int:
 
 
 def _study(asked: Study) -> dict[str, Any]:
-    try:
-        asked.out.mkdir(parents=True, exist_ok=True)  # before a minute of work
-    except OSError as problem:
-        reason = problem.strerror
-        raise RunError(
-            f"{asked.out} cannot be a folder ({reason}); pass --out with one to write to"
-        ) from None
+    make_folder(asked.out)
     if asked.preset == "small":
         note(f"a study of {asked.data}: a minute or two")
     record = study(asked.data, asked.preset, counted)
