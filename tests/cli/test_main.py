@@ -35,6 +35,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "fields",
         "optim",
         "search",
+        "study",
     }
 
 

@@ -18,8 +18,7 @@ def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
     (tmp_path / "corpus.txt").write_text(" ".join(words))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    few = {"steps": 2, "soft_steps": 3, "eval_bytes": 200, "data": str(tmp_path / "corpus.txt")}
-    return replace(PRESETS["tiny"], **few)
+    return replace(PRESETS["tiny"], eval_bytes=200, data=str(tmp_path / "corpus.txt"))
 
 
 @pytest.fixture

@@ -98,11 +98,11 @@ def test_disagreement_counts_other_first_choices(sizes: Sizes) -> None:
     tokens = torch.randint(257, (3, 16))
     text = Text(tokens, tokens.clone().masked_fill(tokens < 60, -100), 48)
     assert experiment_c.disagreement(stack, plan, text) == 0.0  # all heads are zero
-    first, second, third = stack.head.deltas
+    first, second, third = (stack.head_parameters(k)[0] for k in range(3))
     with torch.no_grad():
         for delta in (first, second, third):
-            delta.weight.normal_()
-        second.weight.copy_(first.weight)
+            delta.normal_()
+        second.copy_(first)
     found = experiment_c.disagreement(stack, plan, text)
     assert 0.6 < found <= 1.0  # branches start alike, so two agree wherever their heads do
 
@@ -174,7 +174,7 @@ def test_e_in_both_worlds(invent: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if name != "experiment-c"])
 def test_every_study_runs(name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, "tiny", sizes)  # type: ignore[arg-type]
+    monkeypatch.setitem(PRESETS, "tiny", sizes)
     told: list[tuple[int, int]] = []
     record = run_study(name, "tiny", 1, lambda *done: told.append(done))
     assert told[-1] == (len(record["rows"]), len(record["rows"]))

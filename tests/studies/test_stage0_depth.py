@@ -59,9 +59,9 @@ def test_the_table_stands_beside_the_papers(invent: Any, monkeypatch: pytest.Mon
     found = module.run(None, 3, lambda *done: None)  # type: ignore[arg-type]
     assert [row[0] for row in found.cells] == [*SWEEP, "6"]
     shallow = found.cells[1]
-    assert shallow[1:3] == ("0.33", "2.8000")
-    assert shallow[4:] == ("+7.69", "4,4,4", "0.9340", "+3.28", "+4.41")
-    assert found.cells[3][5:] == ("–", "–", "–", "–")
+    assert shallow[:2] == ("2,2,2", "2.8000")
+    assert shallow[3:] == ("+7.69", "4,4,4", "0.9340", "+3.28", "+4.41")
+    assert found.cells[3][4:] == ("–", "–", "–", "–")
     assert all(len(row) == len(found.header) for row in found.cells)
     ours, theirs = found.drawing.series
     assert ours.y[0] == pytest.approx(100 * (2.9 / 2.6 - 1), abs=0.02)

@@ -1,4 +1,5 @@
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_loss_that_is_not_finite(sizes: Sizes, monkeypatch: pytest.MonkeyPatch
             stack.embedding.weight.fill_(math.nan)
 
     monkeypatch.setattr(module, "fit", spoil)
-    with pytest.raises(DivergenceError, match="arm 6 with seed 0 has no finite loss"):
+    with pytest.raises(DivergenceError, match="arm 6 with seed 0 has weights that are not finite"):
         train_arms([chain("6")], sizes, 1, silent)
 
 
@@ -114,7 +115,7 @@ def test_slopes_are_by_layer(invent: Any) -> None:
     rows = invent(arms, bpb=lambda arm: 3 - 0.25 * arm.depth)
     assert slopes(rows, arms) == pytest.approx([-0.25] * 3, abs=1e-3)
     assert [arm.depth for arm in arms] == [1, 2, 3, 3, 4]
-    assert spread(rows, "2,2,2") == "0.0001"
+    assert spread(rows, "2,2,2") == f"{statistics.stdev(values(rows, '2,2,2')):.4f}"
     assert spread(rows[:5], "2,2,2") == "–"
 
 

@@ -22,6 +22,7 @@ VERBS = {
     "bench": "measure ways of running a model, and of training one",
     "report": "explain a run in one HTML page",
     "search": "choose where gradients stop: dynamic programming, soft boundaries, surgery, the Pareto front",
+    "study": "run an experiment of the papers, with its prediction and a verdict",
     "space": "look around the space of partitions",
     "probe": "rates of dead directions: predicted, and measured on weights set by hand",
     "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",

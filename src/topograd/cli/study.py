@@ -1,0 +1,114 @@
+"""`topograd study`: the experiments of "Stage-Partitioned Learning", run here and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
+from topograd.cli.progress import counted
+from topograd.report.study import write_study
+from topograd.studies.registry import STUDIES, run_study, study_named
+from topograd.studies.staged_runs import Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Every study, with what the paper predicts."""
+
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Run a study: a table, a page with its figure, and whether the prediction held."""
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """One of those that `study list` names."""
+    preset: Preset = "small"
+    """tiny takes seconds and decides little, small some minutes."""
+    seeds: int | None = None
+    """Seeds of every arm; by default the preset's, 2 or 3."""
+    out: Path = Path("runs/studies")
+    """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[List | Run]] = {"list": List, "run": Run}
+
+
+def run(argv: list[str]) -> int:
+    """List the studies or run one, and return the exit code."""
+    asked = parse_one_of(_QUESTIONS, argv, "study")
+    if isinstance(asked, List):
+        answer: dict[str, Any] = {"studies": _listed()}
+    else:
+        answer = _run(asked)
+    if asked.json:
+        print_json(answer)
+    elif isinstance(asked, List):
+        out().print(list_table(answer))
+    else:
+        _show(answer)
+    return 0
+
+
+def _listed() -> list[dict[str, str]]:
+    return [
+        {"name": name, "title": study.title, "prediction": study.prediction}
+        for name, study in STUDIES.items()
+    ]
+
+
+def _run(asked: Run) -> dict[str, Any]:
+    study_named(asked.name)
+    make_folder(asked.out)
+    if asked.preset == "small":
+        note(f"{asked.name}: some minutes")
+    record = run_study(asked.name, asked.preset, asked.seeds, counted(f"{asked.name}: trainings"))
+    return {**record, "page": str(write_study(asked.out, record))}
+
+
+def list_table(answer: Mapping[str, Any]) -> Table:
+    """Names and predictions."""
+    table = Table()
+    for column in ("name", "what the paper predicts"):
+        table.add_column(column, no_wrap=column == "name")
+    for study in answer["studies"]:
+        table.add_row(study["name"], study["prediction"])
+    return table
+
+
+def result_table(answer: Mapping[str, Any]) -> Table:
+    """The study's table."""
+    found = answer["table"]
+    table = Table(title=found["caption"], title_justify="left")
+    for i, column in enumerate(found["header"]):
+        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
+    for row in found["rows"]:
+        table.add_row(*row)
+    return table
+
+
+def claims_table(answer: Mapping[str, Any]) -> Table:
+    """Each claim, what was measured of it, and its verdict."""
+    table = Table()
+    for column in ("claim", "measured, over seeds", "verdict"):
+        table.add_column(column)
+    for claim in answer["claims"]:
+        table.add_row(claim["name"], claim["measured"], claim["verdict"])
+    return table
+
+
+def _show(answer: Mapping[str, Any]) -> None:
+    console = out()
+    console.print(result_table(answer))
+    console.print(claims_table(answer))
+    console.print(f"The paper: {answer['prediction']}")
+    console.print(f"Verdict: {answer['verdict']}")
+    console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)

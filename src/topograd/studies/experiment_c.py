@@ -1,0 +1,159 @@
+"""Experiment C: the same layers as one chain of stages, and as a forest of branches from the input.
+
+Three partitions of six layers, each as a chain and as a forest: 2,2,2 is six layers one behind another with
+two boundaries, or three branches of two layers that all start at the embedding. A forest predicts by the mean
+of its branches' logits (the Log-OP with weights that add up to one); the plain sum of eq. 40 is in the rows,
+and so are both of the chain. Beside BPB:
+
+    disagreement   share of tokens on which two stages have other first choices, mean over pairs
+    wand           share of layers that early exits skip when at most 1 % of the tokens may change
+    specialist     BPB of new text that its last stage gains in a short training, the rest frozen
+    composition    BPB of the best single stage minus that of the better pooling
+
+Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning"
+§10.5.2 (Def. 10.11, Prop. 10.12), §10.7 (Experiment C). The paper names what to measure and says of no number
+where it should be; the claims below are those of the text around it: no single root, so no dependence on it,
+independent experts, and interior configurations that compete.
+Cost: 18 trainings and as many probes with the preset `small`.
+Limits. A branch of the forest is shorter than the chain: 2 layers against 6. Early exits of a forest run the
+branches in order and are judged by whether they agree with the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from topograd.nn.forward import stage_outputs
+from topograd.nn.gpt import GPT
+from topograd.search.properties import measure
+from topograd.studies.staged_runs import (
+    SHALLOW,
+    Arm,
+    OnMore,
+    Sizes,
+    chain,
+    differences,
+    mean,
+    slopes,
+    spread,
+    train_arms,
+    values,
+)
+from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.evaluation import Text
+
+PREDICTION = (
+    "A forest has no single root: its BPB does not hang on the depth of the first branch as a chain's does, "
+    "its branches are independent experts, and pooled they compete with the chain (Prop. 10.12, §10.7 C)."
+)
+PARTITIONS = ("1,3,2", SHALLOW, "4,1,1")
+BATCH = 32
+"""Rows of text in a pass."""
+
+
+def forest(partition: str) -> Arm:
+    """A branch from the input for each part."""
+    topology = Topology.forest(partition.split(","), heads="per-stage")
+    return Arm(f"{partition} forest", partition, topology, "mean")
+
+
+CHAINS = [chain(partition, f"{partition} chain") for partition in PARTITIONS]
+FORESTS = [forest(partition) for partition in PARTITIONS]
+
+
+def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+    """Train chains and forests, probe them, and judge."""
+    rows = train_arms([*CHAINS, *FORESTS], sizes, seeds, on_more, probe)
+    keys = {"disagreement": "differ", "wand": "WAND", "specialist": "learn", "composition": "pool"}
+    cells = [
+        (
+            arm.name,
+            f"{mean(rows, arm.name):.4f}",
+            spread(rows, arm.name),
+            f"{mean(rows, arm.name, 'bpb_sum'):.4f}",
+            *(f"{mean(rows, arm.name, key):+.3f}" for key in keys),
+        )
+        for arm in (*CHAINS, *FORESTS)
+    ]
+    return Found(
+        rows,
+        "One chain, or branches from the input, with the same layers",
+        ("arm", "BPB", "±", "of the sum", *keys.values()),
+        tuple(cells),
+        Drawing(
+            "BPB by the depth of the first stage or branch",
+            "layers in the first stage or branch",
+            "bits per byte",
+            (_curve("chain, last stage", rows, CHAINS), _curve("forest, mean of branches", rows, FORESTS)),
+        ),
+        claims(rows),
+    )
+
+
+def claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
+    """Dependence on the first stage, independence of the experts, and BPB."""
+    sequential, parallel = f"{SHALLOW} chain", f"{SHALLOW} forest"
+    slope = zip(slopes(rows, CHAINS), slopes(rows, FORESTS), strict=True)
+    return (
+        above(
+            "no root",
+            "BPB depends less on the depth of the first branch than on that of a chain's first stage",
+            "the slope's size of chains minus that of forests, BPB for each layer,",
+            [abs(a) - abs(b) for a, b in slope],
+        ),
+        above(
+            "diverse branches",
+            f"branches of {SHALLOW} disagree more than stages of the chain",
+            "the forest's disagreement minus the chain's",
+            differences(rows, parallel, sequential, "disagreement"),
+        ),
+        above(
+            "composition",
+            f"pooling gains more over the best branch of {SHALLOW} than over the chain's best stage",
+            "the forest's composition gain minus the chain's, BPB,",
+            differences(rows, parallel, sequential, "composition"),
+        ),
+        above(
+            "competes",
+            f"the forest of {SHALLOW} has no more BPB than the chain",
+            "the chain's BPB minus the forest's",
+            differences(rows, sequential, parallel),
+        ),
+    )
+
+
+def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
+    """What C reads of an arm beside its BPB."""
+    found = measure(stack, plan, text)
+    return {
+        "disagreement": disagreement(stack, plan, text),
+        "wand": found["wand"]["gain"],
+        "wand_agreement": found["wand"]["agreement"],
+        "specialist": found["specialist_capacity"],
+        "composition": found["composition_gain"],
+    }
+
+
+@torch.no_grad()
+def disagreement(stack: GPT, plan: Plan, text: Text) -> float:
+    """Share of tokens whose likeliest continuation differs, mean over pairs of stages; 0 for one stage."""
+    stages = plan.predicting()
+    pairs = list(itertools.combinations(range(len(stages)), 2))
+    differ, tokens = 0, 0
+    for inputs, targets in zip(text.inputs.split(BATCH), text.targets.split(BATCH), strict=True):
+        outputs = stage_outputs(stack, plan, inputs, stages)
+        counted = targets != -100
+        firsts = [stack.readout(outputs[k][counted], k).argmax(-1) for k in stages]
+        differ += sum(int((firsts[a] != firsts[b]).sum()) for a, b in pairs)
+        tokens += int(counted.sum())
+    return differ / (tokens * len(pairs)) if pairs else 0.0
+
+
+def _curve(name: str, rows: Sequence[Row], arms: Sequence[Arm]) -> Series:
+    return Series.of(name, [arm.depth for arm in arms], [values(rows, arm.name) for arm in arms])

@@ -1,0 +1,95 @@
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.cli import main
+from topograd.cli import study as module
+from topograd.studies.registry import STUDIES
+from topograd.studies.staged_runs import PRESETS
+
+
+@pytest.fixture(autouse=True)
+def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb is there, whether or not the list of verbs has it yet; and a text that is read at once."""
+    monkeypatch.setitem(main.VERBS, "study", "run an experiment of the papers")
+    (tmp_path / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss"], k=2000)))
+    sizes = replace(PRESETS["tiny"], eval_bytes=200, data=str(tmp_path / "corpus.txt"))
+    monkeypatch.setitem(PRESETS, "tiny", sizes)
+
+
+def test_the_depth_sweep_as_json(call: Any, tmp_path: Path) -> None:
+    words = ("study", "run", "stage0-depth", "--preset", "tiny", "--out", tmp_path / "a" / "b", "--json")
+    answer = call(*words).json
+    assert len(answer["rows"]) == 12
+    for row in answer["rows"]:
+        assert sum(row["partition"]) == 6
+        assert row["bpb"] > 0
+        assert row["seed"] in (0, 1)
+    assert answer["verdict"] == "undecided at this size"
+    page = Path(answer["page"])
+    assert page == tmp_path / "a" / "b" / "stage0-depth.html"
+    text = page.read_text()
+    for claim in answer["claims"]:
+        assert claim["name"] in text
+    assert "<script" not in text
+    assert text.count("<figure>") == 1
+    assert (page.parent / "figures" / "stage0-depth.png").is_file()
+
+
+def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {
+        "table": {"caption": "A caption", "header": ["arm", "BPB"], "rows": [["2,2,2 residual-gate", "2.5"]]},
+        "claims": [{"name": "trend", "measured": "+0.1", "verdict": "held"}],
+        "prediction": "It falls.",
+        "verdict": "held",
+    }
+    asked: list[Any] = []
+
+    def run_study(name: str, preset: str, seeds: int | None, on_more: Any) -> dict[str, Any]:
+        asked.append((name, preset, seeds))
+        return record
+
+    monkeypatch.setattr(module, "run_study", run_study)
+    monkeypatch.setattr(module, "write_study", lambda folder, record: folder / "page.html")
+    said = call("study", "run", "experiment-a", "--seeds", 5, "--out", tmp_path).out
+    assert asked == [("experiment-a", "small", 5)]
+    for words in ("A caption", "2,2,2 residual-gate", "trend", "The paper: It falls.", "Verdict: held"):
+        assert words in said
+    assert f"Page: {tmp_path / 'page.html'}" in said
+
+
+def test_list(call: Any) -> None:
+    listed = call("study", "list", "--json").json["studies"]
+    assert [study["name"] for study in listed] == list(STUDIES)
+    assert all(study["prediction"].endswith(".") for study in listed)
+    assert "experiment-e" in call("study", "list").out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("", "nothing was given to study; choose one of list, run"),
+        ("run", "missing from topograd study run: NAME"),
+        ("run experiment-z", "study 'experiment-z' is unknown; choose one of stage0-depth"),
+        ("run experiment-a --preset huge", "invalid choice 'huge'"),
+        ("run experiment-a --preset tiny --seeds 0", "seeds is 0; it must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, why: str, call: Any, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out") if words.startswith("run exp") else ()
+    assert why.lower() in call("study", *words.split(), *out).refusal.lower()
+
+
+def test_a_folder_that_cannot_be(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "run_study", lambda *given: pytest.fail("it worked"))
+    (tmp_path / "file").write_text("")
+    assert "cannot be a folder" in call("study", "run", "experiment-a", "--out", tmp_path / "file").refusal
+
+
+def test_what_cannot_be_written(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "figures").write_text("in the way")
+    said = call("study", "run", "stage0-depth", "--preset", "tiny", "--seeds", 1, "--out", tmp_path).refusal
+    assert "pass --out with a folder you can write" in said
