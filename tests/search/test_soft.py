@@ -137,3 +137,15 @@ def test_losses_may_be_of_any_precision() -> None:
     half: Tensor = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     boundaries.update(half, 0.0)
     assert boundaries.logits.dtype == torch.float64
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_temperature_that_falls_by_leaps_leaves_every_layer_its_loss(steps: int) -> None:
+    """Logits that were bounded at one temperature are beyond the bound at the next."""
+    boundaries = SoftBoundaries(6, SoftConfig(stages=3), steps)
+    for step in range(steps):
+        progress = step / max(steps - 1, 1)
+        boundaries.update(torch.linspace(4, 1, 6), progress)
+        lam = boundaries.transmissivities(1.0)
+        assert ((lam > 0) & (lam < 1)).all()
+    assert boundaries.harden().stages == 3

@@ -23,9 +23,9 @@ Symbols and shapes. a, λ (L-1,); CE (L,) in nats; K `stages`, d_min `min_depth`
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning"
 §9.2-9.3 (eqs. 26-29), §10.2.1 (eqs. 31-32), §10.7 (Experiment D: the count as a constraint, also with U_cap);
 Platt and Barr, "Constrained differential optimization", for μ and the damping.
-Limits. Under the constraint only differences of the CE(z_i, y) count. Where deeper layers predict better, the
-boundaries drift to the end of the stack without η. That is the collapse that the paper predicts, but here it
-follows from the form of the loss, whatever boundaries do to the weights. A small model (six layers of width
+Limits. Under the constraint only differences of the CE(z_i, y) count, whatever boundaries do to the weights.
+Where deeper layers predict better, boundaries drift to the end of the stack without η, which would be the
+collapse that the paper predicts; in our runs they did not (`studies/experiment_d.py`). A small model (six layers of width
 32, 200 steps) has losses within 0.03 nats of each other at every layer, and noise decides. R_stage sees
 expected depths, and a mixture of partitions can satisfy it: then some λ stay between 0 and 1 in the cold.
 """
@@ -51,7 +51,7 @@ from topograd.topology.dag import Topology
 from topograd.training.config import TrainConfig
 
 SATURATION = 10.0
-"""|a / T| stays below this: every layer keeps a loss, and a boundary that has hardened can still open."""
+"""|a / T| counts up to this: every layer keeps a loss, and a boundary that has hardened can still open."""
 HEAD_RANK = 4
 """Rank of the layers' heads where the settings name none."""
 OnSoftStep = Callable[[int, int, list[float]], None]
@@ -132,7 +132,8 @@ class SoftBoundaries:
 
     def transmissivities(self, progress: float) -> Tensor:
         """λ (L-1,) at `progress` from 0 to 1, with its graph."""
-        return torch.sigmoid(self.logits / self.config.temperature(progress))
+        heat = self.logits / self.config.temperature(progress)
+        return torch.sigmoid(heat.clamp(-SATURATION, SATURATION))
 
     def topology(self, progress: float) -> Topology:
         """The stage DAG of one step: a soft boundary after every layer, the losses summed (eq. 29)."""

@@ -10,10 +10,10 @@ largest first stage.
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning"
 Prop. 8.11, §10.1 (Prop. 10.2), §10.7 (Experiment D). The paper gives η no number.
 Cost: nine trainings with six heads each with the preset `small`.
-Limits. The derivative of the soft loss by λ_i is minus the loss of layer i, so the losses alone draw boundaries
-to where they are small while it is hot. With the preset `small` layers 2 to 6 end within 0.05 nats of one
-another: little decides between them, and a longer training may decide otherwise. BPB is read at the last
-layer, with the weights as they are: it is that of every partition of this model.
+Limits. The derivative of the soft loss by λ_i is minus the loss of layer i, so the losses alone draw
+boundaries to where they are small while it is hot. With the preset `small` layers 2 to 6 end within 0.05 nats
+of one another: little decides between them, and a longer training may decide otherwise. BPB is read at the
+last layer, with the weights as they are: it is that of every partition of this model.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ stage hears nothing but the one before (Assumption 8.4), and each of the three w
 Six layers, because K = 3 then has a first stage of 1, 2, 3 or 4 layers, which are the shares 2, 4, 6 and 8 of
 12 that the paper's table has; and 3,2,1 beside 3,1,2 is its pair of tails.
 
-Cost: about 8 s for an arm and a seed on one core with the preset `small`. Source: "Stage-Partitioned
+Cost: 8 to 12 s of one core for an arm and a seed with the preset `small`. Source: "Stage-Partitioned
 Learning: A Configuration Space Between Backpropagation and Local Learning" §8.2, §10.7. The paper has 286M
 parameters, 2365 steps and one seed; `small` has 0.2M, 300 steps of 256 bytes and three.
 Limits. The models are far from trained. What is early in training need not be so at the end.
