@@ -30,6 +30,7 @@ of h of rank 3 and large entries (3.0 to 14.3), whose directions it bends (our m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -43,7 +44,7 @@ OPEN = 2.0
 """The gates' first bias: σ(2) = 0.88, and σ(-2) = 0.12 for what is heard beside."""
 
 
-class LearnedRelay(nn.Module):
+class LearnedRelay(nn.Module, ABC):
     """Sends h; subclasses say what is received."""
 
     def __init__(self, width: int, rank: int, beside: bool) -> None:
@@ -53,8 +54,9 @@ class LearnedRelay(nn.Module):
     def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
         return h
 
+    @abstractmethod
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        raise NotImplementedError
+        """What the listening stage makes of the message."""
 
 
 class Gate(LearnedRelay):
