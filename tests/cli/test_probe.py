@@ -58,7 +58,9 @@ def test_tables_for_people(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_families_in_json(call: Any) -> None:
     rows = call("probe", "families", "--json").json["families"]
-    assert {"family", "direction", "order", "fisher_slope", "kl_slope", "leading_ratio"} == rows[0].keys()
+    assert {"family", "direction", "order", "fisher_slope", "kl_slope", "leading_ratio", "limit"} == rows[
+        0
+    ].keys()
 
 
 @pytest.mark.parametrize(

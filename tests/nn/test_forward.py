@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.forward import StageStates, run_stage, stage_outputs
+from topograd.nn.forward import StageStates, run_stage, stage_logits, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Bus
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
@@ -159,3 +159,16 @@ def test_a_prefix_decodes_alone(model: GPT, inputs: Tensor) -> None:
     whole = stage_outputs(model, plan, inputs, [0])[0]
     torch.testing.assert_close(rest, whole[:, 6:], rtol=1e-12, atol=1e-12)
     assert (states.length, states.seen) == (9, [9, 0])
+
+
+def test_logits_with_a_graph_are_those_of_the_outputs(model: GPT, inputs: Tensor) -> None:
+    plan = Plan.of(Topology.chain("1,2,1"), 4)
+    for stage in range(3):
+        logits = stage_logits(model, plan, stage, inputs)
+        assert torch.equal(logits, model.readout(stage_outputs(model, plan, inputs, [stage])[stage], stage))
+        assert logits.requires_grad
+    x0 = model.embed(inputs).detach().requires_grad_()
+    again = stage_logits(model, plan, 2, inputs, x0)
+    assert torch.equal(again, logits)
+    (gradient,) = torch.autograd.grad(again.square().sum(), x0)
+    assert gradient.abs().sum(-1).min() > 0, "it passes every boundary"

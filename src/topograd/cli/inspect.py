@@ -15,12 +15,9 @@ from torch import Tensor
 from topograd.cli.console import Folder, Json, note, out, parse, print_json
 from topograd.errors import RunError
 from topograd.geometry.inspection import Inspection, inspect
-from topograd.nn.forward import run_stage
-from topograd.nn.stack import Stack
+from topograd.nn.forward import stage_logits
 from topograd.pretrained import huggingface
 from topograd.report.geometry import write_geometry
-from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, Port
 from topograd.training.session import heldout_text, open_session
 
 TEXT_BYTES = 20_000
@@ -70,27 +67,14 @@ def _run_of_ours(folder: Path) -> tuple[Path, dict[str, Any], Inspection]:
     device = next(stack.parameters()).device
     batches = zip(text.inputs.to(device).split(16), text.targets.to(device).split(16), strict=True)
     generator = torch.Generator(device).manual_seed(0)
-    found = inspect(stack, batches, outputs=last_logits(session.plan), generator=generator)
+    last = session.plan.predicting()[-1]
+
+    def outputs(model: Any, inputs: Tensor) -> Tensor:
+        return stage_logits(model, session.plan, last, inputs)
+
+    found = inspect(stack, batches, outputs=outputs, generator=generator)
     about = {"kind": "run", "step": session.step, "text": "the run's held-out text"}
     return folder / "geometry.html", about, found
-
-
-def last_logits(plan: Plan) -> Any:
-    """How the last stage that predicts gets its logits, all stages before it included, with gradients."""
-    last = plan.predicting()[-1]
-
-    def outputs(stack: Stack, inputs: Tensor) -> Tensor:
-        x0 = stack.embed(inputs)
-        bus = stack.bus(x0, inputs)
-        spoken: dict[Port, Tensor] = {}
-        h = x0
-        for planned in plan.needed(last):
-            messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
-            h, sent = run_stage(stack, planned, messages, bus)
-            spoken |= sent
-        return stack.readout(h, last)
-
-    return outputs
 
 
 def _checkpoint(folder: Path) -> tuple[Path, dict[str, Any], Inspection]:

@@ -124,8 +124,7 @@ def families_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("family", "k", "Fisher", "KL", "F t²/K", "2k²"):
         table.add_column(column, justify="left" if column == "family" else "right", overflow="fold")
     for row in rows:
-        order = DASH if row["order"] is None else str(row["order"])
-        limit = DASH if row["order"] is None else str(2 * row["order"] ** 2)
+        order, limit = (DASH if row[key] is None else str(row[key]) for key in ("order", "limit"))
         slopes = (number(row[key], 3) for key in ("fisher_slope", "kl_slope", "leading_ratio"))
         table.add_row(row["family"], order, *slopes, limit)
     return table

@@ -25,12 +25,11 @@ from torch import Tensor
 
 from topograd.errors import StackError
 from topograd.interfaces.parity import REGIONS, random_batch, random_model
-from topograd.nn.forward import run_stage
+from topograd.nn.forward import stage_logits
 from topograd.nn.gpt import Architecture
 from topograd.nn.interface import Pool, SegmentInterface
 from topograd.nn.stack import Stack
-from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, Port
+from topograd.topology.plan import Plan
 
 DRAWS = 2
 """Random combinations of the logits of each position."""
@@ -43,7 +42,7 @@ def future_gradient(stack: Stack, plan: Plan, inputs: Tensor) -> float:
             f"the inputs have shape {tuple(inputs.shape)}; give tokens (batch, time) of at least 2 positions"
         )
     x0 = stack.embed(inputs).detach().requires_grad_()
-    logits = _last_logits(stack, plan, x0, inputs)
+    logits = stage_logits(stack, plan, plan.stages[-1].index, inputs, x0, lean=True)
     generator = torch.Generator().manual_seed(0)
     worst = x0.new_zeros(())
     for t in range(inputs.shape[1] - 1):
@@ -51,18 +50,6 @@ def future_gradient(stack: Stack, plan: Plan, inputs: Tensor) -> float:
             (gradient,) = torch.autograd.grad((logits[:, t] @ w).sum(), x0, retain_graph=True)
             worst = torch.maximum(worst, gradient[:, t + 1 :].abs().max())
     return float(worst)
-
-
-def _last_logits(stack: Stack, plan: Plan, x0: Tensor, inputs: Tensor) -> Tensor:
-    """Logits of the last stage with a graph to x0."""
-    bus = stack.bus(x0, inputs)
-    last = plan.stages[-1].index
-    spoken: dict[Port, Tensor] = {}
-    for planned in plan.needed(last):
-        messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
-        h, sent = run_stage(stack, planned, messages, bus, lean=planned.index != last)
-        spoken.update(sent)
-    return stack.readout(h, last)
 
 
 def leak(

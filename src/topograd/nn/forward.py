@@ -162,3 +162,21 @@ def stage_outputs(
     if states:
         states.previous, states.length = inputs[:, -1], offset + inputs.shape[1]
     return outputs
+
+
+def stage_logits(
+    stack: Stack, plan: Plan, stage: int, inputs: Tensor, x0: Tensor | None = None, *, lean: bool = False
+) -> Tensor:
+    """The logits of one stage with their graph, running what it needs; from `x0` instead of the embedding.
+
+    λ does not act here: gradients pass every boundary. `lean` as in `run_stage`, for the stages before it.
+    """
+    x0 = stack.embed(inputs) if x0 is None else x0
+    bus = stack.bus(x0, inputs)
+    spoken: dict[Port, Tensor] = {}
+    h = x0
+    for planned in plan.needed(stage):
+        messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
+        h, sent = run_stage(stack, planned, messages, bus, lean=lean and planned.index != stage)
+        spoken.update(sent)
+    return stack.readout(h, stage)

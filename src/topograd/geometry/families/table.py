@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from topograd.geometry.expansion import leading_ratio
+from topograd.geometry.expansion import leading_ratio, ratio_of_order
 from topograd.geometry.families import Family
 from topograd.geometry.families.autoencoder import Autoencoder
 from topograd.geometry.families.gaussian import Gaussian
@@ -50,6 +50,7 @@ def family_rows() -> list[dict[str, Any]]:
                 "fisher_slope": fit_rate(t, fisher, estimator="exact Fisher").slope,
                 "kl_slope": fit_rate(t, divergence, estimator="exact divergence").slope,
                 "leading_ratio": leading_ratio(t, fisher, divergence).value if family.order else None,
+                "limit": ratio_of_order(family.order) if family.order else None,
             }
         )
     return rows
