@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from topograd.benchmarks.decode import Settings, in_turns
 from topograd.depth.autotune import DraftRule
-from topograd.depth.bench import Settings, in_turns
 from topograd.depth.engine import Engine, Mode, Prefix
-from topograd.depth.exits import Wand
 from topograd.depth.speculation import Draft, Speculate
+from topograd.depth.wand import Wand
 from topograd.nn.gpt import GPT
 from topograd.nn.packed import PackedLinear
 from topograd.timing import ratio, take_turns

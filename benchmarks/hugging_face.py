@@ -35,26 +35,26 @@ import transformers
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from topograd.benchmarks.decode import heldout_prompts
 from topograd.data import Loader, Prepared, windows
+from topograd.depth.agreement import distinct, is_tie
 from topograd.depth.autotune import DraftRule
-from topograd.depth.bench import heldout_prompts
 from topograd.depth.calibrate import Tuning, tune
 from topograd.depth.calibration import Calibration
-from topograd.depth.comparison import distinct, is_tie
-from topograd.depth.engine import Emitted, Engine, Mode, Prefix, write_all
+from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch
 from topograd.depth.readings import Readings, join, read
 from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError
-from topograd.nn.forward import stage_outputs
 from topograd.nn.llama import Llama
+from topograd.runs.config import TrainConfig, preset
+from topograd.runs.session import load_data
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig, preset
 from topograd.training.evaluation import Text
 from topograd.training.executor import train_step
+from topograd.training.forward import stage_outputs
 from topograd.training.optimizer import make_optimizers, set_learning_rates
-from topograd.training.session import load_data
 
 Texts = list[list[int]]
 Way = Callable[[Texts, int], Texts]
@@ -144,7 +144,7 @@ def theirs(model: Any, prompts: Texts, tokens: int, leave: Exit | None = None) -
 
 def ours(mode: Mode, prompts: Texts, tokens: int) -> Texts:
     """What our engine writes behind each prompt."""
-    return [[emitted.token for emitted in write_all(mode, [prompt], tokens)[0]] for prompt in prompts]
+    return [[emitted.token for emitted in generate_batch(mode, [prompt], tokens)[0]] for prompt in prompts]
 
 
 def measure(model: Any, prompts: Texts, ways: Mapping[str, Way], settings: Settings) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def our_drafts(mode: Speculate, tuning: Tuning, prompts: Texts, tokens: int) -> 
     """Our rule and its acceptance."""
     drafted = accepted = 0
     for prompt in prompts:
-        write_all(mode, [prompt], tokens)
+        generate_batch(mode, [prompt], tokens)
         drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
     return {
         "on": tuning.rule is not None,

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from topograd.nn.forward import stage_outputs
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.training.executor import prepare, train_step
+from topograd.training.forward import stage_outputs
 
 
 class Block(nn.Module):

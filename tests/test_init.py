@@ -22,7 +22,7 @@ NAMES = {
         "GPTConfig",
     ),
     *("adapt", "train_step", "prepare", "linear_cross_entropy", "evaluate", "pool", "TopogradError"),
-    *("Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule", "Sampling", "write"),
+    *("Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule", "Sampling", "generate_tokens"),
     "__version__",
 }
 FOLDERS = {"fields", "geometry", "interfaces", "optim"}

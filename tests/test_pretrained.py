@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from topograd.depth.agreement import differences
 from topograd.depth.autotune import DraftRule
 from topograd.depth.calibrate import check_chain, load
-from topograd.depth.comparison import differences
-from topograd.depth.engine import Prefix, write_all
+from topograd.depth.engine import Prefix, generate_batch
 from topograd.depth.modes import engine_of
 from topograd.depth.speculation import Speculate
 from topograd.pretrained import REFERENCE
-from topograd.training.session import Session, open_session
+from topograd.runs.session import Session, open_session
 
 PROMPTS = ("def read(self, size=-1):\n", "import os\n\n\nclass ")
 
@@ -62,7 +62,7 @@ def test_drafts_write_what_full_depth_writes(session: Session) -> None:
     for text in PROMPTS:
         prompt = [tokenizer.separator, *tokenizer.encode(text)]
         mode = Speculate(engine, DraftRule(0.0, 3))
-        full, found = (write_all(each, [prompt], 16) for each in (Prefix(engine), mode))
+        full, found = (generate_batch(each, [prompt], 16) for each in (Prefix(engine), mode))
         assert differences(engine, [prompt], found, full)["mismatches"] == 0
         drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
     assert 0 < accepted <= drafted

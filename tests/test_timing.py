@@ -1,4 +1,4 @@
-"""Turns and ratios. No test here looks at a clock's value, only at what is counted and divided."""
+"""RotaryCache and ratios. No test here looks at a clock's value, only at what is counted and divided."""
 
 from __future__ import annotations
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim
     from topograd.depth.autotune import DraftRule
-    from topograd.depth.engine import Composed, Engine, Prefix, write
-    from topograd.depth.exits import Wand
+    from topograd.depth.engine import Composed, Engine, Prefix, generate_tokens
     from topograd.depth.sampling import Sampling
     from topograd.depth.speculation import Speculate
+    from topograd.depth.wand import Wand
     from topograd.errors import TopogradError
     from topograd.nn.adapt import adapt
     from topograd.nn.gpt import GPT, GPTConfig
+    from topograd.nn.pooling import pool
     from topograd.nn.stack import Bus, Stack
     from topograd.topology.composition import Composition
     from topograd.topology.configuration import Configuration
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from topograd.training.evaluation import evaluate
     from topograd.training.executor import prepare, train_step
     from topograd.training.linear_cross_entropy import linear_cross_entropy
-    from topograd.training.pooling import pool
 
     __version__: str
 else:
@@ -51,14 +51,14 @@ else:
         "Stage": "topology.dag",
         "TopogradError": "errors",
         "Topology": "topology.dag",
-        "Wand": "depth.exits",
+        "Wand": "depth.wand",
         "adapt": "nn.adapt",
         "evaluate": "training.evaluation",
         "linear_cross_entropy": "training.linear_cross_entropy",
-        "pool": "training.pooling",
+        "pool": "nn.pooling",
         "prepare": "training.executor",
         "train_step": "training.executor",
-        "write": "depth.engine",
+        "generate_tokens": "depth.engine",
     }
     _FOLDERS = ("fields", "geometry", "interfaces", "optim")
 
@@ -101,6 +101,7 @@ __all__ = [
     "adapt",
     "evaluate",
     "fields",
+    "generate_tokens",
     "geometry",
     "interfaces",
     "linear_cross_entropy",
@@ -108,7 +109,6 @@ __all__ = [
     "pool",
     "prepare",
     "train_step",
-    "write",
 ]
 
 

@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from topograd.benchmarks.backward import Settings, bench_scan
+from topograd.benchmarks.decode import EPS
 from topograd.cli import bench as module
 from topograd.cli.bench import curve_table, decode_table, kernel_table, scan_tables
 from topograd.depth import calibrate
-from topograd.depth.bench import EPS
-from topograd.interfaces.bench import Settings, bench_scan
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
 TINY = (
@@ -164,7 +164,7 @@ def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
     settings = Settings()
     assert (settings.regions, settings.region_layers, settings.width, settings.context) == (6, 2, 256, 256)
     assert (settings.rank, settings.segments, settings.causal_rank, settings.batch) == (16, 8, 8, 1)
-    assert module.interfaces.bench_scan is bench_scan
+    assert module.backward.bench_scan is bench_scan
 
 
 SMALL_KERNEL = (

@@ -11,7 +11,7 @@ from topograd.cli.main import main
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, heldout_readings, load
 from topograd.depth.calibration import EPS
-from topograd.training.session import heldout_text, open_session
+from topograd.runs.session import heldout_text, open_session
 
 COSTS = RowCosts(1.0, {1: 2.0, 4: 3.0}, 3.0)
 

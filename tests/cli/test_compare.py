@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from topograd.cli.compare import compare
-from topograd.training.config import preset
+from topograd.runs.config import preset
 
 
 def results(folder: Path) -> dict[str, Any]:

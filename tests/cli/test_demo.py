@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from topograd.benchmarks.decode import Settings
 from topograd.cli import demo_depth
 from topograd.cli.main import main
 from topograd.depth import calibrate
-from topograd.depth.bench import Settings
 from topograd.report.depth_text import stage_colour
 
 FLAGS = ("--preset", "tiny", "--steps", "3", "--seed", "4")

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from topograd.cli import interfaces as module
 from topograd.cli.interfaces import parity_table, plan_table
-from topograd.interfaces.plan import plan
-from topograd.interfaces.schedule import Units
+from topograd.interfaces.planner import plan
+from topograd.interfaces.timeline import Units
 from topograd.nn.gpt import ARCHITECTURES
 
 TINY = "--regions 3 --region-layers 1 --width 16 --heads 2 --vocab 11 --context 12 --segments 3 --rank 4"

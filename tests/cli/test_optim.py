@@ -5,10 +5,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from topograd.benchmarks.optimizer_step import Settings
 from topograd.cli import optim as module
 from topograd.cli.bench import optim_table
 from topograd.cli.optim import cell_tables, equivariance_table
-from topograd.optim.bench import Settings
 from topograd.optim.equivariance import cases
 
 TINY = "--layers 1 --width 8 --vocab 16 --repeats 2"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from topograd.cli.results import readings_table, results_of, stored_results
-from topograd.run import Run
+from topograd.runs.folder import Run
 
 
 @pytest.fixture

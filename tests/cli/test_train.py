@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from topograd.run import Run
-from topograd.training.config import PRESETS, TrainConfig
+from topograd.runs.config import PRESETS, TrainConfig
+from topograd.runs.folder import Run
 from topograd.training.trainer import start
 
 KEYS = {"run", "steps", "bpb", "ece", "reliability", "effective_rank", "usefulness", "tokens", "bytes"}

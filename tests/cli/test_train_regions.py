@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from topograd.run import Run
+from topograd.runs.folder import Run
 
 WORDS = ["--partition", "1,1,2", "--model.layers", "4", "--interface", "S=4,r=4,pool=mean"]
 WORDS += ["--steps", "4", "--seed", "1"]

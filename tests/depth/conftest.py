@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from topograd.depth.engine import Engine
-from topograd.nn.gpt import GPT, Block, GPTConfig
+from topograd.nn.gpt import GPT, Block
 from topograd.nn.recurrent_block import RecurrentBlock
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
-from topograd.training.session import Session, open_session
-from topograd.training.trainer import start
 
 VOCAB, CONTEXT = 50, 24
 
@@ -73,33 +69,6 @@ def mild_engine(mild: GPT) -> Engine:
     return engine_of(mild)
 
 
-@pytest.fixture(scope="module")
-def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Session]]:
-    """Runs on bytes, a layer a stage, of random weights whose stages disagree; saved as if of some step."""
-    folder = tmp_path_factory.mktemp("session")
-    (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
-
-    def make(stages: int, step: int = 0) -> Session:
-        config = TrainConfig(
-            partition=",".join(["1"] * stages),
-            data=str(folder / "corpus.txt"),
-            tokenizer="bytes",
-            eval_bytes=300,
-            model=GPTConfig(layers=stages, width=16, heads=2, context=16),
-        )
-        trainer = start(config, folder / f"run-{stages}-{step}")
-        with torch.no_grad():
-            for parameter in trainer.stack.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        trainer.step = step
-        trainer.save()
-        return open_session(trainer.run.folder)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield make
-
-
 @pytest.fixture(scope="session")
 def gpt() -> GPT:
     """Four layers, a head for each; not to be changed."""
@@ -114,7 +83,7 @@ def engine(gpt: GPT) -> Engine:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Rows of unlike length; the last is longer than the context."""
+    """Ragged rows; the last is longer than the context."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 2, CONTEXT, 31)]
 
@@ -133,7 +102,7 @@ class Plain(nn.Module):
 
 @pytest.fixture(scope="session")
 def forgetful() -> Engine:
-    """The same model as `engine`, computed anew for each token."""
+    """The same model as `engine`, recomputed for each token."""
     model = random_gpt(heads_of_their_own=4)
     model.layers = nn.ModuleList(Plain(layer) for layer in model.layers)
     return engine_of(model)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from topograd.depth.cache import Cache, can_decode
 from topograd.errors import StackError
-from topograd.nn.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.layer_state import KVState
 from topograd.nn.stack import Bus, Stack
-from topograd.nn.state import KVState
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
+from topograd.training.forward import StageStates, stage_outputs
 
 VOCAB, CAPACITY = 17, 12
 ROOT = Edge(EMBEDDING, transmissivity=1.0)
@@ -232,7 +232,7 @@ def test_only_stages_that_are_heard_are_run(
 
 
 @torch.no_grad()
-def test_in_rows_of_unlike_length_every_row_runs_its_own_queue_once(
+def test_in_ragged_rows_every_row_runs_its_own_queue_once(
     stacks: dict[str, Stack], visits_of: Callable[[Stack], Any]
 ) -> None:
     stack, chance = stacks["decoding"], random.Random(5)

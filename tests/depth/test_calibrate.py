@@ -17,15 +17,15 @@ from topograd.depth import calibrate
 from topograd.depth.autotune import DraftRule, RowCosts, simulate
 from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, load, measure_costs, store, tune
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
-from topograd.depth.engine import Engine, Prefix, write_all
+from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.depth.modes import engine_of
 from topograd.errors import ConfigError, RunError
 from topograd.nn.stack import Stack
-from topograd.run import Run
+from topograd.runs.folder import Run
+from topograd.runs.session import Session, heldout_text, open_session
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Text
-from topograd.training.session import Session, heldout_text, open_session
 
 VOCAB, CONTEXT, STEP = 257, 16, 7
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
@@ -293,6 +293,6 @@ def test_the_models_own_text_is_read_behind_its_prompts(session: Session) -> Non
     each = min(calibrate.OWN_TOKENS, engine.context - start)
     assert own.lengths == (each,) * rows
     prompt = text.inputs[0][:start].tolist()
-    [written] = write_all(Prefix(engine), [prompt], each)
-    [first] = write_all(Prefix(engine, 0), [prompt], 1)
+    [written] = generate_batch(Prefix(engine), [prompt], each)
+    [first] = generate_batch(Prefix(engine, 0), [prompt], 1)
     assert own.agrees[0][0] == int(first[0].token == written[0].token)

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from topograd.depth.autotune import DraftRule
-from topograd.depth.engine import Composed, Emitted, Engine, Mode, Prefix, write, write_all
+from topograd.depth.engine import Composed, Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
 from topograd.depth.recompute import RecomputedCache
 from topograd.depth.sampling import Sampling, draw, probabilities
 from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError, DivergenceError, StackError
 from topograd.nn.adapt import adapt
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.reference.decoding import greedy, moved, next_logits
 from topograd.topology.dag import Topology
+from topograd.training.forward import stage_outputs
 
 CONTEXT, LAST = 24, 3
 SAMPLING = Sampling(temperature=0.8, top_k=20, seed=11)
 
 
 def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    return [[emitted.token for emitted in row] for row in write_all(mode, prompts, tokens)]
+    return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, tokens)]
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -39,14 +39,16 @@ def test_every_prefix_is_the_slow_loop_in_batches_and_beyond_the_context(
     expected = [greedy(gpt, engine.plan, prompt, 14, stage, CONTEXT) for prompt in prompts]
     assert len({tuple(row[-5:]) for row in expected}) > 1
     assert tokens_of(Prefix(engine, stage), prompts, 14) == expected
-    assert all(e.stage == stage for row in write_all(Prefix(engine, stage), prompts[:2], 3) for e in row)
+    assert all(e.stage == stage for row in generate_batch(Prefix(engine, stage), prompts[:2], 3) for e in row)
 
 
 def test_stages_write_unlike_texts(engine: Engine, prompts: list[list[int]]) -> None:
     """So that the comparisons of this folder can fail."""
     written = {str(tokens_of(Prefix(engine, stage), prompts[:2], 8)) for stage in range(4)}
     assert len(written) == 4
-    assert write_all(Prefix(engine), prompts, 2) == write_all(Prefix(engine, LAST), prompts, 2), "the default"
+    assert generate_batch(Prefix(engine), prompts, 2) == generate_batch(Prefix(engine, LAST), prompts, 2), (
+        "the default"
+    )
 
 
 @pytest.mark.parametrize("context", [1, 2, 5])
@@ -114,7 +116,7 @@ def test_each_row_has_a_random_stream_of_its_own(gpt: GPT, engine: Engine, promp
 def test_a_finished_row_stops_and_the_others_go_on(
     engine: Engine, prompts: list[list[int]], sampling: Sampling | None
 ) -> None:
-    whole = write_all(Prefix(engine, sampling=sampling), prompts[:3], 12)
+    whole = generate_batch(Prefix(engine, sampling=sampling), prompts[:3], 12)
     rows: list[list[Emitted]] = [[], [], []]
     asked = []
 
@@ -122,16 +124,16 @@ def test_a_finished_row_stops_and_the_others_go_on(
         asked.append((row, emitted))
         return row == 1 and len(rows[1]) == 4
 
-    for row, emitted in write(Prefix(engine, sampling=sampling), prompts[:3], 12, finished):
+    for row, emitted in generate_tokens(Prefix(engine, sampling=sampling), prompts[:3], 12, finished):
         rows[row].append(emitted)
     assert rows == [whole[0], whole[1][:4], whole[2]]
     assert len(asked) == 28
 
 
 def test_tokens_come_as_they_are_made(engine: Engine) -> None:
-    stream = write(Prefix(engine), [[1], [2]], 10**9)
+    stream = generate_tokens(Prefix(engine), [[1], [2]], 10**9)
     assert [next(stream)[0] for _ in range(5)] == [0, 1, 0, 1, 0]
-    assert list(write(Prefix(engine), [[1]], 0)) == []
+    assert list(generate_tokens(Prefix(engine), [[1]], 0)) == []
 
 
 def by_hand(gpt: GPT, window: Sequence[int], path: Sequence[int]) -> Tensor:
@@ -146,8 +148,8 @@ def by_hand(gpt: GPT, window: Sequence[int], path: Sequence[int]) -> Tensor:
 
 
 def test_one_full_path_is_full_depth(engine: Engine, prompts: list[list[int]]) -> None:
-    found = write_all(Composed(engine, {(0, 1, 2, 3): 2.0}), prompts, 14)
-    assert found == write_all(Prefix(engine), prompts, 14)
+    found = generate_batch(Composed(engine, {(0, 1, 2, 3): 2.0}), prompts, 14)
+    assert found == generate_batch(Prefix(engine), prompts, 14)
 
 
 WEIGHTS = {(0, 1): 1.0, (0, 1, 2, 3): 2.5, (0, 2): 0.5}
@@ -172,7 +174,7 @@ def test_paths_are_pooled_as_by_hand(
     for _ in range(24):
         expected.append(int(pooled(window).argmax()))
         window = moved(window, expected[-1], CONTEXT)
-    written = write_all(mode, prompts[:2], 24)[1]
+    written = generate_batch(mode, prompts[:2], 24)[1]
     assert [emitted.token for emitted in written] == expected
     assert {emitted.stage for emitted in written} == {max(path[-1] for path in weights)}
 
@@ -192,11 +194,11 @@ def test_a_stack_without_memory_writes_the_same(
     assert engine.remembers
     assert not forgetful.remembers
     assert isinstance(forgetful.start(prompts), RecomputedCache)
-    assert write_all(mode(forgetful), prompts[1:4], 14) == write_all(mode(engine), prompts[1:4], 14)
+    assert generate_batch(mode(forgetful), prompts[1:4], 14) == generate_batch(mode(engine), prompts[1:4], 14)
 
 
 @torch.inference_mode()
-def test_what_is_computed_anew_follows_the_tokens(engine: Engine, forgetful: Engine) -> None:
+def test_what_is_recomputed_follows_the_tokens(engine: Engine, forgetful: Engine) -> None:
     """Going back and on to the same length must not find the old answer."""
     for token in (5, 6):
         caches = [each.start([[1, 2, 3], [4]]) for each in (engine, forgetful)]
@@ -213,7 +215,7 @@ def test_what_is_computed_anew_follows_the_tokens(engine: Engine, forgetful: Eng
 
 
 @torch.inference_mode()
-def test_what_is_computed_anew_refuses_what_cannot_be(forgetful: Engine) -> None:
+def test_what_is_recomputed_refuses_what_cannot_be(forgetful: Engine) -> None:
     cache = forgetful.start([[1, 2, 3], [4]])
     assert isinstance(cache, RecomputedCache)
     with pytest.raises(StackError, match=r"^stage 4 has not run that many positions; run it first$"):
@@ -277,9 +279,9 @@ def test_what_makes_no_sense_is_refused(gpt: GPT, engine: Engine, make_engine: C
     nothing: list[list[list[int]]] = [[], [[]], [[1], []]]
     for empty in nothing:
         with pytest.raises(ConfigError, match=r"^a prompt has no token; start with the document separator$"):
-            write_all(Prefix(engine), empty, 1)
+            generate_batch(Prefix(engine), empty, 1)
     with pytest.raises(ConfigError, match=r"^tokens is -1; it must be at least 0$"):
-        write_all(Prefix(engine), [[1]], -1)
+        generate_batch(Prefix(engine), [[1]], -1)
     for stage, shown in ((4, 5), (-1, 0)):
         message = rf"^stage {shown} does not exist; the model has stages 1 to 4$"
         with pytest.raises(ConfigError, match=message):
@@ -304,7 +306,7 @@ def test_paths_that_end_where_nothing_is_predicted_are_refused(
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
     with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
         Composed(silent, {(0, 1, 2, 3): 1.0, (0, 1): 1.0})
-    assert write_all(Composed(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
+    assert generate_batch(Composed(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
@@ -319,4 +321,4 @@ def test_logits_that_are_not_finite_are_refused(
     with torch.no_grad():
         model.head.weight[3] = value
     with pytest.raises(DivergenceError, match=r"^the model's logits are not finite, so it cannot write"):
-        write_all(mode(make_engine(model)), [[1, 2]], 1)
+        generate_batch(mode(make_engine(model)), [[1, 2]], 1)

@@ -12,16 +12,16 @@ from topograd.depth import modes
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, store
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
-from topograd.depth.engine import Composed, Engine, Mode, Prefix, write_all
-from topograd.depth.exits import Wand
+from topograd.depth.engine import Composed, Engine, Mode, Prefix, generate_batch
 from topograd.depth.modes import MOST_DRAFT, default_depth, engine_of, mode_of
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
+from topograd.depth.wand import Wand
 from topograd.errors import ConfigError, RunError, TopologyError
-from topograd.run import Run
+from topograd.runs.folder import Run
+from topograd.runs.session import Session
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.session import Session
 
 VOCAB, NEVER = 257, float("inf")
 FLIPS = {eps: (100 * eps, NEVER if eps < 0.002 else 10 * eps) for eps in EPS}
@@ -162,7 +162,7 @@ def test_every_spelling_writes(session: Session, engine: Engine) -> None:
     """And speculation, in one row, what full depth writes."""
     spellings = ("full", "prefix:2", "path:1,3", "branches:1-3*3+1-2", "wand", "speculate", "speculate:3:0.1")
     written = {
-        depth: [e.token for e in write_all(mode_of(depth, session, engine, Sampling()), [[1, 2]], 5)[0]]
+        depth: [e.token for e in generate_batch(mode_of(depth, session, engine, Sampling()), [[1, 2]], 5)[0]]
         for depth in spellings
     }
     assert {len(tokens) for tokens in written.values()} == {5}

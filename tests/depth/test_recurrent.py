@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from topograd.depth.autotune import DraftRule
-from topograd.depth.engine import Engine, Mode, Prefix, write_all
-from topograd.depth.exits import Wand
+from topograd.depth.engine import Engine, Mode, Prefix, generate_batch
 from topograd.depth.speculation import Speculate
+from topograd.depth.wand import Wand
 from topograd.errors import ConfigError
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface, add_interfaces
 from topograd.nn.recurrent import RecurrentState
 from topograd.reference.decoding import greedy
 from topograd.topology.dag import Topology
+from topograd.training.forward import stage_outputs
 
 CONTEXT, LAST, TOKENS = 24, 3, 26
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [3]]
@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, make_gpt: Callable[..., GPT]) -> GPT:
 
 
 def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
-    return [[emitted.token for emitted in row] for row in write_all(mode, prompts, TOKENS)]
+    return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, TOKENS)]
 
 
 def test_every_prefix_writes_what_the_slow_way_writes(model: GPT, make_engine: Callable[..., Engine]) -> None:
@@ -66,7 +66,7 @@ def test_speculation_replays_instead_of_rolling_back(
 def test_leaving_early_and_catching_up(model: GPT, make_engine: Callable[..., Engine]) -> None:
     """Positions that a token left pending are run later, as one batch."""
     engine = make_engine(model)
-    (emitted,) = write_all(Wand(engine, [0.4, 0.4, 0.4]), PROMPTS[:1], TOKENS)
+    (emitted,) = generate_batch(Wand(engine, [0.4, 0.4, 0.4]), PROMPTS[:1], TOKENS)
     assert len({token.stage for token in emitted}) > 1
     never = tokens_of(Wand(engine, [float("inf")] * 3), PROMPTS[:1])
     assert never == tokens_of(Prefix(engine, None), PROMPTS[:1])
@@ -82,7 +82,9 @@ def test_regions_write_what_teacher_forcing_says(
         for parameter in relay.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
     engine = make_engine(model, Topology.regions("1,1,1,1"))
-    written = [[emitted.token for emitted in row] for row in write_all(Prefix(engine, None), PROMPTS, 16)]
+    written = [
+        [emitted.token for emitted in row] for row in generate_batch(Prefix(engine, None), PROMPTS, 16)
+    ]
     for prompt, row in zip(PROMPTS, written, strict=True):
         inputs = torch.tensor([[*prompt, *row]])
         logits = model.readout(stage_outputs(model, engine.plan, inputs, [LAST])[LAST], LAST)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from topograd.depth.engine import Engine, Prefix, write_all
-from topograd.nn.forward import stage_outputs
+from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, add_relays
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Topology
+from topograd.training.forward import stage_outputs
 
 CHAIN = Topology.chain("1,1,2")
 CASES = {
@@ -37,7 +37,7 @@ def test_writing_is_reading_the_whole_again(
             nn.init.normal_(parameter, std=0.4)
     engine = make_engine(model, topology)
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
-    written = write_all(Prefix(engine, stage), prompts, 6)
+    written = generate_batch(Prefix(engine, stage), prompts, 6)
     for prompt, said in zip(prompts, written, strict=True):
         tokens = list(prompt)
         for emitted in said:

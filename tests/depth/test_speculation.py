@@ -13,7 +13,7 @@ from torch import Tensor
 
 from topograd.depth import speculation
 from topograd.depth.autotune import DraftRule
-from topograd.depth.engine import Emitted, Engine, Mode, Prefix, write, write_all
+from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
 from topograd.depth.sampling import Sampling, probabilities
 from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError, DivergenceError
@@ -31,7 +31,7 @@ def expected(mild: GPT, mild_engine: Engine, prompts: list[list[int]]) -> list[l
 
 
 def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    return [[emitted.token for emitted in row] for row in write_all(mode, prompts, tokens)]
+    return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, tokens)]
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -103,7 +103,7 @@ def test_rounds_are_those_of_the_slow_loop(mild: GPT, mild_engine: Engine, rule:
             if token != draft:
                 break
     mode = Speculate(mild_engine, rule)
-    assert write_all(mode, [[3, 1, 4]], 30)[0] == emitted[:30]
+    assert generate_batch(mode, [[3, 1, 4]], 30)[0] == emitted[:30]
     tally = mode.tally
     assert (tally.rounds, tally.drafted, tally.accepted) == (rounds, drafted, accepted)
     assert {e.stage for e in emitted} == {0, LAST}
@@ -143,7 +143,7 @@ def test_a_row_that_is_finished_stops_in_the_middle_of_a_draft(
     def finished(row: int, emitted: Emitted) -> bool:
         return row % 2 == 0 and len(written[row]) == row + 3
 
-    for row, emitted in write(Speculate(mild_engine, DraftRule(0.0, 5)), prompts, 20, finished):
+    for row, emitted in generate_tokens(Speculate(mild_engine, DraftRule(0.0, 5)), prompts, 20, finished):
         written[row].append(emitted.token)
     kept = [row + 3 if row % 2 == 0 else 20 for row in range(len(prompts))]
     assert written == [row[:n] for row, n in zip(expected, kept, strict=True)]
@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_at_a_drafted_position_are_found(
 
     monkeypatch.setattr(engine.stack, "readout", spoilt)
     with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
-        write_all(Speculate(engine, DraftRule(0.0, 2), sampling=sampling), [[1, 2]], 1)
+        generate_batch(Speculate(engine, DraftRule(0.0, 2), sampling=sampling), [[1, 2]], 1)
 
 
 ROWS, PROMPT = 1500, [2, 0]

@@ -1,151 +1,264 @@
-"""Exit thresholds of the three rules, and candidate pruning."""
+"""Leaving early against a slow loop that reads the window again at every stage; the memory stays exact."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from topograd.depth.calibration import EPS, Calibration
-from topograd.depth.readings import Readings, read
-from topograd.depth.wand import agreement, exits, survivors, thresholds
-from topograd.errors import ConfigError, DataError
+from topograd.depth.cache import Cache
+from topograd.depth.engine import Emitted, Engine, Prefix, generate_batch
+from topograd.depth.sampling import Sampling, draw, probabilities
+from topograd.depth.wand import FEW, Wand
+from topograd.errors import ConfigError, DivergenceError
+from topograd.nn.gpt import GPT
+from topograd.nn.stack import Stack
+from topograd.reference.decoding import moved, next_logits
+from topograd.topology.dag import Topology
+from topograd.training.forward import StageStates, stage_outputs
 
-STAGES, TOKENS, VOCAB = 4, 1500, 6
-
-
-def logits(drift: float = 0.3, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(STAGES, TOKENS, VOCAB, generator=generator, dtype=torch.float64)
-    noise[1:] *= drift
-    return list(noise.cumsum(0))
-
-
-@pytest.fixture(scope="module")
-def readings() -> Readings:
-    return read(logits(), torch.arange(TOKENS) // 50)
+CONTEXT, LAST, TOKENS = 24, 3, 30
+NEVER = (math.inf,) * LAST
+PROMPT = [3, 1, 4]
 
 
-@pytest.fixture(scope="module")
-def calibration(readings: Readings) -> Calibration:
-    return Calibration.of(readings, 0)
+def slow(
+    model: GPT, engine: Engine, thresholds: Sequence[float], sampling: Sampling | None = None
+) -> list[Emitted]:
+    """Tokens and the stages that wrote them, everything recomputed for each."""
+    sampling = sampling or Sampling()
+    generator = torch.Generator().manual_seed(sampling.seed)
+    window, emitted = list(PROMPT), []
+    for _ in range(TOKENS):
+        for stage, tau in enumerate([*thresholds, -math.inf]):
+            z = next_logits(model, engine.plan, window, stage)
+            first, second = z.sort(descending=True).values[:2].tolist()
+            if first - second > tau:
+                break
+        token = int(z.argmax()) if sampling.greedy else draw(probabilities(z, sampling), generator)
+        emitted.append(Emitted(token, stage))
+        window = moved(window, token, CONTEXT)
+    return emitted
 
 
-def test_sum_of_bounds(calibration: Calibration) -> None:
-    a, b, c = calibration.shift.p99
-    assert thresholds(calibration, "sum-of-bounds") == pytest.approx((a + b + c, b + c, c), rel=1e-12)
-    a, b, c = calibration.shift.max
-    expected = (0.5 * (a + b + c), 0.5 * (b + c), 0.5 * c)
-    found = thresholds(calibration, "sum-of-bounds", safety=0.5, quantile="max")
-    assert found == pytest.approx(expected, rel=1e-12)
+def run(mode: Wand, prompt: Sequence[int] = PROMPT) -> list[Emitted]:
+    return generate_batch(mode, [prompt], TOKENS)[0]
 
 
-def test_rival_gain(calibration: Calibration) -> None:
-    assert thresholds(calibration, "rival-gain") == calibration.gain.p99
-    found = thresholds(calibration, "rival-gain", safety=2.0, quantile="max")
-    assert found == tuple(2 * gain for gain in calibration.gain.max)
+def test_infinite_thresholds_are_full_depth(engine: Engine, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        assert run(Wand(engine, NEVER), prompt) == generate_batch(Prefix(engine), [prompt], TOKENS)[0]
 
 
-@pytest.mark.parametrize("eps", EPS)
-def test_flip_rate(calibration: Calibration, readings: Readings, eps: float) -> None:
-    taus = thresholds(calibration, "flip-rate", eps=eps)
-    assert taus == tuple(calibration.threshold(k, eps) for k in range(STAGES - 1))
-    assert agreement(readings, exits(readings, taus)) >= 1 - eps
-
-
-def test_the_largest_gain_proves_every_exit_on_its_own_text(
-    calibration: Calibration, readings: Readings
+@pytest.mark.parametrize("tau", [-1.0, -math.inf])
+def test_thresholds_below_every_margin_are_the_first_stage(
+    engine: Engine, visits_of: Callable[[Stack], Any], tau: float
 ) -> None:
-    leaves = exits(readings, thresholds(calibration, "rival-gain", quantile="max"))
-    assert (leaves < STAGES - 1).any()
-    assert agreement(readings, leaves) == 1.0
+    visits = visits_of(engine.stack)
+    assert (
+        run(Wand(engine, (tau, math.inf, math.inf))) == generate_batch(Prefix(engine, 0), [PROMPT], TOKENS)[0]
+    )
+    assert visits.calls[1:] == [[], [], []], "nothing deeper runs"
+    assert run(Wand(engine, (math.inf, tau, 0.0))) == generate_batch(Prefix(engine, 1), [PROMPT], TOKENS)[0]
 
 
-def test_a_bound_on_the_logits_moves_a_margin_by_twice_as_much() -> None:
-    """Sum-of-bounds with safety 1 is no proof: no logit moves by more than 1, and a margin of 1.5 falls."""
-    first = torch.tensor([[1.5, 0.0]] * 4, dtype=torch.float64)
-    change = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    readings = read([first, first + change], torch.zeros(4))
-    calibration = Calibration.of(readings, 0)
-    once = exits(readings, thresholds(calibration, "sum-of-bounds", quantile="max"))
-    assert once.tolist() == [0] * 4
-    assert agreement(readings, once) == 0.0
-    twice = exits(readings, thresholds(calibration, "sum-of-bounds", quantile="max", safety=2.0))
-    assert twice.tolist() == [1] * 4
-    assert agreement(readings, twice) == 1.0
+@pytest.mark.parametrize(
+    "thresholds", [(1.0, 0.8, 0.5), (0.7, math.inf, 0.4), (math.inf, 0.6, math.inf), (0.4, 0.2, 0.1)], ids=str
+)
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.9, seed=4)], ids=["greedy", "sampled"])
+def test_tokens_and_stages_are_those_of_the_slow_loop(
+    mild: GPT, mild_engine: Engine, thresholds: tuple[float, ...], sampling: Sampling | None
+) -> None:
+    expected = slow(mild, mild_engine, thresholds, sampling)
+    assert len({emitted.stage for emitted in expected}) > 1, "one stage alone would show little"
+    assert run(Wand(mild_engine, thresholds, sampling)) == expected
 
 
-def test_exits_are_the_first_stage_above_its_threshold(readings: Readings) -> None:
-    limits = (1.0, 0.5, math.inf)
-    expected = [
-        next((k for k in range(3) if readings.margin[k, t].item() > limits[k]), 3) for t in range(TOKENS)
+def test_leaving_early_is_approximate(mild_engine: Engine) -> None:
+    """What it is not: the text of full depth."""
+    early = [emitted.token for emitted in run(Wand(mild_engine, (0.2, 0.2, 0.2)))]
+    assert early != [emitted.token for emitted in run(Wand(mild_engine, NEVER))]
+
+
+@torch.inference_mode()
+def test_the_memory_is_that_of_the_full_model(mild: GPT, mild_engine: Engine) -> None:
+    """Also behind tokens that left early, and after the context was full."""
+    mode, cache = Wand(mild_engine, (0.5, 0.5, 1.0)), mild_engine.start([PROMPT])
+    assert isinstance(cache, Cache)
+    mode.begin(1)
+    for steps in (11, 13):
+        queues, stages = [], set()
+        for _ in range(steps):
+            stages.add(mode.advance(cache, [True])[0][0].stage)
+            queues.append(cache.pending(LAST)[0])
+        assert len(stages) > 1
+        assert max(queues) > 1
+        cache.run(LAST)
+        inputs = torch.tensor(cache.tokens)
+        states = StageStates(mild_engine.stack, mild_engine.plan, 1, CONTEXT)
+        stage_outputs(mild_engine.stack, mild_engine.plan, inputs, [LAST], states=states)
+        whole = stage_outputs(mild, mild_engine.plan, inputs, range(4))
+        for stage in range(4):
+            close(cache.hidden(stage, cache.lengths()), whole[stage])
+            for own, full in zip(cache.memories[stage].layers, states.stages[stage].layers, strict=True):
+                n = inputs.shape[1]
+                close(own.keys[:, :, :n], full.keys[:, :, :n])
+                close(own.values[:, :, :n], full.values[:, :, :n])
+    assert inputs.shape[1] < len(PROMPT) + 24, "the older half was forgotten once"
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * b.abs().max().item())
+
+
+@torch.inference_mode()
+def test_a_queue_runs_as_one_batch_when_a_token_goes_deeper(
+    mild_engine: Engine, visits_of: Callable[[Stack], Any]
+) -> None:
+    visits, mode = visits_of(mild_engine.stack), Wand(mild_engine, (1.0, math.inf, math.inf))
+    cache = mild_engine.start([PROMPT])
+    mode.begin(1)
+    stages: list[int] = []
+    deep: list[list[int]] = []
+    for step in range(20):
+        visits.clear()
+        waiting = len(PROMPT) + step - sum(map(len, deep))
+        stages.append(mode.advance(cache, [True])[0][0].stage)
+        assert visits.calls[0] == [[list(range(len(PROMPT)) if not step else [len(PROMPT) + step - 1])]]
+        assert visits.calls[1] == visits.calls[2] == visits.calls[3]
+        deep += [call[0] for call in visits.calls[3]]
+        assert len(visits.calls[3]) == (stages[-1] == LAST)
+        assert stages[-1] == 0 or len(deep[-1]) == waiting
+    assert set(stages) == {0, LAST}
+    assert max(map(len, deep[1:])) > 1
+    assert [p for call in deep for p in call] == list(range(sum(map(len, deep)))), "no position twice"
+
+
+class Spy:
+    """Counts how often the head is read for a few candidates only."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        readout = engine.stack.readout
+
+        def spied(h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+            if rows is not None:
+                self.sizes.append(len(rows))
+            return readout(h, stage, rows)
+
+        monkeypatch.setattr(engine.stack, "readout", spied)
+
+
+THRESHOLDS = (1.5, 1.5, math.inf)
+
+
+def largest_gain(model: GPT, engine: Engine, emitted: Sequence[Emitted]) -> tuple[float, ...]:
+    """For each exit stage the most that a rival gained on its leader until the last stage, on this text."""
+    window, gains = list(PROMPT), [0.0] * LAST
+    for token in emitted:
+        z = [next_logits(model, engine.plan, window, stage) for stage in range(4)]
+        for stage in range(LAST):
+            gain = z[LAST] - z[stage]
+            gains[stage] = max(gains[stage], float(gain.max() - gain[z[stage].argmax()]))
+        window = moved(window, token.token, CONTEXT)
+    return tuple(gains)
+
+
+def test_pruning_with_a_bound_that_holds_changes_no_token(
+    make_gpt: Callable[..., GPT], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_gpt(later=0.05)
+    engine = make_engine(model)
+    expected = run(Wand(engine, THRESHOLDS))
+    assert expected == slow(model, engine, THRESHOLDS)
+    gains = largest_gain(model, engine, expected)
+    spy = Spy(engine, monkeypatch)
+    assert run(Wand(engine, THRESHOLDS, bounds=(1e9,) * LAST)) == expected
+    assert spy.sizes == [], "nothing can be dropped, so the whole head is read"
+    assert run(Wand(engine, THRESHOLDS, bounds=tuple(1.001 * gain for gain in gains))) == expected
+    assert spy.sizes, "some tokens were chosen among few"
+    assert max(spy.sizes) * FEW <= 50
+    assert max(spy.sizes) > 1
+
+
+def test_pruning_with_a_bound_of_nothing_keeps_the_leader(mild: GPT, mild_engine: Engine) -> None:
+    """It shows that pruning decides: with a bound that does not hold, the text differs."""
+    pruned = run(Wand(mild_engine, (math.inf, 1e9, math.inf), bounds=(1e9, 0.0, 1e9)))
+    assert [e.token for e in pruned] == [
+        e.token for e in generate_batch(Prefix(mild_engine, 1), [PROMPT], TOKENS)[0]
     ]
-    found = exits(readings, limits)
-    assert found.tolist() == expected
-    assert set(expected) == {0, 1, 3}
-    wrong = sum(int(readings.top[k, t] != readings.top[3, t]) for t, k in enumerate(expected))
-    assert wrong > 0
-    assert agreement(readings, found) == pytest.approx(1 - wrong / TOKENS, rel=1e-12)
+    assert {e.stage for e in pruned} == {LAST}
+    assert pruned != run(Wand(mild_engine, NEVER))
 
 
-def test_a_margin_equal_to_its_threshold_stays(readings: Readings) -> None:
-    limit = readings.margin[0, 7].item()
-    assert exits(readings, (limit, math.inf, math.inf))[7] == 3
-    assert exits(readings, (math.nextafter(limit, 0), math.inf, math.inf))[7] == 0
+def test_nothing_is_pruned_where_tokens_are_drawn(
+    mild: GPT, mild_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, spy = Sampling(temperature=0.9, seed=4), Spy(mild_engine, monkeypatch)
+    found = run(Wand(mild_engine, THRESHOLDS, sampling, bounds=(0.0,) * LAST))
+    assert found == slow(mild, mild_engine, THRESHOLDS, sampling)
+    assert spy.sizes == []
 
 
-def test_the_extremes(readings: Readings) -> None:
-    assert (exits(readings, (math.inf,) * 3) == 3).all()
-    assert (exits(readings, (0.0,) * 3) == 0).all()  # no ties among random numbers
-    assert agreement(readings, exits(readings, (math.inf,) * 3)) == 1.0
+def test_a_stack_without_memory_writes_the_same(engine: Engine, forgetful: Engine) -> None:
+    assert run(Wand(forgetful, THRESHOLDS)) == run(Wand(engine, THRESHOLDS))
 
 
-def test_the_final_argmax_survives_its_true_gain() -> None:
-    first, *_, last = logits(drift=1.0, seed=1)
-    change = last - first
-    pruned = moved = 0
-    for z, change_of_token, final in zip(first, change, last.argmax(-1), strict=True):
-        gain = (change_of_token.max() - change_of_token[z.argmax()]).item()
-        left = survivors(z, gain).tolist()
-        assert final.item() in left
-        assert z.argmax().item() in left
-        pruned += VOCAB - len(left)
-        moved += int(final != z.argmax())
-    assert pruned > 100  # or the claim would be empty
-    assert moved > 100
-
-
-@pytest.mark.parametrize(
-    ("bound", "left"), [(0.0, [2]), (0.9, [2]), (1.0, [0, 2]), (math.inf, [0, 1, 2])], ids=str
-)
-def test_survivors_are_within_the_bound(bound: float, left: list[int]) -> None:
-    assert survivors(torch.tensor([2.0, -1.0, 3.0]), bound).tolist() == left
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rule": "wand"}, "rule 'wand' is unknown; choose one of"),
-        ({"quantile": "p50"}, "quantile 'p50' is unknown"),
-        ({"safety": 0.0}, "safety is 0.0; it must be a finite number above 0"),
-        ({"safety": math.nan}, "safety is nan"),
-        ({"rule": "flip-rate", "eps": 0.5}, "eps 0.5 has no calibrated thresholds; choose one of"),
-    ],
-    ids=["rule", "quantile", "zero", "nan", "eps"],
-)
-def test_bad_settings(calibration: Calibration, settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("thresholds", [(), (1.0, 1.0), (1.0,) * 4], ids=len)
+def test_thresholds_of_the_wrong_number_are_refused(engine: Engine, thresholds: tuple[float, ...]) -> None:
+    message = rf"^{len(thresholds)} thresholds for 4 stages; calibrate this run again$"
     with pytest.raises(ConfigError, match=message):
-        thresholds(calibration, **{"rule": "rival-gain", **settings})
+        Wand(engine, thresholds)
 
 
-def test_bad_arguments(readings: Readings) -> None:
-    with pytest.raises(ConfigError, match="2 thresholds for 4 stages"):
-        exits(readings, (1.0, 1.0))
-    with pytest.raises(DataError, match="no tokens to compare"):
-        agreement(readings.take(torch.zeros(TOKENS, dtype=torch.bool)), torch.zeros(0, dtype=torch.long))
-    for bound in (-0.1, math.nan):
-        with pytest.raises(ConfigError, match="a bound on a gain must be at least 0"):
-            survivors(torch.zeros(3), bound)
-    with pytest.raises(ConfigError, match=r"logits have shape \(1, 3\); prune one row"):
-        survivors(torch.zeros(1, 3), 1.0)
+@pytest.mark.parametrize("bounds", [(), (1.0,), (1.0,) * 4], ids=len)
+def test_bounds_of_the_wrong_number_are_refused(engine: Engine, bounds: tuple[float, ...]) -> None:
+    message = rf"^{len(bounds)} bounds for 3 exits; calibrate this run again$"
+    with pytest.raises(ConfigError, match=message):
+        Wand(engine, NEVER, bounds=bounds)
+
+
+def test_stages_that_do_not_predict_are_no_exits(gpt: GPT, make_engine: Callable[..., Engine]) -> None:
+    silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
+    with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
+        Wand(silent, (1.0, 1.0, 1.0))
+    assert len(run(Wand(silent, (1.0, math.inf, 1.0)))) == TOKENS, (
+        "where nothing leaves, nothing is predicted"
+    )
+
+
+def test_several_rows_are_refused(engine: Engine) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^wand writes one row at a time and 2 are given; use full or spec"
+    ):
+        generate_batch(Wand(engine, NEVER), [[1], [2]], 1)
+
+
+@pytest.mark.parametrize("thresholds", [NEVER, (0.0, 0.0, 0.0)], ids=["full", "early"])
+def test_logits_that_are_not_finite_are_refused(
+    make_gpt: Callable[..., GPT], make_engine: Callable[..., Engine], thresholds: tuple[float, ...]
+) -> None:
+    model = make_gpt()
+    with torch.no_grad():
+        model.head.weight[3] = math.nan
+    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+        generate_batch(Wand(make_engine(model), thresholds), [[1, 2]], 1)
+
+
+def test_a_pruned_last_head_that_is_not_finite_is_refused(
+    make_gpt: Callable[..., GPT], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exits are finite, so nothing shows before the few candidates are read."""
+    model = make_gpt(heads_of_their_own=4)
+    with torch.no_grad():
+        for parameter in model.head_parameters(LAST):
+            parameter.fill_(math.nan)
+    engine = make_engine(model)
+    spy = Spy(engine, monkeypatch)
+    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+        generate_batch(Wand(engine, (1e9, math.inf, math.inf), bounds=(0.0,) * LAST), [[1, 2]], 1)
+    assert spy.sizes == [1]

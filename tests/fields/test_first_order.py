@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from topograd.fields.checks import Problem
+from topograd.fields.field_state import State, crossings, state_of
 from topograd.fields.first_order import activation_change, first_order
 from topograd.fields.kernel import kernel
-from topograd.fields.state import State, crossings, state_of
 from topograd.reference.fields import descend
 
 Make = Callable[..., Problem]

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from topograd.fields.checks import Problem
+from topograd.fields.field_state import state_of
 from topograd.fields.history import evolve, hidden
-from topograd.fields.state import state_of
 from topograd.reference.fields import descend
 
 Make = Callable[..., Problem]

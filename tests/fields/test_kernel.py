@@ -8,8 +8,8 @@ from torch import nn
 
 from topograd.errors import FieldError
 from topograd.fields.checks import Problem, relative_error
+from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
-from topograd.fields.state import state_of
 from topograd.memory import peak_bytes
 from topograd.reference.fields import descend
 from topograd.reference.ntk import empirical_ntk

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from topograd.errors import FieldError
 from topograd.fields.checks import Problem
-from topograd.fields.state import State, state_of
+from topograd.fields.field_state import State, state_of
 from topograd.fields.transport import (
     conjugate_change,
     materialised_numbers,

@@ -19,8 +19,8 @@ from topograd.interfaces.analysis import (
 from topograd.interfaces.engines import backward
 from topograd.interfaces.measure import Shape
 from topograd.interfaces.regions import Regions
-from topograd.nn.forward import run_stage
 from topograd.nn.gpt import GPT
+from topograd.training.forward import run_stage
 
 SHAPE = Shape(regions=4, region_layers=1, width=16, heads=2, vocab=11, context=12, batch=2)
 INTERFACE = SegmentInterface(segments=3, rank=5)

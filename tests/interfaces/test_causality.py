@@ -8,13 +8,13 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces.causality import future_gradient, leak
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import ARCHITECTURES, GPT, Architecture
 from topograd.nn.interface import Maps, Pool, SegmentInterface, SegmentRelay, add_interfaces
 from topograd.nn.stack import Bus
 from topograd.reference.interfaces import interface_forward
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.forward import stage_outputs
 
 CONTEXT, VOCAB = 12, 5
 CHAIN = Topology.regions("1,1,1")

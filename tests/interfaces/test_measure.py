@@ -10,8 +10,8 @@ from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.interfaces import SegmentInterface, backward, measure
 from topograd.interfaces.jacobian import Way
 from topograd.interfaces.measure import Shape, choose, measure_units, timed
-from topograd.interfaces.plan import plan
-from topograd.interfaces.schedule import Units
+from topograd.interfaces.planner import plan
+from topograd.interfaces.timeline import Units
 from topograd.nn.gpt import ARCHITECTURES, GPT, Architecture
 from topograd.topology.dag import Topology
 

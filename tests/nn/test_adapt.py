@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.adapt import Adapted, adapt
-from topograd.nn.forward import stage_outputs
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
+from topograd.training.forward import stage_outputs
 
 Foreign = tuple[Any, Adapted]
 

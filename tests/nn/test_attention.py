@@ -53,7 +53,7 @@ def test_no_mask_is_made_where_none_is_needed() -> None:
     ],
     ids=["chunks", "steps", "long and short", "one row"],
 )
-def test_rows_of_unlike_length(positions: list[list[int]], window: int) -> None:
+def test_ragged_rows(positions: list[list[int]], window: int) -> None:
     where = torch.tensor(positions)
     total = int(where.max()) + 1
     mask = attention_mask(where, total, window)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from topograd.nn.attention import rotate
-from topograd.nn.decoding import Turns, paired, turn
+from topograd.nn.decoding import RotaryCache, paired, turn
 
 FREQUENCIES = 10.0 ** -torch.arange(4, dtype=torch.float64)
 
@@ -16,7 +16,7 @@ def test_a_turn_is_a_rotation(sign: int, ragged: bool) -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)  # batch, time, heads, head width
     inputs = torch.zeros(2, 3, dtype=torch.long)
     offset = torch.tensor([[4, 5, 6], [0, 1, 9]]) if ragged else 4
-    bus = Turns(FREQUENCIES, torch.float64, sign, reach=6).bus(x, inputs, offset)
+    bus = RotaryCache(FREQUENCIES, torch.float64, sign, reach=6).bus(x, inputs, offset)
     rows = paired(x.reshape(6, 40).t(), 8).t().contiguous()  # as a matrix with reordered rows would give them
     found = turn(rows, bus, 8)
     positions = offset if isinstance(offset, torch.Tensor) else torch.arange(4, 7).expand(2, 3)
@@ -27,7 +27,7 @@ def test_a_turn_is_a_rotation(sign: int, ragged: bool) -> None:
 
 
 def test_positions_beyond_the_reach_are_made_when_they_come() -> None:
-    turns = Turns(FREQUENCIES, torch.float64, 1, reach=2)
+    turns = RotaryCache(FREQUENCIES, torch.float64, 1, reach=2)
     x = torch.zeros(1, 1, 8, dtype=torch.float64)
     bus = turns.bus(x, torch.zeros(1, 1, dtype=torch.long), 7)
     assert bus.positions.tolist() == [7]

@@ -1,4 +1,4 @@
-"""The GPT rewritten for decoding is the GPT: whole, in pieces, in unlike rows, with every option."""
+"""The GPT rewritten for decoding is the GPT: whole, in pieces, in ragged rows, with every option."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from topograd.nn.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.gpt_decoding import DecodingGPT, unit
 from topograd.nn.stack import Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.forward import StageStates, stage_outputs
 
 VOCAB, CONTEXT, STAGES = 23, 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_in_pieces(gpt: GPT, pieces: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-def test_rows_of_unlike_length(gpt: GPT) -> None:
+def test_ragged_rows(gpt: GPT) -> None:
     """Three rows come to 12, 5 and 8 positions in three steps; unneeded columns go behind the longest."""
     inputs, lengths = tokens(3), (12, 5, 8)
     expected = [gpt(inputs[row : row + 1, :n]) for row, n in enumerate(lengths)]

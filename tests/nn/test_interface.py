@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.nn.forward import StageStates, run_stage, stage_outputs
 from topograd.nn.gpt import ARCHITECTURES, GPT
 from topograd.nn.interface import Map, Maps, Pool, SegmentInterface, SegmentRelay, add_interfaces
-from topograd.nn.relays import LooksBack
+from topograd.nn.relays import CausalRelay
 from topograd.reference.interfaces import canvas_with_states, interface_forward, next_states, pools
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.forward import StageStates, run_stage, stage_outputs
 
 WIDTH, CONTEXT, VOCAB = 8, 12, 11
 CHAIN = Topology.regions("1,2,1")
@@ -147,7 +147,7 @@ def test_relays_are_the_stack_s_own() -> None:
     assert sorted(stack.own_relays()) == ["interface-1", "interface-2"]
     assert {p.dtype for p in stack.relays.parameters()} == {torch.bfloat16}
     first, second = stack.relay("interface-1"), stack.relay("interface-2")
-    assert isinstance(first, LooksBack)
+    assert isinstance(first, CausalRelay)
     assert isinstance(first, SegmentRelay)
     assert isinstance(second, SegmentRelay)
     assert first.alpha is None, "LN undoes the first scale"

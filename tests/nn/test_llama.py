@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import topograd
-from topograd.depth.engine import Engine, Prefix, write_all
+from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.errors import StackError
 from topograd.nn.adapt import adapt
-from topograd.nn.forward import StageStates, stage_outputs
 from topograd.nn.llama import Llama, norm
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.forward import StageStates, stage_outputs
 
 Make = Callable[..., Any]
 
@@ -174,7 +174,7 @@ def run(stack: Llama, inputs: Tensor, positions: Tensor, states: list[Any]) -> T
 
 @pytest.mark.parametrize("piece", [1, 2])
 @pytest.mark.parametrize("settings", VARIANTS[:3], ids=str)
-def test_rows_of_unlike_length_in_one_batch(make: Make, settings: dict[str, Any], piece: int) -> None:
+def test_ragged_rows_in_one_batch(make: Make, settings: dict[str, Any], piece: int) -> None:
     """Prompts of 5, 1 and 3 tokens, padded to 5, then four more tokens for each, some at a time."""
     model = make(**settings)
     stack, inputs, lengths = Llama.of(model), tokens(rows=3), torch.tensor([5, 1, 3])
@@ -197,7 +197,7 @@ def test_greedy_tokens_are_hugging_faces(make: Make) -> None:
         with torch.no_grad():
             prompt.append(int(model(torch.tensor([prompt])).logits[0, -1].argmax()))
     engine = Engine(Llama.of(model), Plan.of(Topology.chain("2,2"), 4), context=20)
-    [written] = write_all(Prefix(engine), [prompt[:3]], 12)
+    [written] = generate_batch(Prefix(engine), [prompt[:3]], 12)
     assert [emitted.token for emitted in written] == prompt[3:]
     assert len(set(prompt)) > 4
 

@@ -1,11 +1,11 @@
-"""The Llama for decoding is the Llama: whole, by tokens, in rows of unlike length, on part of the head."""
+"""The Llama for decoding is the Llama: whole, by tokens, in ragged rows, on part of the head."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from topograd.depth.engine import Engine, Prefix, write_all
+from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.nn.llama import Llama
 from topograd.nn.llama_decoding import DecodingLlama
 from topograd.topology.dag import Topology
@@ -72,11 +72,11 @@ def test_token_by_token_and_heads_of_their_own() -> None:
             torch.testing.assert_close(part, expected[:, time, some], rtol=0, atol=bound)
 
 
-def test_rows_of_unlike_length_write_what_they_write_alone() -> None:
+def test_ragged_rows_write_what_they_write_alone() -> None:
     engine = Engine(llama(False, 2), Plan.of(Topology.chain("1,1,1"), 3), context=16)
     prompts = [[1, 2, 3], [7], [4, 5, 6, 7, 8]]
-    together = write_all(Prefix(engine), prompts, 20)
-    alone = [write_all(Prefix(engine), [prompt], 20)[0] for prompt in prompts]
+    together = generate_batch(Prefix(engine), prompts, 20)
+    alone = [generate_batch(Prefix(engine), [prompt], 20)[0] for prompt in prompts]
     assert together == alone
 
 

@@ -14,8 +14,8 @@ from topograd.errors import RunError
 from topograd.report.markup import POLICY
 from topograd.report.pareto import write_pareto
 from topograd.report.pareto_plot import BOTTOM, LEFT, RIGHT, TOP, Axis, field_html
+from topograd.search.candidates import Candidate
 from topograd.search.pareto import Tried
-from topograd.search.space import Candidate
 from topograd.topology.composition import Composition
 
 BPB, DEPTH = [3.4, 3.1, 3.0, 3.3], [1, 2, 4, 4]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from topograd.nn.gpt import GPTConfig
-from topograd.training.config import TrainConfig
+from topograd.runs.config import TrainConfig
 
 
 @pytest.fixture(scope="session")

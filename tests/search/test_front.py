@@ -5,7 +5,7 @@ import pytest
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.reference.partitions import undominated_by_pairs
-from topograd.search.front import Everywhere, best_first, crowding, front_ranks, pareto_front
+from topograd.search.front import AllCompositions, best_first, crowding, front_ranks, pareto_front
 from topograd.search.utility import coupling_cost, hard
 from topograd.topology.composition import enumerate_compositions
 from topograd.topology.configuration import Configuration
@@ -43,7 +43,7 @@ def test_room_on_a_front() -> None:
 
 def test_every_composition_has_its_properties() -> None:
     costs = [0.5, 0.25, 2.0, 1.0, 0.0]
-    found = Everywhere.of(6, costs)
+    found = AllCompositions.of(6, costs)
     seen = set()
     for i in range(2**5):
         pi = found.composition(i)
@@ -54,12 +54,12 @@ def test_every_composition_has_its_properties() -> None:
         assert (found.least_depth[i], found.first_depth[i]) == (min(pi.parts), pi.parts[0])
         assert found.coupling[i] == pytest.approx(coupling_cost(hard(pi), costs), abs=1e-15)
     assert seen == set(enumerate_compositions(6))
-    assert Everywhere.of(1).gradient_depth.tolist() == [1]
+    assert AllCompositions.of(1).gradient_depth.tolist() == [1]
 
 
 def test_a_million_configurations_in_less_than_ten_seconds() -> None:
     began = time.perf_counter()
-    every = Everywhere.of(20, np.random.default_rng(0).random(19).tolist())
+    every = AllCompositions.of(20, np.random.default_rng(0).random(19).tolist())
     both = [
         np.stack((every.gradient_depth, -every.least_depth, every.coupling, heads * every.stages), axis=1)
         for heads in (0, 1)
@@ -78,6 +78,6 @@ def test_bad_points() -> None:
     with pytest.raises(ConfigError, match=r"shape \(3,\)"):
         pareto_front([1, 2, 3])
     with pytest.raises(ConfigError, match="2 coupling costs for 4 layers; give 3"):
-        Everywhere.of(4, [1.0, 1.0])
+        AllCompositions.of(4, [1.0, 1.0])
     with pytest.raises(TopologyError, match="from 1 to 24"):
-        Everywhere.of(30)
+        AllCompositions.of(30)

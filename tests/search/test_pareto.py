@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from topograd.errors import ConfigError, DivergenceError
+from topograd.search.candidates import Candidate, Space
 from topograd.search.pareto import Direction, ParetoConfig, Tried, explore
-from topograd.search.space import Candidate, Space
 
 pytest.importorskip("optuna")
 OBJECTIVES: dict[str, Direction] = {"loss": "minimize", "stages": "maximize"}
@@ -95,7 +95,7 @@ def test_a_killed_process_loses_only_the_rung_under_way(tmp_path: Path) -> None:
         import os, signal, sys
         from pathlib import Path
         from topograd.search.pareto import ParetoConfig, explore
-        from topograd.search.space import Space
+        from topograd.search.candidates import Space
 
         def train(candidate, steps, folder):
             with open(Path(sys.argv[1]) / "calls", "a") as file:

@@ -11,7 +11,6 @@ import torch
 
 from topograd.depth.readings import Readings, read
 from topograd.errors import ConfigError
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentInterface, add_interfaces
 from topograd.nn.learned_relays import add_relays
@@ -31,6 +30,7 @@ from topograd.topology.dag import EMBEDDING, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Text, evaluate
 from topograd.training.executor import prepare
+from topograd.training.forward import stage_outputs
 
 VOCAB, TIME, WIDTH = 12, 16, 16
 

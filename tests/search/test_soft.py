@@ -8,9 +8,9 @@ from torch import Tensor
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.gpt import GPT
 from topograd.reference.executor import graph_losses
+from topograd.runs.config import TrainConfig
 from topograd.search.expectation import expected_boundaries
 from topograd.search.soft import SoftBoundaries, SoftConfig, learn_boundaries
-from topograd.training.config import TrainConfig
 from topograd.training.executor import prepare, train_step
 
 

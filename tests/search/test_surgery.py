@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig
 from topograd.search.learner import Learner
 from topograd.search.surgery import SurgeryConfig, choose, neighbours, operate, train_with_surgery
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
-from topograd.training.config import TrainConfig
 
 HERE, BETTER, BEST, WORSE = map(Composition.parse, ("2,2", "4", "1,3", "3,1"))
 SCORES = {HERE: 1.0, BETTER: 0.9, BEST: 0.8, WORSE: 1.1}

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from topograd.errors import ConfigError
-from topograd.run import Run
-from topograd.search.space import Candidate
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.search.candidates import Candidate
 from topograd.search.trained import OBJECTIVES, as_runs, named_objectives
 from topograd.topology.composition import Composition
-from topograd.training.config import TrainConfig
 
 
 def test_a_candidate_is_a_run_that_goes_on(config: TrainConfig, tmp_path: Path) -> None:

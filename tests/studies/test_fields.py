@@ -11,8 +11,8 @@ import torch
 from scipy.stats import spearmanr
 
 from topograd.errors import ConfigError, DivergenceError, RunError
+from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
-from topograd.fields.state import state_of
 from topograd.reference.fields import descend, projectors, staged_step
 from topograd.report.fields import write_study
 from topograd.report.fields_figures import study_panels

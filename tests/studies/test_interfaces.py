@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import ARCHITECTURES
+from topograd.runs.config import TrainConfig
 from topograd.studies import interfaces as study
 from topograd.studies.interfaces import (
     Case,
@@ -26,7 +26,7 @@ from topograd.studies.interfaces import (
     train_case,
     trained,
 )
-from topograd.training.config import TrainConfig
+from topograd.training.forward import stage_outputs
 
 SMALL = "S=4,r=4,pool=tail"
 

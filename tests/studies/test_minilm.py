@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from topograd.nn.gpt import GPTConfig
+from topograd.runs.config import TrainConfig
 from topograd.studies import minilm as study
-from topograd.training.config import TrainConfig
 from topograd.training.trainer import start
 
 

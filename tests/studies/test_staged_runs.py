@@ -7,6 +7,7 @@ import torch
 
 from topograd.data import windows
 from topograd.errors import ConfigError, DivergenceError
+from topograd.runs.session import load_data
 from topograd.studies import staged_runs as module
 from topograd.studies.experiment_e import behind_root
 from topograd.studies.staged_runs import (
@@ -25,7 +26,6 @@ from topograd.studies.staged_runs import (
     values,
 )
 from topograd.training.evaluation import Text
-from topograd.training.session import load_data
 
 
 def silent(done: int, total: int) -> None:

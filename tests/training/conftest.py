@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from topograd.nn.gpt import GPT, GPTConfig
+from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, add_relays
-from topograd.run import Run
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
-from topograd.training.config import TrainConfig
 from topograd.training.executor import prepare
-from topograd.training.trainer import start
 
 Gradients = dict[str, Tensor]
 
@@ -196,30 +192,6 @@ class LogitsWatch(TorchDispatchMode):
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.rows = max(self.rows, tensor.numel() // self.vocab)
         self.peak = max(self.peak, sum(elements for _, elements in self._alive.values()))
-
-
-@pytest.fixture(scope="session")
-def config(corpus: Path) -> TrainConfig:
-    return TrainConfig(
-        partition="1,1",
-        steps=20,
-        batch=3,
-        seed=1,
-        data=str(corpus),
-        tokenizer="bytes",
-        eval_every=8,
-        eval_bytes=300,
-        save_every=4,
-        model=GPTConfig(layers=2, width=16, heads=2, context=16),
-    )
-
-
-@pytest.fixture(scope="session")
-def straight(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that was never stopped."""
-    trainer = start(config, tmp_path_factory.mktemp("straight") / "run")
-    trainer.train()
-    return trainer.run
 
 
 @pytest.fixture(scope="session")

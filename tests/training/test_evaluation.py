@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
+from topograd.nn.pooling import pool
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training import evaluation
 from topograd.training.evaluation import BINS, Text, activation_rank, calibration_error, evaluate
-from topograd.training.pooling import pool
+from topograd.training.forward import stage_outputs
 
 TOPOLOGY = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))
 NBYTES = 91

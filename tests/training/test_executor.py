@@ -18,9 +18,9 @@ from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Bus, Stack
 from topograd.reference.executor import graph_losses
+from topograd.topology.closed_forms import activation_layers
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
-from topograd.topology.properties import activation_layers
 from topograd.training.executor import prepare, train_step
 from topograd.training.objectives import OBJECTIVES, Logits, teacher_logits
 
@@ -246,7 +246,7 @@ class Doubling(nn.Module):
 class ZLoss:
     """An objective of our own: cross-entropy, and a little of logsumexp²."""
 
-    hears_prior = False
+    uses_prior = False
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor

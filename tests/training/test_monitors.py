@@ -8,8 +8,8 @@ import torch
 
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.phase import weight_norm
-from topograd.run import Run
-from topograd.training.config import TrainConfig
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
 from topograd.training.monitors import GeometryLog
 from topograd.training.trainer import start
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Bus
 from topograd.topology.composition import Composition
@@ -23,6 +22,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import prepare, train_step
+from topograd.training.forward import stage_outputs
 from topograd.training.objectives import teacher_logits
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from topograd.errors import CheckpointError, ConfigError
-from topograd.run import Run
-from topograd.training.config import TrainConfig
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
 from topograd.training.trainer import OnStep, resume, start
 
 STEPS = 20

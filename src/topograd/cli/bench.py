@@ -10,13 +10,11 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from topograd.benchmarks import backward, kernel, optimizer_step
+from topograd.benchmarks.decode import Settings, bench_decode
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
-from topograd.depth.bench import Settings, bench_decode
-from topograd.fields import bench as fields
-from topograd.interfaces import bench as interfaces
-from topograd.optim import bench as optim
 from topograd.pretrained import REFERENCE
-from topograd.training.session import open_session
+from topograd.runs.session import open_session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,7 @@ class Decode:
 class Scan:
     """Measure training steps, Jacobians and scans of bounded interfaces against a dense model."""
 
-    settings: Annotated[interfaces.Settings, tyro.conf.arg(name="")] = field(
-        default_factory=interfaces.Settings
-    )
+    settings: Annotated[backward.Settings, tyro.conf.arg(name="")] = field(default_factory=backward.Settings)
     json: Json = False
 
 
@@ -43,7 +39,7 @@ class Scan:
 class Kernel:
     """Measure the tangent kernel from fields against the contraction of Jacobians: time and memory."""
 
-    settings: Annotated[fields.Settings, tyro.conf.arg(name="")] = field(default_factory=fields.Settings)
+    settings: Annotated[kernel.Settings, tyro.conf.arg(name="")] = field(default_factory=kernel.Settings)
     json: Json = False
 
 
@@ -51,7 +47,9 @@ class Kernel:
 class Optim:
     """Measure a step of DDCAdam, and what it keeps, against AdamW on the tensors of a GPT."""
 
-    settings: Annotated[optim.Settings, tyro.conf.arg(name="")] = field(default_factory=optim.Settings)
+    settings: Annotated[optimizer_step.Settings, tyro.conf.arg(name="")] = field(
+        default_factory=optimizer_step.Settings
+    )
     json: Json = False
 
 
@@ -74,15 +72,15 @@ def run(argv: list[str]) -> int:
             tables = [decode_table(results), curve_table(results["wand"])]
         case Scan():
             note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")
-            results = interfaces.bench_scan(asked.settings)
+            results = backward.bench_scan(asked.settings)
             tables = scan_tables(results)
         case Kernel():
             note("measuring kernels: a minute or two and 4 GB, on a quiet machine if you can")
-            results = fields.bench_kernel(asked.settings)
+            results = kernel.bench_kernel(asked.settings)
             tables = [kernel_table(results)]
         case Optim():
             note("measuring optimizer steps: some seconds, on a quiet machine if you can")
-            results = optim.bench_optim(asked.settings)
+            results = optimizer_step.bench_optim(asked.settings)
             tables = [optim_table(results)]
     if asked.json:
         print_json(results)
@@ -182,10 +180,10 @@ def kernel_table(results: Mapping[str, Any]) -> Table:
     for column in ("M", "N", "L", "ms", "faster", "quartiles", "MiB", "smaller", "differ"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in (results["kernel"], *results["growth"]):
-        faster, peak = row["faster"], row["peak_bytes"][fields.FIELDS]
+        faster, peak = row["faster"], row["peak_bytes"][kernel.FIELDS]
         table.add_row(
             *(str(row[key]) for key in ("examples", "width", "depth")),
-            number(1e3 * row["seconds"][fields.FIELDS]["median"], 1),
+            number(1e3 * row["seconds"][kernel.FIELDS]["median"], 1),
             number(faster["median"], 1),
             f"{number(faster['low'], 1)}–{number(faster['high'], 1)}",
             number(peak / 2**20, 1),

@@ -16,12 +16,12 @@ from topograd.cli.console import Folder, Json, note, number, out, parse, print_j
 from topograd.cli.progress import counted
 from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, store, tune
 from topograd.depth.calibration import EPS, Calibration
+from topograd.depth.exit_rules import Rule, agreement, exits, thresholds
 from topograd.depth.modes import engine_of
 from topograd.depth.readings import Readings
-from topograd.depth.wand import Rule, agreement, exits, thresholds
 from topograd.errors import ConfigError, DataError, RunError
+from topograd.runs.session import Session, heldout_text, open_session
 from topograd.training.evaluation import Text
-from topograd.training.session import Session, heldout_text, open_session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from rich.table import Table
 from topograd.cli.console import Json, note, number, out, parse, percent, print_json
 from topograd.cli.results import POOLINGS, results_of
 from topograd.errors import ConfigError
-from topograd.training.comparison import gap_percent
-from topograd.training.config import TrainConfig
+from topograd.runs.config import TrainConfig
+from topograd.training.gap import gap_percent
 
 _SAME_TEXT = ("data", "tokenizer", "eval_bytes")
 

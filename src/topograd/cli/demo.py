@@ -22,16 +22,16 @@ from topograd.cli.demo_depth import show as show_decoding
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.results import POOLINGS, stored_results
 from topograd.cli.side_by_side import side_by_side
-from topograd.depth.engine import Prefix, write_all
+from topograd.depth.engine import Prefix, generate_batch
 from topograd.depth.modes import engine_of
 from topograd.depth.sampling import Sampling
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.report import RunData, write_report
-from topograd.run import Run
-from topograd.training.comparison import gap_percent, measure_step
-from topograd.training.config import TrainConfig, preset
-from topograd.training.session import Session, load_data, open_session
+from topograd.runs.config import TrainConfig, preset
+from topograd.runs.folder import Run
+from topograd.runs.session import Session, load_data, open_session
+from topograd.training.gap import gap_percent, measure_step
 
 PROMPT = "def read("
 SAMPLE_TOKENS = 120
@@ -153,7 +153,7 @@ def _samples(session: Session) -> list[dict[str, str]]:
 def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
     mode = Prefix(engine_of(session), stage, Sampling(temperature=0.7, top_k=50))
-    [written] = write_all(mode, [prompt], SAMPLE_TOKENS)
+    [written] = generate_batch(mode, [prompt], SAMPLE_TOKENS)
     text = session.tokenizer.decode([emitted.token for emitted in written])
     return {"title": title, "prompt": PROMPT, "text": text}
 

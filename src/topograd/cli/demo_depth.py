@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from topograd.benchmarks.decode import Settings, bench_decode
 from topograd.cli.bench import decode_table
 from topograd.cli.console import note
 from topograd.cli.generate import continue_text, silent
-from topograd.depth.bench import Settings, bench_decode
 from topograd.depth.modes import engine_of, mode_of
 from topograd.depth.sampling import Sampling
 from topograd.depth.text import TextStream
@@ -20,7 +20,7 @@ from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.pretrained import REFERENCE
 from topograd.report.depth_text import stage_colour
-from topograd.training.session import Session, open_session
+from topograd.runs.session import Session, open_session
 
 SHORT = Settings(prompts=2, tokens=64, rounds=2, bytes=30_000)
 PROMPT = "def read(self, size=-1):\n"

@@ -11,7 +11,7 @@ import tyro
 from topograd.cli.console import Folder, Json, out, parse, print_json
 from topograd.cli.results import readings_table
 from topograd.errors import ConfigError
-from topograd.training.session import open_session
+from topograd.runs.session import open_session
 
 
 @dataclass(frozen=True, kw_only=True)

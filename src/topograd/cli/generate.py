@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from topograd.cli.console import Json, note, out, parse, print_json
-from topograd.depth.engine import Composed, Mode, Prefix, write
+from topograd.depth.engine import Composed, Mode, Prefix, generate_tokens
 from topograd.depth.modes import default_depth, engine_of, mode_of
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
@@ -23,7 +23,7 @@ from topograd.depth.text import TextStream
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
-from topograd.training.session import Session, open_session
+from topograd.runs.session import Session, open_session
 
 MOST_TOKENS = 100_000
 MOST_PROMPT = 1_000_000
@@ -149,7 +149,7 @@ def continue_text(
     it; what is held back at the end, with the last one.
     """
     pieces = []
-    for _, emitted in write(mode, [prompt], tokens):
+    for _, emitted in generate_tokens(mode, [prompt], tokens):
         pieces.append((stream.feed(emitted.token), emitted.stage))
         show(*pieces[-1])
         if stream.stopped:

@@ -15,10 +15,10 @@ from torch import Tensor
 from topograd.cli.console import Folder, Json, note, out, parse, print_json
 from topograd.errors import RunError
 from topograd.geometry.inspection import Inspection, inspect
-from topograd.nn.forward import stage_logits
 from topograd.pretrained import huggingface
 from topograd.report.geometry import write_geometry
-from topograd.training.session import heldout_text, open_session
+from topograd.runs.session import heldout_text, open_session
+from topograd.training.forward import stage_logits
 
 TEXT_BYTES = 20_000
 """Held-out text that a run is read on: some thousands of tokens."""

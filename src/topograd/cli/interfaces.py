@@ -15,8 +15,8 @@ from topograd.interfaces.engines import Engine
 from topograd.interfaces.jacobian import Way
 from topograd.interfaces.measure import Shape, measure_units
 from topograd.interfaces.parity import parity
-from topograd.interfaces.plan import plan
-from topograd.interfaces.schedule import Units, break_even, timeline
+from topograd.interfaces.planner import plan
+from topograd.interfaces.timeline import Units, break_even, timeline
 from topograd.nn.gpt import Architecture
 from topograd.nn.interface import Pool, SegmentInterface
 

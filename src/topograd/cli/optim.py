@@ -10,7 +10,7 @@ from rich.table import Table
 
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
 from topograd.errors import ConfigError
-from topograd.optim import cells as cells_module
+from topograd.optim import ablations as cells_module
 from topograd.optim import equivariance as experiment
 
 QUICK = 2_000

@@ -9,7 +9,7 @@ from topograd.cli.console import Folder, Json, parse, print_json
 from topograd.cli.results import results_of
 from topograd.errors import ConfigError
 from topograd.report import RunData, write_report
-from topograd.run import Run
+from topograd.runs.folder import Run
 
 
 @dataclass(frozen=True, kw_only=True)

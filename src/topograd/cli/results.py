@@ -11,10 +11,10 @@ from rich.table import Table
 from topograd.cli.console import DASH, note, number
 from topograd.errors import RunError
 from topograd.files import read_json
-from topograd.run import Run
-from topograd.training import checkpoint
-from topograd.training.config import TrainConfig
-from topograd.training.session import open_session
+from topograd.runs import checkpoint
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import open_session
 
 POOLINGS = ("sum", "mean", "shrinkage")
 

@@ -14,13 +14,13 @@ from rich.table import Table
 from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
 from topograd.cli.progress import counted, training_progress
 from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig, preset
+from topograd.search.candidates import Space
 from topograd.search.dynamic import best_partition, parse_costs, stage_counts
 from topograd.search.pareto import ParetoConfig, Tried, explore
 from topograd.search.soft import SoftConfig, learn_boundaries
-from topograd.search.space import Space
 from topograd.search.surgery import Operation, SurgeryConfig, train_with_surgery
 from topograd.search.trained import as_runs, named_objectives
-from topograd.training.config import TrainConfig, preset
 
 Preset = Literal["tiny", "small", "base"]
 

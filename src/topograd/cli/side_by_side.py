@@ -18,8 +18,8 @@ from pathlib import Path
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.progress import trainings_progress
 from topograd.errors import RunError
-from topograd.run import Run
-from topograd.training.config import TrainConfig
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
 from topograd.training.trainer import OnStep
 
 SECONDS_BETWEEN_LOOKS = 0.5

@@ -15,17 +15,17 @@ from rich.table import Table
 
 from topograd.cli.console import Json, out, parse, print_json
 from topograd.errors import ConfigError
-from topograd.topology.composition import Composition, count_compositions
-from topograd.topology.configuration import Configuration, count_configurations
-from topograd.topology.dag import Topology
-from topograd.topology.pipeline import backprop_bubble, pipeline_speedup, staged_bubble
-from topograd.topology.plan import Plan
-from topograd.topology.properties import (
+from topograd.topology.closed_forms import (
     activation_layers,
     closed_forms,
     gradient_depth,
     pipeline_granularity,
 )
+from topograd.topology.composition import Composition, count_compositions
+from topograd.topology.configuration import Configuration, count_configurations
+from topograd.topology.dag import Topology
+from topograd.topology.pipeline import backprop_bubble, pipeline_speedup, staged_bubble
+from topograd.topology.plan import Plan
 
 Partition = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PARTITION")]
 _LISTED = 12  # neighbours that the table shows
@@ -188,8 +188,8 @@ def _named(configuration: Configuration) -> dict[str, Any]:
 
 
 def _measured(asked: Properties) -> dict[str, Any]:
+    from topograd.runs.session import heldout_text, open_session
     from topograd.search.properties import measure  # torch takes seconds to load
-    from topograd.training.session import heldout_text, open_session
 
     session = open_session(asked.subject)
     text = heldout_text(session.config, session.tokenizer, limit_bytes=asked.limit_bytes)

@@ -16,9 +16,9 @@ from topograd.cli.main import INTERRUPTED
 from topograd.cli.progress import training_progress
 from topograd.cli.results import readings_table, stored_results
 from topograd.errors import ConfigError
-from topograd.run import Run
-from topograd.training.config import TrainConfig, preset
-from topograd.training.session import open_session
+from topograd.runs.config import TrainConfig, preset
+from topograd.runs.folder import Run
+from topograd.runs.session import open_session
 from topograd.training.trainer import Trainer, resume, start
 
 _WITH_RESUME = ("--resume", "--from", "--stop-after", "--json", "--help")

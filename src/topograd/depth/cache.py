@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
-from topograd.nn.forward import StageMemory, run_stage
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, Port
+from topograd.training.forward import StageMemory, run_stage
 
 
 class Cache:
@@ -58,7 +58,7 @@ class Cache:
         return [len(row) for row in self.tokens]
 
     def push(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append tokens to each row; rows may get unlike numbers of them, or none."""
+        """Append tokens to each row; rows may be ragged, or get none."""
         starts, counts = self.lengths(), [len(row) for row in tokens]
         if max(a + n for a, n in zip(starts, counts, strict=True)) > self.capacity:
             raise StackError(f"a row would pass {self.capacity} positions; make a cache with more capacity")
@@ -100,7 +100,7 @@ class Cache:
         where = _Where.of(self.marks[stage], counts, self.device)
         bus = self._bus_of(where)
         if where.slots is None:
-            self.memories[stage].rewind([where.start] * self.rows)  # it may be ahead after unlike rows
+            self.memories[stage].rewind([where.start] * self.rows)  # it may be ahead after ragged rows
         heard = [
             bus.x0 if port.source == EMBEDDING else where.read(self._said[port]) for port, _ in planned.hears
         ]

@@ -16,14 +16,14 @@ import torch
 
 from topograd.depth.autotune import DraftRule, RowCosts, choose, simulate
 from topograd.depth.calibration import Calibration, Sample
-from topograd.depth.engine import Engine, Prefix, write_all
+from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.depth.readings import Readings, join, read
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, read_json, write_atomic
-from topograd.nn.forward import stage_outputs
-from topograd.run import Run
+from topograd.runs.folder import Run
+from topograd.runs.session import Session
 from topograd.training.evaluation import Text
-from topograd.training.session import Session
+from topograd.training.forward import stage_outputs
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows for which the deep stages are timed."""
@@ -120,7 +120,7 @@ def own_text(session: Session, engine: Engine, text: Text) -> Sample:
     spread = [rows[i * len(rows) // OWN_ROWS] for i in range(OWN_ROWS)] if len(rows) > OWN_ROWS else rows
     prompts = [row[:start].tolist() for row in spread]
     count = min(OWN_TOKENS, engine.context - start)
-    written = write_all(Prefix(engine), prompts, count)
+    written = generate_batch(Prefix(engine), prompts, count)
     inputs = [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)]
     targets = torch.tensor([[*row[1:], -100] for row in inputs])
     targets[:, : start - 1] = -100

@@ -17,14 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from topograd.depth.branches import Path, branches, path_name
 from topograd.depth.cache import Cache, can_decode
-from topograd.depth.composition import compose
+from topograd.depth.log_op import compose
 from topograd.depth.recompute import RecomputedCache
 from topograd.depth.sampling import Sampling, draw, generators, probabilities
 from topograd.errors import ConfigError, DivergenceError
-from topograd.nn.relays import LooksBack
+from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack
+from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.plan import Plan
 
 AnyCache = Cache | RecomputedCache
@@ -40,7 +40,7 @@ class Emitted:
 
 
 class Engine:
-    """A model whose layers are laid out for decoding. A stack without memory is computed anew each time."""
+    """A model whose layers are laid out for decoding. A stack without memory is recomputed each time."""
 
     def __init__(self, stack: Stack, plan: Plan, context: int) -> None:
         if context < 1:
@@ -55,7 +55,7 @@ class Engine:
     def branched(self, paths: Sequence[Path]) -> tuple[Engine, tuple[int, ...]]:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
         names = [port.relay for planned in self.plan.stages for port in planned.sends]
-        if any(isinstance(self.stack.relay(name), LooksBack) for name in names):
+        if any(isinstance(self.stack.relay(name), CausalRelay) for name in names):
             raise ConfigError("regions that are joined by interfaces cannot be skipped; use depth full")
         trie = branches(self.plan, paths)
         engine = object.__new__(Engine)
@@ -118,7 +118,7 @@ class Mode(Protocol):
     engine: Engine
 
     def begin(self, rows: int) -> None:
-        """A new batch of rows: random streams and counts start anew."""
+        """A new batch of rows: random streams and counts start again."""
 
     def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
         """Write at least one token in each active row, and none in the others."""
@@ -145,7 +145,7 @@ class Chooser:
 def check_finite(best: Sequence[float]) -> None:
     """Whether the largest logit of each row is a number; a NaN among the others would be the largest."""
     if not all(-float("inf") < value < float("inf") for value in best):
-        raise DivergenceError("the model's logits are not finite, so it cannot write; train it anew")
+        raise DivergenceError("the model's logits are not finite, so it cannot write; train it again")
 
 
 class Prefix:
@@ -167,7 +167,7 @@ class Prefix:
 
 
 class Composed:
-    """Every token by several paths through the stages, pooled in log space (`composition.py`)."""
+    """Every token by several paths through the stages, pooled in log space (`log_op.py`)."""
 
     def __init__(
         self, engine: Engine, weights: Mapping[Path, float], sampling: Sampling | None = None
@@ -212,19 +212,19 @@ Finished = Callable[[int, Emitted], bool]
 """Whether a row ends with a token; asked after each token that is handed out."""
 
 
-def write(
+def generate_tokens(
     mode: Mode, prompts: Tokens, tokens: int, finished: Finished | None = None
 ) -> Iterator[tuple[int, Emitted]]:
     """Pairs of a row and its next token, until every row has `tokens` of them or is `finished`."""
     if tokens < 0:
         raise ConfigError(f"tokens is {tokens}; it must be at least 0")
-    return go_on(mode, mode.engine.start(prompts), tokens, finished)
+    return continue_tokens(mode, mode.engine.start(prompts), tokens, finished)
 
 
-def go_on(
+def continue_tokens(
     mode: Mode, cache: AnyCache, tokens: int, finished: Finished | None = None
 ) -> Iterator[tuple[int, Emitted]]:
-    """What `write` gives, behind the tokens of a cache that the mode's engine has started."""
+    """What `generate_tokens` gives, behind the tokens of a cache that the mode's engine has started."""
     mode.begin(len(cache.tokens))
     left = [tokens] * len(cache.tokens)
     while any(left):
@@ -237,9 +237,9 @@ def go_on(
                     break
 
 
-def write_all(mode: Mode, prompts: Tokens, tokens: int) -> list[list[Emitted]]:
+def generate_batch(mode: Mode, prompts: Tokens, tokens: int) -> list[list[Emitted]]:
     """The `tokens` tokens that follow each prompt."""
     rows: list[list[Emitted]] = [[] for _ in prompts]
-    for row, emitted in write(mode, prompts, tokens):
+    for row, emitted in generate_tokens(mode, prompts, tokens):
         rows[row].append(emitted)
     return rows

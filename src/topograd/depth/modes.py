@@ -16,17 +16,17 @@ from __future__ import annotations
 from typing import get_args
 
 from topograd.depth.autotune import DraftRule
-from topograd.depth.branches import parse_branches, parse_path
 from topograd.depth.calibrate import Tuning, check_chain
 from topograd.depth.calibrate import load as load_calibration
 from topograd.depth.calibration import Calibration
 from topograd.depth.engine import Composed, Engine, Mode, Prefix
-from topograd.depth.exits import Wand
+from topograd.depth.exit_rules import Rule, thresholds
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
-from topograd.depth.wand import Rule, thresholds
+from topograd.depth.wand import Wand
 from topograd.errors import ConfigError, RunError
-from topograd.training.session import Session
+from topograd.runs.session import Session
+from topograd.topology.branches import parse_branches, parse_path
 
 PRUNING_VOCAB = 8192
 """From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""

@@ -1,7 +1,7 @@
-"""The cache of a stack whose layers keep no memory: it remembers tokens, and computes the rest anew.
+"""The cache of a stack whose layers keep no memory: it remembers tokens, and the rest is recomputed.
 
-Same methods as `cache.Cache`, so that every mode runs; nothing is saved by leaving early. Rows of unlike
-length are padded behind their end, which a causal model does not see.
+Same methods as `cache.Cache`, so that every mode runs; nothing is saved by leaving early. Ragged rows
+are padded behind their end, which a causal model does not see.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from topograd.depth.cache import check_lengths
 from topograd.errors import StackError
-from topograd.nn.forward import stage_outputs
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
+from topograd.training.forward import stage_outputs
 
 
 class RecomputedCache:

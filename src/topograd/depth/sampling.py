@@ -70,7 +70,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """p (..., vocab) of logits (..., vocab), in float64 on the CPU; one-hot if the sampling is greedy."""
     z = logits.detach().cpu().double()
     if not z.isfinite().all():
-        raise DivergenceError("the model's logits are not finite, so it cannot write; train it anew")
+        raise DivergenceError("the model's logits are not finite, so it cannot write; train it again")
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()
     z, tokens = z.sort(dim=-1, descending=True, stable=True)

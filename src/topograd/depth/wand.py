@@ -1,95 +1,87 @@
-"""When a token may leave early: three rules, each a threshold on the margin of every exit stage.
+"""Leaving early, token by token: the approximate mode.
 
-A token leaves after stage k where margin_k > threshold_k, at the first k for which this holds.
+After each exit stage whose threshold is finite, a token whose margin exceeds it is written at once; its
+later stages stay pending, and the next token that goes deeper runs the whole queue (`cache.py`). So what is
+approximate is only the choice of the token that left, never the memory of those that come after it.
 
-    sum-of-bounds   s Σ_{j >= k} p99(shift_j)      "Product of Experts" §5.3 (s is its safety factor)
-    rival-gain      s p99(gain_k)                  measured from stage k to the last, not summed
-    flip-rate       τ_k(ε)                         `depth.calibration`; ours
+With a bound on how much a rival may still gain, the last head is read only for the candidates that can win
+(`wand.survivors`), where they are few. Source: "Product of Experts" §5.3 and Theorem 2.4.3.
 
-What each proves. A bound b on every |Δ_j| lets the leader fall by b and a rival rise by b, so it moves a
-margin by up to 2b: sum-of-bounds proves what it says only with s = 2 and true bounds. A bound on the rival
-gain is what the margin must exceed, and proves it with s = 1. But p99 and max of a calibration text are no
-bounds on other text, so all three rules are approximate there; verified speculation is the exact mode.
-The summed bounds are also loose: calibrated on small models, that rule hardly ever leaves at stage 0.
-
-Candidate pruning (`survivors`) is the same inequality turned round, the block-max WAND of Theorem 2.4.3,
-eq. 8: with θ the leader's logit after stage k, a token j is dropped where z_{k,j} + bound < θ.
+Limits. One row at a time: in a batch, a stage is saved only if every row leaves before it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from topograd.depth.calibration import Bounds, Calibration
-from topograd.depth.readings import Readings
-from topograd.errors import ConfigError, DataError
+from topograd.depth.engine import AnyCache, Chooser, Emitted, Engine, check_finite
+from topograd.depth.exit_rules import survivors
+from topograd.depth.sampling import Sampling
+from topograd.errors import ConfigError
 
-Rule = Literal["sum-of-bounds", "rival-gain", "flip-rate"]
-Quantile = Literal["p99", "max"]
-
-
-def thresholds(
-    calibration: Calibration,
-    rule: Rule,
-    *,
-    safety: float = 1.0,
-    quantile: Quantile = "p99",
-    eps: float = 0.001,
-) -> tuple[float, ...]:
-    """For each exit stage 0..K-2 the margin above which a token leaves; infinity means never.
-
-    `safety` and `quantile` are of the two rules by bounds, `eps` is of the flip rate.
-    """
-    if rule not in get_args(Rule):
-        raise ConfigError(f"rule {rule!r} is unknown; choose one of {get_args(Rule)}")
-    if quantile not in get_args(Quantile):
-        raise ConfigError(f"quantile {quantile!r} is unknown; choose one of {get_args(Quantile)}")
-    if not 0 < safety < math.inf:
-        raise ConfigError(f"safety is {safety}; it must be a finite number above 0")
-    exits = range(calibration.stages - 1)
-    if rule == "flip-rate":
-        return tuple(calibration.threshold(k, eps) for k in exits)
-    if rule == "rival-gain":
-        return tuple(safety * gain for gain in _at(calibration.gain, quantile))
-    shifts = _at(calibration.shift, quantile)
-    return tuple(safety * sum(shifts[k:]) for k in exits)
+FEW = 8
+"""Pruning reads the last head for the survivors only where they are at most 1/FEW of the vocabulary."""
 
 
-def exits(readings: Readings, thresholds: Sequence[float]) -> Tensor:
-    """(n,) long: the stage at which each token leaves; K-1 where it goes all the way."""
-    if len(thresholds) != readings.stages - 1:
-        raise ConfigError(
-            f"{len(thresholds)} thresholds for {readings.stages} stages; give one for each stage but the last"
-        )
-    limits = torch.tensor([*thresholds, -math.inf], dtype=torch.float64)
-    return (readings.margin > limits[:, None]).int().argmax(0)  # the first of the largest
+class Wand:
+    """Leave at stage k where margin_k > thresholds[k]."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        thresholds: Sequence[float],
+        sampling: Sampling | None = None,
+        bounds: Sequence[float] | None = None,
+    ) -> None:
+        if len(thresholds) != engine.last:
+            raise ConfigError(
+                f"{len(thresholds)} thresholds for {engine.last + 1} stages; calibrate this run again"
+            )
+        if bounds is not None and len(bounds) != engine.last:
+            raise ConfigError(f"{len(bounds)} bounds for {engine.last} exits; calibrate this run again")
+        self.engine = engine
+        self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
+        for stage in (*(k for k, _ in self.exits), engine.last):
+            engine.check_stage(stage)
+        self.sampling = sampling or Sampling()
+        self.bounds = bounds if self.sampling.greedy else None
+        """For each exit stage a bound on the rival gain, to prune candidates with; None reads all of them."""
 
-def agreement(readings: Readings, exits: Tensor) -> float:
-    """The share of tokens that leave with the last stage's top token (teacher-forced)."""
-    if not len(readings):
-        raise DataError("there are no tokens to compare; give more text")
-    chosen = readings.top.gather(0, exits[None]).squeeze(0)
-    return (chosen == readings.top[-1]).double().mean().item()
+    def begin(self, rows: int) -> None:
+        if rows != 1:
+            raise ConfigError(f"wand writes one row at a time and {rows} are given; use full or speculate")
+        self.chooser = Chooser(self.sampling, 1)
 
+    @torch.inference_mode()
+    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
+        token, stage = self._next(cache)
+        self.engine.append(cache, [[token]])
+        return [[Emitted(token, stage)]]
 
-def survivors(logits: Tensor, bound: float) -> Tensor:
-    """Indices of the tokens of one row (vocab,) that can still win if no rival gains more than `bound`.
+    def _next(self, cache: AnyCache) -> tuple[int, int]:
+        logits, checked = None, 0
+        for checked, tau in self.exits:
+            cache.run(checked)
+            logits = self.engine.logits(cache, checked)[0, -1]
+            (first, second), (token, _) = (best.tolist() for best in logits.topk(2))
+            check_finite([first])
+            if first - second > tau:
+                return (token if self.sampling.greedy else self._draw(logits)), checked
+        last = self.engine.last
+        cache.run(last)
+        if self.bounds is not None and logits is not None:
+            candidates = survivors(logits, self.bounds[checked])
+            if len(candidates) * FEW <= len(logits):
+                h = cache.hidden(last)[0, -1:]
+                some = self.engine.stack.readout(h, self.engine.heads[last], candidates)
+                best, place = some[0].max(-1)
+                check_finite([float(best)])
+                return int(candidates[place]), last
+        return self._draw(self.engine.logits(cache, last)[0, -1]), last
 
-    The leader is always among them. With a bound that holds for a token's true gain, so is the final argmax,
-    up to the rounding of the logits.
-    """
-    if not bound >= 0:
-        raise ConfigError(f"bound is {bound}; a bound on a gain must be at least 0")
-    if logits.ndim != 1:
-        raise ConfigError(f"logits have shape {tuple(logits.shape)}; prune one row (vocab,) at a time")
-    return torch.nonzero(logits.max() - logits <= bound).squeeze(-1)
-
-
-def _at(bounds: Bounds, quantile: Quantile) -> tuple[float, ...]:
-    return bounds.p99 if quantile == "p99" else bounds.max
+    def _draw(self, logits: Tensor) -> int:
+        return self.chooser.choose(logits[None], [True])[0]

@@ -1,5 +1,6 @@
 """Learning as a dynamics of fields: states, kernels, transport, runs without weights, staged networks."""
 
+from topograd.fields.field_state import State, state_of
 from topograd.fields.first_order import Change, first_order
 from topograd.fields.history import evolve, hidden
 from topograd.fields.kernel import Kernel, kernel, kernel_of
@@ -7,7 +8,6 @@ from topograd.fields.network import weights_of
 from topograd.fields.prediction import frozen, relinearised
 from topograd.fields.simulation import Simulation, Trajectory, simulate
 from topograd.fields.staged import StagedKernel, staged_kernel
-from topograd.fields.state import State, state_of
 from topograd.fields.transport import (
     conjugate_change,
     metric,

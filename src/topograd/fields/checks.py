@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from topograd.errors import FieldError
+from topograd.fields.field_state import crossings, state_of
 from topograd.fields.first_order import first_order
 from topograd.fields.kernel import kernel
 from topograd.fields.prediction import frozen, relinearised
 from topograd.fields.simulation import Trajectory, simulate
-from topograd.fields.state import crossings, state_of
 from topograd.reference.fields import descend
 from topograd.reference.ntk import empirical_ntk, output
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from topograd.fields.field_state import Fields, State
 from topograd.fields.network import Network, weights_of
-from topograd.fields.state import Fields, State
 from topograd.fields.transport import check_residual, conjugate_change
 
 

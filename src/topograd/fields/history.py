@@ -33,8 +33,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from topograd.fields.field_state import State, run
 from topograd.fields.network import Network, check_problem, weights_of
-from topograd.fields.state import State, run
 
 
 def hidden(v: Tensor, overlaps: Tensor, targets: Tensor, eta: float, steps: int) -> Iterator[Tensor]:

@@ -14,9 +14,9 @@ may differ. Cost: the state, and two Gram products a layer: 2 L (M N² + M² N) 
 4 L M N numbers in memory; a contraction of Jacobians takes L M² N² multiply-adds and L M N² numbers.
 
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio), equations
-171-175 (which it infers from L = 1..4; it follows at any L from the gradient of `state.py`). The tangent
-kernel is that of "Neural Tangent Kernel: Convergence and Generalization in Neural Networks" (A. Jacot,
-F. Gabriel, C. Hongler). The obvious version is `topograd.reference.ntk`.
+171-175 (which it infers from L = 1..4; it follows at any L from the gradient of `field_state.py`). The
+tangent kernel is that of "Neural Tangent Kernel: Convergence and Generalization in Neural Networks"
+(A. Jacot, F. Gabriel, C. Hongler). The obvious version is `topograd.reference.ntk`.
 Limits. Only one number an example is read out, by the mean.
 """
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from topograd.errors import FieldError
+from topograd.fields.field_state import State, state_of
 from topograd.fields.network import Network
-from topograd.fields.state import State, state_of
 
 
 @dataclass(frozen=True)

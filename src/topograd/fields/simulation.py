@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from topograd.errors import DivergenceError, FieldError
+from topograd.fields.field_state import State, crossings
 from topograd.fields.history import evolve
 from topograd.fields.network import Network
-from topograd.fields.state import State, crossings
 
 
 @dataclass(frozen=True)

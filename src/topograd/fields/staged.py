@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from topograd.errors import FieldError
+from topograd.fields.field_state import Fields, State, state_of
 from topograd.fields.kernel import Kernel, kernel
 from topograd.fields.network import Network, weights_of
-from topograd.fields.state import Fields, State, state_of
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from topograd.errors import FieldError
+from topograd.fields.field_state import Fields, State
 from topograd.fields.network import Network, weights_of
-from topograd.fields.state import Fields, State
 
 Operator = Callable[[Tensor], Tensor]
 Pair = tuple[int, int]

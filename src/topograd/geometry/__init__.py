@@ -3,6 +3,7 @@
 Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; docs/geometry.md is the tour.
 """
 
+from topograd.effective_rank import effective_rank
 from topograd.geometry.catalogue import (
     Attention,
     Block,
@@ -35,7 +36,6 @@ from topograd.geometry.selection import Selection, local_rlct, select_rank
 from topograd.geometry.singular.crossings import Crossing, crossing_from_rates, recover_crossing, rlct
 from topograd.geometry.singular.fluctuation import data_free_fluctuation, singular_fluctuation
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
-from topograd.ranks import effective_rank
 
 __all__ = [
     "Attention",

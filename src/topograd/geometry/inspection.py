@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, gram, kfac_factors, stream
 from topograd.geometry.layers import Call
@@ -36,7 +37,6 @@ from topograd.geometry.losses import Fisher, Loss, OwnLoss
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.ranks import effective_rank
 
 POINTS = 64
 WIDEST = 4096

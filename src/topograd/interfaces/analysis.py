@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from topograd.effective_rank import effective_rank
 from topograd.interfaces.engines import backward
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.scan import suffix_products
 from topograd.nn.stack import Stack
-from topograd.ranks import effective_rank
 from topograd.topology.dag import Topology
 
 

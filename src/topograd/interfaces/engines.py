@@ -13,7 +13,8 @@ so only regions 1..K-2 need a Jacobian. The canvas x0 and parameters that region
 region says about them; no backward runs through the whole graph.
 
 Cost on one device, F the forward of a region: autograd about 2.9 K F; scan K F + (K-2) J + 1.9 K F, with
-J near (r-2) F. It is a way to shorten the span on several devices, not the work (`schedule.py`, `plan.py`).
+J near (r-2) F. It is a way to shorten the span on several devices, not the work (`timeline.py`,
+`planner.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from topograd.errors import ConfigError
 from topograd.interfaces.jacobian import Visit, Way, interface_jacobian, visit
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.scan import Method, suffix_adjoints
-from topograd.nn.forward import run_stage
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
+from topograd.training.forward import run_stage
 from topograd.training.objectives import OBJECTIVES, objective_named, stage_loss
 
 Engine = Literal["autograd", "scan", "hybrid"]

@@ -14,7 +14,7 @@ the backward with the shortest span. On one device that is always autograd: all 
 way, and the scan adds Jacobians to it. The plan's `reason` says so, with the factor.
 
 Shapes: messages (B, states, r). Cost: about repeats + 1 Jacobians.
-Source: the units of `topograd.interfaces.schedule`. Limits: the first and the last region are taken to cost
+Source: the units of `topograd.interfaces.timeline`. Limits: the first and the last region are taken to cost
 as much as an inner one, though the last one also has the head, and runs where a lean region does not.
 """
 
@@ -31,9 +31,9 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.interfaces.jacobian import Way, interface_jacobian, visit
-from topograd.interfaces.plan import Plan, plan
+from topograd.interfaces.planner import Plan, plan
 from topograd.interfaces.regions import Regions
-from topograd.interfaces.schedule import Units
+from topograd.interfaces.timeline import Units
 from topograd.nn.gpt import GPT, Architecture, GPTConfig
 from topograd.nn.interface import SegmentInterface, add_interfaces
 from topograd.nn.stack import Bus, Stack

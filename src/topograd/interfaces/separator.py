@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from topograd.errors import TopologyError
-from topograd.nn.forward import run_stage
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.training.forward import run_stage
 
 PARAMETER_NOISE = 0.1
 

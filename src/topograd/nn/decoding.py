@@ -21,7 +21,7 @@ def paired(weight: Tensor, head_width: int) -> Tensor:
     return weight.view(-1, head_width, *weight.shape[1:])[:, order].flatten(0, 1)
 
 
-class Turns:
+class RotaryCache:
     """exp(± i position frequency) of every position, as many as are asked for; `sign` is the direction."""
 
     def __init__(self, frequencies: Tensor, dtype: torch.dtype, sign: int, reach: int) -> None:

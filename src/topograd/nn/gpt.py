@@ -26,9 +26,9 @@ from topograd.errors import StackError
 from topograd.nn.attention import attention_mask, rotate
 from topograd.nn.gpt_decoding import DecodingGPT
 from topograd.nn.heads import Head
+from topograd.nn.layer_state import KVState
 from topograd.nn.recurrent_block import RecurrentBlock, mixer_kind
 from topograd.nn.stack import Bus, Projection, Stack
-from topograd.nn.state import KVState
 
 Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
 ARCHITECTURES = get_args(Architecture)

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.decoding import Turns, attend, paired, turn
+from topograd.nn.decoding import RotaryCache, attend, paired, turn
 from topograd.nn.heads import cap
+from topograd.nn.layer_state import KVState
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
-from topograd.nn.state import KVState
 
 if TYPE_CHECKING:
     from topograd.nn.gpt import GPT, Block
@@ -104,7 +104,7 @@ class DecodingGPT(Stack):
         self.scale = gpt.config.width**0.5
         self._heads: dict[int, PackedLinear] = {}
         # (a + ib)(cos - i sin), as `rotate` turns
-        self.turns = Turns(gpt.frequencies, self.embedding.dtype, -1, gpt.config.context + 1)
+        self.turns = RotaryCache(gpt.frequencies, self.embedding.dtype, -1, gpt.config.context + 1)
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         x = F.embedding(inputs, self.embedding)

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
-from topograd.nn.relays import LooksBack
+from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import interface
 
@@ -147,7 +147,7 @@ class Map(nn.Module):
         return self.outer(F.gelu(self.inner(x)))
 
 
-class SegmentRelay(nn.Module, LooksBack):
+class SegmentRelay(nn.Module, CausalRelay):
     """One boundary: Enc, α and LN where a region speaks, Dec where the next one listens.
 
     Dec starts at zero, so that every region first sees the canvas alone.

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 from topograd.nn.attention import attention_mask, rotate
 from topograd.nn.heads import Head
+from topograd.nn.layer_state import KVState
 from topograd.nn.llama_decoding import DecodingLlama
 from topograd.nn.stack import Bus, Projection, Stack
-from topograd.nn.state import KVState
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),

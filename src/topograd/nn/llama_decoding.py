@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.decoding import Turns, attend, paired, turn
+from topograd.nn.decoding import RotaryCache, attend, paired, turn
+from topograd.nn.layer_state import KVState
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
-from topograd.nn.state import KVState
 
 if TYPE_CHECKING:
     from topograd.nn.llama import Llama, LlamaLayer
@@ -91,7 +91,7 @@ class DecodingLlama(Stack):
         self.gain = llama.gain.detach()
         self.epsilon = torch.full((1,), llama.epsilon, dtype=self.gain.dtype, device=self.gain.device)
         self.layers = nn.ModuleList(DecodingLlamaLayer(layer, self.epsilon) for layer in llama.layers)  # type: ignore[arg-type]
-        self.turns = Turns(llama.frequencies, self.gain.dtype, 1, 1024)
+        self.turns = RotaryCache(llama.frequencies, self.gain.dtype, 1, 1024)
         self._heads: dict[int, PackedLinear] = {}
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@
 
 u (batch, time, width); x (batch, time, h, p); B, C (batch, time, g, n); S (batch, h, p, n). The norm is an
 RMSNorm over the h p / g channels of each group, with a gain, and comes after the gate. Cost per token, in
-multiply-adds: width (3 h p + 2 g n + h) for the projections, and that of `scan.py`.
+multiply-adds: width (3 h p + 2 g n + h) for the projections, and that of `ssd.py`.
 
 Many tokens go through the chunked scan; one token with a state is one step of the recurrence. The state
 remembers S, in float32 at least, and the last three columns before the convolution.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.recurrent import RecurrentState, last_columns, real_columns
-from topograd.nn.scan import ssd, working_dtype
+from topograd.nn.ssd import ssd, working_dtype
 
 KERNEL = 4
 """Taps of the convolution."""

@@ -10,7 +10,7 @@
 
 R turns the adjacent pairs (2j, 2j+1), j < r, counter-clockwise by θ_j and leaves the channels from 2r on;
 r = rope_fraction n / 2. Token s writes at s and again at s + 1, under the same decay, so in the scan of
-`scan.py` it has one weight. What it writes at s + 1 depends on token s + 1, so y_t reads the state before
+`ssd.py` it has one weight. What it writes at s + 1 depends on token s + 1, so y_t reads the state before
 token t is written and adds t's own part. Nothing then depends on a later token, not even by rounding:
 
     σ_s = (1-λ_{s+1}) Δ_{s+1} (0 at the end),   ω_s = λ_s Δ_s + σ_s
@@ -20,7 +20,7 @@ Going on from (θ, S, B̂, x), the scan starts with S + (1-λ_1) Δ_1 x B̂ᵀ.
 
 u (batch, time, width); x (batch, time, h, p); B̂, Ĉ (batch, time, h, n), for bias and angles differ by head;
 S (batch, h, p, n); θ (batch, h, r), float32 at least and kept within 2π. Cost per token, in multiply-adds:
-width (3 h p + 2 g n + 3 h + r) for the projections, and that of `scan.py` with g = h.
+width (3 h p + 2 g n + 3 h + r) for the projections, and that of `ssd.py` with g = h.
 
 Source: the Mamba-3 of state-spaces/mamba, `modules/mamba3.py`: no MIMO, no norm before out_proj, and A by f
 (checkpoints older than that have softplus). Angles are summed over the call in the working precision.
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 from topograd.nn.mamba2 import check_mixer, check_state, initial_dt_bias
 from topograd.nn.recurrent import RecurrentState, last_columns, real_columns
-from topograd.nn.scan import decay_scan, working_dtype
+from topograd.nn.ssd import decay_scan, working_dtype
 
 
 class Mamba3Mixer(nn.Module):

@@ -5,7 +5,7 @@ of fixed size and cannot be trimmed: it goes back to a snapshot, and the positio
 
 A step never writes into a tensor; it makes new ones. So a snapshot is only references, and costs the memory
 of the tensors that it keeps alive: at most KEPT times the state. `marks[i]` is how many positions row i has
-seen. Rows advance by unlike counts where they are decoded together, and go back by unlike amounts.
+seen. Ragged rows advance by different counts, and go back by different amounts.
 """
 
 from __future__ import annotations

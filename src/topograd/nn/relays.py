@@ -5,7 +5,7 @@
 D_λ(h) = sg(h) + λ (h - sg(h)) ("Stage-Partitioned Learning" eq. 26) is not a relay: λ belongs to the edge,
 acts on the gradient alone, and the executor applies it to any relay's message.
 
-A relay treats every position by itself, unless it is a `LooksBack`. A stack finds relays by name
+A relay treats every position by itself, unless it is a `CausalRelay`. A stack finds relays by name
 (`Stack.relay`): those with parameters are its own modules (`Stack.add_relay`), the rest are in `RELAYS`. The
 learned ones of "Stage-Partitioned Learning" §10.5 are in `nn/learned_relays.py`.
 """
@@ -31,7 +31,7 @@ class Relay(Protocol):
     def receive(self, message: Tensor, bus: Bus) -> Tensor: ...
 
 
-class LooksBack(ABC):
+class CausalRelay(ABC):
     """A relay whose message at a position depends on earlier ones, such as a bounded interface.
 
     Over a whole sequence it may use any shape of message. While decoding, messages have one entry for each

@@ -8,9 +8,9 @@ A stack is an embedding, a list of layers and a readout:
     z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
-token or many; the state's `rewind(marks)` goes back (see `state.py`, `recurrent.py`). A layer with
+token or many; the state's `rewind(marks)` goes back (see `layer_state.py`, `recurrent.py`). A layer with
 `takes_rows` also takes `rows`, the positions at which its output is wanted. The stage index only chooses
-among per-stage heads. Rows of unlike length decode together where the layers read `bus.positions` of shape
+among per-stage heads. Ragged rows decode together where the layers read `bus.positions` of shape
 (batch, time) (see `attention.py`) or `bus.counts` (see `recurrent.py`).
 """
 
@@ -38,7 +38,7 @@ class Bus:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else a foreign layer wants, passed to it by name (masks, rotary tables)."""
     counts: Tensor | None = None
-    """How many columns each row really has, where rows of unlike length decode together; then padding."""
+    """How many columns each row really has, where ragged rows decode together; then padding."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The part of a report on decoding: how fast each way of running a model is, and where tokens left.
 
-It reads what `topograd.depth.bench` measured, and a text with the stage of each token, as JSON holds them.
+It reads what `topograd.benchmarks.decode` measured, and a text with the stage of each token, as JSON
+holds them.
 """
 
 from collections.abc import Mapping

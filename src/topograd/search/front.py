@@ -4,7 +4,7 @@ Statement. A point p dominates q when p_i ≤ q_i for every objective i and p �
 is what nothing dominates; equal points are all on it. The rank of a point is the number of fronts that must
 be taken away before it is on one.
 
-    `Everywhere.of(L)` has the closed-form properties of all 2^(L-1) compositions of L:
+    `AllCompositions.of(L)` has the closed-form properties of all 2^(L-1) compositions of L:
     stages K, gradient depth max d_k, least depth min d_k, first depth d_0, coupling cost Σ_i λ_i c_i
 
 Symbols and shapes. points (N, M): N points, M objectives. Composition j of N = 2^(L-1) has a boundary after
@@ -36,7 +36,7 @@ MOST_LAYERS = 24
 
 
 @dataclass(frozen=True)
-class Everywhere:
+class AllCompositions:
     """Properties of all the compositions of `layers`, as arrays of 2^(L-1) entries."""
 
     layers: int
@@ -47,7 +47,7 @@ class Everywhere:
     coupling: Numbers
 
     @classmethod
-    def of(cls, layers: int, costs: Sequence[float] | None = None) -> Everywhere:
+    def of(cls, layers: int, costs: Sequence[float] | None = None) -> AllCompositions:
         """The properties; `costs` are the c_i of gradient that crosses after layer i, by default 1/(L-1)."""
         layers = positive_int(layers, "the number of layers", MOST_LAYERS)
         costs = [1 / max(layers - 1, 1)] * (layers - 1) if costs is None else list(costs)

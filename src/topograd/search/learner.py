@@ -15,13 +15,13 @@ from torch import Tensor
 from topograd.data import Loader, windows
 from topograd.errors import DivergenceError
 from topograd.nn.gpt import GPT
+from topograd.runs.config import TrainConfig
+from topograd.runs.session import device_of, load_data
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
 from topograd.training.evaluation import Text, evaluate
 from topograd.training.executor import prepare, train_step
 from topograd.training.optimizer import make_optimizers, set_learning_rates
-from topograd.training.session import device_of, load_data
 
 
 class Learner:

@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from topograd.errors import ConfigError, DivergenceError, RunError
-from topograd.run import Run
+from topograd.runs.folder import Run
+from topograd.search.candidates import Candidate, Space
 from topograd.search.front import best_first, pareto_front
-from topograd.search.space import Candidate, Space
 from topograd.topology.composition import Composition
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ Statement. For stages k = 0..K-1 that predict, with logits z_k, on held-out text
     P11  specialist_capacity
     and  head_parameters (C_head), effective_rank and edge_ranks (§8.9, eq. 23), ece (§7.6), coupling_cost
 
-The closed forms come from the plan (`topology/properties.py`), the readings from one evaluation and one pass
-over the logits, the rest from short probes on copies (`search/property_probes.py`).
+The closed forms come from the plan (`topology/closed_forms.py`), the readings from one evaluation and
+one pass over the logits, the rest from short probes on copies (`search/property_probes.py`).
 
 Symbols and shapes. A `Text` has inputs and targets (rows, time). Everything returned is plain JSON.
 Cost: about 5 evaluations and 40 training steps of 4 rows.
@@ -36,11 +36,10 @@ import torch
 from torch import Tensor
 
 from topograd.depth.calibration import Calibration
+from topograd.depth.exit_rules import agreement, exits, thresholds
 from topograd.depth.readings import Readings, join, read
-from topograd.depth.wand import agreement, exits, thresholds
 from topograd.errors import ConfigError
 from topograd.memory import peak_step_bytes
-from topograd.nn.forward import run_stage, stage_outputs
 from topograd.nn.stack import Stack
 from topograd.search.property_probes import (
     backwards,
@@ -49,11 +48,12 @@ from topograd.search.property_probes import (
     target_alignment,
     update_discipline,
 )
-from topograd.topology import properties as closed
+from topograd.topology import closed_forms as closed
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, Port
 from topograd.training.evaluation import RANK_TOKENS, Text, activation_rank, evaluate
 from topograd.training.executor import train_step
+from topograd.training.forward import run_stage, stage_outputs
 
 ROWS = 4
 """Rows of text in a pass and in the step whose memory is measured."""

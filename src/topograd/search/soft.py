@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig
 from topograd.search.carry import carry_heads
 from topograd.search.dynamic import best_partition, stage_counts
 from topograd.search.expectation import expected_boundaries, expected_capability, length_penalty
@@ -49,7 +50,6 @@ from topograd.search.learner import Learner
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration, Heads
 from topograd.topology.dag import Topology
-from topograd.training.config import TrainConfig
 
 SATURATION = 10.0
 """|a / T| counts up to this: every layer keeps a loss, and a boundary that has hardened can still open."""

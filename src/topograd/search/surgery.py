@@ -29,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig
 from topograd.search.carry import carry_heads, nearest_heads
 from topograd.search.dynamic import stage_counts
 from topograd.search.learner import Learner
@@ -37,7 +38,6 @@ from topograd.search.utility import deployment, utility
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
-from topograd.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig
+from topograd.search.candidates import Candidate
 from topograd.search.pareto import Direction, Train
-from topograd.search.space import Candidate
 from topograd.search.utility import calibration_cost, structural_capability
+from topograd.topology.closed_forms import activation_layers, gradient_depth, pipeline_granularity
 from topograd.topology.plan import Plan
-from topograd.topology.properties import activation_layers, gradient_depth, pipeline_granularity
-from topograd.training.config import TrainConfig
 from topograd.training.trainer import resume, start
 
 OBJECTIVES: Mapping[str, Direction] = {

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.search.properties import measure
 from topograd.studies.staged_runs import (
@@ -47,6 +46,7 @@ from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Text
+from topograd.training.forward import stage_outputs
 
 PREDICTION = (
     "A forest has no single root: its BPB does not hang on the depth of the first branch as a chain's does, "

@@ -22,13 +22,13 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from topograd.runs.session import load_data
 from topograd.search.dynamic import best_partition
 from topograd.search.soft import SoftConfig, learn_boundaries
 from topograd.search.utility import DEPLOYMENTS, structural_capability
 from topograd.studies.staged_runs import LAYERS, OnMore, Sizes, check_seeds, held_out, order0, values
 from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above, every
 from topograd.topology.composition import Composition
-from topograd.training.session import load_data
 
 PREDICTION = (
     "With the expected number of boundaries fixed at two, learning under the losses alone hardens at a large "

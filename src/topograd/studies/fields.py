@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from topograd.fields.checks import gentle_step
+from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel, kernel_of
 from topograd.fields.prediction import frozen
 from topograd.fields.staged import staged_kernel
-from topograd.fields.state import state_of
 from topograd.studies.fields_geometry import geometry
 from topograd.studies.fields_runs import (
     LEADING,

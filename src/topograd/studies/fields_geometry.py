@@ -33,8 +33,8 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from topograd.fields.checks import gentle_step
+from topograd.fields.field_state import State
 from topograd.fields.kernel import kernel
-from topograd.fields.state import State
 from topograd.fields.tails import fit_tail, largest_tail
 from topograd.fields.transport import metric
 from topograd.studies.fields_runs import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError, DivergenceError
-from topograd.fields.state import Fields, State, state_of
+from topograd.fields.field_state import Fields, State, state_of
 
 Data = Literal["teacher", "digits"]
 Preset = Literal["tiny", "small"]

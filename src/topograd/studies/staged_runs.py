@@ -33,16 +33,16 @@ from topograd.data import Loader, Prepared, windows
 from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.gpt import GPT, GPTConfig
 from topograd.nn.learned_relays import add_relays
+from topograd.runs.config import TrainConfig
+from topograd.runs.session import load_data
 from topograd.studies.interfaces import fit
 from topograd.studies.verdicts import Row
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.config import TrainConfig
 from topograd.training.evaluation import Text, evaluate
 from topograd.training.executor import prepare
-from topograd.training.session import load_data
 
 LAYERS = 6
 SWEEP = ("1,3,2", "2,2,2", "3,2,1", "3,1,2", "4,1,1")

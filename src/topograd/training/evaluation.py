@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.nn.forward import stage_outputs
+from topograd.effective_rank import effective_rank
+from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
-from topograd.ranks import effective_rank
 from topograd.topology.plan import Plan
+from topograd.training.forward import stage_outputs
 from topograd.training.linear_cross_entropy import chunk_tokens
-from topograd.training.pooling import pool
 
 BINS = 15
 RANK_TOKENS = 2048

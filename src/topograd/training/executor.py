@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from topograd.nn.forward import run_stage
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.training.forward import run_stage
 from topograd.training.objectives import OBJECTIVES, Logits, Objective, objectives_of, stage_loss
 
 
@@ -96,7 +96,7 @@ def train_step(
     finished: list[tuple[int, Tensor]] = []
     losses: list[Tensor] = []
     asked = objectives_of(plan, objectives)
-    keep = any(objective.hears_prior for objective in asked)
+    keep = any(objective.uses_prior for objective in asked)
     for planned in plan.stages:
         opened = _Open(planned, None, {})
         messages = [_hear(port, lam, spoken, stream, opened) for port, lam in planned.hears]

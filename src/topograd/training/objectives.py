@@ -34,7 +34,7 @@ Logits = Callable[[slice], Tensor]
 class Objective(Protocol):
     """The summed loss of a chunk."""
 
-    hears_prior: bool
+    uses_prior: bool
     """Whether it looks at the logits of earlier stages; their hidden states are kept only then."""
 
     def __call__(
@@ -45,7 +45,7 @@ class Objective(Protocol):
 class CrossEntropy:
     """Predict the target, whatever the stages before said."""
 
-    hears_prior = False
+    uses_prior = False
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
@@ -56,7 +56,7 @@ class CrossEntropy:
 class Residual:
     """Correct the sum of the stages before."""
 
-    hears_prior = True
+    uses_prior = True
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
@@ -71,7 +71,7 @@ class Distillation:
     temperature: float = 2.0
     mix: float = 0.5
     """The teacher's share of the loss."""
-    hears_prior = False
+    uses_prior = False
 
     def __post_init__(self) -> None:
         if not self.temperature > 0 or not 0 <= self.mix <= 1:
@@ -113,7 +113,7 @@ def objectives_of(plan: Plan, objectives: Mapping[str, Objective]) -> list[Objec
     """What each stage of `plan` is asked, if the logits that it wants to hear exist."""
     asked = [objective_named(objectives, planned.stage.objective) for planned in plan.stages]
     for planned, objective in zip(plan.stages, asked, strict=True):
-        if planned.scale == 0 or not objective.hears_prior:
+        if planned.scale == 0 or not objective.uses_prior:
             continue
         for earlier in plan.stages[: planned.index]:
             if earlier.stage.frozen and not earlier.predicts:
@@ -145,7 +145,7 @@ def stage_loss(
     flat, y = h.reshape(tokens, *h.shape[targets.dim() :]), targets.reshape(tokens)
     chunk = chunk_tokens(stack.readout(flat[:1].detach(), stage).shape[-1])
     before = [(k, earlier.reshape(tokens, *earlier.shape[targets.dim() :])) for k, earlier in prior]
-    before = before if objective.hears_prior else []
+    before = before if objective.uses_prior else []
 
     def part(rows: Tensor, start: int) -> Tensor:
         where = slice(start, start + len(rows))

@@ -23,18 +23,18 @@ from torch import Tensor
 from topograd.data import Loader, Prepared, Tokenizer, windows
 from topograd.errors import CheckpointError, ConfigError, DivergenceError
 from topograd.files import write_json
-from topograd.run import Run
-from topograd.training import checkpoint
-from topograd.training.config import TrainConfig
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import train_step
-from topograd.training.optimizer import make_optimizers, set_learning_rates
-from topograd.training.session import (
+from topograd.runs import checkpoint
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import (
     build_stack,
     find_checkpoint,
     load_data,
     summary,
 )
+from topograd.training.evaluation import Text, evaluate
+from topograd.training.executor import train_step
+from topograd.training.optimizer import make_optimizers, set_learning_rates
 
 OnStep = Callable[[int, int, list[float], dict[str, Any] | None], None]
 """Called after each step with (step, steps, losses, evaluation or None)."""

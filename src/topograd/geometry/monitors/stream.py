@@ -35,10 +35,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.moments import Moments, hidden_of
 from topograd.geometry.monitors.watching import Watching
-from topograd.ranks import effective_rank
 
 FALLING = -0.2
 """Log ratio per layer. Those residual nets gave -0.01 to -0.05, those without skips -0.42 to -0.46."""

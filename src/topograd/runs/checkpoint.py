@@ -1,0 +1,379 @@
+"""Checkpoints: safetensors and JSON, written whole or not at all, read only when every byte is right.
+
+One checkpoint is a folder:
+
+    step-00000040/model.safetensors       the model's state_dict, each tied tensor once
+    step-00000040/optimizer.safetensors   the tensors of the optimizers' state_dicts, and "rng"
+    step-00000040/state.json              format, version, step, extra, size and SHA-256 of both files, the
+                                          names of tied tensors, the optimizers' numbers, its own SHA-256
+
+How a kill is survived. A save writes `.tmp-<step>-<pid>`, forces it to the disk and renames it. A checkpoint
+of the same step is renamed to `.old-step-...` first and counts until the new one stands. A checkpoint that
+is no longer kept is renamed to `.trash-...` before it is deleted. The next save removes what a kill left.
+Only one process may save into a folder at a time: `topograd.runs.folder.Run.lock` sees to that.
+
+What is restored exactly: parameters, buffers, every tensor and number of the optimizers (in the saved dtype,
+which torch's own `load_state_dict` would cast to the parameter's) and torch's CPU generator. Limits: other
+generators (of other devices, of numpy) and schedulers are the caller's, who may keep them in `extra`.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.files import dump_json, read_json, sha256, sync, write_json
+
+FORMAT = "topograd-checkpoint"
+VERSION = 1
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+STATE_FILE = "state.json"
+
+Optimizers = Mapping[str, Optimizer]
+Tensors = dict[str, Tensor]
+State = dict[str, Any]
+
+_NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` hands back beside the model and optimizers that it filled."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+
+
+class _Unusable(Exception):
+    """Why a checkpoint cannot be loaded, as the rest of a sentence that starts with its name."""
+
+
+def available(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest step first. Their contents are not read."""
+    paths = sorted(path for path in folder.glob("*step-*") if _step_of(path) >= 0 and path.is_dir())
+    found = {_step_of(path): path for path in paths}  # ".old-step-" comes before "step-", which replaces it
+    return [found[step] for step in sorted(found)]
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint with the highest step, or None. Its contents are not read."""
+    return next(reversed(available(folder)), None)
+
+
+def save(
+    folder: Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizers: Optimizers,
+    extra: Mapping[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Save a checkpoint and return its path. `extra` must be JSON; it comes back as JSON reads it.
+
+    Afterwards the `keep` newest up to `step` remain. Those of later steps go too: they belong to a future
+    that was given up by resuming from before it, and `latest` would otherwise prefer them.
+    """
+    if step < 0 or keep < 1:
+        raise ConfigError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
+    target = folder / f"step-{step:08d}"
+    weights = _tensors_of(model)
+    aliases = _aliases(weights)
+    tensors: Tensors = {"rng": torch.get_rng_state()}
+    numbers = {name: _describe(name, model, optimizer, tensors) for name, optimizer in optimizers.items()}
+    state = {"step": step, "extra": dict(extra), "aliases": aliases, "optimizers": numbers}
+    state = json.loads(dump_json(state, error=CheckpointError))  # as it will be read
+    temporary = folder / f".tmp-{step}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _tidy(folder)
+        temporary.mkdir()
+        _write(temporary, {n: t for n, t in weights.items() if n not in aliases}, tensors, state)
+        _put_in_place(temporary, target)
+        kept = [path for path in available(folder) if _step_of(path) <= step][-keep:]
+        for path in available(folder):
+            if path not in kept:
+                _discard(path)
+    except (OSError, SafetensorError) as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"cannot save {target} ({problem}); make room and resume") from problem
+    return target
+
+
+def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
+    """Fill a model, and to go on training its optimizers and torch's CPU generator, from a checkpoint.
+
+    Without `optimizers` only the model is filled, as evaluation wants it. Everything is verified before
+    anything is changed; a checkpoint that is damaged or does not fit raises CheckpointError, which names
+    the newest one before it that could be loaded instead.
+    """
+    try:
+        checkpoint, weights, tensors, saved = _read(path, model, optimizers)
+    except _Unusable as problem:
+        raise CheckpointError(f"checkpoint {path} {problem}; {_advice(path, model, optimizers)}") from None
+    model.load_state_dict(weights)
+    if optimizers is not None:
+        for name, optimizer in optimizers.items():
+            _restore(optimizer, _decode(saved[name]["state_dict"], tensors))
+        torch.set_rng_state(tensors["rng"])
+    return checkpoint
+
+
+# Saving
+
+
+def _write(folder: Path, weights: Tensors, tensors: Tensors, state: State) -> None:
+    """Write the three files of a checkpoint and force them to the disk."""
+    files = {}
+    for name, content in zip(TENSOR_FILES, (weights, tensors), strict=True):
+        save_file(_packed(content), folder / name)
+        sync(folder / name)
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+    header = {"format": FORMAT, "version": VERSION, "sha256": _digest(state | {"files": files})}
+    write_json(folder / STATE_FILE, header | state | {"files": files})
+    sync(folder)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a finished checkpoint. One of the same step is set aside, and counts until that is done."""
+    old = target.with_name(f".old-{target.name}")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(temporary, target)
+    sync(target.parent)
+    if old.exists():
+        _discard(old)
+
+
+def _tidy(folder: Path) -> None:
+    """Finish what a killed save left: put an old checkpoint back if no new one stands, delete the rest."""
+    for old in folder.glob(".old-step-*"):
+        target = old.with_name(old.name.removeprefix(".old-"))
+        if target.exists():
+            _discard(old)
+        else:
+            os.rename(old, target)
+    for leftover in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
+        shutil.rmtree(leftover)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint so that a kill never leaves half of one under a name that counts."""
+    trash = path.with_name(f".trash-{path.name.lstrip('.')}-{os.getpid()}")
+    os.rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def _tensors_of(model: nn.Module) -> Tensors:
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"the model's {name!r} is not a tensor; keep it out of its state_dict")
+    return state
+
+
+def _aliases(tensors: Tensors) -> dict[str, str]:
+    """Names of tied tensors: each further name of the same memory, mapped to the alphabetically first one."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():  # empty tensors have no memory to share
+            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            groups.setdefault(memory, []).append(name)
+    return {name: min(names) for names in groups.values() for name in names if name != min(names)}
+
+
+def _packed(tensors: Tensors) -> Tensors:
+    """The tensors as safetensors wants them: on the CPU, contiguous, no two in one storage."""
+    packed: Tensors = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        packed[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return packed
+
+
+def _describe(name: str, model: nn.Module, optimizer: Optimizer, tensors: Tensors) -> State:
+    """An optimizer as JSON; its tensors go into `tensors`."""
+    return {
+        "kind": type(optimizer).__name__,
+        "parameters": _parameters(model, optimizer),
+        "state_dict": _encode(optimizer.state_dict(), name, tensors),
+    }
+
+
+def _parameters(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Name and shape of each parameter, by group: a state must return to the parameter that it came from."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        [f"{names.get(id(p), 'outside the model')} {tuple(p.shape)}" for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def _encode(value: Any, name: str, tensors: Tensors) -> Any:
+    """A value as JSON that `_decode` reverses: tensors by name, keys and tuples kept as they are."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            if name in tensors:
+                raise CheckpointError(f"two optimizer tensors are named {name!r}; rename an optimizer")
+            tensors[name] = value
+            return {"tensor": name}
+        case dict() if all(isinstance(key, int | str) for key in value):
+            return {"dict": [[key, _encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+        case list() | tuple():
+            items = [_encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+    kind = type(value).__name__
+    raise CheckpointError(f"optimizer entry {name} is a {kind}; only tensors and plain numbers can be saved")
+
+
+def _digest(state: State) -> str:
+    """SHA-256 of a state's values, whatever the layout of the text that they were read from."""
+    return hashlib.sha256(dump_json(state).encode()).hexdigest()
+
+
+# Loading
+
+
+def _step_of(path: Path) -> int:
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1
+
+
+def _advice(path: Path, model: nn.Module, optimizers: Optimizers | None) -> str:
+    """What to do about a checkpoint that cannot be loaded."""
+    for before in reversed(available(path.parent)):
+        if _step_of(before) < _step_of(path):
+            try:
+                _read(before, model, optimizers)
+            except _Unusable:
+                continue
+            return f"the one before it is good: resume with --from {before.name}"
+    return "no checkpoint before it can be loaded: choose another one, or train anew in another folder"
+
+
+def _read(
+    path: Path, model: nn.Module, optimizers: Optimizers | None
+) -> tuple[Checkpoint, Tensors, Tensors, State]:
+    """Read and verify a checkpoint: its header, weights, other tensors and optimizers as JSON.
+
+    Changes nothing; raises _Unusable.
+    """
+    state = _read_state(path)
+    weights, tensors = (_read_tensors(path / name, state["files"][name]) for name in TENSOR_FILES)
+    _check_model(weights, state["aliases"], _tensors_of(model), exact=optimizers is not None)
+    weights |= {alias: weights[name] for alias, name in state["aliases"].items()}
+    if optimizers is not None:
+        _check_optimizers(state["optimizers"], model, optimizers)
+        if tensors["rng"].shape != torch.get_rng_state().shape:
+            raise _Unusable("does not fit this torch (its random generator has another size)")
+    return Checkpoint(path, state["step"], state["extra"]), weights, tensors, state["optimizers"]
+
+
+def _read_state(path: Path) -> State:
+    if not path.is_dir():
+        raise _Unusable("does not exist")
+    for name in (STATE_FILE, *TENSOR_FILES):
+        if not (path / name).is_file():
+            raise _Unusable(f"is damaged ({name} is missing)")
+    try:
+        state = read_json(path / STATE_FILE)
+    except RunError as problem:
+        raise _Unusable(f"is damaged ({problem})") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise _Unusable(f"is foreign ({STATE_FILE} does not name the format {FORMAT!r})")
+    if state.get("version") != VERSION:
+        raise _Unusable(f"has version {state.get('version')!r} (this program reads version {VERSION})")
+    body = {key: value for key, value in state.items() if key not in ("format", "version", "sha256")}
+    if state.get("sha256") != _digest(body):
+        raise _Unusable(f"is damaged ({STATE_FILE}: its SHA-256 is not the recorded one)")
+    return body
+
+
+def _read_tensors(file: Path, expected: State) -> Tensors:
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise _Unusable(f"is damaged ({file.name}: {size} bytes, expected {expected['bytes']})")
+        if sha256(file) != expected["sha256"]:
+            raise _Unusable(f"is damaged ({file.name}: its SHA-256 is not the recorded one)")
+        return load_file(file)
+    except (OSError, SafetensorError) as problem:
+        raise _Unusable(f"is damaged ({file.name}: {problem})") from None
+
+
+def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors, exact: bool) -> None:
+    """Names, ties, shapes and dtypes must be the model's own; bfloat16 may be read, but not trained on."""
+    saved = weights.keys() | aliases.keys()
+    for names, problem in ((own.keys() - saved, "it lacks"), (saved - own.keys(), "the model has no")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise _Unusable(f"does not fit the model ({problem} {min(names)!r}{more})")
+    differing = sorted(set(aliases.items()) ^ set(_aliases(own).items()))
+    if differing:
+        first, second = differing[0]
+        raise _Unusable(f"does not fit the model (only one of them ties {first!r} to {second!r})")
+    for name, tensor in weights.items():
+        rounded = not exact and tensor.dtype == torch.bfloat16 and own[name].is_floating_point()
+        if tensor.shape != own[name].shape or not (rounded or tensor.dtype == own[name].dtype):
+            kinds = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (tensor, own[name])]
+            raise _Unusable(f"does not fit the model ({name!r} is {kinds[0]}, the model's is {kinds[1]})")
+
+
+def _check_optimizers(saved: State, model: nn.Module, own: Optimizers) -> None:
+    """Names, kinds and the parameters of each group must be the optimizers' own."""
+    if saved.keys() != own.keys():
+        raise _Unusable(f"does not fit the optimizers (it has {sorted(saved)}, expected {sorted(own)})")
+    for name, optimizer in own.items():
+        kind = type(optimizer).__name__
+        if saved[name]["kind"] != kind:
+            raise _Unusable(f"does not fit optimizer {name!r} (it is {saved[name]['kind']}, expected {kind})")
+        if saved[name]["parameters"] != _parameters(model, optimizer):
+            raise _Unusable(f"does not fit optimizer {name!r} (its groups hold other parameters)")
+
+
+def _decode(value: Any, tensors: Tensors) -> Any:
+    match value:
+        case {"tensor": name}:
+            return tensors[name]
+        case {"dict": items}:
+            return {key: _decode(item, tensors) for key, item in items}
+        case {"tuple": items}:
+            return tuple(_decode(item, tensors) for item in items)
+        case list():
+            return [_decode(item, tensors) for item in value]
+    return value
+
+
+def _restore(optimizer: Optimizer, saved: State) -> None:
+    """Load an optimizer's state_dict, then undo what torch does to it on the way.
+
+    `load_state_dict` casts state to the parameter's dtype, and a file forgets strides, which torch's fused
+    kernels take to be the parameter's.
+    """
+    optimizer.load_state_dict(saved)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for index, parameter in enumerate(parameters):
+        for key, value in saved["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                like = parameter if value.shape == parameter.shape else value
+                device = optimizer.state[parameter][key].device
+                value = torch.empty_like(like, dtype=value.dtype, device=device).copy_(value)
+            optimizer.state[parameter][key] = value

@@ -1,0 +1,44 @@
+"""A run without what only training needs: its newest weights in bfloat16, and no optimizer.
+
+    python -m topograd.runs.export RUN TARGET
+
+The rest of the folder (settings, log, tokenizer, results) is copied. What is exported can be evaluated,
+calibrated and run, and is float32 once loaded; it cannot be trained further.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from topograd.errors import RunError, TopogradError
+from topograd.runs.folder import Run
+from topograd.runs import checkpoint
+from topograd.runs.session import open_session
+
+
+def export(source: Path, target: Path) -> Path:
+    """Write the run at `source` to the folder `target`, which must not exist, and return it."""
+    if target.exists():
+        raise RunError(f"{target} exists already; export to another folder, or delete it")
+    session = open_session(source)
+    run = Run.create(target)
+    for file in (session.run.metrics_file, session.run.tokenizer_file, session.run.results_file):
+        if file.exists():
+            shutil.copyfile(file, target / file.name)
+    weights = session.stack.to(torch.bfloat16)
+    checkpoint.save(run.checkpoints, step=session.step, model=weights, optimizers={}, extra={}, keep=1)
+    shutil.copyfile(session.run.config_file, run.config_file)  # last: it is what makes the folder a run
+    return target
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("give two folders: python -m topograd.runs.export RUN TARGET")
+    try:
+        export(Path(sys.argv[1]), Path(sys.argv[2]))
+    except TopogradError as error:
+        sys.exit(str(error))

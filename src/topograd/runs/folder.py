@@ -1,0 +1,183 @@
+"""A run is a folder: everything that a training left behind, readable by eye.
+
+    config.toml      what was asked for; a folder without it is not a run
+    metrics.jsonl    one JSON object per line, appended as training goes
+    checkpoints/     see `topograd.runs.checkpoint`
+    tokenizer.json   results.json   figures/   report.html
+    lock             held by the process that trains here
+
+A process may be killed at any instant. `config.toml` is then the old one or the new one. `metrics.jsonl` may
+end in half a line, which readers skip and the next writer cuts. The kernel releases the lock. Lines of
+metrics reach the operating system at once but are not forced to the disk: they survive a kill, not
+always a power cut.
+"""
+
+import fcntl
+import io
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topograd.errors import RunError
+from topograd.files import dump_json, dump_toml, write_atomic
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of one run. Make one with `Run.create` or `Run.open`."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path | str) -> "Run":
+        """A new run in a folder that is empty or does not exist. It becomes a run with `write_config`."""
+        run = cls(Path(folder))
+        try:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            foreign = sorted(entry.name for entry in run.folder.iterdir() if not run._is_leftover(entry))
+        except OSError as problem:
+            reason = problem.strerror
+            raise RunError(f"cannot make a run in {folder} ({reason}); pass another folder") from None
+        if run.config_file.name in foreign:
+            raise RunError(f"{folder} already holds a run; continue it with --resume or pass another folder")
+        if foreign:
+            raise RunError(f"{folder} holds {foreign[0]!r} and is no run to --resume; pass another folder")
+        return run
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Run":
+        """An existing run. Nothing is written, so a read-only folder can be opened."""
+        run = cls(Path(folder))
+        if not run.folder.is_dir():
+            what = "is a file" if run.folder.exists() else "does not exist"
+            raise RunError(f"there is no run at {folder}: it {what}; give the folder that a training made")
+        if not run.config_file.is_file():
+            raise RunError(
+                f"{folder} is not a run: it has no config.toml; give the folder that a training made"
+            )
+        return run
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.toml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.folder / "tokenizer.json"
+
+    @property
+    def results_file(self) -> Path:
+        return self.folder / "results.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.folder / "report.html"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the settings, None left out; makes the folders of checkpoints and figures too."""
+        text = dump_toml(config)
+        self.checkpoints.mkdir(exist_ok=True)
+        self.figures.mkdir(exist_ok=True)
+        write_atomic(self.config_file, text)  # last: it is what makes the folder a run
+
+    def read_config(self) -> dict[str, Any]:
+        try:
+            return tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+        except OSError as problem:
+            raise RunError(f"{self.config_file} cannot be read ({problem.strerror}); restore it") from None
+        except ValueError as problem:  # of TOML or of UTF-8
+            raise RunError(f"{self.config_file} is damaged ({problem}); restore it or train anew") from None
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append one record to the metrics. Half a line that a kill left behind is cut first."""
+        line = dump_json(dict(record)) + "\n"
+        with open(self.metrics_file, "a+b") as file:
+            _cut_torn_line(file)
+            file.write(line.encode())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every complete record, in order. Half a last line, as a kill leaves it, is skipped."""
+        return [record for _, record in self._read_metrics()]
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drop the records whose "step" is beyond `step`, and half a last line; keep the rest as it is."""
+        if self.metrics_file.exists():
+            kept = [line for line, record in self._read_metrics() if record.get("step", step) <= step]
+            write_atomic(self.metrics_file, b"".join(kept))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for this process; a second holder, here or in another process, is refused.
+
+        The file `lock` stays behind; only the kernel's lock on it counts, and that dies with its process.
+        """
+        try:
+            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as problem:
+            raise RunError(
+                f"cannot lock {self.folder} ({problem.strerror}); pass a folder you can write"
+            ) from None
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"{self.folder} is in use by another process; wait for its end or pass another folder"
+                ) from None
+            for leftover in self.folder.glob(".metrics.jsonl.*.tmp"):
+                leftover.unlink()  # of a rewind that was killed: only the holder rewinds
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _is_leftover(self, entry: Path) -> bool:
+        """Whether a creation that was killed before its `config.toml` may have left this."""
+        if entry in (self.checkpoints, self.figures):
+            return not any(entry.iterdir())
+        return entry.name == "lock" or entry.match(".config.toml.*.tmp")
+
+    def _read_metrics(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """Each complete line with its record. A line is complete when it ends in a newline."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]  # the last piece is empty, or torn
+        return [(line + b"\n", self._parse(line, number)) for number, line in enumerate(lines, start=1)]
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise RunError(
+                f"{self.metrics_file} is damaged: line {number} is no JSON object; delete that line"
+            )
+        return record
+
+
+def _cut_torn_line(file: io.BufferedRandom) -> None:
+    """Truncate a file after its last newline. Reads one byte unless the last line is torn."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(0, os.SEEK_END)

@@ -1,0 +1,182 @@
+"""Running a plan forward: one stage, or all the stages that a prediction needs.
+
+The executor, the evaluation and decoding all go through `run_stage`, so that a stage's forward values are
+the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from topograd.errors import StackError
+from topograd.nn.layer_state import History
+from topograd.nn.relays import CausalRelay, Relay
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import Plan, PlannedStage, Port
+
+
+class StageMemory:
+    """The decoding memory of one stage: a state for each layer, a history for each relay that looks back."""
+
+    def __init__(self, stack: Stack, planned: PlannedStage, rows: int, capacity: int) -> None:
+        for i in planned.layers:
+            if not hasattr(stack.layers[i], "new_state"):
+                kind = type(stack.layers[i]).__name__
+                raise StackError(f"{kind} layers cannot decode step by step; they lack new_state")
+        self.layers = [stack.layers[i].new_state(rows, capacity) for i in planned.layers]  # type: ignore[operator]
+        looking = {
+            port: History(capacity)
+            for port in (*(port for port, _ in planned.hears), *planned.sends)
+            if isinstance(stack.relay(port.relay), CausalRelay)
+        }
+        self.histories: dict[Port, History] = looking
+
+    def rewind(self, marks: Sequence[int]) -> list[int]:
+        """Go back to these positions, row by row, or before them; returns to where. The rest is replayed."""
+        reached = list(marks)
+        for memory in (*self.layers, *self.histories.values()):
+            reached = [min(here, there) for here, there in zip(reached, memory.rewind(reached), strict=True)]
+        return reached
+
+
+def run_stage(
+    stack: Stack,
+    planned: PlannedStage,
+    messages: Sequence[Tensor],
+    bus: Bus,
+    memory: StageMemory | None = None,
+    lean: bool = False,
+) -> tuple[Tensor, dict[Port, Tensor]]:
+    """The stage's last hidden state, and what it sends through each of its ports.
+
+    `messages` holds one tensor for each entry of `planned.hears`; `memory` is there to decode. With `lean`
+    only what the stage sends is wanted, and positions that nobody reads may be left out of its hidden state.
+    """
+    horizon, rows = _needed(stack, planned, bus) if lean and memory is None else (None, None)
+    if horizon is not None:
+        bus = stack.bus(bus.x0[:, :horizon], bus.inputs[:, :horizon])
+    h = None
+    for (port, _), message in zip(planned.hears, messages, strict=True):
+        received = _receive(stack.relay(port.relay), port, message, bus, memory)
+        if horizon is not None:
+            received = received[:, :horizon]
+        h = received if h is None else h + received
+    assert h is not None, "a stage without sources cannot be built"
+    tapped = {}
+    for i, layer in enumerate(planned.layers):
+        module = stack.layers[layer]
+        if memory is not None:
+            h = module(h, bus, memory.layers[i])
+        elif rows is not None and layer == planned.layers[-1]:
+            h = module(h, bus, rows=rows) if getattr(module, "takes_rows", False) else module(h, bus)[:, rows]
+        else:
+            h = module(h, bus)
+        tapped[layer + 1] = h
+    sent = {}
+    for port in planned.sends:
+        relay = stack.relay(port.relay)
+        if rows is not None:
+            assert isinstance(relay, CausalRelay)
+            sent[port] = relay.tell(h, messages[0])
+        else:
+            sent[port] = _send(relay, port, tapped[port.layer], messages[0], bus, memory)
+    return h, sent
+
+
+def _receive(relay: Relay, port: Port, message: Tensor, bus: Bus, memory: StageMemory | None) -> Tensor:
+    if memory is None or not isinstance(relay, CausalRelay):
+        return relay.receive(message, bus)
+    return relay.receive_next(memory.histories[port].append(message, bus.positions), bus)
+
+
+def _send(relay: Relay, port: Port, h: Tensor, heard: Tensor, bus: Bus, memory: StageMemory | None) -> Tensor:
+    if memory is None or not isinstance(relay, CausalRelay):
+        return relay.send(h, heard)
+    return relay.send_next(memory.histories[port].append(h, bus.positions), heard, bus)
+
+
+def _needed(stack: Stack, planned: PlannedStage, bus: Bus) -> tuple[int | None, Tensor | None]:
+    """How many leading positions the stage's listeners need, and which they read alone; None means all."""
+    relays = [stack.relay(port.relay) for port in planned.sends]
+    looking = [relay for relay in relays if isinstance(relay, CausalRelay)]
+    if not relays or len(looking) < len(relays):
+        return None, None
+    needs = [relay.needed(bus.inputs.shape[1]) for relay in looking]
+    alone = len(needs) == 1 and planned.sends[0].layer == planned.stage.stop
+    rows = needs[0][1] if alone else None
+    return max(count for count, _ in needs), None if rows is None else rows.to(bus.inputs.device)
+
+
+class StageStates:
+    """The decoding memory of a plan: that of each stage, and the last token seen.
+
+    All rows go on together and no stage lags behind: the plain form of `depth.cache.Cache`.
+    """
+
+    def __init__(self, stack: Stack, plan: Plan, batch: int, capacity: int) -> None:
+        self.stages = [StageMemory(stack, planned, batch, capacity) for planned in plan.stages]
+        self.seen = [0] * len(plan.stages)
+        """How many positions each stage has run; one that was not needed lags behind."""
+        self.previous: Tensor | None = None
+        self.length = 0
+
+
+@torch.no_grad()
+def stage_outputs(
+    stack: Stack,
+    plan: Plan,
+    inputs: Tensor,
+    stages: Sequence[int],
+    states: StageStates | None = None,
+) -> dict[int, Tensor]:
+    """The last hidden state of each of `stages`, running only what they need."""
+    needed = {p.index for stage in stages for p in plan.needed(stage)}
+    previous, offset = (states.previous, states.length) if states else (None, 0)
+    x0 = stack.embed(inputs, previous)
+    bus = stack.bus(x0, inputs, offset)
+    spoken: dict[Port, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    for planned in plan.stages:
+        if planned.index not in needed:
+            continue
+        messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
+        memory = None
+        if states:
+            if states.seen[planned.index] != offset:
+                raise StackError(
+                    f"stage {planned.index} has seen {states.seen[planned.index]} of {offset} positions; "
+                    "ask for the same stages at every step"
+                )
+            states.seen[planned.index] += inputs.shape[1]
+            memory = states.stages[planned.index]
+        h, sent = run_stage(stack, planned, messages, bus, memory, lean=planned.index not in stages)
+        spoken.update(sent)
+        for port in planned.forget:
+            spoken.pop(port, None)
+        if planned.index in stages:
+            outputs[planned.index] = h
+    if states:
+        states.previous, states.length = inputs[:, -1], offset + inputs.shape[1]
+    return outputs
+
+
+def stage_logits(
+    stack: Stack, plan: Plan, stage: int, inputs: Tensor, x0: Tensor | None = None, *, lean: bool = False
+) -> Tensor:
+    """The logits of one stage with their graph, running what it needs; from `x0` instead of the embedding.
+
+    λ does not act here: gradients pass every boundary. `lean` as in `run_stage`, for the stages before it.
+    """
+    x0 = stack.embed(inputs) if x0 is None else x0
+    bus = stack.bus(x0, inputs)
+    spoken: dict[Port, Tensor] = {}
+    h = x0
+    for planned in plan.needed(stage):
+        messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
+        h, sent = run_stage(stack, planned, messages, bus, lean=lean and planned.index != stage)
+        spoken.update(sent)
+    return stack.readout(h, stage)
