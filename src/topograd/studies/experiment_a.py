@@ -33,10 +33,6 @@ from topograd.studies.staged_runs import (
 )
 from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above, outside
 
-PREDICTION = (
-    "Under the residual Log-OP the fall of BPB with the depth of the first stage weakens, later stages "
-    "become more useful, and tails of another order are no longer the same (§10.5.4, §10.7 A)."
-)
 PLAIN = [chain(partition, f"{partition} alone") for partition in SWEEP]
 RESIDUAL = [chain(partition, f"{partition} residual", "residual") for partition in SWEEP]
 

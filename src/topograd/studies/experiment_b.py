@@ -33,10 +33,6 @@ from topograd.studies.staged_runs import (
 from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above
 from topograd.topology.dag import EMBEDDING, Edge
 
-PREDICTION = (
-    "A detached input bus improves BPB where the first stage is shallow, flattens the slope by its depth, "
-    "and makes later stages more useful (§10.5.1, §10.7 B)."
-)
 PARTITIONS = ("1,3,2", SHALLOW, "4,1,1")
 BUSES = {"e0": Edge(EMBEDDING), "r0": Edge(0, layer=1, relay="low-rank")}
 NAMES = {"e0": "the embedding", "r0": "a low-rank reading of the first layer"}

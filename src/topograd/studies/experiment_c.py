@@ -48,10 +48,6 @@ from topograd.topology.plan import Plan
 from topograd.training.evaluation import Text
 from topograd.training.forward import stage_outputs
 
-PREDICTION = (
-    "A forest has no single root: its BPB does not hang on the depth of the first branch as a chain's does, "
-    "its branches are independent experts, and pooled they compete with the chain (Prop. 10.12, §10.7 C)."
-)
 PARTITIONS = ("1,3,2", SHALLOW, "4,1,1")
 BATCH = 32
 """Rows of text in a pass."""

@@ -30,10 +30,6 @@ from topograd.studies.staged_runs import LAYERS, OnMore, Sizes, check_seeds, hel
 from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above, every
 from topograd.topology.composition import Composition
 
-PREDICTION = (
-    "With the expected number of boundaries fixed at two, learning under the losses alone hardens at a large "
-    "first stage, and with U_cap in the objective at an interior partition (Prop. 8.11, Prop. 10.2, §10.7 D)."
-)
 STAGES = 3
 USABLE = 2
 """d_min: the fewest layers of a stage that counts as usable."""

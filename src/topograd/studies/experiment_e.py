@@ -43,10 +43,6 @@ from topograd.topology.dag import own_relay
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Text
 
-PREDICTION = (
-    "The effective rank at the end of the first stage goes with a better BPB, a multiplicative gate there "
-    "lowers BPB, and a bounded relay narrows what it passes on and raises it (§8.9, §10.5.5, §10.7 E)."
-)
 STRONG = 0.5
 """A correlation above this is called strong; the paper gives no number."""
 RELAYS = ("gate", "residual-gate", "sigmoid")

@@ -35,10 +35,6 @@ from topograd.studies.staged_runs import (
 )
 from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above, each, within
 
-PREDICTION = (
-    "At a fixed number of stages, BPB falls with the depth of the first one, the tails behind it are "
-    "exchangeable, and no partition beats backprop (Lemma 8.1, Obs. 2, Corollary 8.12)."
-)
 PAPER: Mapping[str, float] = {
     "2,5,5": 0.9663,
     "3,5,4": 0.9514,
