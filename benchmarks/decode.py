@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.benchmarks.decode import Settings, in_turns
+from topograd.benchmarks.decode import in_turns
+from topograd.benchmarks.settings import DecodeSettings
 from topograd.depth.autotune import DraftRule
 from topograd.depth.engine import Engine, Mode, Prefix
 from topograd.depth.speculation import Draft, Speculate
@@ -107,7 +108,7 @@ def forced(layers: int, width: int, rounds: int, tokens: int) -> None:
     for chance in (0.6, 0.8, 0.9):
         for longest in (2, 3, 4):
             modes[f"{longest} drafts at {chance}"] = Forced(engine, longest, chance)
-    seconds = in_turns(modes, PROMPT, Settings(tokens=tokens, rounds=rounds + 1))
+    seconds = in_turns(modes, PROMPT, DecodeSettings(tokens=tokens, rounds=rounds + 1))
     rate = tokens / sorted(seconds["full"])[rounds // 2]
     print(f"full depth: {rate:.1f} tokens/s")
     for name in list(modes)[1:]:
@@ -124,7 +125,7 @@ def pruning(width: int, rounds: int, tokens: int) -> None:
             "whole": Wand(engine, limits),
             "pruned": Wand(engine, limits, bounds=[bound] * engine.last),
         }
-        seconds = in_turns(modes, PROMPT, Settings(tokens=tokens, rounds=rounds + 1))
+        seconds = in_turns(modes, PROMPT, DecodeSettings(tokens=tokens, rounds=rounds + 1))
         print(f"  vocabulary {vocab}: pruned is {ratio(seconds, 'whole', 'pruned')} times as fast")
 
 

@@ -2,6 +2,9 @@
 
 JSON here is Python's dialect: NaN and Infinity are written as such and read back, since a diverged run's
 numbers are worth keeping. TOML is written by `dump_toml` and read by the standard library's `tomllib`.
+
+Windows differs in three places, all here: a folder cannot be synced, a file is synced by a handle that may
+write, and locks are of the first byte, never shared. Tests run on Linux, with Windows imitated.
 """
 
 import contextlib
@@ -10,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,74 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file's bytes, or a folder's entries, are on the disk. Windows has no wait for a folder."""
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """An OSError from inside that does not know its file gets this one: a full disk does not name it."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None and problem.errno is not None:
+            problem.filename = str(path)
+        raise
+
+
+def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends; False if somebody else has it.
+
+    Shared locks go together with one another and exclude an exclusive one. Windows has none: there a file
+    that is mapped or open cannot be removed anyway, so a shared lock does nothing.
+    """
+    if sys.platform == "win32":
+        return shared or _lock_on_windows(descriptor, wait)
+    import fcntl
+
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, how if wait else how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_on_windows(descriptor: int, wait: bool) -> bool:
+    import msvcrt
+
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    while True:
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+            return True
+        except OSError:  # LK_LOCK gives up after ten seconds
+            if not wait:
+                return False
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold the folder of this lock file for this process; a second holder, here or elsewhere, is refused.
+
+    The file stays behind; only the system's lock on it counts, and that dies with its process.
+    """
+    folder = path.parent
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as problem:
+        raise RunError(f"cannot lock {folder} ({problem.strerror}); pass a folder you can write") from None
+    try:
+        if not lock_file(descriptor):
+            raise RunError(f"{folder} is in use by another process; wait for its end or pass another folder")
+        yield
     finally:
         os.close(descriptor)
 
@@ -35,11 +103,12 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            with open(temporary, "xb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()

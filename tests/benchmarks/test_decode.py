@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from topograd.benchmarks import decode as bench
-from topograd.benchmarks.decode import EPS, Settings, bench_decode, continued, heldout_prompts
+from topograd.benchmarks.decode import EPS, bench_decode, continued, heldout_prompts
+from topograd.benchmarks.settings import DecodeSettings
+from topograd.data.windows import Text
 from topograd.depth import calibrate
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, heldout_readings
@@ -23,9 +25,8 @@ from topograd.errors import ConfigError
 from topograd.runs.session import Session, heldout_text
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text
 
-SETTINGS = Settings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2)
+SETTINGS = DecodeSettings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2)
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
 RULE = DraftRule(0.0, 2)
 DRAFTS, OFF = Tuning(0, RULE, 1.25, RULE, COSTS), Tuning(0, None, 1.0, None, COSTS)
@@ -179,7 +180,7 @@ def test_too_much_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^more than 1000000 tokens would be written by each mode; ask for"
     ):
-        Settings(prompts=1000, tokens=1000, rounds=2)
+        DecodeSettings(prompts=1000, tokens=1000, rounds=2)
 
 
 def test_too_little_text_is_refused(session: Session) -> None:

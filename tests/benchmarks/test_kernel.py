@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from topograd.benchmarks import kernel as bench
-from topograd.benchmarks.kernel import Settings, bench_kernel
+from topograd.benchmarks.kernel import bench_kernel
+from topograd.benchmarks.settings import KernelSettings
 from topograd.errors import ConfigError
 
-SMALL = Settings(
+SMALL = KernelSettings(
     examples=12,
     width=24,
     depth=4,
@@ -53,7 +54,7 @@ def test_transport_beside_its_matrices(results: dict[str, Any]) -> None:
 
 
 def test_the_size_that_matrices_do_not_fit() -> None:
-    said = bench._transport(Settings())
+    said = bench._transport(KernelSettings())
     assert (said["examples"], said["width"], said["depth"]) == (64, 256, 6)
     assert said["met"]
     assert not said["matrices_fit"]
@@ -69,4 +70,4 @@ def test_ratios_are_of_the_right_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_settings() -> None:
     with pytest.raises(ConfigError, match="rounds is 0; it must be at least 1"):
-        Settings(rounds=0)
+        KernelSettings(rounds=0)

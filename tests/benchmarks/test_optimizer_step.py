@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from topograd.benchmarks.optimizer_step import MEMORY_GOAL, Settings, bench_optim, gpt_parameters, state_bytes
+from topograd.benchmarks.optimizer_step import MEMORY_GOAL, bench_optim, gpt_parameters, state_bytes
+from topograd.benchmarks.settings import OptimizerSettings
 from topograd.errors import ConfigError
 
-TINY = Settings(layers=2, width=8, vocab=16, repeats=3)
+TINY = OptimizerSettings(layers=2, width=8, vocab=16, repeats=3)
 
 
 def test_readings() -> None:
@@ -19,11 +20,11 @@ def test_readings() -> None:
 
 
 def test_the_default_has_ten_million_parameters_and_its_gauges_cover_them() -> None:
-    parameters, gauges = gpt_parameters(Settings())
+    parameters, gauges = gpt_parameters(OptimizerSettings())
     assert 9.5e6 < sum(tensor.numel() for tensor in parameters.values()) < 10.5e6
     for gauge in gauges:
         gauge.check(parameters)
-    assert len(gauges) == Settings().layers + 1
+    assert len(gauges) == OptimizerSettings().layers + 1
 
 
 def test_state_is_counted_in_bytes() -> None:
@@ -37,4 +38,4 @@ def test_state_is_counted_in_bytes() -> None:
 @pytest.mark.parametrize("wrong", [{"layers": 0}, {"repeats": 0}, {"vocab": 1}])
 def test_settings_outside_their_range(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
-        Settings(**wrong)  # type: ignore[arg-type]
+        OptimizerSettings(**wrong)  # type: ignore[arg-type]

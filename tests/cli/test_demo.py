@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from topograd.benchmarks.decode import Settings
+from topograd.benchmarks.settings import DecodeSettings
 from topograd.cli import demo_depth
 from topograd.cli.main import main
 from topograd.depth import calibrate
@@ -32,7 +32,7 @@ def reference(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setattr(
             demo_depth,
             "SHORT",
-            Settings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2),
+            DecodeSettings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2),
         )
         patch.setattr(demo_depth, "TOKENS", 12)
         yield folder

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from topograd.cli import fields as module
 from topograd.cli.fields import kernel_table, simulation_table
+from topograd.fields import checks
 from topograd.report import fields as fields_page
 from topograd.report.fields_figures import drift_panel
+from topograd.studies import fields as fields_study
 
 
 def test_the_kernel_is_the_tangent_kernel(call: Any) -> None:
@@ -40,7 +41,7 @@ def test_flags_arrive(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return {}
 
     for name in ("compare_with_ntk", "compare_with_weights"):
-        monkeypatch.setattr(module, name, compare)
+        monkeypatch.setattr(checks, name, compare)
     words = "simulate --depth 2 --width 3 --examples 4 --steps 5 --eta 0.5 --seed 6"
     for line in ("kernel", "simulate", words):
         assert call("fields", *line.split(), "--json").json == {}
@@ -95,7 +96,7 @@ def test_a_study_as_json(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked.append((folder, record["data"]))
         return folder / "page.html"
 
-    monkeypatch.setattr(module, "write_study", write)
+    monkeypatch.setattr(fields_page, "write_study", write)
     answer = call("fields", "study", "--data", "digits", "--preset", "tiny", "--out", tmp_path, "--json").json
     assert answer.keys() >= {"layers", "drift", "geometry", "staged", "findings", "verdict", "seconds"}
     assert (answer["data"], answer["preset"], answer["page"]) == (
@@ -107,7 +108,7 @@ def test_a_study_as_json(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_study_refuses_before_it_works(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "study", lambda *given: pytest.fail("it worked"))
+    monkeypatch.setattr(fields_study, "study", lambda *given: pytest.fail("it worked"))
     (tmp_path / "file").write_text("")
     said = call("fields", "study", "--out", tmp_path / "file").refusal
     assert "cannot be a folder" in said
@@ -119,14 +120,14 @@ def test_a_study_refuses_before_it_works(call: Any, tmp_path: Path, monkeypatch:
     [
         ("", "nothing was given to fields; choose one of kernel, simulate, study"),
         ("kernels", "'kernels' was given to fields; choose one of kernel, simulate, study"),
-        ("kernel --depth 0", "depth is 0; it must be at least 1"),
-        ("kernel --examples 0", "examples is 0; it must be at least 1"),
-        ("kernel --width -3", "width is -3; it must be at least 1"),
+        ("kernel --depth 0", "topograd: --depth is 0; it must be at least 1"),
+        ("kernel --examples 0", "topograd: --examples is 0; it must be at least 1"),
+        ("kernel --width -3", "topograd: --width is -3; it must be at least 1"),
         ("kernel --steps 3", "Unrecognized options: --steps"),
-        ("simulate --steps -1", "steps is -1; it must be 0 or more"),
+        ("simulate --steps -1", "topograd: --steps is -1; it must be at least 0"),
         ("simulate --eta 0", "eta is 0.0; the step must be a positive number"),
         ("simulate --width 8 --examples 4 --eta 1e308", "take a smaller eta"),
-        ("simulate --eta nan", "eta is nan; the step must be a positive number"),
+        ("simulate --eta nan", "--eta was given 'nan'; it must be a finite number"),
         ("study --data cats", "invalid choice 'cats' for argument '--data'"),
         ("study --preset large", "invalid choice 'large' for argument '--preset'"),
     ],

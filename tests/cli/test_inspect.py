@@ -18,6 +18,14 @@ def tiny(folder: Path, kind: str) -> Path:
     return folder
 
 
+def refusal(answer: Any) -> str:
+    """The line that says what was wrong, after the one that says what is read."""
+    assert (answer.code, answer.out) == (2, "")
+    first, last = answer.err.splitlines()
+    assert first.startswith("topograd: reading ")
+    return str(last)
+
+
 def test_a_run_of_ours(staged: Path, call: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(staged, tmp_path / "run")
     found = call("inspect", folder, "--json").json
@@ -72,9 +80,9 @@ def test_a_causal_model_has_and_rmsnorm_fails(call: Any, tmp_path: Path) -> None
 def test_what_cannot_be_read_is_one_line(staged: Path, call: Any, tmp_path: Path) -> None:
     assert "is neither a run (config.toml) nor" in call("inspect", tmp_path / "nowhere").refusal
     assert "Missing from topograd inspect: DIR" in call("inspect").refusal
-    assert "--out" in call("inspect", staged, "--out", tmp_path / "no" / "page.html").refusal
+    assert "--out" in refusal(call("inspect", staged, "--out", tmp_path / "no" / "page.html"))
     (tmp_path / "config.json").write_text("{}")
-    assert "has no weights" in call("inspect", tmp_path, "--json").refusal
+    assert "has no weights" in refusal(call("inspect", tmp_path, "--json"))
 
 
 def test_nan_weights_are_named(call: Any, tmp_path: Path) -> None:
@@ -82,7 +90,7 @@ def test_nan_weights_are_named(call: Any, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["encoder.layer.1.output.dense.weight"][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    refusal = call("inspect", folder, "--out", tmp_path / "page.html").refusal
-    assert "encoder.layer.1.output.dense.weight has a value that is not finite" in refusal
+    said = refusal(call("inspect", folder, "--out", tmp_path / "page.html"))
+    assert "encoder.layer.1.output.dense.weight has a value that is not finite" in said
     assert not (tmp_path / "page.html").exists()
     assert json.loads((folder / "config.json").read_text())["model_type"] == "bert"

@@ -5,10 +5,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from topograd.benchmarks.optimizer_step import Settings
-from topograd.cli import optim as module
+from topograd.benchmarks.settings import OptimizerSettings
 from topograd.cli.bench import optim_table
 from topograd.cli.optim import cell_tables, equivariance_table
+from topograd.optim import ablations, equivariance
 from topograd.optim.equivariance import cases
 
 TINY = "--layers 1 --width 8 --vocab 16 --repeats 2"
@@ -40,7 +40,7 @@ def test_equivariance_as_json(call: Any) -> None:
 
 def test_equivariance_is_asked_at_the_size_of_the_goals(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module.experiment, "equivariance", lambda *given: remember(asked, given))
+    monkeypatch.setattr(equivariance, "equivariance", lambda *given: remember(asked, given))
     assert call("optim", "equivariance", "--json").json == {}
     assert asked == [(200, 0.01, 0)]
 
@@ -82,7 +82,7 @@ def test_the_cell_tables_fit_a_terminal_and_say_what_is_missing() -> None:
 
 def test_a_long_run_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module.cells_module, "cells", lambda *given: remember(asked, given))
+    monkeypatch.setattr(ablations, "cells", lambda *given: remember(asked, given))
     answer = call("optim", "cells", "--json")
     assert asked == [(20_000, 3)]
     assert "a minute or two" in answer.err
@@ -118,7 +118,7 @@ def test_the_bench_table() -> None:
 
 
 def test_the_bench_is_of_ten_million_parameters() -> None:
-    settings = Settings()
+    settings = OptimizerSettings()
     shapes = 3 * settings.vocab * settings.width + settings.layers * 12 * settings.width**2
     assert 9.5e6 < shapes < 10.5e6
 
@@ -128,12 +128,13 @@ def test_the_bench_is_of_ten_million_parameters() -> None:
     [
         ("optim", "nothing was given to optim; choose one of equivariance, cells"),
         ("optim sweep", "'sweep' was given to optim; choose one of equivariance, cells"),
-        ("optim equivariance --steps 0", "steps is 0 and lr 0.01; give at least 1 and more than 0"),
-        ("optim equivariance --lr -1", "steps is 200 and lr -1.0; give at least 1"),
-        ("optim equivariance --lr fast", "Error parsing --lr"),
-        ("optim cells --steps 100", "steps is 100; a slope needs at least 300"),
-        ("optim cells --steps 300 --seeds 0", "steps 300 and seeds 0 must be at least 1"),
-        ("bench optim --layers 0", "layers is 0; it must be at least 1"),
+        ("optim equivariance --steps 0", "topograd: --steps is 0; it must be at least 1"),
+        ("optim equivariance --lr -1", "topograd: --lr is -1.0; it must be at least 1e-12"),
+        ("optim equivariance --lr fast", "--lr was given 'fast'; it must be a number"),
+        ("optim equivariance --lr inf", "--lr was given 'inf'; it must be a finite number"),
+        ("optim cells --steps 100", "--steps is 100; it must be at least 300"),
+        ("optim cells --steps 300 --seeds 0", "--seeds is 0; it must be at least 1"),
+        ("bench optim --layers 0", "--layers is 0; it must be at least 1"),
         ("bench optim --rank 3", "Unrecognized options: --rank"),
     ],
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from topograd.cli import probe as module
+from topograd.geometry import catalogue as catalogue_module
 from topograd.geometry.catalogue import Cell
 
 
@@ -47,7 +47,7 @@ def test_tables_for_people(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             on_cell(cell, len(cells))
         return cells
 
-    monkeypatch.setattr(module, "catalogue", catalogue)
+    monkeypatch.setattr(catalogue_module, "catalogue", catalogue)
     answer = call("probe", "catalogue")
     assert answer.code == 1, "a cell that is not as predicted is a failure"
     assert "not as predicted: chain: A_1[2]: 2.0 predicted, 3.0 measured" in answer.err
@@ -66,8 +66,8 @@ def test_families_in_json(call: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("ladder", "--depth", 0), "depth 0"),
-        (("ladder", "--width", 1), "width 1"),
+        (("ladder", "--depth", 0), "--depth is 0; it must be at least 1"),
+        (("ladder", "--width", 1), "--width is 1; it must be at least 2"),
         (("ladder", "--activation", "sine"), "sine"),
         (("ladder", "--depth", 400), "leaves float64"),
         ((), "choose one of catalogue, ladder, families"),

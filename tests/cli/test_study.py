@@ -7,6 +7,7 @@ import pytest
 
 from topograd.cli import main
 from topograd.cli import study as module
+from topograd.report import study as study_page
 from topograd.studies.registry import STUDIES
 from topograd.studies.staged_runs import PRESETS
 
@@ -53,7 +54,7 @@ def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.Monkey
         return record
 
     monkeypatch.setattr(module, "run_study", run_study)
-    monkeypatch.setattr(module, "write_study", lambda folder, record: folder / "page.html")
+    monkeypatch.setattr(study_page, "write_study", lambda folder, record: folder / "page.html")
     said = call("study", "run", "experiment-a", "--seeds", 5, "--out", tmp_path).out
     assert asked == [("experiment-a", "small", 5)]
     for words in ("A caption", "2,2,2 residual-gate", "trend", "The paper: It falls.", "Verdict: held"):
@@ -75,7 +76,7 @@ def test_list(call: Any) -> None:
         ("run", "missing from topograd study run: NAME"),
         ("run experiment-z", "study 'experiment-z' is unknown; choose one of stage0-depth"),
         ("run experiment-a --preset huge", "invalid choice 'huge'"),
-        ("run experiment-a --preset tiny --seeds 0", "seeds is 0; it must be at least 1"),
+        ("run experiment-a --preset tiny --seeds 0", "--seeds is 0; it must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line(words: str, why: str, call: Any, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ the peer's sake; random weights; scratch space inside a product is not counted.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from topograd.errors import ConfigError
+from topograd.benchmarks.settings import KernelSettings
 from topograd.fields.checks import Problem, random_problem, relative_error
 from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
@@ -38,32 +38,7 @@ SPEED_GOAL, MEMORY_GOAL, TRANSPORT_GOAL = 50.0, 20.0, 2**30
 FIELDS, JACOBIANS = "fields", "Jacobians"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The sizes, and how often everything is measured."""
-
-    examples: int = 512
-    """M."""
-    width: int = 512
-    """N."""
-    depth: int = 6
-    """L."""
-    growth_examples: int = 128
-    """M that doubles in the table of growth."""
-    growth_width: int = 256
-    growth_depth: int = 3
-    transport_examples: int = 64
-    """M of Δb, which has the same depth."""
-    transport_width: int = 256
-    rounds: int = 3
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-
-
-def bench_kernel(settings: Settings) -> dict[str, Any]:
+def bench_kernel(settings: KernelSettings) -> dict[str, Any]:
     """Every reading of this module, as plain numbers."""
     return {
         "threads": torch.get_num_threads(),
@@ -102,7 +77,7 @@ def _by_jacobians(problem: Problem) -> torch.Tensor:
     return torch.stack(empirical_ntk(problem.weights, problem.inputs)).sum(0)
 
 
-def _growth(settings: Settings) -> list[dict[str, Any]]:
+def _growth(settings: KernelSettings) -> list[dict[str, Any]]:
     """A small size, and each of M, N, L doubled; goals are for the large size only."""
     M, N, L = settings.growth_examples, settings.growth_width, settings.growth_depth
     rows = []
@@ -114,7 +89,7 @@ def _growth(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def _transport(settings: Settings) -> dict[str, Any]:
+def _transport(settings: KernelSettings) -> dict[str, Any]:
     """Peak bytes of Δb in float64, the fields included, beside the matrices."""
     M, N, L = settings.transport_examples, settings.transport_width, settings.depth
     problem = random_problem(L, N, M)

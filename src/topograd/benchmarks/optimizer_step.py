@@ -17,14 +17,14 @@ machine DDCAdam took 6.5 times its step, since only Adam itself is fused here, n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from topograd.errors import ConfigError
+from topograd.benchmarks.settings import OptimizerSettings
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import CEShiftRowShift, Gauge, ReLURescale
 from topograd.timing import Spread, ratio, take_turns
@@ -33,25 +33,7 @@ STEP_GOAL, MEMORY_GOAL = 1.5, 1.1
 OURS, ADAMW = "ddc_adam", "adamw"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The shapes, and how often a step is measured."""
-
-    layers: int = 6
-    width: int = 320
-    vocab: int = 3072
-    repeats: int = 20
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.vocab < 2:
-            raise ConfigError(f"vocab is {self.vocab}; it must be at least 2")
-
-
-def bench_optim(settings: Settings) -> dict[str, Any]:
+def bench_optim(settings: OptimizerSettings) -> dict[str, Any]:
     """Both ratios, with what they are ratios of."""
     parameters, gauges = gpt_parameters(settings)
     twins = {name: nn.Parameter(tensor.detach().clone()) for name, tensor in parameters.items()}
@@ -75,7 +57,7 @@ def bench_optim(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _timed(optimizer: Optimizer, settings: Settings) -> Callable[[], None]:
+def _timed(optimizer: Optimizer, settings: OptimizerSettings) -> Callable[[], None]:
     """A step that is over when it returns."""
 
     def step() -> None:
@@ -86,7 +68,7 @@ def _timed(optimizer: Optimizer, settings: Settings) -> Callable[[], None]:
     return step
 
 
-def gpt_parameters(settings: Settings) -> tuple[dict[str, nn.Parameter], list[Gauge]]:
+def gpt_parameters(settings: OptimizerSettings) -> tuple[dict[str, nn.Parameter], list[Gauge]]:
     """Tensors in the shapes of a GPT, and the gauges that it has."""
     width, vocab = settings.width, settings.vocab
     shapes = {"embedding": (vocab, width), "previous": (vocab, width), "head": (vocab, width)}

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.table import Table
 
-from topograd.benchmarks import backward, kernel, optimizer_step
-from topograd.benchmarks.decode import Settings, bench_decode
+from topograd.benchmarks.settings import DecodeSettings, KernelSettings, OptimizerSettings
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import open_session
+
+if TYPE_CHECKING:
+    from topograd.benchmarks import backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Decode:
 
     folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
     """The run's folder; by default the reference model that comes with the package."""
-    settings: Annotated[Settings, tyro.conf.arg(name="")] = field(default_factory=Settings)
+    settings: Annotated[DecodeSettings, tyro.conf.arg(name="")] = field(default_factory=DecodeSettings)
     json: Json = False
 
 
@@ -31,7 +32,9 @@ class Decode:
 class Scan:
     """Measure training steps, Jacobians and scans of bounded interfaces against a dense model."""
 
-    settings: Annotated[backward.Settings, tyro.conf.arg(name="")] = field(default_factory=backward.Settings)
+    settings: Annotated[backward.Settings, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: backward.Settings()
+    )
     json: Json = False
 
 
@@ -39,7 +42,7 @@ class Scan:
 class Kernel:
     """Measure the tangent kernel from fields against the contraction of Jacobians: time and memory."""
 
-    settings: Annotated[kernel.Settings, tyro.conf.arg(name="")] = field(default_factory=kernel.Settings)
+    settings: Annotated[KernelSettings, tyro.conf.arg(name="")] = field(default_factory=KernelSettings)
     json: Json = False
 
 
@@ -47,9 +50,7 @@ class Kernel:
 class Optim:
     """Measure a step of DDCAdam, and what it keeps, against AdamW on the tensors of a GPT."""
 
-    settings: Annotated[optimizer_step.Settings, tyro.conf.arg(name="")] = field(
-        default_factory=optimizer_step.Settings
-    )
+    settings: Annotated[OptimizerSettings, tyro.conf.arg(name="")] = field(default_factory=OptimizerSettings)
     json: Json = False
 
 
@@ -63,9 +64,15 @@ _KINDS: dict[str, type[Decode | Scan | Kernel | Optim]] = {
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
+    if argv[:1] == ["scan"]:
+        global backward  # its settings are beside code that needs torch
+        from topograd.benchmarks import backward
     asked = parse_one_of(_KINDS, argv, "bench")
     match asked:
         case Decode():
+            from topograd.benchmarks.decode import bench_decode
+            from topograd.runs.session import open_session
+
             session = open_session(asked.folder or REFERENCE)
             note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
             results = bench_decode(session, asked.settings)
@@ -76,11 +83,15 @@ def run(argv: list[str]) -> int:
             tables = scan_tables(results)
         case Kernel():
             note("measuring kernels: a minute or two and 4 GB, on a quiet machine if you can")
-            results = kernel.bench_kernel(asked.settings)
+            from topograd.benchmarks.kernel import bench_kernel
+
+            results = bench_kernel(asked.settings)
             tables = [kernel_table(results)]
         case Optim():
             note("measuring optimizer steps: some seconds, on a quiet machine if you can")
-            results = optimizer_step.bench_optim(asked.settings)
+            from topograd.benchmarks.optimizer_step import bench_optim
+
+            results = bench_optim(asked.settings)
             tables = [optim_table(results)]
     if asked.json:
         print_json(results)
@@ -180,10 +191,10 @@ def kernel_table(results: Mapping[str, Any]) -> Table:
     for column in ("M", "N", "L", "ms", "faster", "quartiles", "MiB", "smaller", "differ"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in (results["kernel"], *results["growth"]):
-        faster, peak = row["faster"], row["peak_bytes"][kernel.FIELDS]
+        faster, peak = row["faster"], row["peak_bytes"]["fields"]
         table.add_row(
             *(str(row[key]) for key in ("examples", "width", "depth")),
-            number(1e3 * row["seconds"][kernel.FIELDS]["median"], 1),
+            number(1e3 * row["seconds"]["fields"]["median"], 1),
             number(faster["median"], 1),
             f"{number(faster['low'], 1)}–{number(faster['high'], 1)}",
             number(peak / 2**20, 1),

@@ -19,7 +19,9 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from rich.console import Console
 
+from topograd.cli.flags import as_typed, check_words, flags_of
 from topograd.errors import ConfigError, RunError, TopogradError
+from topograd.files import naming
 
 T = TypeVar("T")
 Json = Annotated[
@@ -29,24 +31,37 @@ Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
 DASH = "–"
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NO_NUMBER = re.compile(r"Error parsing (\S+): (?:invalid literal for (int)|could not convert).*?: ('.*')")
 
 
 def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
-    """The dataclass that the flags describe. What cannot be read is a ConfigError."""
+    """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
+    flags = flags_of(kind)
+    check_words(flags, argv)
     said = io.StringIO()
     try:
         with redirect_stderr(said):
             if default is None:
                 return tyro.cli(kind, prog=f"topograd {verb}", args=argv)
             return tyro.cli(kind, prog=f"topograd {verb}", args=argv, default=default)
-    except TopogradError:
-        raise
-    except ValueError as error:  # of a setting that its dataclass could not take
-        raise ConfigError(f"{error}; see topograd {verb} --help") from None
+    except TopogradError as error:
+        raise type(error)(as_typed(str(error), flags, argv)) from None
+    except (ValueError, OverflowError) as error:  # of a setting that its dataclass could not take
+        raise ConfigError(f"{as_typed(str(error), flags, argv)}; see topograd {verb} --help") from None
     except SystemExit as end:
         if not end.code:
             raise
+        if refused := _refusal(end):
+            raise type(refused)(as_typed(str(refused), flags, argv)) from None
         raise ConfigError(f"{_first_paragraph(said.getvalue())}; see topograd {verb} --help") from None
+
+
+def _refusal(end: BaseException) -> TopogradError | None:
+    """What a dataclass said to its settings, where that is why tyro ended: its box would cut long words."""
+    cause = end.__context__
+    while cause is not None and not isinstance(cause, TopogradError):
+        cause = cause.__context__
+    return cause
 
 
 def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str) -> T:
@@ -67,13 +82,17 @@ def _first_paragraph(box: str) -> str:
     """What tyro's box says before its first rule, on one line, and the flag that it takes for meant."""
     rows = [line.strip("│ ") for line in _COLOUR.sub("", box).splitlines() if line.startswith("│")]
     rules = [i for i, row in enumerate(rows) if row and not row.strip("─")] or [len(rows)]
+    said = " ".join(rows[: rules[0]]).rstrip(" .:")
+    if bad := _NO_NUMBER.fullmatch(said):  # of a word without a flag; `check_words` has read the others
+        return f"{bad[1]} was given {bad[3]}; it must be a {'whole ' if bad[2] else ''}number"
     meant = re.search(r"Perhaps you meant:\s+(--\S+)", "\n".join(rows))
-    return " ".join(rows[: rules[0]]).rstrip(" .:") + (f" (did you mean {meant[1]}?)" if meant else "")
+    return said + (f" (did you mean {meant[1]}?)" if meant else "")
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """The one JSON object of a verb."""
-    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+    with naming("standard output"):
+        print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
 def _finite(value: Any) -> Any:

@@ -1,40 +1,18 @@
-"""`topograd demo`: one model trained twice, in stages and by backprop, compared and explained.
-
-The two trainings run at the same time, each in a process of its own with half of the cores: small models
-use two cores better so than one after the other. What a first demo makes, a second one reuses: each
-training is an ordinary run in the demo's folder.
-"""
+"""`topograd demo`: one model trained twice, compared and explained, and then decoded in several ways."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from topograd.cli.console import Json, note, number, out, parse, percent, print_json
-from topograd.cli.demo_depth import decoding
-from topograd.cli.demo_depth import show as show_decoding
+from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.main import INTERRUPTED
-from topograd.cli.results import POOLINGS, stored_results
-from topograd.cli.side_by_side import side_by_side
-from topograd.depth.engine import Prefix, generate_batch
-from topograd.depth.modes import engine_of
-from topograd.depth.sampling import Sampling
-from topograd.errors import RunError
-from topograd.files import read_json, write_json
-from topograd.report import RunData, write_report
-from topograd.runs.config import TrainConfig, preset
-from topograd.runs.folder import Run
-from topograd.runs.session import Session, load_data, open_session
-from topograd.training.gap import gap_percent, measure_step
-
-PROMPT = "def read("
-SAMPLE_TOKENS = 120
+from topograd.limits import REPEATS, SEED, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +28,31 @@ class Demo:
     steps: int | None = None
     """Length of both trainings; by default what the preset says."""
     seed: int = 0
+    """Draws the weights and the order of the data, the same for both."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, steps=REPEATS, seed=SEED)
 
 
 def run(argv: list[str]) -> int:
     """Train what is missing, then print the table, the samples and where the report lies."""
     began = time.monotonic()
     asked = parse(Demo, argv, "demo")
-    results = _trained(asked)
-    if not all(name in results and results[name]["finished"] for name in wanted(asked)):
+    from topograd.cli import demo_depth, demo_pair  # torch: only once there is something to do
+    from topograd.report import write_report
+    from topograd.runs.session import open_session
+
+    results = demo_pair.trained(asked)
+    if not all(name in results and results[name]["finished"] for name in demo_pair.wanted(asked)):
         note("stopped; the same command goes on from there")
         return INTERRUPTED
-    session = open_session(asked.out / "staged")
-    comparison = _comparison(asked.out, session, results)
-    depth = decoding(asked.out)
+    comparison = demo_pair.compared(asked.out, open_session(asked.out / "staged"), results)
+    depth = demo_depth.decoding(asked.out)
     report = write_report(
         asked.out / "report.html",
-        _run_data(asked.out / "staged", results["staged"]),
-        _run_data(asked.out / "backprop", results["backprop"]),
+        demo_pair.run_data(asked.out / "staged", results["staged"]),
+        demo_pair.run_data(asked.out / "backprop", results["backprop"]),
         comparison,
         depth,
     )
@@ -76,111 +61,11 @@ def run(argv: list[str]) -> int:
         print_json({"run": str(asked.out), **found, "report": str(report)})
         return 0
     console = out()
-    console.print(summary_table(results, comparison))
+    console.print(demo_pair.summary_table(results, comparison))
     for sample in comparison["samples"]:
         text = Text.assemble((sample["prompt"], "bold"), sample["text"])
         console.print(Panel(text, title=sample["title"], title_align="left"))
-    show_decoding(console, depth)
+    demo_depth.show(console, depth)
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
     note(f"done in {time.monotonic() - began:.0f} s")
     return 0
-
-
-def wanted(asked: Demo) -> dict[str, TrainConfig]:
-    """The two trainings: the same model, data and steps, another partition."""
-    config = preset(asked.preset, seed=asked.seed)
-    config = config if asked.steps is None else replace(config, steps=asked.steps)
-    layers = config.model.layers
-    return {
-        "backprop": replace(config, partition=str(layers)),
-        "staged": replace(config, partition=asked.partition or ",".join(["2"] * (layers // 2))),
-    }
-
-
-def _trained(asked: Demo) -> dict[str, dict[str, Any]]:
-    """The results of both runs. What is not finished is trained, the two side by side."""
-    missing: dict[str, list[str]] = {}
-    for name, config in wanted(asked).items():
-        folder = asked.out / name
-        if not (folder / "config.toml").exists():
-            missing[name] = _flags(asked, config, folder)
-            continue
-        existing = Run.open(folder)
-        found = TrainConfig.from_dict(existing.read_config())
-        if replace(found, model=config.model) != config:
-            raise RunError(f"{folder} holds a run with other settings; pass another --out, or delete it")
-        if (stored_results(existing) or {}).get("finished"):
-            note(f"{folder} is trained already")
-        else:
-            missing[name] = ["--resume", str(folder)]
-    if missing:
-        load_data(preset(asked.preset))  # once, before two processes would do the same
-        side_by_side(asked.out, missing)
-    results = {name: stored_results(Run.open(asked.out / name)) for name in wanted(asked)}
-    return {name: found for name, found in results.items() if found is not None}
-
-
-def _flags(asked: Demo, config: TrainConfig, folder: Path) -> list[str]:
-    changes = {"partition": config.partition, "steps": config.steps, "seed": config.seed, "out": folder}
-    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    return ["--preset", asked.preset, *words]
-
-
-def _comparison(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Gap, step time, memory and samples; measured once and kept in comparison.json."""
-    kept = folder / "comparison.json"
-    gap = gap_percent(*(results[name]["bpb"]["last"] for name in ("staged", "backprop")))
-    if kept.exists():
-        found = read_json(kept)
-        if isinstance(found, dict) and found.get("gap") == gap:
-            return found
-    note("measuring step time and memory")
-    comparison = {"gap": gap, **measure_step(session), "samples": _samples(session)}
-    backprop = open_session(folder / "backprop")
-    comparison["samples"] += [_sample(backprop, 0, f"backprop, {backprop.config.model.layers} layers")]
-    write_json(kept, comparison)
-    return comparison
-
-
-def _samples(session: Session) -> list[dict[str, str]]:
-    stages = session.plan.stages
-    return [
-        _sample(session, p.index, f"first {p.index + 1} of {len(stages)} stages, {p.stage.stop} layers")
-        for p in stages
-    ]
-
-
-def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
-    prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
-    mode = Prefix(engine_of(session), stage, Sampling(temperature=0.7, top_k=50))
-    [written] = generate_batch(mode, [prompt], SAMPLE_TOKENS)
-    text = session.tokenizer.decode([emitted.token for emitted in written])
-    return {"title": title, "prompt": PROMPT, "text": text}
-
-
-def _run_data(folder: Path, results: dict[str, Any]) -> RunData:
-    found = Run.open(folder)
-    return RunData(folder.name, found.read_config(), found.metrics(), results)
-
-
-def summary_table(results: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table:
-    """Everything that was measured, in one table."""
-    reference = results["backprop"]["bpb"]["last"]
-    table = Table(title="Bits per byte of held-out text: lower is better")
-    table.add_column("prediction")
-    table.add_column("BPB", justify="right")
-    table.add_column("against backprop", justify="right")
-    table.add_row("backprop", number(reference), "")
-    staged = results["staged"]["bpb"]
-    for k, bpb in enumerate(staged["prefix"]):
-        table.add_row(f"stages 1 to {k + 1}", number(bpb), percent(gap_percent(bpb, reference)))
-    for how in POOLINGS:
-        bpb = staged[how]
-        table.add_row(f"{how} of all stages", number(bpb), percent(gap_percent(bpb, reference)))
-    table.add_section()
-    step, memory = comparison["step_time_ratio"], comparison["memory"]
-    spread = f"{number(step['low'], 2)} to {number(step['high'], 2)}"
-    table.add_row("time of a step, staged / backprop", number(step["median"], 2), spread)
-    sizes = f"{memory['staged'] / 2**20:.0f} / {memory['backprop'] / 2**20:.0f} MiB"
-    table.add_row("peak activation memory, staged / backprop", number(memory["ratio"], 2), sizes)
-    return table

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from topograd.benchmarks.decode import Settings, bench_decode
+from topograd.benchmarks.decode import bench_decode
+from topograd.benchmarks.settings import DecodeSettings
 from topograd.cli.bench import decode_table
 from topograd.cli.console import note
 from topograd.cli.generate import continue_text, silent
@@ -22,7 +23,7 @@ from topograd.pretrained import REFERENCE
 from topograd.report.depth_text import stage_colour
 from topograd.runs.session import Session, open_session
 
-SHORT = Settings(prompts=2, tokens=64, rounds=2, bytes=30_000)
+SHORT = DecodeSettings(prompts=2, tokens=64, rounds=2, bytes=30_000)
 PROMPT = "def read(self, size=-1):\n"
 DEPTH = "wand:flip-rate:0.01"
 TOKENS = 160

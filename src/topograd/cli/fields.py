@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
 from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.fields.checks import compare_with_ntk, compare_with_weights
-from topograd.report.fields import write_study
-from topograd.studies.fields import study
-from topograd.studies.fields_runs import Data, Preset
+from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +21,15 @@ class Kernel:
     depth: int = 4
     """Layers."""
     width: int = 128
+    """Neurons of each layer, and inputs."""
     examples: int = 64
+    """Examples, so that the kernel is EXAMPLES × EXAMPLES."""
     seed: int = 0
+    """Draws the network and its examples."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, seed=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +39,28 @@ class Simulate:
     depth: int = 1
     """Layers; deeper than 1, a run costs more the longer it is."""
     width: int = 64
+    """Neurons of each layer, and inputs."""
     examples: int = 32
+    """Examples that are learnt."""
     steps: int = 500
+    """Steps of gradient descent."""
     eta: float | None = None
     """The step; by default a tenth of where a frozen kernel would diverge."""
     seed: int = 0
+    """Draws the network, its examples and what they are taught."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, steps=(0, REPEATS[1]), seed=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """Kernels, projectors, tails and stages during training: figures, a page, and what came out."""
 
-    data: Data = "teacher"
+    data: Literal["teacher", "digits"] = "teacher"
     """What is learnt: a generated teacher, or scikit-learn's digits (extra `studies`)."""
-    preset: Preset = "small"
+    preset: Literal["tiny", "small"] = "small"
     """Sizes; tiny takes seconds and shows little."""
     out: Path = Path("runs/fields-study")
     """Where DATA.html, DATA.json and figures go; those of an earlier study of the same data are replaced."""
@@ -69,8 +79,12 @@ def run(argv: list[str]) -> int:
     asked = parse_one_of(_QUESTIONS, argv, "fields")
     match asked:
         case Kernel():
+            from topograd.fields.checks import compare_with_ntk
+
             answer = compare_with_ntk(asked.depth, asked.width, asked.examples, asked.seed)
         case Simulate():
+            from topograd.fields.checks import compare_with_weights
+
             answer = compare_with_weights(
                 asked.depth, asked.width, asked.examples, asked.steps, asked.seed, asked.eta
             )
@@ -86,6 +100,9 @@ def run(argv: list[str]) -> int:
 
 
 def _study(asked: Study) -> dict[str, Any]:
+    from topograd.report.fields import write_study
+    from topograd.studies.fields import study
+
     make_folder(asked.out)
     if asked.preset == "small":
         note(f"a study of {asked.data}: a minute or two")

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from rich.table import Table
-from torch import Tensor
 
 from topograd.cli.console import Folder, Json, note, out, parse, print_json
+from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import RunError
-from topograd.geometry.inspection import Inspection, inspect
-from topograd.pretrained import huggingface
-from topograd.report.geometry import write_geometry
-from topograd.runs.session import heldout_text, open_session
-from topograd.training.forward import stage_logits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from topograd.geometry.inspection import Inspection
+
+T = TypeVar("T")
 
 TEXT_BYTES = 20_000
 """Held-out text that a run is read on: some thousands of tokens."""
@@ -41,15 +42,16 @@ def run(argv: list[str]) -> int:
     """Inspect, write the page, print, return the exit code."""
     asked = parse(Inspect, argv, "inspect")
     began = time.perf_counter()
-    if (asked.folder / "config.toml").is_file():
-        page, about, found = _run_of_ours(asked.folder)
-    elif huggingface.is_checkpoint(asked.folder):
-        page, about, found = _checkpoint(asked.folder)
-    else:
+    ours = (asked.folder / "config.toml").is_file()
+    if not ours and not (asked.folder / "config.json").is_file():
         raise RunError(
             f"{asked.folder} is neither a run (config.toml) nor a Hugging Face checkpoint (config.json); "
             "give the folder of one"
         )
+    with work_progress(f"reading {asked.folder}: batches") as on_more:
+        from topograd.report.geometry import write_geometry  # matplotlib
+
+        page, about, found = (_run_of_ours if ours else _checkpoint)(asked.folder, on_more)
     results = {"model": str(asked.folder), **about, **found.as_dict()}
     results["seconds"] = time.perf_counter() - began
     results["page"] = str(write_geometry(asked.out or page, results))
@@ -60,37 +62,56 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _run_of_ours(folder: Path) -> tuple[Path, dict[str, Any], Inspection]:
+def _run_of_ours(folder: Path, on_more: OnMore) -> tuple[Path, dict[str, Any], Inspection]:
+    import torch
+
+    from topograd.geometry.inspection import inspect
+    from topograd.runs.session import heldout_text, open_session
+    from topograd.training.forward import stage_logits
+
     session = open_session(folder)
     text = heldout_text(session.config, session.tokenizer, limit_bytes=TEXT_BYTES)
     stack = session.stack.double()
     device = next(stack.parameters()).device
-    batches = zip(text.inputs.to(device).split(16), text.targets.to(device).split(16), strict=True)
+    batches = list(zip(text.inputs.to(device).split(16), text.targets.to(device).split(16), strict=True))
     generator = torch.Generator(device).manual_seed(0)
     last = session.plan.predicting()[-1]
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
         return stage_logits(model, session.plan, last, inputs)
 
-    found = inspect(stack, batches, outputs=outputs, generator=generator)
+    found = inspect(stack, _counted(batches, on_more), outputs=outputs, generator=generator)
     about = {"kind": "run", "step": session.step, "text": "the run's held-out text"}
     return folder / "geometry.html", about, found
 
 
-def _checkpoint(folder: Path) -> tuple[Path, dict[str, Any], Inspection]:
+def _checkpoint(folder: Path, on_more: OnMore) -> tuple[Path, dict[str, Any], Inspection]:
+    import torch
+
+    from topograd.geometry.inspection import inspect
+    from topograd.pretrained import huggingface
+
     loaded = huggingface.load(folder)
     for name in loaded.fresh:
         note(f"{name} is not in the checkpoint and was made at random")
     ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size)
     found = inspect(
         loaded.model,
-        [(rows, None) for rows in ids.split(BATCH_TOKENS // ids.shape[1])],
+        _counted([(rows, None) for rows in ids.split(BATCH_TOKENS // ids.shape[1])], on_more),
         "cross-entropy" if loaded.causal else None,
         outputs=loaded.hidden,
         generator=torch.Generator().manual_seed(0),
     )
     about = {"kind": loaded.config.model_type, "step": None, "text": source, "fresh": list(loaded.fresh)}
     return Path(f"{folder.resolve().name}-geometry.html"), about, found
+
+
+def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:
+    """The batches, with a word for each that has been read."""
+    for done, batch in enumerate(batches):
+        on_more(done, len(batches))
+        yield batch
+    on_more(len(batches), len(batches))
 
 
 def _show(results: Mapping[str, Any]) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
-from topograd.errors import ConfigError
-from topograd.optim import ablations as cells_module
-from topograd.optim import equivariance as experiment
+from topograd.limits import REPEATS, SEED, check_numbers
 
 QUICK = 2_000
 """Steps of the cells that take no while."""
@@ -22,13 +20,15 @@ class Equivariance:
     """Train twice from one orbit, for every gauge: how far DDCAdam and AdamW let the two runs part."""
 
     steps: int = 200
+    """Steps of each run."""
     lr: float = 0.01
+    """The learning rate of all optimizers."""
     seed: int = 0
+    """Draws the weights, the data and the element of each gauge."""
     json: Json = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or not self.lr > 0:
-            raise ConfigError(f"steps is {self.steps} and lr {self.lr}; give at least 1 and more than 0")
+        check_numbers(self, steps=REPEATS, lr=(1e-12, 1e6), seed=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,13 @@ class Cells:
     """Turn the knobs of three optimizers on a dead direction: slopes and alignment, and who reaches zero."""
 
     steps: int = 20_000
+    """Steps of each run; a slope needs at least 300."""
     seeds: int = 3
     """Runs of cell B for each optimizer."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, steps=(300, REPEATS[1]), seeds=REPEATS)
 
 
 _QUESTIONS: dict[str, type[Equivariance | Cells]] = {"equivariance": Equivariance, "cells": Cells}
@@ -49,11 +53,15 @@ def run(argv: list[str]) -> int:
     asked = parse_one_of(_QUESTIONS, argv, "optim")
     match asked:
         case Equivariance():
-            answer = experiment.equivariance(asked.steps, asked.lr, asked.seed)
+            from topograd.optim.equivariance import equivariance
+
+            answer = equivariance(asked.steps, asked.lr, asked.seed)
         case Cells():
             if asked.steps > QUICK:
                 note("training four cells: a minute or two")
-            answer = cells_module.cells(asked.steps, asked.seeds)
+            from topograd.optim.ablations import cells
+
+            answer = cells(asked.steps, asked.seeds)
     if asked.json:
         print_json(answer)
     else:
@@ -66,6 +74,8 @@ def run(argv: list[str]) -> int:
 
 def equivariance_table(answer: Mapping[str, Any]) -> Table:
     """How far two runs from one orbit part, gauge by gauge."""
+    from topograd.optim.equivariance import GOAL32, GOAL64
+
     table = Table(title=f"From θ and g·θ, {answer['steps']} steps: how far apart", title_justify="left")
     for column in ("gauge", "frozen64", "frozen32", "sgd64", "AdamW", "drift", "AdamW's"):
         table.add_column(column, justify="left" if column == "gauge" else "right", no_wrap=column != "gauge")
@@ -73,7 +83,7 @@ def equivariance_table(answer: Mapping[str, Any]) -> Table:
     for row in answer["gauges"]:
         table.add_row(row["name"], *(f"{row[column]:.0e}" for column in columns))
     table.caption = (
-        f"DDCAdam frozen and sgd, goals {experiment.GOAL64:.0e} and {experiment.GOAL32:.0e}; "
+        f"DDCAdam frozen and sgd, goals {GOAL64:.0e} and {GOAL32:.0e}; "
         "drift: how far a run moves along its orbit"
     )
     return table
@@ -81,6 +91,8 @@ def equivariance_table(answer: Mapping[str, Any]) -> Table:
 
 def cell_tables(answer: Mapping[str, Any]) -> list[Table]:
     """Slopes on the bridge, then how far the diagonal network reaches."""
+    from topograd.optim.ablations import SMALLEST_ALIGNMENT
+
     bridge = Table(title=f"A, C, D: log G_dd by log t, {answer['steps']} steps", title_justify="left")
     for column in ("optimizer", "knob", "slope", "R²", "align", "last t", "late"):
         bridge.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=True)
@@ -89,8 +101,9 @@ def cell_tables(answer: Mapping[str, Any]) -> list[Table]:
             slopes = (number(row[key], digits) for key, digits in (("slope", 4), ("r2", 4), ("alignment", 3)))
             late = "yes" if row["asymptotic"] else "no"
             bridge.add_row(f"{cell} {row['driver']}", _knob(row), *slopes, f"{row['t_last']:.0e}", late)
-    least = cells_module.SMALLEST_ALIGNMENT
-    bridge.caption = f"predicted 2; late: t⁴ ≤ σ² / 100 where it is read; {DASH}: alignment below {least}"
+    bridge.caption = (
+        f"predicted 2; late: t⁴ ≤ σ² / 100 where it is read; {DASH}: alignment below {SMALLEST_ALIGNMENT}"
+    )
     reach = Table(title="B: pairs of w = u² - v² that reach zero", title_justify="left")
     for column in ("optimizer", "knob", "below 1e-12", "zeros", "smallest", "loss"):
         reach.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=True)

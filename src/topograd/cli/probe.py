@@ -7,14 +7,16 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.geometry.catalogue import Cell, catalogue, ladder
-from topograd.geometry.families.table import family_rows
+from topograd.limits import DEPTH, SEED, SIZE, check_numbers
+
+if TYPE_CHECKING:
+    from topograd.geometry.catalogue import Cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,11 @@ class Catalogue:
     """Every network of the catalogue, every node: the rate that theory gives, and the one measured."""
 
     seed: int = 0
+    """Draws the weights that theory leaves free."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, seed=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +36,17 @@ class Ladder:
     """The rates of a chain: G_1 .. G_L, A_0 .. A_{L-1}, and their products."""
 
     depth: int = 6
+    """L, the layers of the chain."""
     width: int = 8
+    """Units of each layer."""
     activation: Literal["linear", "relu", "gelu", "tanh"] = "linear"
+    """What each layer applies."""
     seed: int = 0
+    """Draws the weights that theory leaves free."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, depth=DEPTH, width=(2, SIZE[1]), seed=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +77,13 @@ def run(argv: list[str]) -> int:
             table = catalogue_table(answer)
             failed = not all(cell["ok"] for cell in answer["cells"])
         case Ladder():
+            from topograd.geometry.catalogue import ladder
+
             answer = dict(ladder(asked.depth, asked.width, asked.activation, seed=asked.seed))
             table = ladder_table(answer)
         case Families():
+            from topograd.geometry.families.table import family_rows
+
             answer = {"families": family_rows()}
             table = families_table(answer["families"])
     if asked.json:
@@ -77,6 +94,8 @@ def run(argv: list[str]) -> int:
 
 
 def _catalogue(asked: Catalogue) -> dict[str, Any]:
+    from topograd.geometry.catalogue import catalogue
+
     began, cells, count = time.perf_counter(), 0, counted("cells measured")
 
     def on_cell(cell: Cell, total: int) -> None:

@@ -15,6 +15,8 @@ from topograd.cli.console import note
 if TYPE_CHECKING:
     from topograd.training.trainer import OnStep
 
+OnMore = Callable[[int, int], None]
+"""Called with how much is done, and of how much."""
 SECONDS_BETWEEN_LINES = 5.0
 _SHOWN = 6  # losses; of more stages, the first and the last few
 
@@ -50,8 +52,22 @@ def trainings_progress(
         yield {title: _Bar(progress, task, tokens_per_step) for title, task in tasks.items()}
 
 
-def counted(what: str) -> Callable[[int, int], None]:
-    """Called with how much is done, and of how much: a line every few seconds."""
+@contextmanager
+def work_progress(title: str) -> Iterator[OnMore]:
+    """Shows at once that work has begun, and how far it is as soon as that is known."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        note(title)
+        yield counted(title)
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None))
+    with Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(compact=True), console=console) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def counted(what: str) -> OnMore:
+    """A line every few seconds."""
     last = time.monotonic()
 
     def on_more(done: int, total: int) -> None:

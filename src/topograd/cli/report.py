@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from topograd.cli.console import Folder, Json, parse, print_json
-from topograd.cli.results import results_of
 from topograd.errors import ConfigError
-from topograd.report import RunData, write_report
 from topograd.runs.folder import Run
+
+if TYPE_CHECKING:
+    from topograd.report import RunData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class Report:
 def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
     asked = parse(Report, argv, "report")
+    from topograd.report import write_report  # matplotlib and torch: only once there is something to do
+
     stages, staged = _read(asked.folder)
     backprop = None
     if asked.against is not None:
@@ -48,6 +52,9 @@ def run(argv: list[str]) -> int:
 
 def _read(folder: Path) -> tuple[int, RunData]:
     """How many stages a run has, and what a report reads of it."""
+    from topograd.cli.results import results_of
+    from topograd.report import RunData
+
     config, results = results_of(folder)
     opened = Run.open(folder)
     data = RunData(str(folder), opened.read_config(), opened.metrics(), results)

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, out, parse, print_json
+from topograd.cli.console import Json, out, parse_one_of, print_json
 from topograd.errors import ConfigError
+from topograd.limits import BYTES, DEPTH, REPEATS, check_numbers
 from topograd.topology.closed_forms import (
     activation_layers,
     closed_forms,
@@ -43,13 +44,18 @@ class Show:
     """Micro-batches of a pipeline with one device per stage, for the bubbles."""
     json: Json = False
 
+    def __post_init__(self) -> None:
+        check_numbers(self, microbatches=REPEATS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
     """The coarsest partition that refines both: every boundary of either."""
 
     first: Partition
+    """Layers per stage, as 4,4,4."""
     second: Partition
+    """Another of as many layers."""
     json: Json = False
 
 
@@ -58,7 +64,9 @@ class Meet:
     """The finest partition that both refine: the boundaries that they share."""
 
     first: Partition
+    """Layers per stage, as 4,4,4."""
     second: Partition
+    """Another of as many layers."""
     json: Json = False
 
 
@@ -67,11 +75,15 @@ class Count:
     """How many partitions of L layers there are, and configurations: partitions with a choice of heads."""
 
     layers: Annotated[tyro.conf.Positional[int], tyro.conf.arg(metavar="L")]
+    """How many layers there are."""
     stages: int | None = None
     """Only those with this many stages."""
     min_depth: int = 1
     """Only those whose stages all have at least this many layers."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, layers=DEPTH, stages=DEPTH, min_depth=DEPTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,26 +100,22 @@ class Properties:
     """Held-out bytes to read of a run; without it, as many as its evaluations read."""
     json: Json = False
 
-
-Asked = (
-    Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Join, tyro.conf.subcommand("join")]
-    | Annotated[Meet, tyro.conf.subcommand("meet")]
-    | Annotated[Count, tyro.conf.subcommand("count")]
-    | Annotated[Properties, tyro.conf.subcommand("properties")]
-)
+    def __post_init__(self) -> None:
+        check_numbers(self, limit_bytes=BYTES)
 
 
-_QUESTIONS = ("show", "join", "meet", "count", "properties")
+_QUESTIONS: dict[str, type[Show | Join | Meet | Count | Properties]] = {
+    "show": Show,
+    "join": Join,
+    "meet": Meet,
+    "count": Count,
+    "properties": Properties,
+}
 
 
 def run(argv: list[str]) -> int:
     """Answer one question about the space and return the exit code."""
-    if argv and not argv[0].startswith("-") and argv[0] not in _QUESTIONS:
-        raise ConfigError(
-            f"{argv[0]!r} is no question about the space; choose one of {', '.join(_QUESTIONS)}"
-        )
-    asked: Show | Join | Meet | Count | Properties = parse(Asked, argv, "space")  # type: ignore[arg-type]
+    asked = parse_one_of(_QUESTIONS, argv, "space")
     match asked:
         case Show():
             answer = describe(Configuration.parse(asked.partition, heads=asked.heads), asked.microbatches)
@@ -132,6 +140,7 @@ def describe(configuration: Configuration, microbatches: int) -> dict[str, Any]:
     """Everything that is known of a configuration without training it."""
     composition = configuration.composition
     plan = Plan.of(Topology.chain(configuration), composition.layers)
+    pipeline = (composition.stages, 2 * microbatches)  # slots: a forward and a backward for each micro-batch
     return {
         "composition": list(composition.parts),
         "layers": composition.layers,
@@ -153,9 +162,9 @@ def describe(configuration: Configuration, microbatches: int) -> dict[str, Any]:
             "capability_region": configuration.in_capability_region(),
             "bubble": {
                 "microbatches": microbatches,
-                "backprop": backprop_bubble(composition.stages, microbatches),
-                "staged": staged_bubble(composition.stages, microbatches),
-                "speedup": pipeline_speedup(composition.stages, microbatches),
+                "backprop": backprop_bubble(*pipeline),
+                "staged": staged_bubble(*pipeline),
+                "speedup": pipeline_speedup(*pipeline),
             },
         },
     }
@@ -225,7 +234,7 @@ def _count(asked: Count) -> dict[str, Any]:
 
 def _shown(answer: dict[str, Any]) -> Table:
     has, bubble = answer["properties"], answer["properties"]["bubble"]
-    slots = bubble["microbatches"]
+    count = bubble["microbatches"]
     rows = [
         ("composition", _written(answer["composition"])),
         ("layers, stages", f"{answer['layers']}, {answer['stages']}"),
@@ -236,8 +245,8 @@ def _shown(answer: dict[str, Any]) -> Table:
         ("pipeline granularity", str(has["pipeline_granularity"])),
         ("vocabulary projections", str(has["vocabulary_projections"])),
         ("in the capability region", "yes" if has["capability_region"] else "no"),
-        (f"idle with {slots} micro-batches, backprop", f"{100 * bubble['backprop']:.1f} %"),
-        (f"idle with {slots} micro-batches, stages", f"{100 * bubble['staged']:.1f} %"),
+        (f"idle with {count} micro-batches, backprop", f"{100 * bubble['backprop']:.1f} %"),
+        (f"idle with {count} micro-batches, stages", f"{100 * bubble['staged']:.1f} %"),
         ("speedup of the pipeline", f"{bubble['speedup']:.2f}"),
     ]
     for name, words in (("finer", "one boundary more"), ("coarser", "one less"), ("moved", "one moved")):

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.report.study import write_study
-from topograd.studies.registry import STUDIES, run_study, study_named
-from topograd.studies.staged_runs import Preset
+from topograd.limits import REPEATS, check_numbers
+from topograd.studies.registry import STUDIES, Preset, run_study, study_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,9 @@ class Run:
     out: Path = Path("runs/studies")
     """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, seeds=REPEATS)
 
 
 _QUESTIONS: dict[str, type[List | Run]] = {"list": List, "run": Run}
@@ -67,6 +69,8 @@ def _listed() -> list[dict[str, str]]:
 
 def _run(asked: Run) -> dict[str, Any]:
     study_named(asked.name)
+    from topograd.report.study import write_study  # matplotlib
+
     make_folder(asked.out)
     if asked.preset == "small":
         note(f"{asked.name}: some minutes")

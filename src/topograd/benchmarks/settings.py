@@ -1,0 +1,82 @@
+"""How much each benchmark measures: its flags. Nothing here needs torch, so that help comes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topograd.errors import ConfigError
+from topograd.limits import BYTES, DEPTH, REPEATS, SIZE, check_numbers
+
+MOST_TOKENS = 1_000_000
+"""Tokens that one way of decoding writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """How much of decoding is measured."""
+
+    prompts: int = 6
+    """Held-out prompts, each continued by itself."""
+    prompt_tokens: int = 64
+    """Tokens of a prompt, at most."""
+    tokens: int = 64
+    """Tokens written after each prompt."""
+    rounds: int = 7
+    """How often every way is measured, in turns."""
+    bytes: int = 100_000
+    """Held-out text for agreement and calibration."""
+    rows: int = 4
+    """Prompts that are continued together in the batched comparison."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, prompts=REPEATS, prompt_tokens=SIZE, tokens=REPEATS, rounds=REPEATS)
+        check_numbers(self, bytes=BYTES, rows=SIZE)
+        if self.prompts * self.tokens * self.rounds > MOST_TOKENS:
+            raise ConfigError(f"more than {MOST_TOKENS} tokens would be written by each mode; ask for fewer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """The sizes of kernels, and how often everything is measured."""
+
+    examples: int = 512
+    """M."""
+    width: int = 512
+    """N."""
+    depth: int = 6
+    """L."""
+    growth_examples: int = 128
+    """M that doubles in the table of growth."""
+    growth_width: int = 256
+    """N that doubles there."""
+    growth_depth: int = 3
+    """L that doubles there."""
+    transport_examples: int = 64
+    """M of Δb, which has the same depth."""
+    transport_width: int = 256
+    """N of Δb."""
+    rounds: int = 3
+    """How often both sides are measured, in turns."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, examples=SIZE, width=SIZE, depth=DEPTH, growth_examples=SIZE, growth_width=SIZE)
+        check_numbers(self, growth_depth=DEPTH, transport_examples=SIZE, transport_width=SIZE, rounds=REPEATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The shapes of a GPT's tensors, and how often a step is measured."""
+
+    layers: int = 6
+    """Layers, each of attention and an MLP."""
+    width: int = 320
+    """Numbers in the hidden state of a token."""
+    vocab: int = 3072
+    """Rows of the embeddings and of the head."""
+    repeats: int = 20
+    """Steps of each optimizer, in turns."""
+    device: str = "cpu"
+    """Where the tensors lie, as cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, layers=DEPTH, width=SIZE, vocab=(2, SIZE[1]), repeats=REPEATS)

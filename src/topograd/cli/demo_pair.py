@@ -1,0 +1,135 @@
+"""The demo's first half: one model trained twice, in stages and by backprop, and what the two show.
+
+The two trainings run at the same time, each in a process of its own with half of the cores: small models
+use two cores better so than one after the other. What a first demo makes, a second one reuses: each
+training is an ordinary run in the demo's folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from topograd.cli.console import note, number, percent
+from topograd.cli.results import POOLINGS, stored_results
+from topograd.cli.side_by_side import side_by_side
+from topograd.depth.engine import Prefix, generate_batch
+from topograd.depth.modes import engine_of
+from topograd.depth.sampling import Sampling
+from topograd.errors import RunError
+from topograd.files import read_json, write_json
+from topograd.report import RunData
+from topograd.runs.config import TrainConfig, preset
+from topograd.runs.folder import Run
+from topograd.runs.session import Session, load_data, open_session
+from topograd.training.gap import gap_percent, measure_step
+
+if TYPE_CHECKING:
+    from topograd.cli.demo import Demo
+
+PROMPT = "def read("
+SAMPLE_TOKENS = 120
+
+
+def wanted(asked: Demo) -> dict[str, TrainConfig]:
+    """The two trainings: the same model, data and steps, another partition."""
+    config = preset(asked.preset, seed=asked.seed)
+    config = config if asked.steps is None else replace(config, steps=asked.steps)
+    layers = config.model.layers
+    return {
+        "backprop": replace(config, partition=str(layers)),
+        "staged": replace(config, partition=asked.partition or ",".join(["2"] * (layers // 2))),
+    }
+
+
+def trained(asked: Demo) -> dict[str, dict[str, Any]]:
+    """The results of both runs. What is not finished is trained, the two side by side."""
+    missing: dict[str, list[str]] = {}
+    for name, config in wanted(asked).items():
+        folder = asked.out / name
+        if not (folder / "config.toml").exists():
+            missing[name] = _flags(asked, config, folder)
+            continue
+        existing = Run.open(folder)
+        found = TrainConfig.from_dict(existing.read_config())
+        if replace(found, model=config.model) != config:
+            raise RunError(f"{folder} holds a run with other settings; pass another --out, or delete it")
+        if (stored_results(existing) or {}).get("finished"):
+            note(f"{folder} is trained already")
+        else:
+            missing[name] = ["--resume", str(folder)]
+    if missing:
+        load_data(preset(asked.preset))  # once, before two processes would do the same
+        side_by_side(asked.out, missing)
+    results = {name: stored_results(Run.open(asked.out / name)) for name in wanted(asked)}
+    return {name: found for name, found in results.items() if found is not None}
+
+
+def _flags(asked: Demo, config: TrainConfig, folder: Path) -> list[str]:
+    changes = {"partition": config.partition, "steps": config.steps, "seed": config.seed, "out": folder}
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    return ["--preset", asked.preset, *words]
+
+
+def compared(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Gap, step time, memory and samples; measured once and kept in comparison.json."""
+    kept = folder / "comparison.json"
+    gap = gap_percent(*(results[name]["bpb"]["last"] for name in ("staged", "backprop")))
+    if kept.exists():
+        found = read_json(kept)
+        if isinstance(found, dict) and found.get("gap") == gap:
+            return found
+    note("measuring step time and memory")
+    comparison = {"gap": gap, **measure_step(session), "samples": _samples(session)}
+    backprop = open_session(folder / "backprop")
+    comparison["samples"] += [_sample(backprop, 0, f"backprop, {backprop.config.model.layers} layers")]
+    write_json(kept, comparison)
+    return comparison
+
+
+def _samples(session: Session) -> list[dict[str, str]]:
+    stages = session.plan.stages
+    return [
+        _sample(session, p.index, f"first {p.index + 1} of {len(stages)} stages, {p.stage.stop} layers")
+        for p in stages
+    ]
+
+
+def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
+    prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
+    mode = Prefix(engine_of(session), stage, Sampling(temperature=0.7, top_k=50))
+    [written] = generate_batch(mode, [prompt], SAMPLE_TOKENS)
+    text = session.tokenizer.decode([emitted.token for emitted in written])
+    return {"title": title, "prompt": PROMPT, "text": text}
+
+
+def run_data(folder: Path, results: dict[str, Any]) -> RunData:
+    """What a report reads of a run."""
+    found = Run.open(folder)
+    return RunData(folder.name, found.read_config(), found.metrics(), results)
+
+
+def summary_table(results: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table:
+    """Everything that was measured, in one table."""
+    reference = results["backprop"]["bpb"]["last"]
+    table = Table(title="Bits per byte of held-out text: lower is better")
+    table.add_column("prediction")
+    table.add_column("BPB", justify="right")
+    table.add_column("against backprop", justify="right")
+    table.add_row("backprop", number(reference), "")
+    staged = results["staged"]["bpb"]
+    for k, bpb in enumerate(staged["prefix"]):
+        table.add_row(f"stages 1 to {k + 1}", number(bpb), percent(gap_percent(bpb, reference)))
+    for how in POOLINGS:
+        bpb = staged[how]
+        table.add_row(f"{how} of all stages", number(bpb), percent(gap_percent(bpb, reference)))
+    table.add_section()
+    step, memory = comparison["step_time_ratio"], comparison["memory"]
+    spread = f"{number(step['low'], 2)} to {number(step['high'], 2)}"
+    table.add_row("time of a step, staged / backprop", number(step["median"], 2), spread)
+    sizes = f"{memory['staged'] / 2**20:.0f} / {memory['backprop'] / 2**20:.0f} MiB"
+    table.add_row("peak activation memory, staged / backprop", number(memory["ratio"], 2), sizes)
+    return table

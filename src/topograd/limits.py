@@ -1,0 +1,40 @@
+"""Numbers from outside: which are allowed, and one line for those that are not.
+
+A dataclass of settings calls `check_numbers(self, ...)` in its `__post_init__`. Upper bounds are far above
+what anybody wants and far below what no machine can hold: whoever types one digit too many is told so at
+once, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from topograd.errors import ConfigError
+
+Bounds = tuple[float, float]
+SEED: Bounds = (0, 2**63 - 1)
+"""Seeds that torch, numpy and random all take."""
+REPEATS: Bounds = (1, 10**9)
+"""How often something is done."""
+BYTES: Bounds = (1, 2**40)
+"""How much text is read."""
+DEPTH: Bounds = (1, 10**4)
+"""Layers."""
+SIZE: Bounds = (1, 2**24)
+"""One side of a tensor: a width, a batch, a vocabulary."""
+
+
+def check_numbers(settings: object, **bounds: Bounds) -> None:
+    """Refuse settings whose numbers leave their bounds, the ends allowed. None is no number and passes.
+
+    >>> from types import SimpleNamespace
+    >>> check_numbers(SimpleNamespace(depth=3, seed=None), depth=DEPTH, seed=SEED)
+    >>> check_numbers(SimpleNamespace(depth=0), depth=DEPTH)
+    Traceback (most recent call last):
+        ...
+    topograd.errors.ConfigError: depth is 0; it must be at least 1
+    """
+    for name, (least, most) in bounds.items():
+        value = getattr(settings, name)
+        if value is None or least <= value <= most:
+            continue
+        wanted = f"at most {most}" if value > most else f"at least {least}"  # NaN is neither
+        raise ConfigError(f"{name} is {value}; it must be {wanted}")
