@@ -1,0 +1,151 @@
+"""What a user installs: the source distribution, the wheel that is built from it, and the wheel at work.
+
+Everything happens in temporary folders, in processes whose only way to `topograd` is the installed wheel, and
+without a network: the build uses the setuptools that is installed.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NOT_SOURCE = ("runs", "shared", "build", "dist")
+"""Folders that may lie at the root of a work tree and belong to no distribution, as those with a dot."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A copy of the project and what was built from it; the names in the sdist are without its top folder."""
+
+    tree: Path
+    wheel: Path
+    in_sdist: set[str]
+    in_wheel: set[str]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The wheel in a folder of its own, and an empty folder to work in."""
+
+    target: Path
+    work: Path
+
+    def python(self, *words: str) -> str:
+        """What Python prints, run so that it finds `topograd` in the target first."""
+        environment = {**os.environ, "PYTHONPATH": str(self.target)}
+        return _run([sys.executable, *words], self.work, environment)
+
+    def topograd(self, *words: str) -> Any:
+        """The JSON object that the command prints."""
+        return json.loads(self.python("-m", "topograd", *words, "--json"))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("packaging")
+    tree, out = folder / "tree", folder / "out"
+    shutil.copytree(ROOT, tree, ignore=_not_source)
+    for name in (*NOT_SOURCE, ".venv"):
+        (tree / name).mkdir()
+        (tree / name / "left_behind.py").write_text("")
+    # The wheel is built from the unpacked source distribution, so a file that this lacks is missed in both.
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)], folder)
+    (wheel,) = out.glob("*.whl")
+    (sdist,) = out.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+    with tarfile.open(sdist) as archive:
+        members = [member.name for member in archive if member.isfile()]
+    return Built(tree, wheel, {name.partition("/")[2] for name in members}, in_wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("installed")
+    target, work = folder / "target", folder / "work"
+    work.mkdir()
+    install = ["pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
+    _run([sys.executable, "-m", *install, str(built.wheel)], folder)
+    return Installed(target, work)
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built) -> None:
+    package = built.tree / "src"
+    wanted = {
+        file.relative_to(package).as_posix() for file in (package / "topograd").rglob("*") if file.is_file()
+    }
+    info = f"topograd-{PROJECT['version']}.dist-info/"
+    assert {name for name in built.in_wheel if not name.startswith(info)} == wanted
+    assert {f"{info}METADATA", f"{info}entry_points.txt", f"{info}licenses/LICENSE"} <= built.in_wheel
+    reference = "topograd/pretrained/reference/"
+    weights = [name for name in wanted if name.startswith(reference) and name.endswith("/model.safetensors")]
+    assert len(weights) == 1
+    assert {"topograd/py.typed", f"{reference}config.toml", f"{reference}tokenizer.json"} <= wanted
+
+
+def test_the_source_distribution_is_the_project_without_what_lies_around_in_it(built: Built) -> None:
+    assert {f"src/{name}" for name in built.in_wheel if name.startswith("topograd/")} <= built.in_sdist
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"} <= built.in_sdist
+    for folder in ("benchmarks", "docs", "examples", "tests"):
+        files = [file for file in (built.tree / folder).rglob("*") if file.is_file()]
+        assert {file.relative_to(built.tree).as_posix() for file in files} <= built.in_sdist
+    tops = {name.partition("/")[0] for name in built.in_sdist}
+    assert not tops & {*NOT_SOURCE, ".venv", ".git"}
+    assert not [name for name in built.in_sdist if name.endswith(("left_behind.py", ".pyc"))]
+
+
+def test_the_wheel_says_what_it_is(installed: Installed) -> None:
+    script = "import topograd; print(topograd.__file__); print(topograd.__version__)"
+    file, version = installed.python("-c", script).splitlines()
+    assert Path(file) == installed.target / "topograd" / "__init__.py"
+    assert version == PROJECT["version"]
+    assert installed.python("-m", "topograd", "--version") == f"topograd {PROJECT['version']}\n"
+
+
+def test_the_installed_command_works_outside_the_tree(installed: Installed) -> None:
+    shown = installed.topograd("space", "show", "4,4")
+    script = installed.target / "bin" / "topograd"
+    assert json.loads(installed.python(str(script), "space", "show", "4,4", "--json")) == shown
+    assert shown["composition"] == [4, 4]
+
+
+def test_the_reference_model_that_comes_with_the_wheel_writes(installed: Installed) -> None:
+    written = installed.topograd("generate", "--prompt", "def ", "--tokens", "4")
+    assert written["tokens"] == 4
+    assert Path(written["run"]).is_relative_to(installed.target)
+    assert list(installed.work.iterdir()) == []
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+
+
+def _not_source(folder: str, names: list[str]) -> set[str]:
+    """What `copytree` leaves out: caches, and at the root whatever is no part of the project."""
+    at_root = Path(folder) == ROOT
+    return {
+        name
+        for name in names
+        if name == "__pycache__"
+        or name.endswith(".egg-info")
+        or (at_root and (name in NOT_SOURCE or name.startswith(".")))
+    }
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
+    """What a process prints; a failure shows all that it said."""
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
