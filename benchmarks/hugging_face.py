@@ -51,10 +51,10 @@ from topograd.runs.session import load_data
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text
+from topograd.data.windows import Text
 from topograd.training.executor import train_step
 from topograd.training.forward import stage_outputs
-from topograd.training.optimizer import make_optimizers, set_learning_rates
+from topograd.training.optimizers import make_optimizers, set_learning_rates
 
 Texts = list[list[int]]
 Way = Callable[[Texts, int], Texts]

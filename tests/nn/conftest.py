@@ -12,10 +12,10 @@ from torch import Tensor
 
 from topograd.nn.adapt import Adapted, adapt
 from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
-from topograd.training.executor import prepare
 
 VOCAB, TIME, LAYERS = 23, 9, 4
 LLAMA: dict[str, Any] = {"layers": "model.layers", "norm": "model.norm", "head": "lm_head"}

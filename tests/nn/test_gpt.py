@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from topograd.errors import StackError
-from topograd.nn.gpt import GPT, Attention, GPTConfig, norm, rotate
+from topograd.nn.attention import rotate
+from topograd.nn.blocks import Attention, norm
+from topograd.nn.config import GPTConfig
+from topograd.nn.gpt import GPT
 from topograd.reference.attention import attention_output, plain_attention, root_mean_square_norm, rotated
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.nn.gpt import ARCHITECTURES, GPT
-from topograd.nn.interface import Map, Maps, Pool, SegmentInterface, SegmentRelay, add_interfaces
+from topograd.nn.config import ARCHITECTURES, Maps, Pool, SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import Map, SegmentRelay, add_interfaces
 from topograd.nn.relays import CausalRelay
 from topograd.reference.interfaces import canvas_with_states, interface_forward, next_states, pools
 from topograd.topology.dag import Topology

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from topograd.errors import ConfigError, StackError, TopogradError, TopologyError
-from topograd.nn.gpt import GPTConfig
+from topograd.nn.config import GPTConfig
+from topograd.runs.config import PRESETS, OptimizerConfig, TrainConfig, preset
 from topograd.runs.folder import Run
-from topograd.runs.config import PRESETS, TrainConfig, preset
-from topograd.training.optimizer import OptimizerConfig
 
 ODD = TrainConfig(
     partition="1,2",

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from topograd.cli.main import main
 from topograd.errors import CheckpointError, RunError
-from topograd.runs.folder import Run
 from topograd.runs.export import export
+from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.training.trainer import resume
 

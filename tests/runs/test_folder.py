@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import SGD
 
 from topograd.errors import RunError
-from topograd.runs.folder import Run
 from topograd.runs import checkpoint
+from topograd.runs.folder import Run
 
 CONFIG = {"steps": 80, "model": {"layers": 4, "window": None}}
 

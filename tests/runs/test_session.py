@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from topograd.errors import CheckpointError, ConfigError, DataError, RunError
-from topograd.nn.gpt import GPTConfig
+from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import build_stack, device_of, open_session
 from topograd.training.trainer import Trainer, start

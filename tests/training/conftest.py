@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, add_relays
+from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
-from topograd.training.executor import prepare
 
 Gradients = dict[str, Tensor]
 

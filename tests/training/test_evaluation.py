@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from topograd.data.windows import Text
 from topograd.nn.gpt import GPT
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Bus, Stack
@@ -16,7 +17,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training import evaluation
-from topograd.training.evaluation import BINS, Text, activation_rank, calibration_error, evaluate
+from topograd.training.evaluation import BINS, activation_rank, calibration_error, evaluate
 from topograd.training.forward import stage_outputs
 
 TOPOLOGY = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from topograd.errors import ConfigError
-from topograd.nn.gpt import GPTConfig
+from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_session
 from topograd.training.gap import gap_percent, measure_step

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import prepare, train_step
+from topograd.training.executor import train_step
 from topograd.training.forward import stage_outputs
 from topograd.training.objectives import teacher_logits
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError, DataError, DivergenceError, RunError
-from topograd.runs.config import TrainConfig
+from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
-from topograd.training.optimizer import OptimizerConfig
 from topograd.training.trainer import resume, start
 
 STEPS = 20

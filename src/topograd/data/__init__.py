@@ -6,7 +6,7 @@ from topograd.data.packing import Rows, pack
 from topograd.data.prepare import Prepared, default_cache, prepare
 from topograd.data.shards import Shards, write_shards
 from topograd.data.tokenizer import Tokenizer
-from topograd.data.windows import windows
+from topograd.data.windows import Text, windows
 
 __all__ = [
     "IGNORED",
@@ -16,6 +16,7 @@ __all__ = [
     "Prepared",
     "Rows",
     "Shards",
+    "Text",
     "Tokenizer",
     "default_cache",
     "pack",

@@ -139,6 +139,10 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write one JSON file, atomically."""
+        write_atomic(path, self.to_text())
+
+    def to_text(self) -> str:
+        """What `save` writes; equal for equal tokenizers."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -146,7 +150,7 @@ class Tokenizer:
             "digest": self.digest,
             "merges": self.merges,
         }
-        write_atomic(path, dump_json(content) + "\n")
+        return dump_json(content) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":

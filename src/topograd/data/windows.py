@@ -11,6 +11,7 @@ bits per byte = nats of the targets / (ln 2 * nbytes).
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ import torch
 from topograd.data.loader import IGNORED
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Text:
+    """Held-out text as rows: targets of -100 do not count, the others decode to `nbytes` bytes."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    nbytes: int
 
 
 def windows(

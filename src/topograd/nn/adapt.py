@@ -21,7 +21,7 @@ are seen as x0 would make them (refused where they carry gradient; `verify` find
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -272,10 +272,17 @@ class Adapted(Stack):
             return None
         return Projection(self.norm, self.head.matrix(stage), self.head.bias)
 
-    def add_heads(self, stages: int) -> bool:
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         if not isinstance(self.head, Head):
-            return super().add_heads(stages)
-        return self.head.add(stages)
+            return super().add_heads(stages, rank)
+        return self.head.add(stages, rank)
+
+    def has_head(self, stage: int) -> bool:
+        return isinstance(self.head, Head) and self.head.has_delta(stage)
+
+    @property
+    def width(self) -> int:
+        return self.head.weight.shape[1] if isinstance(self.head, Head) else super().width
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         return self.head.own_parameters(stage) if isinstance(self.head, Head) else []
@@ -297,7 +304,7 @@ class Adapted(Stack):
             ours.append(layer(ours[-1], bus))
         if len(self.chain) - len(self.layers) == 2:
             ours.append(self.norm(ours[-1]))
-        shared = len(self.head.deltas) if isinstance(self.head, Head) else 0
+        shared = self.last_stage + 1  # a stage without a head of its own
         ours.append(self.head(ours[-1], shared) if isinstance(self.head, Head) else self.head(ours[-1]))
         chance.restore()
         places = [

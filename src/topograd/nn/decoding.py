@@ -27,9 +27,9 @@ class RotaryCache:
     def __init__(self, frequencies: Tensor, dtype: torch.dtype, sign: int, reach: int) -> None:
         self.frequencies, self.sign = frequencies, sign
         self.dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
-        self._reach(reach)
+        self._extend(reach)
 
-    def _reach(self, positions: int) -> None:
+    def _extend(self, positions: int) -> None:
         self.positions = torch.arange(positions, device=self.frequencies.device)
         angles = self.positions[:, None] * self.frequencies
         self.table = torch.polar(torch.ones_like(angles), self.sign * angles).to(self.dtype)
@@ -38,18 +38,18 @@ class RotaryCache:
         """The bus of a decoding form: rotations, and a place for masks."""
         stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
         if stop > len(self.positions):
-            self._reach(2 * stop)
+            self._extend(2 * stop)
         if isinstance(offset, Tensor):
-            return Bus(x0, inputs, offset, {"turns": self.table[offset][:, :, None], "masks": {}})
+            return Bus(x0, inputs, offset, {"rotary": self.table[offset][:, :, None], "masks": {}})
         here = slice(offset, stop)
-        return Bus(x0, inputs, self.positions[here], {"turns": self.table[here, None], "masks": {}})
+        return Bus(x0, inputs, self.positions[here], {"rotary": self.table[here, None], "masks": {}})
 
 
-def turn(x: Tensor, bus: Bus, head_width: int) -> Tensor:
-    """Heads (batch, time, heads, head width) of rows (batch · time, heads · head width), turned."""
+def rotate_pairs(x: Tensor, bus: Bus, head_width: int) -> Tensor:
+    """Heads (batch, time, heads, head width) of rows (batch · time, heads · head width) rotated."""
     batch, time = bus.inputs.shape
     pairs = torch.view_as_complex(x.view(batch, time, -1, head_width // 2, 2))
-    return torch.view_as_real(pairs * bus.extras["turns"]).flatten(3)
+    return torch.view_as_real(pairs * bus.extras["rotary"]).flatten(3)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bus: Bus, window: int, scale: float) -> Tensor:

@@ -21,14 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.decoding import RotaryCache, attend, paired, turn
+from topograd.nn.decoding import RotaryCache, attend, paired, rotate_pairs
 from topograd.nn.heads import cap
 from topograd.nn.layer_state import KVState
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
 
 if TYPE_CHECKING:
-    from topograd.nn.gpt import GPT, Block
+    from topograd.nn.blocks import Block
+    from topograd.nn.gpt import GPT
 
 _TINY = 1e-30  # |x| of x = 0, so that 0 / |x| is 0
 
@@ -46,7 +47,7 @@ class DecodingBlock(nn.Module):
         a, mlp = block.attention, block.mlp
         self.heads, self.kv_heads, self.head_width = a.heads, a.kv_heads, a.head_width
         self.window, self.width = a.window, a.query.in_features
-        self.turned = (a.heads + a.kv_heads) * a.head_width
+        self.rotated = (a.heads + a.kv_heads) * a.head_width
         scale = self.width**0.5
         matrices = [paired(m.weight.detach(), a.head_width) for m in (a.query, a.key)]
         self.qkv = PackedLinear(scale * torch.cat([*matrices, a.value.weight.detach()]))
@@ -74,9 +75,9 @@ class DecodingBlock(nn.Module):
 
     def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
         qkv = self.qkv(x)
-        turned = unit(turn(qkv[:, : self.turned], bus, self.head_width)).transpose(1, 2)
-        q, k = turned[:, : self.heads], turned[:, self.heads :]
-        v = qkv[:, self.turned :]
+        rotated = unit(rotate_pairs(qkv[:, : self.rotated], bus, self.head_width)).transpose(1, 2)
+        q, k = rotated[:, : self.heads], rotated[:, self.heads :]
+        v = qkv[:, self.rotated :]
         if self.values is not None:
             v = v + F.embedding(bus.inputs.reshape(-1), self.values)
         v = v.view(*bus.inputs.shape, self.kv_heads, self.head_width).transpose(1, 2)
@@ -104,7 +105,7 @@ class DecodingGPT(Stack):
         self.scale = gpt.config.width**0.5
         self._heads: dict[int, PackedLinear] = {}
         # (a + ib)(cos - i sin), as `rotate` turns
-        self.turns = RotaryCache(gpt.frequencies, self.embedding.dtype, -1, gpt.config.context + 1)
+        self.rotary = RotaryCache(gpt.frequencies, self.embedding.dtype, -1, gpt.config.context + 1)
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         x = F.embedding(inputs, self.embedding)
@@ -119,7 +120,7 @@ class DecodingGPT(Stack):
         return unit(x).mul_(self.scale)
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        return self.turns.bus(x0, inputs, offset)
+        return self.rotary.bus(x0, inputs, offset)
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         flat = unit(h.reshape(-1, h.shape[-1]))
@@ -129,7 +130,7 @@ class DecodingGPT(Stack):
                 flat.mul_(self.scale), self.head.matrix(stage, rows), None if bias is None else bias[rows]
             )
             return cap(some, self.head.softcap).view(*h.shape[:-1], -1)
-        which = stage if stage < len(self.head.deltas) else -1  # stages without a delta share one matrix
+        which = stage if self.head.has_delta(stage) else -1  # stages without a delta share one matrix
         if which not in self._heads:
             self._heads[which] = PackedLinear(self.scale * self.head.matrix(stage).detach(), bias)
         return cap(self._heads[which](flat), self.head.softcap).view(*h.shape[:-1], -1)

@@ -9,6 +9,8 @@ With one stage, moving Δ from W to W_k changes nothing (Remark 5.3): a translat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,42 +53,54 @@ class Head(nn.Module):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        if rank is not None and not 0 < rank <= min(weight.shape):
-            raise StackError(f"head rank {rank} is outside 1..{min(weight.shape)} (vocabulary, width)")
+        if rank is not None:
+            _checked_rank(rank, weight)
         self.weight = weight
         self.bias = bias
         self.rank = rank
         self.softcap = softcap
-        self.deltas = nn.ModuleList()
+        self.deltas = nn.ModuleDict()
+        """By stage; a stage without one reads W alone."""
 
-    def add(self, stages: int) -> bool:
-        """Give stages 0..stages-1 a delta; True if any was missing."""
-        missing = stages - len(self.deltas)
-        for _ in range(missing):
+    def add(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        """Give these stages a delta, of `rank` or else of the head's own; True if any was missing."""
+        missing = [stage for stage in stages if str(stage) not in self.deltas]
+        rank = self.rank if rank is None else _checked_rank(rank, self.weight)
+        for stage in missing:
             vocab, width = self.weight.shape
-            delta = FullDelta(vocab, width) if self.rank is None else LowRankDelta(vocab, width, self.rank)
-            self.deltas.append(delta.to(device=self.weight.device, dtype=self.weight.dtype))
-        return missing > 0
+            delta = FullDelta(vocab, width) if rank is None else LowRankDelta(vocab, width, rank)
+            self.deltas[str(stage)] = delta.to(device=self.weight.device, dtype=self.weight.dtype)
+        return bool(missing)
+
+    def has_delta(self, stage: int) -> bool:
+        """Whether the stage has a head of its own."""
+        return str(stage) in self.deltas
 
     def own_parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that only this stage's head has."""
-        return list(self.deltas[stage].parameters()) if stage < len(self.deltas) else []
+        return list(self.deltas[str(stage)].parameters()) if self.has_delta(stage) else []
 
     @property
     def last_stage(self) -> int:
         """The last stage that has a delta; 0 where none has."""
-        return max(len(self.deltas) - 1, 0)
+        return max(map(int, self.deltas), default=0)
 
     def matrix(self, stage: int, rows: Tensor | None = None) -> Tensor:
         """W + W_k, or W where stage k has no delta, on `rows` of the vocabulary."""
         weight = self.weight if rows is None else self.weight[rows]
-        if stage < len(self.deltas):
-            weight = weight + self.deltas[stage](rows)
+        if self.has_delta(stage):
+            weight = weight + self.deltas[str(stage)](rows)
         return weight
 
     def forward(self, x: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         bias = self.bias if self.bias is None or rows is None else self.bias[rows]
         return cap(F.linear(x, self.matrix(stage, rows), bias), self.softcap)
+
+
+def _checked_rank(rank: int, weight: Tensor) -> int:
+    if not 0 < rank <= min(weight.shape):
+        raise StackError(f"head rank {rank} is outside 1..{min(weight.shape)} (vocabulary, width)")
+    return rank
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:

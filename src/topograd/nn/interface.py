@@ -28,105 +28,17 @@ boundary: S - 1 positions of Enc and Dec, about 2 width² multiply-adds each wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
+from topograd.nn.config import Maps, SegmentInterface
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus, Stack
-from topograd.topology.dag import interface
+from topograd.topology.dag import interface_name
 
-Pool = Literal["tail", "mean", "cumulative"]
-Maps = Literal["mlp", "linear", "gated"]
-LEAST_RANK = 3
-"""A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
 EPSILON = 1e-24
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentInterface:
-    """The shape of the interfaces between regions."""
-
-    segments: int = 8
-    """S, into how many equal parts the context is cut."""
-    rank: int = 8
-    """r, the numbers that a segment hands on."""
-    pool: Pool = "tail"
-    """What of a segment is handed on: its last position, its mean, or the mean of all so far."""
-    maps: Maps = "mlp"
-    """Encoder and decoder: two layers, one, or one with a gate."""
-    causal: bool = True
-    """False is the published interface, the mean of the whole sequence: LEAKY, every position sees all later
-    ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"interface {name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
-                )
-        if self.rank < LEAST_RANK:
-            raise ConfigError(
-                f"interface rank r is {self.rank}; it must be at least {LEAST_RANK}, for a LayerNorm of "
-                "fewer numbers passes no gradient"
-            )
-        if not self.causal and (self.segments != 1 or self.pool != "mean"):
-            raise ConfigError(
-                f"causal=False pools the whole sequence, so it takes segments=1 and pool='mean', not "
-                f"segments={self.segments} and pool={self.pool!r}"
-            )
-        if self.causal and self.segments < 2:
-            raise ConfigError(
-                f"interface segments S is {self.segments}; it must be at least 2, for segment s hears only "
-                "those before it"
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> SegmentInterface:
-        """The settings in words: S=8,r=8,pool=tail, and maps=linear, causal=false if wanted.
-
-        >>> SegmentInterface.parse("S=4,r=16")
-        SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
-        """
-        names = {"S": "segments", "r": "rank", "pool": "pool", "maps": "maps", "causal": "causal"}
-        settings: dict[str, Any] = {}
-        for part in text.split(","):
-            key, equals, value = (word.strip() for word in part.partition("="))
-            if not equals or key not in names:
-                raise ConfigError(
-                    f"interface {text!r} has the part {part.strip()!r}; "
-                    f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
-                )
-            if names[key] in settings:
-                raise ConfigError(f"interface {text!r} gives {key} twice; give each key once")
-            settings[names[key]] = _value(key, value)
-        return cls(**settings)
-
-    def segment(self, context: int) -> int:
-        """ℓ, the positions of one segment."""
-        if self.segments > context or context % self.segments:
-            raise ConfigError(
-                f"interface segments S is {self.segments} and the context {context}; "
-                f"S must divide the context"
-            )
-        return context // self.segments
-
-
-def _value(key: str, value: str) -> int | str | bool:
-    if key in ("S", "r"):
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(f"interface {key} is {value!r}; it must be a whole number") from None
-    if key == "causal":
-        if value.lower() not in ("true", "false"):
-            raise ConfigError(f"interface causal is {value!r}; it must be true or false")
-        return value.lower() == "true"
-    return value
 
 
 class Map(nn.Module):
@@ -148,7 +60,7 @@ class Map(nn.Module):
 
 
 class SegmentRelay(nn.Module, CausalRelay):
-    """One boundary: Enc, α and LN where a region speaks, Dec where the next one listens.
+    """One boundary: Enc, α and LN where a region sends, Dec where the next one receives.
 
     Dec starts at zero, so that every region first sees the canvas alone.
     """
@@ -191,14 +103,14 @@ class SegmentRelay(nn.Module, CausalRelay):
             return means
         return means.cumsum(1) / torch.arange(1, count + 1, device=h.device, dtype=h.dtype)[:, None]
 
-    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
-        return self.tell(self.pool(h), heard)
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        return self.send_pooled(self.pool(h), received)
 
-    def tell(self, pooled: Tensor, heard: Tensor | None) -> Tensor:
-        """LN(m + α Enc(pooled)); the first boundary has heard no state, only the canvas."""
+    def send_pooled(self, pooled: Tensor, received: Tensor | None) -> Tensor:
+        """LN(m + α Enc(pooled)); the first boundary received no state, only the canvas."""
         m = self.encode(pooled)
-        if self.alpha is not None and heard is not None:
-            m = heard[:, : m.shape[1]] + self.alpha * m
+        if self.alpha is not None and received is not None:
+            m = received[:, : m.shape[1]] + self.alpha * m
         return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
@@ -211,10 +123,10 @@ class SegmentRelay(nn.Module, CausalRelay):
                 f"the interface was given {time} positions; it was made for a context of "
                 f"{self.segment * self.settings.segments}, so cut the input"
             )
-        said = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
-        return bus.x0 + F.pad(said, (0, 0, self.segment, 0))[:, :time]
+        decoded = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
+        return bus.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
 
-    def send_next(self, history: Tensor, heard: Tensor, bus: Bus) -> Tensor:
+    def send_next(self, history: Tensor, received: Tensor, bus: Bus) -> Tensor:
         """The state at each new position, as if its segment ended there; only ends are ever read."""
         self._must_be_causal()
         here = _positions(bus, len(history))
@@ -226,13 +138,13 @@ class SegmentRelay(nn.Module, CausalRelay):
             )
             sums = F.pad(history.cumsum(1), (0, 0, 1, 0))
             pooled = (_at(sums, here + 1) - _at(sums, start)) / (here + 1 - start)[..., None]
-        return self.tell(pooled, heard)
+        return self.send_pooled(pooled, received)
 
     def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
         self._must_be_causal()
         end = _positions(bus, len(history)) // self.segment * self.segment - 1
-        said = self.decode(_at(history, end.clamp(min=0)))
-        return bus.x0 + said * (end >= 0)[..., None]
+        decoded = self.decode(_at(history, end.clamp(min=0)))
+        return bus.x0 + decoded * (end >= 0)[..., None]
 
     def _must_be_causal(self) -> None:
         if not self.settings.causal:
@@ -253,8 +165,9 @@ def _at(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def add_interfaces(stack: Stack, settings: SegmentInterface, regions: int, width: int, context: int) -> None:
-    """Give `stack` the relays that `Topology.regions` calls for."""
+    """Give `stack` the relays that `Topology.regions` calls for and it lacks."""
     like = next(stack.parameters())
     for region in range(1, regions):
-        relay = SegmentRelay(settings, width, context, first=region == 1)
-        stack.add_relay(interface(region), relay.to(like.device, like.dtype))
+        if interface_name(region) not in stack.own_relays():
+            relay = SegmentRelay(settings, width, context, first=region == 1)
+            stack.add_relay(interface_name(region), relay.to(like.device, like.dtype))

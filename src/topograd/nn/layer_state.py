@@ -8,11 +8,19 @@ layer's state is another thing (`recurrent.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+
+
+class LayerState(Protocol):
+    """What a layer remembers while it decodes."""
+
+    def rewind(self, marks: Sequence[int]) -> list[int]:
+        """Go back, in each row to its mark or before it; returns to where. The rest is replayed."""
 
 
 class KVState:

@@ -1,6 +1,6 @@
 """Relays that are learned: the catalogue R of boundary operators, and the ways to join an input bus.
 
-Statement. What the listening stage makes of the message h, with σ the logistic function, elementwise:
+Statement. What the receiving stage makes of the message h, with σ the logistic function, elementwise:
 
     gate            h ∘ σ(G h + b)                 the multiplicative gate, eq. 43 on the left
     residual-gate   h + (U V h) ∘ σ(G h + b)       eq. 43 on the right, its r_i of low rank
@@ -12,12 +12,12 @@ Statement. What the listening stage makes of the message h, with σ the logistic
 
 Symbols and shapes. h (..., d), d the width; G, A (d, d), b (d), V (r, d), U (d, r), r the rank. At first the
 first source of a stage passes almost unchanged (σ(b) = 0.88, U V a projector, A the identity) and what is
-heard beside it is almost silent (σ(b) = 0.12, U and A zero), so that a relay or a bus starts near the
+received beside it is almost silent (σ(b) = 0.12, U and A zero), so that a relay or a bus starts near the
 topology without it. `sigmoid` starts at σ(h) in both places.
 
-Everything here works at the listening end; the message is h itself. A map at the speaking end would be
+Everything here works at the receiving end; the message is h itself. A map at the sending end would be
 behind the stop-gradient: with λ = 0 no gradient would ever reach it. So these relays are trained by the loss
-of the stage that listens, for every λ, and λ acts on what goes further back. The price: all d numbers travel.
+of the receiving stage, for every λ, and λ acts on what goes further back. The price: all d numbers travel.
 
 Cost per position, in multiply-adds: d² for gate, linear and sigmoid, 2 r d for low-rank, d² + 2 r d for
 residual-gate. Source: "Stage-Partitioned Learning" §8.9 (Prop. 8.16), §10.5.1 (Def. 10.9) and §10.5.5
@@ -30,6 +30,7 @@ of h of rank 3 and large entries (3.0 to 14.3), whose directions it bends (our m
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -38,10 +39,10 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError
 from topograd.nn.stack import Bus, Stack
-from topograd.topology.dag import Topology, own_relay
+from topograd.topology.dag import Topology
 
 OPEN = 2.0
-"""The gates' first bias: σ(2) = 0.88, and σ(-2) = 0.12 for what is heard beside."""
+"""The gates' first bias: σ(2) = 0.88, and σ(-2) = 0.12 for what is received beside."""
 
 
 class LearnedRelay(nn.Module, ABC):
@@ -51,12 +52,12 @@ class LearnedRelay(nn.Module, ABC):
         """`beside` is for a source that is not the stage's first."""
         super().__init__()
 
-    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
     @abstractmethod
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        """What the listening stage makes of the message."""
+        """What the receiving stage makes of the message."""
 
 
 class Gate(LearnedRelay):
@@ -129,21 +130,26 @@ LEARNED: Mapping[str, type[LearnedRelay]] = {
     "sigmoid": Sigmoid,
 }
 
+_NAME = re.compile(rf"({'|'.join(LEARNED)})-\d+(?:-beside-\d+)?")  # as `topology.dag.own_relay` makes them
 
-def add_relays(stack: Stack, topology: Topology, width: int, rank: int | None = None) -> None:
-    """Give `stack` the learned relays that `topology` names and it lacks; the rank is width / 4 by default.
 
-    Call it before `prepare` and before you build an optimizer.
-    """
-    rank = max(width // 4, 1) if rank is None else rank
+def add_relays(stack: Stack, topology: Topology) -> None:
+    """Give `stack` the learned relays that `topology` names and it lacks."""
+    missing = [
+        (edge.relay, LEARNED[name[1]], i > 0)
+        for stage in topology.stages
+        for i, edge in enumerate(stage.sources)
+        if (name := _NAME.fullmatch(edge.relay)) and edge.relay not in stack.own_relays()
+    ]
+    if not missing:
+        return
+    width = stack.width
+    rank = max(width // 4, 1) if topology.relay_rank is None else topology.relay_rank
     if not 1 <= rank <= width:
         raise ConfigError(f"relay rank is {rank}; it must lie in 1..{width}, the width")
     like = next(stack.parameters())
-    for k, stage in enumerate(topology.stages):
-        for i, edge in enumerate(stage.sources):
-            for kind, make in LEARNED.items():
-                if edge.relay == own_relay(kind, k, i) and edge.relay not in stack.own_relays():
-                    stack.add_relay(edge.relay, make(width, rank, beside=i > 0).to(like.device, like.dtype))
+    for name, make, beside in missing:
+        stack.add_relay(name, make(width, rank, beside=beside).to(like.device, like.dtype))
 
 
 def _affine(width: int, diagonal: float, bias: float | None) -> nn.Linear:

@@ -20,6 +20,7 @@ model before it becomes a stack: converting the stack would round its frequencie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -231,8 +232,15 @@ class Llama(Stack):
             else super().for_decoding()
         )
 
-    def add_heads(self, stages: int) -> bool:
-        return self.head.add(stages)
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        return self.head.add(stages, rank)
+
+    def has_head(self, stage: int) -> bool:
+        return self.head.has_delta(stage)
+
+    @property
+    def width(self) -> int:
+        return self.head.weight.shape[1]
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         return self.head.own_parameters(stage)

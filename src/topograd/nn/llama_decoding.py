@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.decoding import RotaryCache, attend, paired, turn
+from topograd.nn.decoding import RotaryCache, attend, paired, rotate_pairs
 from topograd.nn.layer_state import KVState
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
@@ -38,7 +38,7 @@ class DecodingLlamaLayer(nn.Module):
         own = {name: None if p is None else p.detach() for name, p in layer._parameters.items()}
         self.head_width, self.kv_heads = layer.head_width, layer.kv_heads
         self.heads = layer.kv_heads * layer.share
-        self.turned = (self.heads + self.kv_heads) * self.head_width
+        self.rotated = (self.heads + self.kv_heads) * self.head_width
         self.epsilon = epsilon
         width = self.head_width
 
@@ -68,9 +68,9 @@ class DecodingLlamaLayer(nn.Module):
 
     def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
         qkv = self.qkv(x)
-        turned = turn(qkv[:, : self.turned], bus, self.head_width).transpose(1, 2)
-        q, k = turned[:, : self.heads], turned[:, self.heads :]
-        v = qkv[:, self.turned :].view(*bus.inputs.shape, self.kv_heads, self.head_width).transpose(1, 2)
+        rotated = rotate_pairs(qkv[:, : self.rotated], bus, self.head_width).transpose(1, 2)
+        q, k = rotated[:, : self.heads], rotated[:, self.heads :]
+        v = qkv[:, self.rotated :].view(*bus.inputs.shape, self.kv_heads, self.head_width).transpose(1, 2)
         if state is not None:
             k, v = state.append(k, v, bus.positions)
         return attend(q, k, v, bus, 0, self.head_width**-0.5)
@@ -91,20 +91,20 @@ class DecodingLlama(Stack):
         self.gain = llama.gain.detach()
         self.epsilon = torch.full((1,), llama.epsilon, dtype=self.gain.dtype, device=self.gain.device)
         self.layers = nn.ModuleList(DecodingLlamaLayer(layer, self.epsilon) for layer in llama.layers)  # type: ignore[arg-type]
-        self.turns = RotaryCache(llama.frequencies, self.gain.dtype, 1, 1024)
+        self.rotary = RotaryCache(llama.frequencies, self.gain.dtype, 1, 1024)
         self._heads: dict[int, PackedLinear] = {}
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         return self.embedding(inputs).detach()
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        return self.turns.bus(x0, inputs, offset)
+        return self.rotary.bus(x0, inputs, offset)
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         flat = normalize(h.reshape(-1, h.shape[-1]), self.epsilon)
         if rows is not None:
             return self.head(flat * self.gain, stage, rows).view(*h.shape[:-1], -1)
-        which = stage if stage < len(self.head.deltas) else -1  # stages without a delta share one matrix
+        which = stage if self.head.has_delta(stage) else -1  # stages without a delta share one matrix
         if which not in self._heads:
             self._heads[which] = PackedLinear(self.head.matrix(stage).detach() * self.gain, self.head.bias)
         return self._heads[which](flat).view(*h.shape[:-1], -1)

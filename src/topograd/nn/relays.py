@@ -1,7 +1,7 @@
 """Relays: the two ends of an edge between stages.
 
-`send` runs at the stage that speaks, on its hidden state and the message that it heard itself, if any.
-`receive` runs at the stage that listens. Several sources add up after they are received. The soft boundary
+`send` runs at the sending stage, on its hidden state and the message that it received itself, if any.
+`receive` runs at the receiving stage. Several sources add up after they are received. The soft boundary
 D_λ(h) = sg(h) + λ (h - sg(h)) ("Stage-Partitioned Learning" eq. 26) is not a relay: λ belongs to the edge,
 acts on the gradient alone, and the executor applies it to any relay's message.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Relay(Protocol):
     """What carries a hidden state from one stage to another."""
 
-    def send(self, h: Tensor, heard: Tensor | None) -> Tensor: ...
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor: ...
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor: ...
 
@@ -39,26 +39,26 @@ class CausalRelay(ABC):
     """
 
     @abstractmethod
-    def send_next(self, history: Tensor, heard: Tensor, bus: Bus) -> Tensor:
+    def send_next(self, history: Tensor, received: Tensor, bus: Bus) -> Tensor:
         """The messages at the new positions, from the hidden states of all positions so far."""
 
     @abstractmethod
     def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
-        """What the listener gets at the new positions, from the messages of all positions so far."""
+        """What the receiver gets at the new positions, from the messages of all positions so far."""
 
     @abstractmethod
     def needed(self, time: int) -> tuple[int, Tensor | None]:
         """Of `time` positions: how many leading ones `send` reads, and which of those alone, if not all."""
 
     @abstractmethod
-    def tell(self, pooled: Tensor, heard: Tensor | None) -> Tensor:
+    def send_pooled(self, pooled: Tensor, received: Tensor | None) -> Tensor:
         """`send`, from hidden states at the positions that `needed` named."""
 
 
 class Identity:
     """Sends h and receives it."""
 
-    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
@@ -68,7 +68,7 @@ class Identity:
 class PreNorm:
     """Sends h and receives h / rms(h), the RMSNorm without a gain: the direction stays, the size goes."""
 
-    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:

@@ -16,7 +16,7 @@ among per-stage heads. Ragged rows decode together where the layers read `bus.po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +94,25 @@ class Stack(nn.Module):
             raise StackError(f"relay {name!r} is unknown; known are {sorted({*RELAYS, *own})}")
         return own[name]
 
-    def add_heads(self, stages: int) -> bool:
-        """Make sure that stages 0..stages-1 have heads of their own; True if parameters were added."""
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        """Make sure that these stages have heads of their own; True if parameters were added."""
         raise StackError(
             f"{type(self).__name__} has one head for all stages; use heads='shared' or define add_heads"
         )
+
+    def has_head(self, stage: int) -> bool:
+        """Whether `stage` has a head of its own."""
+        return False
+
+    @property
+    def width(self) -> int:
+        """Numbers in a hidden state, which learned relays are sized by."""
+        raise StackError(f"{type(self).__name__} does not say its width; define it, or add relays yourself")
+
+    @property
+    def context(self) -> int:
+        """Positions that the stack sees, which interfaces are sized by."""
+        raise StackError(f"{type(self).__name__} does not say its context; define it, or add relays yourself")
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         """Parameters that only the head of `stage` has; what a specialist on a frozen base may train."""
@@ -114,7 +128,15 @@ class Stack(nn.Module):
         return 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of the last stage, through all the layers in order."""
+        """Logits through all the layers in order: the model that backprop trains.
+
+        What another topology predicts is `training.forward.Predictor`'s to say.
+        """
+        if self.own_relays():
+            raise StackError(
+                f"this {type(self).__name__} has relays, so its layers do not simply follow one another; "
+                "call Predictor(stack, plan) instead"
+            )
         h = self.embed(inputs)
         bus = self.bus(h, inputs)
         for layer in self.layers:

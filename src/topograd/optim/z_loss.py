@@ -14,13 +14,15 @@ mean of log Z to zero within 3000 steps, c = 1e-3 is still on its way.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from topograd.errors import OptimError
 
 
-def z_loss(logits: Tensor, coefficient: float) -> Tensor:
-    """c · mean (log Z)², to be added to the cross-entropy.
+def z_loss(logits: Tensor, coefficient: float, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+    """c · mean (log Z)², or the sum, to be added to the cross-entropy.
 
     >>> import torch
     >>> round(z_loss(torch.zeros(3, 4), 0.5).item(), 4)  # ½ (log 4)²
@@ -28,4 +30,5 @@ def z_loss(logits: Tensor, coefficient: float) -> Tensor:
     """
     if not coefficient >= 0:
         raise OptimError(f"the coefficient of the z-loss is {coefficient}; it must be at least 0")
-    return coefficient * logits.logsumexp(-1).square().mean()
+    squares = logits.logsumexp(-1).square()
+    return coefficient * (squares.mean() if reduction == "mean" else squares.sum())

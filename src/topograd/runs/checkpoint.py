@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -54,7 +54,64 @@ class Checkpoint:
 
     path: Path
     step: int
+    weights: str
+    """SHA-256 of the file of weights: what results and calibrations name."""
     extra: dict[str, Any]
+
+
+class CheckpointStore(Protocol):
+    """Where a run keeps its checkpoints. Names sort by step."""
+
+    def names(self) -> list[str]:
+        """The checkpoints, oldest step first."""
+
+    def weights(self, name: str) -> str:
+        """SHA-256 of a checkpoint's weights, without reading them."""
+
+    def extra(self, name: str) -> dict[str, Any]:
+        """What was kept beside the weights, without reading them."""
+
+    def save(
+        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int
+    ) -> str:
+        """Save a checkpoint, drop those that are no longer kept, and return its name."""
+
+    def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
+        """Fill a model, and to go on training its optimizers, from a checkpoint that is whole."""
+
+
+@dataclass(frozen=True)
+class FolderStore:
+    """Checkpoints as folders in a folder."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        return [path.name for path in available(self.folder)]
+
+    def weights(self, name: str) -> str:
+        digest: str = self._state(name)["files"][TENSOR_FILES[0]]["sha256"]
+        return digest
+
+    def extra(self, name: str) -> dict[str, Any]:
+        extra: dict[str, Any] = self._state(name)["extra"]
+        return extra
+
+    def _state(self, name: str) -> State:
+        try:
+            return _read_state(self.folder / name)
+        except _Unusable as problem:
+            others = [other for other in self.names() if other < name]
+            advice = f"resume with --from {others[-1]}" if others else "train again in another folder"
+            raise CheckpointError(f"checkpoint {self.folder / name} {problem}; {advice}") from None
+
+    def save(
+        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+    ) -> str:
+        return save(self.folder, step=step, model=model, optimizers=optimizers, extra=extra, keep=keep).name
+
+    def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
+        return load(self.folder / name, model, optimizers)
 
 
 class _Unusable(Exception):
@@ -266,7 +323,7 @@ def _advice(path: Path, model: nn.Module, optimizers: Optimizers | None) -> str:
             except _Unusable:
                 continue
             return f"the one before it is good: resume with --from {before.name}"
-    return "no checkpoint before it can be loaded: choose another one, or train anew in another folder"
+    return "no checkpoint before it can be loaded: choose another one, or train again in another folder"
 
 
 def _read(
@@ -284,7 +341,8 @@ def _read(
         _check_optimizers(state["optimizers"], model, optimizers)
         if tensors["rng"].shape != torch.get_rng_state().shape:
             raise _Unusable("does not fit this torch (its random generator has another size)")
-    return Checkpoint(path, state["step"], state["extra"]), weights, tensors, state["optimizers"]
+    digest = state["files"][TENSOR_FILES[0]]["sha256"]
+    return Checkpoint(path, state["step"], digest, state["extra"]), weights, tensors, state["optimizers"]
 
 
 def _read_state(path: Path) -> State:

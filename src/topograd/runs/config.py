@@ -1,42 +1,146 @@
-"""The settings of a training run, and the three presets.
+"""The settings of a training run, and the three presets. Nothing here needs torch.
 
 A run's `config.toml` is this dataclass, so that a run can be opened, resumed and evaluated from its folder.
 """
 
 from __future__ import annotations
 
-import types
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from topograd.errors import ConfigError
-from topograd.nn.gpt import GPTConfig
-from topograd.nn.interface import SegmentInterface
-from topograd.topology.configuration import Configuration
+from topograd.nn.config import MOST, GPTConfig, SegmentInterface
+from topograd.registry import Registry
+from topograd.runs.reading import build_dataclass
+from topograd.runs.schedule import warmup_stable_warmdown
+from topograd.runs.search_config import SoftConfig, SurgeryConfig
+from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.dag import Topology
-from topograd.training.optimizer import OptimizerConfig
+
+VERSION = 2
+"""Of `config.toml`. Version 1 had no [topology] table, and counted alternating layers from the last."""
+OPTIMIZERS: Registry[Any] = Registry(
+    "optimizer",
+    {
+        "muon+adamw": "topograd.training.optimizers:muon_and_adamw",
+        "adamw": "topograd.training.optimizers:adamw",
+        "sgd": "topograd.training.optimizers:sgd",
+        "ddc-adam": "topograd.training.optimizers:ddc_adam",
+        "ddc-muon": "topograd.training.optimizers:ddc_muon",
+    },
+)
+"""Makers of optimizers: `make(groups, config) -> {name: optimizer}` (`training/optimizers.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptimizer:
+    """What one stage has of its own; None is what the others have."""
+
+    stage: int
+    """Counted from 1."""
+    name: str | None = None
+    rate: float = 1.0
+    """What its learning rates are multiplied by."""
+    warmup: float | None = None
+    warmdown: float | None = None
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage < 1:
+            raise ConfigError(f"optimizer.stages names stage {self.stage}; stages are counted from 1")
+        if self.name is not None:
+            OPTIMIZERS.check(self.name)
+        if not 0 <= self.rate < math.inf:
+            raise ConfigError(f"optimizer.stages has the rate {self.rate}; it must be finite and at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Which optimizer, learning rates by group of parameters, and their schedule."""
+
+    name: str = "muon+adamw"
+    """muon+adamw, adamw, sgd, ddc-adam, ddc-muon, or package.module:attribute of your own."""
+    matrices: float | None = None
+    """Learning rate of the layers' matrices; by default 0.02 with Muon, 0.002 with Adam, 0.1 with SGD."""
+    embeddings: float = 0.3
+    """Learning rate of the embeddings."""
+    head: float = 0.02
+    """Learning rate of the heads."""
+    scalars: float = 0.004
+    """Learning rate of gains, gates and biases."""
+    relays: float = 0.001
+    """Learning rate of relays and interfaces."""
+    momentum: float = 0.95
+    """Of Muon and of SGD."""
+    newton_schulz_steps: int = 5
+    """Steps in which Muon makes its step orthogonal."""
+    betas: tuple[float, float] = (0.8, 0.95)
+    """Decay of Adam's averages."""
+    weight_decay: float = 0.0
+    """Decoupled decay of the layers' matrices."""
+    warmup: float = 0.01
+    """Share of the steps in which the learning rate rises."""
+    warmdown: float = 0.5
+    """Share of the steps, at the end, in which it falls."""
+    floor: float = 0.01
+    """What it falls to, as a share of the peak."""
+    clip: float | None = None
+    """Largest norm of the gradients; of each group of stages by itself where no gradient crosses."""
+    stages: Annotated[tuple[StageOptimizer, ...], tyro.conf.Suppress] = ()
+    """Stages with an optimizer, rates or a schedule of their own."""
+
+    def __post_init__(self) -> None:
+        OPTIMIZERS.check(self.name)
+        for name in ("matrices", "embeddings", "head", "scalars", "relays", "weight_decay"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 <= rate < math.inf:
+                raise ConfigError(f"learning rate {name} is {rate}; it must be finite and at least 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas are {self.betas}; give two numbers from 0 to below 1")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum is {self.momentum}; it must lie in 0 to below 1")
+        if not 1 <= self.newton_schulz_steps <= 99:
+            raise ConfigError(f"newton_schulz_steps is {self.newton_schulz_steps}; it must lie in 1..99")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ConfigError(f"clip is {self.clip}; it must be positive, or be left out")
+        if len({own.stage for own in self.stages}) < len(self.stages):
+            raise ConfigError("optimizer.stages names a stage twice; give each once")
+        self.multiplier(0, 1)
+        for own in self.stages:
+            self.of_stage(own).multiplier(0, 1)
+
+    def multiplier(self, step: int, steps: int) -> float:
+        """What the learning rates are multiplied by at `step` of `steps`."""
+        return warmup_stable_warmdown(step, steps, self.warmup, self.warmdown, self.floor)
+
+    def of_stage(self, own: StageOptimizer) -> OptimizerConfig:
+        """These settings with what a stage has of its own; its rate is left to whoever makes the optimizer."""
+        given = {n: getattr(own, n) for n in ("name", "warmup", "warmdown", "floor")}
+        return replace(self, stages=(), **{n: value for n, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """What is searched for while the weights learn (`topograd search soft`, `search surgery`)."""
+
+    kind: Literal["none", "soft", "surgery"] = "none"
+    """Nothing, boundaries that harden, or boundaries that are moved."""
+    soft: SoftConfig = field(default_factory=SoftConfig)
+    """How boundaries are learned."""
+    surgery: SurgeryConfig = field(default_factory=SurgeryConfig)
+    """When and how boundaries are moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What is trained, on what, how, and for how long."""
 
-    partition: str = "L"
-    """Layers per stage, as "2,2,2"; "L" or the number of layers alone is backprop."""
-    stage_heads: Literal["shared", "per-stage"] = "shared"
-    """One head for all stages, or one more for each."""
-    objective: Literal["cross-entropy", "residual"] = "cross-entropy"
-    """What every stage is asked; residual corrects the sum of the stages before."""
-    transmissivity: float = 0.0
-    """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
-    bus: Literal["live", "detached"] = "live"
-    """Whether later stages train the embedding through x0."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """How the stages' losses become one."""
-    interface: str | None = None
-    """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail": gradient crosses them,
-    and only the last part has a loss."""
+    topology: Annotated[TopologyConfig, tyro.conf.arg(name="")] = field(default_factory=TopologyConfig)
+    """Where gradients flow."""
     steps: int = 2500
     """Length of the schedule."""
     batch: int = 8
@@ -44,9 +148,11 @@ class TrainConfig:
     accumulate: int = 1
     """Batches whose gradients add up before a step."""
     seed: int = 0
+    """Of the weights and of the order of the data."""
     data: str | None = None
     """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
     tokenizer: Literal["bytes", "bpe"] = "bpe"
+    """Bytes, or byte pairs learned from the text."""
     eval_every: int = 250
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_bytes: int = 200_000
@@ -55,102 +161,116 @@ class TrainConfig:
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = 2
     """Checkpoints that are kept."""
+    geometry_every: int = 0
+    """Steps between readings of the residual stream's geometry; 0 reads none."""
     bf16: bool = False
     """Compute in bfloat16 where autocast allows it."""
     compile: bool = False
     """Compile the layers with torch.compile."""
     device: str = "cpu"
+    """Where torch computes: cpu, cuda, mps."""
     model: GPTConfig = field(default_factory=GPTConfig)
+    """The shape of the model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizers and their rates."""
+    search: Annotated[SearchConfig, tyro.conf.Suppress] = field(default_factory=SearchConfig)
+    """What is searched for while the weights learn."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch", 1), ("accumulate", 1), ("keep", 1), ("eval_bytes", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("eval_every", "save_every", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.seed >= 2**63:
-            raise ConfigError(f"seed is {self.seed}; it must be below 2^63")
-        self.topology()
+        for name in ("steps", "batch", "accumulate", "keep", "eval_bytes"):
+            _check_range(name, getattr(self, name), 1)
+        for name in ("eval_every", "save_every", "geometry_every"):
+            _check_range(name, getattr(self, name), 0)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+        if self.data is not None and not self.data.strip():
+            raise ConfigError(
+                "data is empty; give a file or a folder, or leave it out for the embedded corpus"
+            )
+        topology = self.build_topology()
+        if self.topology.interface is not None:
+            SegmentInterface.parse(self.topology.interface).segment(self.model.context)
+        taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
+        if taught and self.topology.teacher is None:
+            raise ConfigError("the objective distillation needs a teacher; give the folder of a run")
+        for own in self.optimizer.stages:
+            if own.stage > len(topology.stages):
+                raise ConfigError(
+                    f"optimizer.stages names stage {own.stage}; the topology has {len(topology.stages)}"
+                )
 
-    def topology(self) -> Topology:
+    def build_topology(self) -> Topology:
         """The stage DAG that these settings name."""
-        partition = str(self.model.layers) if self.partition.strip() in ("L", "l") else self.partition
-        configuration = Configuration.parse(partition, heads=self.stage_heads)
-        if configuration.composition.layers != self.model.layers:
-            raise ConfigError(
-                f"partition {self.partition} has {configuration.composition.layers} layers and the model has "
-                f"{self.model.layers}; give parts that add up to {self.model.layers}"
-            )
-        if self.interface is not None:
-            self._check_interface(configuration)
-            return Topology.regions(configuration.composition)
-        return Topology.chain(
-            configuration,
-            transmissivity=self.transmissivity,
-            objective=self.objective,
-            bus=self.bus,
-            reduction=self.reduction,
-        )
+        return self.topology.build(self.model.layers)
 
-    def _check_interface(self, configuration: Configuration) -> None:
-        """Whether the interface fits the rest."""
-        assert self.interface is not None
-        SegmentInterface.parse(self.interface).segment(self.model.context)
-        if configuration.composition.stages < 2:
-            raise ConfigError(
-                f"partition {self.partition} is one region, so no interface joins it to another; "
-                "give --partition at least two parts"
-            )
-        for name, only in (("stage_heads", "shared"), ("objective", "cross-entropy"), ("bus", "live")):
-            if getattr(self, name) != only:
-                raise ConfigError(f"{name} is {getattr(self, name)}; with an interface it must be {only}")
+    def stack_config(self) -> GPTConfig:
+        """The model's shape with the layers of private decoders, which lie behind its own."""
+        return replace(self.model, layers=self.build_topology().layers)
+
+    def changed(self, **changes: Any) -> TrainConfig:
+        """These settings with some replaced; those of the topology may be given by their own names.
+
+        >>> TrainConfig().changed(partition="2,2,2", heads="per-stage", steps=10).topology.partition
+        '2,2,2'
+        """
+        own = {f.name for f in fields(TopologyConfig)}
+        table = {name: value for name, value in changes.items() if name in own}
+        rest = {name: value for name, value in changes.items() if name not in own}
+        if table:
+            rest["topology"] = replace(rest.get("topology", self.topology), **table)
+        return replace(self, **rest)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The settings that `as_dict` gave, read back from TOML."""
-        config = _build(cls, values, "")
+        """The settings that `as_dict` gave, read back from TOML; those of version 1 too."""
+        version = values.get("version", 1)
+        if version not in (1, VERSION):
+            raise ConfigError(f"the settings have version {version!r}; this program reads 1 and {VERSION}")
+        rest = {name: value for name, value in values.items() if name != "version"}
+        config = build_dataclass(cls, _from_version_1(rest) if version == 1 else rest)
         assert isinstance(config, TrainConfig)
         return config
 
-
-def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    """A dataclass from nested mappings; lists become tuples, absent keys take the default."""
-    hints = get_type_hints(kind)
-    known = {f.name for f in fields(kind)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(sorted(known))}")
-    settings: dict[str, Any] = {}
-    for name, value in values.items():
-        hint = hints[name]
-        if is_dataclass(hint):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"setting {where}{name} is {value!r}; it must be a table")
-            settings[name] = _build(hint, value, f"{where}{name}.")  # type: ignore[arg-type]
-        else:
-            settings[name] = _checked(hint, value, f"{where}{name}")
-    return kind(**settings)
+    def overlaid(self, values: Mapping[str, Any]) -> TrainConfig:
+        """These settings with some parts of a config file laid over them, table by table."""
+        version = values.get("version", VERSION)
+        if version != VERSION:
+            raise ConfigError(f"the settings have version {version!r}; write them as version {VERSION}")
+        merged = self.as_dict()
+        for name, value in values.items():
+            if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
+                merged[name] = {**merged[name], **value}
+            else:
+                merged[name] = value
+        return TrainConfig.from_dict({name: _without_none(value) for name, value in merged.items()})
 
 
-def _checked(hint: Any, value: Any, name: str) -> Any:
-    """`value` if it fits the annotation, with lists as tuples and whole numbers as floats where asked."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for option in options:
-        origin = get_origin(option)
-        if origin is Literal and value in get_args(option):
-            return value
-        if origin is tuple and isinstance(value, list | tuple):
-            return tuple(value)
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if origin is None and isinstance(option, type) and type(value) is option:
-            return value
-    raise ConfigError(f"setting {name} is {value!r}; it must be {hint}")
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from before there was a [topology] table."""
+    moved = {"partition", "objective", "transmissivity", "bus", "reduction", "interface"}
+    topology = {name: value for name, value in values.items() if name in moved}
+    if "stage_heads" in values:
+        topology["heads"] = values["stage_heads"]
+    rest = {name: value for name, value in values.items() if name not in moved | {"stage_heads"}}
+    model = rest.get("model", {})
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"setting model is {model!r}; it must be a table")
+    return {**rest, "topology": topology, "model": {"count_from": "last", **model}}
+
+
+def _check_range(name: str, value: int, least: int) -> None:
+    if not least <= value <= MOST:
+        most = f" and at most {MOST}" if value > MOST else ""
+        raise ConfigError(f"{name} is {value}; it must be at least {least}{most}")
 
 
 def tiny() -> TrainConfig:
@@ -191,7 +311,7 @@ PRESETS: Mapping[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
-    """The preset called `name`, with some settings replaced."""
+    """The preset called `name`, with some settings changed (`TrainConfig.changed`)."""
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
-    return replace(PRESETS[name](), **changes)
+    return PRESETS[name]().changed(**changes)

@@ -16,7 +16,6 @@ import torch
 
 from topograd.errors import RunError, TopogradError
 from topograd.runs.folder import Run
-from topograd.runs import checkpoint
 from topograd.runs.session import open_session
 
 
@@ -25,13 +24,17 @@ def export(source: Path, target: Path) -> Path:
     if target.exists():
         raise RunError(f"{target} exists already; export to another folder, or delete it")
     session = open_session(source)
+    results = session.run.read_results()
     run = Run.create(target)
-    for file in (session.run.metrics_file, session.run.tokenizer_file, session.run.results_file):
-        if file.exists():
-            shutil.copyfile(file, target / file.name)
+    if session.run.metrics_file.exists():
+        shutil.copyfile(session.run.metrics_file, run.metrics_file)
+    run.manifest.bind(run.tokenizer_file.name, session.run.tokenizer_file.read_bytes())
+    run.write_config(session.config.as_dict())
     weights = session.stack.to(torch.bfloat16)
-    checkpoint.save(run.checkpoints, step=session.step, model=weights, optimizers={}, extra={}, keep=1)
-    shutil.copyfile(session.run.config_file, run.config_file)  # last: it is what makes the folder a run
+    extra = {"run": run.manifest.identity(), "metrics": run.log_mark()}
+    name = run.store.save(step=session.step, model=weights, optimizers={}, extra=extra, keep=1)
+    if results is not None:
+        run.write_results(results | {"weights": run.store.weights(name)})
     return target
 
 

@@ -1,9 +1,10 @@
 """A run is a folder: everything that a training left behind, readable by eye.
 
     config.toml      what was asked for; a folder without it is not a run
+    manifest.json    binds the files of the run, so that a foreign one is refused (`runs/manifest.py`)
     metrics.jsonl    one JSON object per line, appended as training goes
     checkpoints/     see `topograd.runs.checkpoint`
-    tokenizer.json   results.json   figures/   report.html
+    tokenizer.json   results.json   calibration.json   figures/   report.html
     lock             held by the process that trains here
 
 A process may be killed at any instant. `config.toml` is then the old one or the new one. `metrics.jsonl` may
@@ -12,7 +13,9 @@ metrics reach the operating system at once but are not forced to the disk: they 
 always a power cut.
 """
 
-import fcntl
+from __future__ import annotations
+
+import hashlib
 import io
 import json
 import os
@@ -21,10 +24,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from topograd.errors import RunError
-from topograd.files import dump_json, dump_toml, write_atomic
+from topograd.files import dump_json, dump_toml, hold_lock, naming, read_json, write_atomic
+from topograd.runs.manifest import Manifest
+
+if TYPE_CHECKING:
+    from topograd.runs.checkpoint import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Run:
     folder: Path
 
     @classmethod
-    def create(cls, folder: Path | str) -> "Run":
+    def create(cls, folder: Path | str) -> Run:
         """A new run in a folder that is empty or does not exist. It becomes a run with `write_config`."""
         run = cls(Path(folder))
         try:
@@ -50,7 +57,7 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, folder: Path | str) -> "Run":
+    def open(cls, folder: Path | str) -> Run:
         """An existing run. Nothing is written, so a read-only folder can be opened."""
         run = cls(Path(folder))
         if not run.folder.is_dir():
@@ -61,6 +68,10 @@ class Run:
                 f"{folder} is not a run: it has no config.toml; give the folder that a training made"
             )
         return run
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest(self.folder)
 
     @property
     def config_file(self) -> Path:
@@ -75,6 +86,13 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def store(self) -> CheckpointStore:
+        """Where its checkpoints are kept."""
+        from topograd.runs.checkpoint import FolderStore  # brings torch, which a folder does not need
+
+        return FolderStore(self.checkpoints)
+
+    @property
     def figures(self) -> Path:
         return self.folder / "figures"
 
@@ -87,6 +105,10 @@ class Run:
         return self.folder / "results.json"
 
     @property
+    def calibration_file(self) -> Path:
+        return self.folder / "calibration.json"
+
+    @property
     def report_file(self) -> Path:
         return self.folder / "report.html"
 
@@ -95,9 +117,11 @@ class Run:
         text = dump_toml(config)
         self.checkpoints.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)
-        write_atomic(self.config_file, text)  # last: it is what makes the folder a run
+        self.manifest.bind(self.config_file.name, text)  # last: it is what makes the folder a run
 
     def read_config(self) -> dict[str, Any]:
+        """The settings, if they are those that the run was made with."""
+        self.manifest.verify(self.config_file.name)
         try:
             return tomllib.loads(self.config_file.read_text(encoding="utf-8"))
         except OSError as problem:
@@ -105,12 +129,34 @@ class Run:
         except ValueError as problem:  # of TOML or of UTF-8
             raise RunError(f"{self.config_file} is damaged ({problem}); restore it or train anew") from None
 
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        """Keep what the last training or evaluation found, with the weights that it is about."""
+        self.manifest.bind(self.results_file.name, dump_json(dict(results), indent=2) + "\n")
+
+    def read_results(self) -> dict[str, Any] | None:
+        """What was kept, if this run wrote it; None where there is nothing."""
+        self.manifest.verify(self.results_file.name)
+        results = read_json(self.results_file) if self.results_file.is_file() else None
+        return results if isinstance(results, dict) else None
+
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record to the metrics. Half a line that a kill left behind is cut first."""
         line = dump_json(dict(record)) + "\n"
-        with open(self.metrics_file, "a+b") as file:
+        with naming(self.metrics_file), open(self.metrics_file, "a+b") as file:
             _cut_torn_line(file)
             file.write(line.encode())
+
+    def log_mark(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the log so far: its bytes and their SHA-256."""
+        content = b"".join(line for line, _ in self._read_metrics())
+        return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    def has_log(self, mark: Mapping[str, Any]) -> bool:
+        """Whether the log begins with what `log_mark` saw; an emptied one was given up on purpose."""
+        content = self.metrics_file.read_bytes() if self.metrics_file.is_file() else None
+        if content is None:
+            return mark["bytes"] == 0
+        return not content or hashlib.sha256(content[: mark["bytes"]]).hexdigest() == mark["sha256"]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every complete record, in order. Half a last line, as a kill leaves it, is skipped."""
@@ -126,32 +172,25 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the folder for this process; a second holder, here or in another process, is refused.
 
-        The file `lock` stays behind; only the kernel's lock on it counts, and that dies with its process.
+        The file `lock` stays behind; only the system's lock on it counts, and that dies with its process.
         """
-        try:
-            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as problem:
-            raise RunError(
-                f"cannot lock {self.folder} ({problem.strerror}); pass a folder you can write"
-            ) from None
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(
-                    f"{self.folder} is in use by another process; wait for its end or pass another folder"
-                ) from None
+        with hold_lock(self.folder / "lock"):
             for leftover in self.folder.glob(".metrics.jsonl.*.tmp"):
                 leftover.unlink()  # of a rewind that was killed: only the holder rewinds
             yield
-        finally:
-            os.close(descriptor)
 
     def _is_leftover(self, entry: Path) -> bool:
         """Whether a creation that was killed before its `config.toml` may have left this."""
         if entry in (self.checkpoints, self.figures):
             return not any(entry.iterdir())
-        return entry.name == "lock" or entry.match(".config.toml.*.tmp")
+        begun = (self.folder / "manifest.json").exists()  # else a tokenizer.json is somebody's own
+        return (
+            entry.name in ("lock", "manifest.json")
+            or (begun and entry == self.tokenizer_file)
+            or any(
+                entry.match(f".{name}.*.tmp") for name in ("config.toml", "manifest.json", "tokenizer.json")
+            )
+        )
 
     def _read_metrics(self) -> list[tuple[bytes, dict[str, Any]]]:
         """Each complete line with its record. A line is complete when it ends in a newline."""

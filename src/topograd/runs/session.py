@@ -1,23 +1,27 @@
-"""A run, opened: its settings, its model with a checkpoint's weights, its tokenizer, its held-out text."""
+"""A run, opened: its settings, its model with a checkpoint's weights, its tokenizer, its held-out text.
+
+Nothing here trains: no optimizer is imported. What belongs to the run is verified on the way (`manifest.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from topograd.data import Prepared, Tokenizer, prepare, read_corpus, windows
-from topograd.errors import CheckpointError, ConfigError
+from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windows
+from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
-from topograd.runs.folder import Run
-from topograd.topology.plan import Plan
-from topograd.runs import checkpoint
+from topograd.nn.preparation import prepare as prepare_stack
+from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import prepare as prepare_stack
+from topograd.runs.folder import Run
+from topograd.runs.reading import build_dataclass
+from topograd.runs.topology_config import TopologyConfig
+from topograd.topology.plan import Plan
 
 
 @dataclass
@@ -30,50 +34,69 @@ class Session:
     plan: Plan
     tokenizer: Tokenizer
     step: int
-
-    def evaluate(self, data: Path | None = None, limit_bytes: int | None = None) -> dict[str, Any]:
-        """Readings on the run's held-out text, or on all of the text at `data`."""
-        text = heldout_text(self.config, self.tokenizer, data, limit_bytes)
-        return summary(self.run, self.step, evaluate(self.stack, self.plan, text))
+    weights: str
+    """SHA-256 of the weights that were loaded."""
 
 
 def open_session(folder: Path | str, name: str | None = None) -> Session:
     """The run in `folder` with its newest checkpoint, or the one called `name`."""
     run = Run.open(folder)
-    config = TrainConfig.from_dict(run.read_config())
-    tokenizer = Tokenizer.load(run.tokenizer_file)
+    tokenizer = read_tokenizer(run)
+    found = find_checkpoint(run, name)
+    config = topology_at(read_settings(run), run.store.extra(found))
     stack, plan = build_stack(config)
-    loaded = checkpoint.load(find_checkpoint(run, name), stack)
+    loaded = run.store.load(found, stack)
+    check_owner(run, loaded)
     stack.eval()
-    return Session(run, config, stack, plan, tokenizer, loaded.step)
+    return Session(run, config, stack, plan, tokenizer, loaded.step, loaded.weights)
 
 
-def find_checkpoint(run: Run, name: str | None) -> Path:
+def read_settings(run: Run) -> TrainConfig:
+    """The settings of a run, if they are its own."""
+    return TrainConfig.from_dict(run.read_config())
+
+
+def read_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer of a run, if it is its own."""
+    run.manifest.verify(run.tokenizer_file.name)
+    return Tokenizer.load(run.tokenizer_file)
+
+
+def topology_at(config: TrainConfig, extra: Mapping[str, Any]) -> TrainConfig:
+    """The settings with the topology of a checkpoint's weights: a search may have changed it since the start."""
+    table = extra.get("topology")
+    return config if table is None else replace(config, topology=build_dataclass(TopologyConfig, table))
+
+
+def check_owner(run: Run, loaded: Checkpoint) -> None:
+    """Refuse a checkpoint that another run saved; one from before version 0.2 names none."""
+    owner = loaded.extra.get("run")
+    if owner is not None and owner != run.manifest.identity():
+        raise RunError(
+            f"checkpoint {loaded.path} belongs to a run with other settings or another tokenizer; "
+            f"restore {run.config_file} and {run.tokenizer_file} as they were, with {run.manifest.path.name}"
+        )
+
+
+def find_checkpoint(run: Run, name: str | None) -> str:
     """The checkpoint called `name`, or the newest."""
-    found = checkpoint.available(run.checkpoints)
+    found = run.store.names()
     if not found:
         raise CheckpointError(
             f"{run.folder} has no checkpoint yet; train it with: topograd train --resume {run.folder}"
         )
     if name is None:
         return found[-1]
-    for path in found:
-        if path.name == name:
-            return path
-    raise CheckpointError(
-        f"{run.folder} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}"
-    )
+    if name not in found:
+        raise CheckpointError(f"{run.folder} has no checkpoint {name!r}; it has {', '.join(found)}")
+    return name
 
 
 def build_stack(config: TrainConfig) -> tuple[GPT, Plan]:
-    """A new model from the seed, with the heads and the interfaces that its topology wants."""
+    """A new model from the seed, with the heads, relays and interfaces that its topology wants."""
     torch.manual_seed(config.seed)
-    stack = GPT(config.model).to(device_of(config))
-    topology = config.topology()
-    if config.interface is not None:
-        settings, model = SegmentInterface.parse(config.interface), config.model
-        add_interfaces(stack, settings, len(topology.stages), model.width, model.context)
-    return stack, prepare_stack(stack, topology)
+    stack = GPT(config.stack_config()).to(device_of(config))
+    return stack, prepare_stack(stack, config.build_topology())
 
 
 def device_of(config: TrainConfig) -> torch.device:
@@ -94,10 +117,9 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
     return replace(config, model=replace(config.model, vocab=data.tokenizer.vocab)), data
 
 
-def heldout_text(
-    config: TrainConfig, tokenizer: Tokenizer, data: Path | None = None, limit_bytes: int | None = None
-) -> Text:
+def heldout_text(session: Session, data: Path | None = None, limit_bytes: int | None = None) -> Text:
     """The run's held-out sample, or all of the text at `data`, cut into windows."""
+    config, tokenizer = session.config, session.tokenizer
     context = config.model.context
     if data is None:
         _, prepared = load_data(config, tokenizer)
@@ -105,8 +127,3 @@ def heldout_text(
     corpus = read_corpus(data)
     documents = tokenizer.encode_batch([d.text for d in (*corpus.train, *corpus.heldout)])
     return Text(*windows(documents, tokenizer, context, limit_bytes))
-
-
-def summary(run: Run, step: int, readings: dict[str, Any]) -> dict[str, Any]:
-    """What `train` and `eval` print: the run, its steps and the readings."""
-    return {"run": str(run.folder), "steps": step, **readings}

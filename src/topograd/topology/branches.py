@@ -10,7 +10,7 @@ nodes become the stages of a plan: whatever runs a plan runs branches, with a st
 stage 3 fed by stage 1 has other keys and values than stage 3 fed by stage 2.
 
     nodes   prefixes of the paths, each behind its own prefix            cost Σ over nodes of their layers
-    heads   node -> the trained stage whose head it reads                ends    path -> its last node
+    ends    path -> its last node;  a node is read by the head of the trained stage that it runs
 
 Source: "Product of Experts" §4.3, §6.5.5, §6.5.6, Appendix B.4 and C.1.
 
@@ -32,6 +32,7 @@ from topograd.errors import ConfigError, TopologyError
 from topograd.topology.composition import MAX_LAYERS, shown
 from topograd.topology.dag import EMBEDDING, Edge
 from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.prediction import Prediction, Terms
 
 Path = tuple[int, ...]
 """Stages in the order in which they run, counted from 0."""
@@ -42,8 +43,6 @@ class Branches:
     """A trie of paths as a plan: `plan.stages` are its nodes, each behind the one that it hears."""
 
     plan: Plan
-    heads: tuple[int, ...]
-    """For each node, the trained stage that it runs and whose head reads it."""
     ends: tuple[int, ...]
     """For each path, the node at which it ends."""
 
@@ -57,11 +56,30 @@ def branches(plan: Plan, paths: Sequence[Sequence[int]]) -> Branches:
     for path in wanted:
         for depth in range(1, len(path) + 1):
             nodes.setdefault(path[:depth], len(nodes))
-    hears = [_hears(plan, prefix, nodes) for prefix in nodes]
-    last_use = {port: i for i, ports in enumerate(hears) for port in ports}
-    stages = tuple(_node(plan.stages[prefix[-1]], i, hears[i], last_use) for i, prefix in enumerate(nodes))
-    heads = tuple(prefix[-1] for prefix in nodes)
-    return Branches(replace(plan, stages=stages), heads, tuple(nodes[path] for path in wanted))
+    inputs = [_inputs(plan, prefix, nodes) for prefix in nodes]
+    last_use = {port: i for i, ports in enumerate(inputs) for port in ports}
+    stages = tuple(_node(plan.stages[prefix[-1]], i, inputs[i], last_use) for i, prefix in enumerate(nodes))
+    ends = tuple(nodes[path] for path in wanted)
+    return Branches(replace(plan, stages=stages, prediction=_prediction(plan, stages, nodes, ends)), ends)
+
+
+def predicting_plan(plan: Plan) -> Plan:
+    """The plan that computes what `plan` predicts: that of its path, where it predicts by one, else itself."""
+    return plan if plan.prediction.path is None else branches(plan, [plan.prediction.path]).plan
+
+
+def _prediction(
+    plan: Plan, stages: Sequence[PlannedStage], nodes: Mapping[Path, int], ends: Sequence[int]
+) -> Prediction:
+    """A node predicts as its trained stage does: alone, or by the sum over the nodes on its path."""
+    exits: dict[int, Terms] = {}
+    for prefix, index in nodes.items():
+        if stages[index].predicts:
+            summed = stages[index].stage.objective == "residual"
+            on_path = [nodes[prefix[:depth]] for depth in range(1, len(prefix) + 1)] if summed else [index]
+            exits[index] = tuple((node, 1.0) for node in on_path if stages[node].predicts)
+    last = next((end for end in reversed(ends) if end in exits), None)
+    return Prediction("last" if len(ends) == 1 else "pool", () if last is None else exits[last], exits)
 
 
 def _checked(plan: Plan, path: Path) -> Path:
@@ -101,16 +119,16 @@ def _checked(plan: Plan, path: Path) -> Path:
 
 def _stages_heard(plan: Plan, stage: int) -> int:
     """How many of its sources are stages."""
-    return sum(port.source != EMBEDDING for port, _ in plan.stages[stage].hears)
+    return sum(port.source != EMBEDDING for port, _ in plan.stages[stage].inputs)
 
 
-def _hears(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[Port, ...]:
+def _inputs(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[Port, ...]:
     """What the node of `prefix` hears: as trained, with the node before it in the stage's place.
 
     The trained source is tapped where it was in training; any other stage at its end.
     """
     ports = []
-    for port, _ in plan.stages[prefix[-1]].hears:
+    for port, _ in plan.stages[prefix[-1]].inputs:
         if port.source != EMBEDDING:
             before = prefix[-2]
             layer = port.layer if port.source == before else plan.stages[before].stage.stop
@@ -120,18 +138,19 @@ def _hears(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[Port, .
 
 
 def _node(
-    trained: PlannedStage, index: int, hears: tuple[Port, ...], last_use: Mapping[Port, int]
+    trained: PlannedStage, index: int, inputs: tuple[Port, ...], last_use: Mapping[Port, int]
 ) -> PlannedStage:
     """The trained stage at another place; its scale stays, so that it predicts if it did."""
     sources = tuple(
         Edge(port.source, None if port.source == EMBEDDING else port.layer, relay=port.relay)
-        for port in hears
+        for port in inputs
     )
     return replace(
         trained,
         index=index,
         stage=replace(trained.stage, sources=sources),
-        hears=tuple((port, 0.0) for port in hears),
+        head=trained.head,
+        inputs=tuple((port, 0.0) for port in inputs),
         sends=tuple(sorted((p for p in last_use if p.source == index), key=lambda p: p.layer)),
         listeners=0,
         live_bus=False,

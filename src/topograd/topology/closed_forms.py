@@ -24,7 +24,7 @@ def gradient_depth(plan: Plan) -> int:
     reach: list[int] = []
     for planned in plan.stages:
         behind = 0
-        for port, transmissivity in planned.hears:
+        for port, transmissivity in planned.inputs:
             if transmissivity > 0 and port.source != EMBEDDING:
                 unused = plan.stages[port.source].stage.stop - port.layer
                 behind = max(behind, reach[port.source] - unused)
@@ -58,25 +58,8 @@ def activation_layers(plan: Plan) -> int:
 
 
 def pipeline_granularity(plan: Plan) -> int:
-    """The number of groups of stages that train without exchanging gradients within a step.
-
-    Two stages are in one group when gradient crosses between them or when they share a layer. The head and
-    the embedding, which all stages share, do not count.
-    """
-    group = list(range(len(plan.stages)))
-
-    def find(k: int) -> int:
-        while group[k] != k:
-            k = group[k]
-        return k
-
-    for planned in plan.stages:
-        neighbours = plan.gradient_sources(planned.index)
-        mine = set(planned.layers)
-        neighbours += [q.index for q in plan.stages[: planned.index] if mine & set(q.layers)]
-        for other in neighbours:
-            group[find(planned.index)] = find(other)
-    return len({find(planned.index) for planned in plan.stages if not planned.stage.frozen})
+    """The number of groups of stages that train without exchanging gradients within a step."""
+    return len(plan.groups())
 
 
 def coupling_cost(plan: Plan) -> float:
@@ -89,7 +72,7 @@ def coupling_cost(plan: Plan) -> float:
         if not learns[k]:
             continue
         cost += len(planned.layers) - 1
-        for port, transmissivity in planned.hears:
+        for port, transmissivity in planned.inputs:
             if port.source != EMBEDDING and not plan.stages[port.source].stage.frozen:
                 learns[port.source] |= transmissivity > 0
                 cost += transmissivity

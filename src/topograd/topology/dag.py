@@ -19,6 +19,7 @@ from typing import Literal
 from topograd.errors import TopologyError
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
+from topograd.topology.prediction import prediction_of
 
 EMBEDDING = -1
 """The source that is not a stage: the embedding stream x0."""
@@ -64,6 +65,14 @@ class Topology:
     """Whether x0, which every layer may hear, carries gradient from stages that do not start at it."""
     reduction: Literal["mean", "sum"] = "mean"
     """How the stages' losses become one: the mean weighs each by weight / total weight."""
+    prediction: str | tuple[float, ...] = "auto"
+    """How the stages predict together (`prediction.py`): auto, last, sum, mean, path:1,3, or a weight each."""
+    head_rank: int | None = None
+    """Rank of the stages' own heads; None is the stack's own choice."""
+    relay_rank: int | None = None
+    """Rank of learned relays; None is a quarter of the width."""
+    interface: str | None = None
+    """The shape of bounded interfaces, as S=8,r=8,pool=tail; for `regions`."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -88,18 +97,19 @@ class Topology:
         return cls(configuration.composition.layers, tuple(stages), heads, bus, reduction)
 
     @classmethod
-    def regions(cls, composition: Composition | str) -> Topology:
+    def regions(cls, composition: Composition | str, interface: str | None = None) -> Topology:
         """Regions joined by bounded interfaces: a chain of relays, λ = 1, one loss at the end.
 
-        The relay into region k is called `interface(k)`; the stack must own it.
+        The relay into region k is called `interface_name(k)`; the stack must own it, and `prepare` adds it
+        where `interface` says its shape.
         """
         composition = _configuration(composition).composition
         last = composition.stages - 1
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
-            heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=interface(k))
+            heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=interface_name(k))
             stages.append(Stage(start, stop, (heard,), weight=float(k == last)))
-        return cls(composition.layers, tuple(stages))
+        return cls(composition.layers, tuple(stages), interface=interface)
 
     @classmethod
     def soft(
@@ -194,18 +204,66 @@ class Topology:
             return EMBEDDING, 0
         return edge.source, self.stages[edge.source].stop if edge.layer is None else edge.layer
 
+    def with_decoders(self, depth: int) -> Topology:
+        """Every stage with a loss gets `depth` layers of its own between its end and its head.
+
+        A private decoder is a stage: it hears the one before it with λ = 1, has its loss, and nobody hears
+        it. Its layers lie behind all others, so the stack needs `depth` more for each (DGL's and InfoPro's
+        auxiliary heads with layers; "Product of Experts" appendix A).
+        """
+        if depth < 1:
+            raise TopologyError(f"a decoder of {depth} layers was asked for; it has at least 1")
+        stages: list[Stage] = []
+        place: list[int] = []
+        layers = self.layers
+        for stage in self.stages:
+            sources = tuple(
+                e if e.source == EMBEDDING else replace(e, source=place[e.source]) for e in stage.sources
+            )
+            place.append(len(stages))
+            decoded = stage.weight > 0
+            stages.append(replace(stage, sources=sources, weight=0.0 if decoded else stage.weight))
+            if decoded:
+                own = Edge(place[-1], transmissivity=1.0)
+                stages.append(Stage(layers, layers + depth, (own,), stage.objective, stage.weight))
+                layers += depth
+        return replace(self, layers=layers, stages=tuple(stages), prediction=self._decoded(place))
+
+    def _decoded(self, place: Sequence[int]) -> str | tuple[float, ...]:
+        """How the decoders predict together: as the stages did that they belong to."""
+        predicting = [k for k, stage in enumerate(self.stages) if stage.weight > 0]
+        before = prediction_of(self, predicting)
+        if before.kind in ("last", "sum"):
+            return before.kind
+        if before.kind == "path":
+            raise TopologyError(
+                "a path of stages with private decoders cannot predict; use 'last' or weights"
+            )
+        weights = [0.0] * (len(self.stages) + len(predicting))
+        for stage, weight in before.full:
+            weights[place[stage] + 1] = weight
+        return tuple(weights)
+
     def with_specialist(self, depth: int, objective: str = "cross-entropy") -> Topology:
-        """A stage of `depth` new layers behind the last one, everything before it frozen."""
+        """A stage of `depth` new layers behind what nobody hears, everything before it frozen.
+
+        Behind a chain that is the last stage; behind a forest it is the end of every branch.
+        """
         base = tuple(
             replace(s, frozen=True, weight=0.0, head=s.head if s.frozen else s.weight > 0)
             for s in self.stages
         )
-        heard = Edge(len(base) - 1)
-        stage = Stage(self.layers, self.layers + depth, (heard,), objective)
+        heard = tuple(Edge(k) for k in self.leaves())
+        stage = Stage(self.layers, self.layers + depth, heard, objective)
         return replace(self, layers=self.layers + depth, stages=(*base, stage), heads="per-stage")
 
+    def leaves(self) -> list[int]:
+        """The stages whose end no other stage hears."""
+        heard = {self.tap(edge) for stage in self.stages for edge in stage.sources}
+        return [k for k, stage in enumerate(self.stages) if (k, stage.stop) not in heard]
 
-def interface(region: int) -> str:
+
+def interface_name(region: int) -> str:
     """The name of the relay through which region `region` hears the one before it."""
     return f"interface-{region}"
 
@@ -243,6 +301,10 @@ def _validate(topology: Topology) -> None:
             raise TopologyError(f"{name} {getattr(topology, name)!r} is unknown; choose one of {allowed}")
     for k, stage in enumerate(topology.stages):
         _validate_stage(topology, k, stage)
+    for name in ("head_rank", "relay_rank"):
+        rank = getattr(topology, name)
+        if rank is not None and rank < 1:
+            raise TopologyError(f"{name} is {rank}; it must be at least 1, or be left out")
     covered = {i for stage in topology.stages for i in range(stage.start, stage.stop)}
     idle = sorted(set(range(topology.layers)) - covered)
     if idle:
@@ -270,7 +332,7 @@ def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
 
 
 def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
-    if not 0.0 <= edge.transmissivity <= 1.0:
+    if not 0.0 <= edge.transmissivity <= 1.0:  # also false for nan
         raise TopologyError(f"stage {k} has transmissivity {edge.transmissivity}; it must lie in [0, 1]")
     if edge.source == EMBEDDING:
         if edge.layer is not None:

@@ -6,10 +6,14 @@ For every stage the plan says which hidden states it sends and to whom, whether 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from topograd.errors import TopologyError
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Stage, Topology
+from topograd.topology.prediction import Prediction, prediction_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,9 @@ class PlannedStage:
 
     index: int
     stage: Stage
-    hears: tuple[tuple[Port, float], ...]
+    head: int
+    """The stage whose head reads it: its own, but for the nodes of `branches.py`."""
+    inputs: tuple[tuple[Port, float], ...]
     """What comes in, each with its transmissivity."""
     sends: tuple[Port, ...]
     listeners: int
@@ -57,23 +63,26 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     frozen: bool
     """Whether the embedding and the shared head are frozen, because a stage is."""
+    prediction: Prediction
+    """How the model predicts."""
 
     @classmethod
-    def of(cls, topology: Topology, layers: int) -> Plan:
-        """Compile `topology` for a stack of `layers` layers."""
-        if topology.layers != layers:
-            raise TopologyError(
-                f"the topology has {topology.layers} layers and the stack has {layers}; "
-                f"use a partition of {layers}"
-            )
-        hears = [
+    def of(cls, topology: Plan | Topology | Configuration | Composition | str, layers: int) -> Plan:
+        """Compile a topology for a stack of `layers` layers. A partition such as "2,2" is a chain; a plan
+        is taken as it is."""
+        if isinstance(topology, Plan):
+            _check_layers(topology.topology, layers)
+            return topology
+        topology = topology_of(topology, layers)
+        _check_layers(topology, layers)
+        inputs = [
             tuple(
                 (Port(*topology.tap(edge), edge.relay), 0.0 if stage.frozen else float(edge.transmissivity))
                 for edge in stage.sources
             )
             for stage in topology.stages
         ]
-        last_use = {port: k for k, heard in enumerate(hears) for port, _ in heard}
+        last_use = {port: k for k, received in enumerate(inputs) for port, _ in received}
         total = sum(stage.weight for stage in topology.stages)
         stages = []
         for k, stage in enumerate(topology.stages):
@@ -82,29 +91,97 @@ class Plan:
                 PlannedStage(
                     index=k,
                     stage=stage,
-                    hears=hears[k],
+                    head=k,
+                    inputs=inputs[k],
                     sends=tuple(sorted((p for p in last_use if p.source == k), key=lambda p: p.layer)),
-                    listeners=sum(any(p.source == k and lam > 0 for p, lam in heard) for heard in hears),
+                    listeners=sum(any(p.source == k and lam > 0 for p, lam in each) for each in inputs),
                     live_bus=not stage.frozen and (topology.bus == "live" or rooted),
                     scale=stage.weight / total if topology.reduction == "mean" else stage.weight,
                     forget=tuple(p for p, last in last_use.items() if last == k),
                 )
             )
-        return cls(topology, tuple(stages), any(stage.frozen for stage in topology.stages))
+        predicting = [planned.index for planned in stages if planned.predicts]
+        frozen = any(stage.frozen for stage in topology.stages)
+        return cls(topology, tuple(stages), frozen, prediction_of(topology, predicting))
+
+    @property
+    def last(self) -> int:
+        """The last stage that predicts; its exit predicts as the model does."""
+        return self.predicting()[-1]
+
+    def halted(self, stages: Iterable[int]) -> Plan:
+        """The plan with some stages run without gradient and without a loss; all else learns on.
+
+        Unlike frozen stages, halted ones leave the embedding and the shared head to the others.
+        """
+        out = frozenset(stages)
+        planned = tuple(
+            replace(
+                p, stage=replace(p.stage, frozen=True, weight=0.0, head=p.predicts), scale=0.0, live_bus=False
+            )
+            if p.index in out
+            else p
+            for p in self.stages
+        )
+        return replace(self, stages=planned)
 
     def needed(self, stage: int) -> list[PlannedStage]:
         """The stages that must run to compute `stage`, itself included, in order."""
         wanted = {stage}
         for planned in reversed(self.stages[: stage + 1]):
             if planned.index in wanted:
-                wanted |= {port.source for port, _ in planned.hears}
+                wanted |= {port.source for port, _ in planned.inputs}
         return [planned for planned in self.stages if planned.index in wanted]
 
     def gradient_sources(self, stage: int) -> list[int]:
         """The earlier stages to which `stage` sends gradient, each once."""
-        hears = self.stages[stage].hears
-        return sorted({port.source for port, lam in hears if lam > 0 and port.source != EMBEDDING})
+        inputs = self.stages[stage].inputs
+        return sorted({port.source for port, lam in inputs if lam > 0 and port.source != EMBEDDING})
 
     def predicting(self) -> list[int]:
         """Indices of the stages that predict."""
         return [p.index for p in self.stages if p.predicts]
+
+    def groups(self) -> list[list[int]]:
+        """The stages that learn, in groups between which no gradient passes within a step.
+
+        Two stages are in one group when gradient crosses between them or when they share a layer. The head
+        and the embedding, which all stages share, do not count.
+        """
+        group = list(range(len(self.stages)))
+
+        def find(k: int) -> int:
+            while group[k] != k:
+                k = group[k]
+            return k
+
+        for planned in self.stages:
+            neighbours = self.gradient_sources(planned.index)
+            mine = set(planned.layers)
+            neighbours += [q.index for q in self.stages[: planned.index] if mine & set(q.layers)]
+            for other in neighbours:
+                group[find(planned.index)] = find(other)
+        found: dict[int, list[int]] = {}
+        for planned in self.stages:
+            if not planned.stage.frozen:
+                found.setdefault(find(planned.index), []).append(planned.index)
+        return list(found.values())
+
+
+def topology_of(value: Topology | Configuration | Composition | str, layers: int) -> Topology:
+    """The topology that `value` names: itself, or the chain of a partition; "L" is one stage of all layers."""
+    if isinstance(value, Topology):
+        return value
+    if isinstance(value, str) and value.strip() in ("L", "l"):
+        value = str(layers)
+    if not isinstance(value, str | Composition | Configuration):
+        raise TopologyError(f'{value!r} is no topology; give a partition such as "2,2", a Topology or a Plan')
+    return Topology.chain(value)
+
+
+def _check_layers(topology: Topology, layers: int) -> None:
+    if topology.layers != layers:
+        raise TopologyError(
+            f"the topology has {topology.layers} layers and the stack has {layers}; "
+            f"use a partition of {layers}"
+        )

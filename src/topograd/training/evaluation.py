@@ -1,6 +1,7 @@
 """Reading a trained model on text: how well each stage predicts, and how.
 
-    BPB       total nats of the targets / (ln 2 · bytes that they decode to), for each stage and pooling
+    BPB       total nats of the targets / (ln 2 · bytes that they decode to): of what the model predicts
+              (`Plan.prediction`), of each exit, of each stage alone, and of three ways of pooling
     ECE       Σ_b (n_b / N) |accuracy_b - confidence_b| over 15 equal bins of the largest probability
     r_eff     exp(-Σ σ̂ log σ̂), σ̂ the normalised singular values of a stage's last hidden states
               (tokens × width)                            "Stage-Partitioned Learning" eq. 23
@@ -13,18 +14,24 @@ Limits: the effective rank comes from the first `RANK_TOKENS` tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from topograd.data.windows import Text
 from topograd.effective_rank import effective_rank
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import stage_outputs
+from topograd.topology.prediction import Terms
+from topograd.training.forward import Predictor, predict, stage_outputs
 from topograd.training.linear_cross_entropy import chunk_tokens
 
 BINS = 15
@@ -32,43 +39,88 @@ RANK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Text:
-    """Held-out text as rows: targets of -100 do not count, the others decode to `nbytes` bytes."""
+class BitsPerByte:
+    """Bits per byte of a model's predictions; less is better."""
 
-    inputs: Tensor
-    targets: Tensor
-    nbytes: int
+    prediction: float
+    """What the model predicts, as its plan says."""
+    prefix: list[float]
+    """What each exit predicts."""
+    stages: list[float]
+    """Each predicting stage's logits alone."""
+    last: float
+    """The last stage alone."""
+    sum: float
+    """The sum of all stages' logits: the product of experts."""
+    mean: float
+    """Their mean: the geometric mean of the distributions."""
+    shrinkage: float
+    """Their sum, each weighted by its confidence."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` reads. Lists have an entry for each exit, that is, for each stage that predicts."""
+
+    bpb: BitsPerByte
+    ece: list[float]
+    """Calibration error of each exit."""
+    reliability: list[dict[str, list[float | None]]]
+    """Mean confidence, accuracy and count by bin of confidence, for each exit."""
+    effective_rank: list[float]
+    """Of the last hidden states of each predicting stage."""
+    usefulness: list[float | None]
+    """U_k: what adding a stage to the sum of the earlier ones gains, in nats a token; the first has none."""
+    tokens: int
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, as `--json` prints them and a run keeps them."""
+        return asdict(self)
 
 
 class _Tally:
     """Sums over tokens, in float64."""
 
-    def __init__(self, stages: int) -> None:
-        self.nats = torch.zeros(stages, dtype=torch.float64)
-        self.running = torch.zeros(stages, dtype=torch.float64)
+    def __init__(self, exits: int) -> None:
+        self.stages = torch.zeros(exits, dtype=torch.float64)
+        self.exits = torch.zeros(exits, dtype=torch.float64)
+        self.running = torch.zeros(exits, dtype=torch.float64)
         self.pooled = dict.fromkeys(("mean", "shrinkage"), 0.0)
-        self.bins = torch.zeros(stages, BINS, 3, dtype=torch.float64)  # count, confidence, accuracy
+        self.bins = torch.zeros(exits, BINS, 3, dtype=torch.float64)  # count, confidence, accuracy
+        self.full = 0.0
         self.tokens = 0
 
-    def add(self, logits: list[Tensor], targets: Tensor) -> None:
-        total = torch.zeros_like(logits[0])
-        for k, z in enumerate(logits):
+    def add(self, alone: list[Tensor], exits: list[Tensor], full: Tensor, targets: Tensor) -> None:
+        """Logits of a chunk: of each stage alone, of each exit (the same tensor where it is), of the model."""
+        total = torch.zeros_like(alone[0])
+        for k, (z, exit_) in enumerate(zip(alone, exits, strict=True)):
             total = total + z
-            self.nats[k] += _nats(z, targets)
+            self.stages[k] += (nats := _nats(z, targets))
+            self.exits[k] += nats if exit_ is z else _nats(exit_, targets)
             self.running[k] += _nats(total, targets)
-            self.bins[k] += _bins(z, targets)
+            self.bins[k] += _bins(exit_, targets)
         for how in self.pooled:
-            self.pooled[how] += _nats(pool(logits, how), targets)
+            self.pooled[how] += _nats(pool(alone, how), targets)
+        self.full += _nats(full, targets)
         self.tokens += len(targets)
 
 
 @torch.no_grad()
-def evaluate(stack: Stack, plan: Plan, text: Text, batch: int = 16) -> dict[str, Any]:
-    """Every reading of this module, as plain numbers."""
+def evaluate(
+    stack: Stack,
+    topology: Plan | Topology | Configuration | Composition | str,
+    text: Text,
+    batch: int = 16,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Every reading of this module. `on_batch` is called with the rows that are done, and of how many."""
+    plan = Plan.of(topology, len(stack.layers))
     stages = plan.predicting()
     tally = _Tally(len(stages))
     hidden: list[list[Tensor]] = [[] for _ in stages]
     device = next(stack.parameters()).device
+    path = Predictor(stack, plan) if plan.prediction.path is not None else None
     was_training = stack.training
     stack.eval()
     for start in range(0, len(text.inputs), batch):
@@ -76,47 +128,74 @@ def evaluate(stack: Stack, plan: Plan, text: Text, batch: int = 16) -> dict[str,
         targets = text.targets[start : start + batch].to(device).flatten()
         counted = targets != -100
         outputs = stage_outputs(stack, plan, inputs, stages)
-        flat = [outputs[k].flatten(0, 1)[counted] for k in stages]
-        for kept, h in zip(hidden, flat, strict=True):
+        flat = {k: h.flatten(0, 1)[counted] for k, h in outputs.items()}
+        for kept, k in zip(hidden, stages, strict=True):
             if sum(map(len, kept)) < RANK_TOKENS:
-                kept.append(h)
-        _tally_chunks(stack, stages, flat, targets[counted], tally)
+                kept.append(flat[k])
+        along = None if path is None else path.outputs(inputs)
+        side = None if along is None else {k: h.flatten(0, 1)[counted] for k, h in along.items()}
+        _tally_chunks(stack, plan, flat, path, side, targets[counted], tally)
+        if on_batch is not None:
+            on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
     stack.train(was_training)
-    return _readings(tally, hidden, text.nbytes)
+    return _evaluation(tally, hidden, text.nbytes)
 
 
 def _tally_chunks(
-    stack: Stack, stages: list[int], hidden: list[Tensor], targets: Tensor, tally: _Tally
+    stack: Stack,
+    plan: Plan,
+    hidden: dict[int, Tensor],
+    path: Predictor | None,
+    side: dict[int, Tensor] | None,
+    targets: Tensor,
+    tally: _Tally,
 ) -> None:
     if not len(targets):
         return
-    vocab = stack.readout(hidden[0][:1], stages[0]).shape[-1]
+    stages = plan.predicting()
+    vocab = stack.readout(hidden[stages[0]][:1], plan.stages[stages[0]].head).shape[-1]
     size = max(chunk_tokens(vocab) // len(stages), 1)
     for start in range(0, len(targets), size):
         rows = slice(start, start + size)
-        logits = [stack.readout(h[rows], k).float() for h, k in zip(hidden, stages, strict=True)]
-        tally.add(logits, targets[rows])
+        z = {k: stack.readout(hidden[k][rows], plan.stages[k].head).float() for k in stages}
+        exits = [_sum(z, plan.prediction.after(k)) for k in stages]
+        if path is None or side is None:
+            full = _sum(z, plan.prediction.full)
+        else:
+            some = {k: h[rows] for k, h in side.items()}
+            full = predict(stack, path.plan, some, path.plan.prediction.full).float()
+        tally.add(list(z.values()), exits, full, targets[rows])
 
 
-def _readings(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> dict[str, Any]:
+def _sum(logits: dict[int, Tensor], terms: Terms) -> Tensor:
+    """Σ w z of a prediction; a single term of weight 1 is that stage's tensor itself."""
+    if len(terms) == 1 and terms[0][1] == 1:
+        return logits[terms[0][0]]
+    return torch.stack([weight * logits[k] for k, weight in terms]).sum(0)
+
+
+def _evaluation(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> Evaluation:
     to_bpb = 1 / (math.log(2) * max(nbytes, 1))
     tokens = max(tally.tokens, 1)
-    useful = [None, *((tally.running[:-1] - tally.running[1:]) / tokens).tolist()]
-    prefix = (tally.nats * to_bpb).tolist()
-    return {
-        "bpb": {
-            "last": prefix[-1],
-            "sum": tally.running[-1].item() * to_bpb,
-            **{how: nats * to_bpb for how, nats in tally.pooled.items()},
-            "prefix": prefix,
-        },
-        "ece": [calibration_error(bins) for bins in tally.bins],
-        "reliability": [_reliability(bins) for bins in tally.bins],
-        "effective_rank": [activation_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
-        "usefulness": useful,
-        "tokens": tally.tokens,
-        "bytes": nbytes,
-    }
+    stages = (tally.stages * to_bpb).tolist()
+    bpb = BitsPerByte(
+        prediction=tally.full * to_bpb,
+        prefix=(tally.exits * to_bpb).tolist(),
+        stages=stages,
+        last=stages[-1],
+        sum=tally.running[-1].item() * to_bpb,
+        mean=tally.pooled["mean"] * to_bpb,
+        shrinkage=tally.pooled["shrinkage"] * to_bpb,
+    )
+    return Evaluation(
+        bpb=bpb,
+        ece=[calibration_error(bins) for bins in tally.bins],
+        reliability=[_reliability(bins) for bins in tally.bins],
+        effective_rank=[activation_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
+        usefulness=[None, *((tally.running[:-1] - tally.running[1:]) / tokens).tolist()],
+        tokens=tally.tokens,
+        bytes=nbytes,
+    )
 
 
 def _nats(logits: Tensor, targets: Tensor) -> float:

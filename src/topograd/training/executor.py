@@ -2,8 +2,8 @@
 
 A stage's backward runs as soon as its forward is done, unless a later stage sends gradient back to it; then
 it waits for the last of those. So with λ = 0 on every edge, one stage's activations live at a time. Every
-message that crosses an edge becomes a leaf of the listening stage, and its gradient, times λ, is handed to
-the speaking stage's backward: D_λ of "Stage-Partitioned Learning" eq. 26. The embedding stream x0 is a
+message that crosses an edge becomes a leaf of the receiving stage, and its gradient, times λ, is handed to
+the sending stage's backward: D_λ of "Stage-Partitioned Learning" eq. 26. The embedding stream x0 is a
 leaf too: its gradient adds up over the stages, and the embedding's own backward runs once, at the end.
 
 With one stage this is backprop, bit for bit (Theorem 5.1). `reference/executor.py` is the obvious version:
@@ -18,44 +18,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from topograd.nn.preparation import check_prepared
 from topograd.nn.stack import Stack
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.forward import run_stage
-from topograd.training.objectives import OBJECTIVES, Logits, Objective, objectives_of, stage_loss
-
-
-def prepare(stack: Stack, topology: Topology) -> Plan:
-    """Compile `topology` for `stack`, and make the stack fit it.
-
-    Heads that the topology calls for and the stack lacks are added (zero, so that no output changes), and
-    parameters that only frozen stages use stop asking for gradients, until you say otherwise. Call it
-    before you build an optimizer.
-    """
-    plan = Plan.of(topology, len(stack.layers))
-    if topology.heads == "per-stage":
-        stack.add_heads(len(plan.stages))
-    if plan.frozen:
-        learning = [planned for planned in plan.stages if not planned.stage.frozen]
-        modules = [stack.layers[i] for planned in learning for i in planned.layers]
-        heard = {port.relay for planned in learning for port, _ in planned.hears}
-        modules += [relay for name, relay in stack.own_relays().items() if name in heard]
-        kept = {id(p) for module in modules for p in module.parameters()}
-        kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.index)}
-        for parameter in stack.parameters():
-            if id(parameter) not in kept:
-                parameter.requires_grad_(False)
-    return plan
+from topograd.training.objectives import Logits, Objective, objectives_of, stage_loss
 
 
 @dataclass
-class _Spoken:
-    """A message: its value, within the speaker's graph as long as that lives, and what came back for it."""
+class _Message:
+    """What crosses an edge: its value, in the sender's graph as long as that lives, and its gradient."""
 
     value: Tensor
     gradient: Tensor | None = None
 
-    def answer(self, gradient: Tensor) -> None:
+    def add_gradient(self, gradient: Tensor) -> None:
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
@@ -65,32 +45,34 @@ class _Open:
 
     planned: PlannedStage
     loss: Tensor | None
-    sent: dict[Port, _Spoken]
-    leaves: list[tuple[Tensor, float, _Spoken]] = field(default_factory=list)
+    sent: dict[Port, _Message]
+    leaves: list[tuple[Tensor, float, _Message]] = field(default_factory=list)
 
 
 def train_step(
     stack: Stack,
-    topology: Topology,
+    topology: Plan | Topology | Configuration | Composition | str,
     inputs: Tensor,
     targets: Tensor,
     *,
     teacher: Logits | None = None,
-    objectives: Mapping[str, Objective] = OBJECTIVES,
+    objectives: Mapping[str, Objective] | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Add the gradients of the training loss, times `scale`, to every `.grad`; return each stage's loss.
 
     inputs and targets (batch, time); targets of -100 are ignored. The losses (stages,) are unscaled; a
-    stage without a loss of its own has nan.
+    stage without a loss of its own has nan. `objectives` replaces registered ones by name. Nothing but
+    `.grad` changes: a stack that lacks what the topology calls for is refused (`prepare` adds it).
     """
-    plan = prepare(stack, topology)
+    plan = Plan.of(topology, len(stack.layers))
+    check_prepared(stack, plan)
     embedded = stack.embed(inputs)
     x0 = embedded.detach().requires_grad_(embedded.requires_grad and not plan.frozen)
     bus = stack.bus(x0, inputs)
     detached_bus = replace(bus, x0=x0.detach())
-    stream = _Spoken(x0)
-    spoken: dict[Port, _Spoken] = {}
+    stream = _Message(x0)
+    messages: dict[Port, _Message] = {}
     waiting = {planned.index: planned.listeners for planned in plan.stages}
     open_stages: dict[int, _Open] = {}
     finished: list[tuple[int, Tensor]] = []
@@ -99,32 +81,32 @@ def train_step(
     keep = any(objective.uses_prior for objective in asked)
     for planned in plan.stages:
         opened = _Open(planned, None, {})
-        messages = [_hear(port, lam, spoken, stream, opened) for port, lam in planned.hears]
-        heard_bus = bus if planned.live_bus else detached_bus
+        received = [_receive(port, lam, messages, stream, opened) for port, lam in planned.inputs]
+        own_bus = bus if planned.live_bus else detached_bus
         with torch.set_grad_enabled(not planned.stage.frozen):
-            h, sent = run_stage(stack, planned, messages, heard_bus, lean=not planned.predicts)
+            h, sent = run_stage(stack, planned, received, own_bus, lean=not planned.predicts)
             if planned.scale > 0:
                 objective = asked[planned.index]
-                opened.loss = stage_loss(stack, h, planned.index, objective, targets, finished, teacher)
-        opened.sent = {port: _Spoken(value) for port, value in sent.items()}
-        spoken.update(opened.sent)
+                opened.loss = stage_loss(stack, h, planned.head, objective, targets, finished, teacher)
+        opened.sent = {port: _Message(value) for port, value in sent.items()}
+        messages.update(opened.sent)
         losses.append(x0.new_tensor(float("nan")) if opened.loss is None else opened.loss.detach())
         if keep and planned.predicts:
-            finished.append((planned.index, h.detach()))
+            finished.append((planned.head, h.detach()))
         open_stages[planned.index] = opened
-        del h, sent, messages
+        del h, sent, received
         _close_ready(plan, planned.index, open_stages, waiting, scale)
         for port in planned.forget:
-            spoken.pop(port, None)
+            messages.pop(port, None)
     _close_embedding(embedded, x0, stream)
     return torch.stack([loss.to(losses[-1].dtype) for loss in losses])
 
 
-def _hear(
-    port: Port, transmissivity: float, spoken: Mapping[Port, _Spoken], stream: _Spoken, opened: _Open
+def _receive(
+    port: Port, transmissivity: float, messages: Mapping[Port, _Message], stream: _Message, opened: _Open
 ) -> Tensor:
-    """The message at `port`, as the listening stage sees it: detached, a leaf, or x0 itself."""
-    source = stream if port.source == EMBEDDING else spoken[port]
+    """The message at `port`, as the receiving stage sees it: detached, a leaf, or x0 itself."""
+    source = stream if port.source == EMBEDDING else messages[port]
     if transmissivity == 0 or opened.planned.stage.frozen or not source.value.requires_grad:
         return source.value.detach()
     if source is stream and transmissivity == 1:
@@ -137,7 +119,7 @@ def _hear(
 def _close_ready(
     plan: Plan, index: int, open_stages: dict[int, _Open], waiting: dict[int, int], scale: float
 ) -> None:
-    """Run the backward of stage `index` if nothing will answer it any more, then of whatever that frees."""
+    """Run the backward of stage `index` if no more gradient will come back to it, then of whatever that frees."""
     ready = [index] if not waiting[index] else []
     while ready:
         done = ready.pop()
@@ -166,11 +148,11 @@ def _backward(opened: _Open, scale: float) -> None:
         message.value = message.value.detach()
     for leaf, transmissivity, source in opened.leaves:
         if leaf.grad is not None:
-            source.answer(leaf.grad * transmissivity)
+            source.add_gradient(leaf.grad * transmissivity)
 
 
-def _close_embedding(embedded: Tensor, x0: Tensor, stream: _Spoken) -> None:
-    """The embedding's own backward, with all that the stages said about x0."""
+def _close_embedding(embedded: Tensor, x0: Tensor, stream: _Message) -> None:
+    """The embedding's own backward, with the gradients of all stages by x0."""
     if stream.gradient is not None:
         x0.grad = stream.gradient if x0.grad is None else x0.grad + stream.gradient
     if x0.grad is not None:

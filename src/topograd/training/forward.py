@@ -1,22 +1,26 @@
-"""Running a plan forward: one stage, or all the stages that a prediction needs.
+"""Running a plan forward: one stage, all the stages that a prediction needs, and the prediction itself.
 
 The executor, the evaluation and decoding all go through `run_stage`, so that a stage's forward values are
-the same wherever it runs.
+the same wherever it runs; and through `predict`, so that a model predicts the same wherever it is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.layer_state import History
 from topograd.nn.relays import CausalRelay, Relay
 from topograd.nn.stack import Bus, Stack
-from topograd.topology.dag import EMBEDDING
+from topograd.topology.branches import predicting_plan
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.prediction import Terms
 
 
 class StageMemory:
@@ -30,7 +34,7 @@ class StageMemory:
         self.layers = [stack.layers[i].new_state(rows, capacity) for i in planned.layers]  # type: ignore[operator]
         looking = {
             port: History(capacity)
-            for port in (*(port for port, _ in planned.hears), *planned.sends)
+            for port in (*(port for port, _ in planned.inputs), *planned.sends)
             if isinstance(stack.relay(port.relay), CausalRelay)
         }
         self.histories: dict[Port, History] = looking
@@ -53,14 +57,14 @@ def run_stage(
 ) -> tuple[Tensor, dict[Port, Tensor]]:
     """The stage's last hidden state, and what it sends through each of its ports.
 
-    `messages` holds one tensor for each entry of `planned.hears`; `memory` is there to decode. With `lean`
+    `messages` holds one tensor for each of `planned.inputs`; `memory` is there to decode. With `lean`
     only what the stage sends is wanted, and positions that nobody reads may be left out of its hidden state.
     """
     horizon, rows = _needed(stack, planned, bus) if lean and memory is None else (None, None)
     if horizon is not None:
         bus = stack.bus(bus.x0[:, :horizon], bus.inputs[:, :horizon])
     h = None
-    for (port, _), message in zip(planned.hears, messages, strict=True):
+    for (port, _), message in zip(planned.inputs, messages, strict=True):
         received = _receive(stack.relay(port.relay), port, message, bus, memory)
         if horizon is not None:
             received = received[:, :horizon]
@@ -81,7 +85,7 @@ def run_stage(
         relay = stack.relay(port.relay)
         if rows is not None:
             assert isinstance(relay, CausalRelay)
-            sent[port] = relay.tell(h, messages[0])
+            sent[port] = relay.send_pooled(h, messages[0])
         else:
             sent[port] = _send(relay, port, tapped[port.layer], messages[0], bus, memory)
     return h, sent
@@ -93,14 +97,16 @@ def _receive(relay: Relay, port: Port, message: Tensor, bus: Bus, memory: StageM
     return relay.receive_next(memory.histories[port].append(message, bus.positions), bus)
 
 
-def _send(relay: Relay, port: Port, h: Tensor, heard: Tensor, bus: Bus, memory: StageMemory | None) -> Tensor:
+def _send(
+    relay: Relay, port: Port, h: Tensor, received: Tensor, bus: Bus, memory: StageMemory | None
+) -> Tensor:
     if memory is None or not isinstance(relay, CausalRelay):
-        return relay.send(h, heard)
-    return relay.send_next(memory.histories[port].append(h, bus.positions), heard, bus)
+        return relay.send(h, received)
+    return relay.send_next(memory.histories[port].append(h, bus.positions), received, bus)
 
 
 def _needed(stack: Stack, planned: PlannedStage, bus: Bus) -> tuple[int | None, Tensor | None]:
-    """How many leading positions the stage's listeners need, and which they read alone; None means all."""
+    """How many leading positions the receiving stages need, and which they read alone; None means all."""
     relays = [stack.relay(port.relay) for port in planned.sends]
     looking = [relay for relay in relays if isinstance(relay, CausalRelay)]
     if not relays or len(looking) < len(relays):
@@ -124,59 +130,99 @@ class StageStates:
         self.previous: Tensor | None = None
         self.length = 0
 
+    def advance(self, stage: int, positions: int) -> StageMemory:
+        """The memory of a stage that runs `positions` more; one that missed some before is refused."""
+        if self.seen[stage] != self.length:
+            raise StackError(
+                f"stage {stage} has seen {self.seen[stage]} of {self.length} positions; "
+                "ask for the same stages at every step"
+            )
+        self.seen[stage] += positions
+        return self.stages[stage]
+
 
 @torch.no_grad()
 def stage_outputs(
     stack: Stack,
     plan: Plan,
     inputs: Tensor,
-    stages: Sequence[int],
+    stages: Iterable[int],
     states: StageStates | None = None,
 ) -> dict[int, Tensor]:
     """The last hidden state of each of `stages`, running only what they need."""
-    needed = {p.index for stage in stages for p in plan.needed(stage)}
+    return _outputs(stack, plan, inputs, stages, states=states)
+
+
+def stage_logits(
+    stack: Stack, plan: Plan, stage: int, inputs: Tensor, x0: Tensor | None = None, *, lean: bool = True
+) -> Tensor:
+    """What an exit after `stage` predicts, with its graph; from `x0` instead of the embedding.
+
+    λ does not act here: gradients pass every boundary. `lean` as in `run_stage`, for the stages before it.
+    """
+    terms = plan.prediction.after(stage)
+    outputs = _outputs(stack, plan, inputs, [j for j, _ in terms], x0=x0, lean=lean)
+    return predict(stack, plan, outputs, terms)
+
+
+def predict(
+    stack: Stack, plan: Plan, outputs: Mapping[int, Tensor], terms: Terms, rows: Tensor | None = None
+) -> Tensor:
+    """Σ_j w_j z_j over the terms of a prediction, from the stages' outputs; on `rows` of the vocabulary."""
+    total: Tensor | None = None
+    for stage, weight in terms:
+        z = stack.readout(outputs[stage], plan.stages[stage].head, rows)
+        z = z if weight == 1 else weight * z
+        total = z if total is None else total + z
+    assert total is not None, "a prediction has a term"
+    return total
+
+
+class Predictor(nn.Module):
+    """A stack and its plan as one module: inputs to the logits that the model predicts by."""
+
+    def __init__(self, stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> None:
+        super().__init__()
+        self.stack = stack
+        self.plan = predicting_plan(Plan.of(topology, len(stack.layers)))
+
+    def outputs(self, inputs: Tensor) -> dict[int, Tensor]:
+        """The hidden states that the prediction reads."""
+        return _outputs(self.stack, self.plan, inputs, [j for j, _ in self.plan.prediction.full])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return predict(self.stack, self.plan, self.outputs(inputs), self.plan.prediction.full)
+
+
+def _outputs(
+    stack: Stack,
+    plan: Plan,
+    inputs: Tensor,
+    stages: Iterable[int],
+    *,
+    states: StageStates | None = None,
+    x0: Tensor | None = None,
+    lean: bool = True,
+) -> dict[int, Tensor]:
+    wanted = set(stages)
+    needed = {p.index for stage in wanted for p in plan.needed(stage)}
     previous, offset = (states.previous, states.length) if states else (None, 0)
-    x0 = stack.embed(inputs, previous)
+    x0 = stack.embed(inputs, previous) if x0 is None else x0
     bus = stack.bus(x0, inputs, offset)
-    spoken: dict[Port, Tensor] = {}
+    messages: dict[Port, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for planned in plan.stages:
         if planned.index not in needed:
             continue
-        messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
-        memory = None
-        if states:
-            if states.seen[planned.index] != offset:
-                raise StackError(
-                    f"stage {planned.index} has seen {states.seen[planned.index]} of {offset} positions; "
-                    "ask for the same stages at every step"
-                )
-            states.seen[planned.index] += inputs.shape[1]
-            memory = states.stages[planned.index]
-        h, sent = run_stage(stack, planned, messages, bus, memory, lean=planned.index not in stages)
-        spoken.update(sent)
+        received = [x0 if port.source == EMBEDDING else messages[port] for port, _ in planned.inputs]
+        memory = None if states is None else states.advance(planned.index, inputs.shape[1])
+        short = lean and planned.index not in wanted
+        h, sent = run_stage(stack, planned, received, bus, memory, lean=short)
+        messages.update(sent)
         for port in planned.forget:
-            spoken.pop(port, None)
-        if planned.index in stages:
+            messages.pop(port, None)
+        if planned.index in wanted:
             outputs[planned.index] = h
     if states:
         states.previous, states.length = inputs[:, -1], offset + inputs.shape[1]
     return outputs
-
-
-def stage_logits(
-    stack: Stack, plan: Plan, stage: int, inputs: Tensor, x0: Tensor | None = None, *, lean: bool = False
-) -> Tensor:
-    """The logits of one stage with their graph, running what it needs; from `x0` instead of the embedding.
-
-    λ does not act here: gradients pass every boundary. `lean` as in `run_stage`, for the stages before it.
-    """
-    x0 = stack.embed(inputs) if x0 is None else x0
-    bus = stack.bus(x0, inputs)
-    spoken: dict[Port, Tensor] = {}
-    h = x0
-    for planned in plan.needed(stage):
-        messages = [x0 if port.source == EMBEDDING else spoken[port] for port, _ in planned.hears]
-        h, sent = run_stage(stack, planned, messages, bus, lean=lean and planned.index != stage)
-        spoken.update(sent)
-    return stack.readout(h, stage)

@@ -1,6 +1,8 @@
 """Cross-entropy of a linear readout, without ever holding all the logits.
 
-    ℓ = (1/N) Σ_n [ logsumexp(z_n) - z_n[y_n] ],   z_n = cap(W x_n + b),   N the number of targets
+    ℓ = (1/N) Σ_n [ log Z_n - z_n[y_n] + c (log Z_n)² ],   z_n = cap(W x_n + b),   log Z_n = logsumexp(z_n)
+
+N the number of targets, c the weight of the z-loss (0 unless asked for).
 
 x (N, d), W (V, d), b (V), y (N). The tokens go through in chunks of C. Each chunk computes its logits, its
 loss and at once its part of the gradients
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from topograd.nn.heads import cap
+from topograd.optim.z_loss import z_loss
 
 CHUNK_ELEMENTS = 2**19
 """Logits held at once, by default: 2 MiB in float32. From 2**18 to 2**21 the speed is the same."""
@@ -43,6 +46,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     softcap: float | None = None,
+    z_weight: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
     """Mean cross-entropy of cap(x Wᵀ + b) over the targets that are not -100. Leading shapes may be any."""
@@ -54,7 +58,9 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # a Function cannot tell: its needs_input_grad ignores no_grad
         flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
     with torch.autocast(x.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, targets.reshape(-1), softcap, chunk)
+        loss: Tensor = _LinearCrossEntropy.apply(
+            flat, weight, bias, targets.reshape(-1), softcap, z_weight, chunk
+        )
     return loss
 
 
@@ -67,6 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         softcap: float | None,
+        z_weight: float,
         chunk: int,
     ) -> Tensor:
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -78,7 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            part, g = _chunk_loss(F.linear(x[rows], weight, bias), targets[rows], count, softcap, wanted)
+            logits = F.linear(x[rows], weight, bias)
+            part, g = _chunk_loss(logits, targets[rows], count, softcap, z_weight, wanted)
             loss += part
             if g is None:
                 continue
@@ -97,16 +105,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 def _chunk_loss(
-    logits: Tensor, targets: Tensor, count: Tensor, softcap: float | None, wanted: bool
+    logits: Tensor,
+    targets: Tensor,
+    count: Tensor,
+    softcap: float | None,
+    z_weight: float,
+    wanted: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """This chunk's share of the mean loss, and where wanted its gradient with respect to the logits."""
     with torch.set_grad_enabled(wanted):
         leaf = logits.detach().requires_grad_(wanted)
         z = cap(leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf, softcap)
-        part = F.cross_entropy(z, targets, reduction="sum") / count
+        part = F.cross_entropy(z, targets, reduction="sum")
+        if z_weight:
+            part = part + z_loss(z[targets != -100], z_weight, reduction="sum")
+        part = part / count
         g = torch.autograd.grad(part, leaf)[0] if wanted else None
     return part.detach(), g

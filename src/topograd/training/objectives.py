@@ -1,6 +1,7 @@
 """What a stage is asked: a loss of its logits, computed chunk by chunk.
 
     cross-entropy   CE(z_k, y)                                      "Stage-Partitioned Learning" eq. 5
+    z-loss          CE(z_k, y) + c (log Z)²,  log Z = logsumexp(z_k)      `optim/z_loss.py`
     residual        CE(A_{k-1} + z_k, y),  A_{k-1} = Σ_{j<k} sg(z_j)      eq. 42, the residual Log-OP
     distillation    (1-m) CE(z_k, y) + m T² KL(softmax(t/T) ‖ softmax(z_k/T)),  t the teacher's logits
 
@@ -13,6 +14,7 @@ of earlier stages and of a teacher are recomputed from their hidden states, chun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.stack import Stack
+from topograd.optim.z_loss import z_loss
+from topograd.registry import Registry
 from topograd.topology.plan import Plan
+from topograd.training.forward import Predictor, predict
 from topograd.training.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 
 Logits = Callable[[slice], Tensor]
@@ -42,15 +47,25 @@ class Objective(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True)
 class CrossEntropy:
-    """Predict the target, whatever the stages before said."""
+    """Predict the target, whatever the stages before predict."""
 
+    z_weight: float = 0.0
+    """c of the z-loss, which keeps log Z near 0."""
     uses_prior = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.z_weight < math.inf:
+            raise ConfigError(f"z_weight is {self.z_weight}; it must be finite and at least 0")
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
-        return F.cross_entropy(logits, targets, reduction="sum")
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        if self.z_weight:
+            loss = loss + z_loss(logits[targets != -100], self.z_weight, reduction="sum")
+        return loss
 
 
 class Residual:
@@ -95,26 +110,36 @@ class Distillation:
         ) + self.mix * t**2 * divergence
 
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "cross-entropy": CrossEntropy(),
-    "residual": Residual(),
-    "distillation": Distillation(),
-}
+Z_LOSS = CrossEntropy(z_weight=1e-4)
+OBJECTIVES: Registry[Objective] = Registry(
+    "objective",
+    {
+        "cross-entropy": CrossEntropy(),
+        "residual": Residual(),
+        "distillation": Distillation(),
+        "z-loss": Z_LOSS,
+    },
+)
+"""What settings call objectives by. An entry is an objective, or a class whose instance without arguments is."""
 
 
-def objective_named(objectives: Mapping[str, Objective], name: str) -> Objective:
-    """The objective that a stage asks for by name."""
-    if name not in objectives:
-        raise TopologyError(f"objective {name!r} is unknown; known are {sorted(objectives)}")
-    return objectives[name]
+def objective_named(name: str, objectives: Mapping[str, Objective] | None = None) -> Objective:
+    """The objective that a stage asks for by name; `objectives` are looked through first."""
+    found = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
+    return found() if isinstance(found, type) else found
 
 
-def objectives_of(plan: Plan, objectives: Mapping[str, Objective]) -> list[Objective]:
-    """What each stage of `plan` is asked, if the logits that it wants to hear exist."""
-    asked = [objective_named(objectives, planned.stage.objective) for planned in plan.stages]
+def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None) -> list[Objective]:
+    """What each stage of `plan` is asked, if the logits that it uses exist and the plan predicts with them."""
+    asked = [objective_named(planned.stage.objective, objectives) for planned in plan.stages]
     for planned, objective in zip(plan.stages, asked, strict=True):
         if planned.scale == 0 or not objective.uses_prior:
             continue
+        if plan.prediction.alone and len(plan.predicting()) > 1:
+            raise TopologyError(
+                f"the objective {planned.stage.objective!r} corrects the sum of the stages before it, and the "
+                "plan predicts by one stage alone; give the topology prediction='sum'"
+            )
         for earlier in plan.stages[: planned.index]:
             if earlier.stage.frozen and not earlier.predicts:
                 raise TopologyError(
@@ -134,12 +159,17 @@ def stage_loss(
     prior: Sequence[tuple[int, Tensor]] = (),
     teacher: Logits | None = None,
 ) -> Tensor:
-    """The mean loss of one stage. `prior` holds the earlier stages' (index, detached hidden state)."""
+    """The mean loss of one stage. `prior` holds the earlier stages' (head, detached hidden state)."""
     projection = stack.projection(stage)
     if isinstance(objective, CrossEntropy) and projection is not None:
         x = projection.normalize(h)
         return linear_cross_entropy(
-            x, projection.weight, targets, projection.bias, softcap=projection.softcap
+            x,
+            projection.weight,
+            targets,
+            projection.bias,
+            softcap=projection.softcap,
+            z_weight=objective.z_weight,
         )
     tokens = targets.numel()
     flat, y = h.reshape(tokens, *h.shape[targets.dim() :]), targets.reshape(tokens)
@@ -149,13 +179,13 @@ def stage_loss(
 
     def part(rows: Tensor, start: int) -> Tensor:
         where = slice(start, start + len(rows))
-        said: Tensor | None = None
+        summed: Tensor | None = None
         with torch.no_grad():
             for k, earlier in before:
                 z = stack.readout(earlier[where], k)
-                said = z if said is None else said + z
+                summed = z if summed is None else summed + z
             taught = None if teacher is None else teacher(where)
-        return objective(stack.readout(rows, stage), said, taught, y[where])
+        return objective(stack.readout(rows, stage), summed, taught, y[where])
 
     total = torch.zeros((), device=h.device, dtype=h.dtype)
     for i, rows in enumerate(flat.split(chunk)):
@@ -163,12 +193,10 @@ def stage_loss(
     return total / (y != -100).sum().clamp(min=1)
 
 
-def teacher_logits(stack: Stack, inputs: Tensor) -> Logits:
-    """A frozen stack as a teacher: its last hidden state is kept, its logits are made by the chunk."""
+def teacher_logits(teacher: Predictor, inputs: Tensor) -> Logits:
+    """A frozen model as a teacher: its hidden states are kept, what it predicts is made by the chunk."""
     with torch.no_grad():
-        h = stack.embed(inputs)
-        bus = stack.bus(h, inputs)
-        for layer in stack.layers:
-            h = layer(h, bus)
-    flat = h.reshape(inputs.numel(), *h.shape[inputs.dim() :])
-    return lambda rows: stack.readout(flat[rows], stack.last_stage)
+        outputs = teacher.outputs(inputs)
+    flat = {k: h.reshape(inputs.numel(), *h.shape[inputs.dim() :]) for k, h in outputs.items()}
+    full = teacher.plan.prediction.full
+    return lambda rows: predict(teacher.stack, teacher.plan, {k: h[rows] for k, h in flat.items()}, full)

@@ -1,4 +1,4 @@
-"""Training a run: the loop around the executor, and everything that lets it be stopped and continued.
+"""Training a run: the schedule around the loop, and everything that lets it be stopped and continued.
 
 A checkpoint holds the weights, the optimizers, torch's generator, the loader's position, the step and the
 seconds so far. A run that is killed at any instant and resumed gives the losses, bit for bit, that it would
@@ -7,62 +7,76 @@ have given (on the same machine, with the same number of threads).
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from topograd.data import Loader, Prepared, Tokenizer, windows
-from topograd.errors import CheckpointError, ConfigError, DivergenceError
-from topograd.files import write_json
-from topograd.runs import checkpoint
+from topograd.data import Loader, Prepared, Text, windows
+from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.registry import Registry
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import (
     build_stack,
+    check_owner,
     find_checkpoint,
     load_data,
-    summary,
+    read_settings,
+    read_tokenizer,
+    topology_at,
 )
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import train_step
-from topograd.training.optimizer import make_optimizers, set_learning_rates
+from topograd.topology.plan import Plan
+from topograd.training.evaluation import Evaluation, evaluate
+from topograd.training.loop import Step, TrainingLoop
+from topograd.training.optimizers import make_optimizers
+from topograd.training.teacher import Teacher, objectives_of_config, open_teacher
 
-OnStep = Callable[[int, int, list[float], dict[str, Any] | None], None]
+OnStep = Callable[[int, int, list[float], Evaluation | None], None]
 """Called after each step with (step, steps, losses, evaluation or None)."""
+TRAINERS: Registry[type[Trainer]] = Registry(
+    "search",
+    {
+        "none": "topograd.training.trainer:Trainer",
+        "soft": "topograd.search.soft:SoftTrainer",
+        "surgery": "topograd.search.surgery:SurgeryTrainer",
+    },
+)
+"""Who trains a run, by what it searches for while it learns."""
 
 
-def start(config: TrainConfig, folder: Path) -> Trainer:
+def start(config: TrainConfig, folder: Path | str) -> Trainer:
     """A new run in an empty folder."""
     run = Run.create(folder)
     if config.data is not None:
         config = replace(config, data=str(Path(config.data).absolute()))
+    if config.topology.teacher is not None:
+        config = config.changed(teacher=str(Path(config.topology.teacher).absolute()))
     config, data = load_data(config)
-    trainer = Trainer(run, config, data)  # before anything is written: what does not fit is refused here
+    trainer = TRAINERS[config.search.kind](run, config, data)  # first: what does not fit is refused here
+    run.manifest.bind(run.tokenizer_file.name, data.tokenizer.to_text())
     run.write_config(config.as_dict())
-    data.tokenizer.save(run.tokenizer_file)
     return trainer
 
 
-def resume(folder: Path, name: str | None = None) -> Trainer:
+def resume(folder: Path | str, name: str | None = None) -> Trainer:
     """The run in `folder`, from its newest checkpoint or the one called `name`; from the start if none."""
     run = Run.open(folder)
-    config = TrainConfig.from_dict(run.read_config())
-    saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
+    config = read_settings(run)
+    saved = read_tokenizer(run) if run.tokenizer_file.exists() else None
     config, data = load_data(config, saved)
-    if saved is None:
-        data.tokenizer.save(run.tokenizer_file)
-    trainer = Trainer(run, config, data)
-    if name is not None or checkpoint.latest(run.checkpoints) is not None:
-        trainer.load(find_checkpoint(run, name))
+    if saved is None:  # the run of an earlier version, killed before it wrote one
+        run.manifest.bind(run.tokenizer_file.name, data.tokenizer.to_text())
+    found = find_checkpoint(run, name) if name is not None or run.store.names() else None
+    if found is not None:
+        config = topology_at(config, run.store.extra(found))
+    trainer = TRAINERS[config.search.kind](run, config, data)
+    if found is not None:
+        trainer.load(found)
     return trainer
 
 
@@ -73,149 +87,213 @@ class Trainer:
         self.run, self.config, self.data = run, config, data
         self.loader = Loader(data.train, config.model.context, config.batch, config.seed)
         self.text = Text(*windows(data.heldout, data.tokenizer, config.model.context, config.eval_bytes))
+        self.teacher: Teacher | None = open_teacher(config, data.tokenizer)
         self.stack, self.plan = build_stack(config)
-        self.optimizers = make_optimizers(self.stack, config.optimizer)
+        self.loop = TrainingLoop(
+            self.stack,
+            make_optimizers(self.stack, config.optimizer, self.plan),
+            clip=config.optimizer.clip,
+            bf16=config.bf16,
+            backward=config.topology.backward,
+            teacher=None if self.teacher is None else self.teacher.predictor,
+            objectives=objectives_of_config(config),
+        )
         self.step = 0
         self.seconds = 0.0
+        self._from: str | None = None
         if config.compile:
             for layer in self.stack.layers:
                 layer.compile()
 
-    def load(self, path: Path) -> None:
+    def load(self, name: str) -> None:
         """Continue from a checkpoint; whatever was logged after it is dropped."""
-        loaded = checkpoint.load(path, self.stack, self.optimizers)
-        if loaded.extra.get("corpus") != self.data.digest:
+        loaded = self.run.store.load(name, self.stack, self.loop.optimizers.optimizers)
+        check_owner(self.run, loaded)
+        extra = loaded.extra
+        if extra.get("corpus") != self.data.digest:
             raise CheckpointError(
-                f"the corpus has changed since {path} was saved, so the run cannot be continued exactly; "
+                f"the corpus has changed since {loaded.path} was saved, so the run cannot be continued exactly; "
                 "restore the text or start a new run"
             )
+        if self.teacher is not None and extra.get("teacher") != self.teacher.weights:
+            raise CheckpointError(
+                f"the teacher {self.config.topology.teacher} has other weights than when {loaded.path} was "
+                "saved, so the run cannot be continued exactly; restore it or start a new run"
+            )
+        self._check_log(name, extra)
         self.step = loaded.step
-        self.seconds = loaded.extra["seconds"]
-        self.loader.seek(loaded.extra["loader"])
+        self.seconds = extra["seconds"]
+        self.loader.seek(extra["loader"])
+        self.loop.halted = set(extra.get("halted", ()))
+        self._from = name
 
-    def save(self) -> None:
-        extra = {"loader": self.loader.position, "seconds": self.seconds, "corpus": self.data.digest}
-        checkpoint.save(
-            self.run.checkpoints,
+    def save(self) -> str:
+        """Save a checkpoint and return its name."""
+        extra = {
+            "loader": self.loader.position,
+            "seconds": self.seconds,
+            "corpus": self.data.digest,
+            "run": self.run.manifest.identity(),
+            "metrics": self.run.log_mark(),
+            "halted": sorted(self.loop.halted),
+            **self.more_extra(),
+        }
+        if self.teacher is not None:
+            extra["teacher"] = self.teacher.weights
+        return self.run.store.save(
             step=self.step,
             model=self.stack,
-            optimizers=self.optimizers,
+            optimizers=self.loop.optimizers.optimizers,
             extra=extra,
             keep=self.config.keep,
         )
 
+    # What a search changes
+
+    def more_extra(self) -> dict[str, Any]:
+        """What else a checkpoint keeps, as JSON; `topology` is that of the weights, where it has changed."""
+        return {}
+
+    def plan_now(self) -> Plan:
+        """The plan of the next step."""
+        return self.plan
+
+    def after_step(self, step: Step) -> None:
+        """Called when a step is done and counted."""
+
+    def finish(self) -> None:
+        """Called once, after the last step and before the last save."""
+
     def train(self, stop_after: int | None = None, on_step: OnStep | None = None) -> dict[str, Any]:
         """Train to the end, or to step `stop_after`; save, evaluate, and return the summary.
 
-        Ctrl-C (and SIGTERM) ends after the current step in the same way. `finished` in the summary says
-        whether the schedule was run to its end.
+        Ctrl-C (and SIGTERM) ends after the current step in the same way; a second one ends at once.
+        `finished` in the summary says whether the schedule was run to its end.
         """
         if stop_after is not None and stop_after < 1:
             raise ConfigError(f"stop-after is {stop_after}; it must be at least 1")
         last = min(self.config.steps, stop_after or self.config.steps)
-        with self.run.lock(), _interrupts() as interrupted:
+        with ExitStack() as stack:
+            stack.enter_context(self.run.lock())
+            self._still_here()
+            interrupted = stack.enter_context(_interrupts())
+            watching = stack.enter_context(self._watched(on_step))
             self._give_up_later()
-            readings = None
+            reading = None
             while self.step < last and not interrupted():
                 losses = self._one_step()
-                readings = self._maybe_evaluate()
+                reading = self._maybe_evaluate()
                 if self._due(self.config.save_every) and self.step < last:
                     self.save()
-                if on_step:
-                    on_step(self.step, self.config.steps, losses, readings)
-            self.save()
-            readings = readings or evaluate(self.stack, self.plan, self.text)
-            result = summary(self.run, self.step, readings)
-            result["finished"] = self.step >= self.config.steps
-            result["seconds"] = self.seconds
-            write_json(self.run.results_file, result)
+                if watching:
+                    watching(self.step, self.config.steps, losses, reading)
+            if self.step >= self.config.steps:
+                self.finish()
+            name = self.save()
+            self._from = name
+            result = self._summary(reading or evaluate(self.stack, self.plan, self.text), name)
+            self.run.write_results(result)
         return result
+
+    def _summary(self, reading: Evaluation, name: str) -> dict[str, Any]:
+        halted = [stage + 1 for stage in sorted(self.loop.halted)]
+        return {
+            "run": str(self.run.folder),
+            "steps": self.step,
+            **reading.as_dict(),
+            "weights": self.run.store.weights(name),
+            "finished": self.step >= self.config.steps,
+            "seconds": self.seconds,
+            **({"halted": halted} if halted else {}),
+        }
+
+    @contextmanager
+    def _watched(self, on_step: OnStep | None) -> Iterator[OnStep | None]:
+        """The callback, behind a reader of geometry where the settings ask for one."""
+        if not self.config.geometry_every:
+            yield on_step
+            return
+        from topograd.training.monitors import GeometryLog
+
+        with GeometryLog(self, self.config.geometry_every, on_step) as log:
+            yield log
+
+    def _still_here(self) -> None:
+        """Refuse to go on from a checkpoint that somebody has trained past since it was read."""
+        names = self.run.store.names()
+        if self._from is not None and self._from not in names:
+            raise RunError(
+                f"{self.run.folder} was trained on by another process while it was being opened; resume it again"
+            )
 
     def _give_up_later(self) -> None:
         """Drop the checkpoints and records of later steps, checkpoints first: a kill in between is mended."""
-        newest = checkpoint.latest(self.run.checkpoints)
-        if newest is not None and int(newest.name.rpartition("-")[2]) > self.step:
+        names = self.run.store.names()
+        if names and int(names[-1].rpartition("-")[2]) > self.step:
             self.save()
         self.run.rewind_metrics(self.step)
+
+    def _check_log(self, name: str, extra: dict[str, Any]) -> None:
+        """Refuse a log that is not this run's up to the checkpoint; name an earlier one that it does fit."""
+        mark = extra.get("metrics")
+        if mark is None or self.run.has_log(mark):
+            return
+        names = self.run.store.names()
+        marks = {n: self.run.store.extra(n).get("metrics") for n in names[: names.index(name)]}
+        fits = [n for n, m in marks.items() if m is not None and self.run.has_log(m)]
+        earlier = f"resume with --from {fits[-1]}, which it fits, " if fits else ""
+        raise RunError(
+            f"{self.run.metrics_file} is not the log that {name} was saved with: it is missing, cut or of another "
+            f"run; restore it, {earlier}or make it an empty file to go on without its records"
+        )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
     def _one_step(self) -> list[float]:
         began = time.perf_counter()
-        config = self.config
-        set_learning_rates(self.optimizers, config.optimizer.multiplier(self.step, config.steps))
-        total = torch.zeros(len(self.plan.stages))
-        for _ in range(config.accumulate):
-            total += self._gradients().cpu() / config.accumulate
-        losses = [total[k].item() for k in self.plan.predicting()]  # the other stages have none
-        self._stop_if_not_finite(losses)
-        norm = self._gradient_norm()
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        config, plan = self.config, self.plan_now()
+        self.loop.optimizers.set_rates(self.step, config.steps)
+        done = self.loop.step(plan, [next(self.loader) for _ in range(config.accumulate)], self.step + 1)
+        losses = [done.losses[k].item() for k in plan.predicting()]  # the other stages have none
         self.step += 1
         self.seconds += time.perf_counter() - began
         tokens = self.step * config.accumulate * config.batch * config.model.context
-        record = {"kind": "train", "step": self.step, "loss": losses, "grad_norm": norm, "tokens": tokens}
+        record = {
+            "kind": "train",
+            "step": self.step,
+            "loss": losses,
+            "grad_norm": done.norm,
+            "tokens": tokens,
+        }
         self.run.log(record | {"seconds": self.seconds})
+        if done.halted:
+            stages = [stage + 1 for stage in done.halted]
+            self.run.log({"kind": "halted", "step": self.step, "stages": stages})
+        self.after_step(done)
         return losses
 
-    def _gradients(self) -> Tensor:
-        config, device = self.config, next(self.stack.parameters()).device
-        inputs, targets = (tensor.to(device) for tensor in next(self.loader))
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-            return train_step(self.stack, self.plan.topology, inputs, targets, scale=1 / config.accumulate)
-
-    def _gradient_norm(self) -> float:
-        """The norm of all gradients together, before it is clipped where the settings ask for that."""
-        learning = [p for p in self.stack.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in learning if p.grad is not None])
-        value = norm.item()
-        if not math.isfinite(value):
-            raise DivergenceError(
-                f"the gradient of {self._first_bad()} is not finite at step {self.step + 1}; nothing was "
-                f"changed by that step; lower the learning rates and start again"
-            )
-        if self.config.optimizer.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(learning, self.config.optimizer.clip, norm)
-        return value
-
-    def _first_bad(self) -> str:
-        """The first stage with a gradient that is not finite, or else what the stages share."""
-        for planned in self.plan.stages:
-            for i in planned.layers:
-                if any(
-                    p.grad is not None and not p.grad.isfinite().all()
-                    for p in self.stack.layers[i].parameters()
-                ):
-                    return f"stage {planned.index + 1}"
-        return "the embedding or the head"
-
-    def _stop_if_not_finite(self, losses: list[float]) -> None:
-        for k, loss in zip(self.plan.predicting(), losses, strict=True):
-            if not math.isfinite(loss):
-                raise DivergenceError(
-                    f"the loss of stage {k + 1} is {loss} at step {self.step + 1}; nothing was changed by "
-                    f"that step; lower the learning rates and start again, or look at {self.run.metrics_file}"
-                )
-
-    def _maybe_evaluate(self) -> dict[str, Any] | None:
+    def _maybe_evaluate(self) -> Evaluation | None:
         if not self._due(self.config.eval_every) and self.step != self.config.steps:
             return None
-        readings = evaluate(self.stack, self.plan, self.text)
-        record = {"kind": "eval", "step": self.step, "bpb": readings["bpb"], "seconds": self.seconds}
-        self.run.log(record)
-        return readings
+        reading = evaluate(self.stack, self.plan, self.text)
+        bpb = reading.as_dict()["bpb"]
+        self.run.log({"kind": "eval", "step": self.step, "bpb": bpb, "seconds": self.seconds})
+        return reading
 
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Within it, Ctrl-C and SIGTERM only set a flag; the function it yields reads the flag."""
+    """Within it, a first Ctrl-C or SIGTERM only sets a flag, which the function it yields reads.
+
+    A second one is raised at once: whatever is being saved is then not saved, and what was saved before stands.
+    """
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
 
     try:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

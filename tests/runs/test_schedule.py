@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topograd.errors import ConfigError
-from topograd.training.schedule import warmup_stable_warmdown
+from topograd.runs.schedule import warmup_stable_warmdown
 
 
 @st.composite

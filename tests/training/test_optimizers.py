@@ -6,15 +6,11 @@ from torch import nn
 
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
+from topograd.runs.config import OptimizerConfig
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
-from topograd.training.executor import prepare
-from topograd.training.optimizer import (
-    OptimizerConfig,
-    make_optimizers,
-    parameter_groups,
-    set_learning_rates,
-)
+from topograd.training.optimizers import make_optimizers, parameter_groups, set_learning_rates
 
 PER_STAGE = Topology.chain(Configuration.parse("2,2", heads="per-stage"))
 CASES: dict[str, tuple[Topology, dict[str, Any]]] = {

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from topograd.nn.recurrent_block import mixer_kind
 
-from topograd.nn.gpt import GPT, Block, GPTConfig
+from topograd.nn.blocks import Block, MixerBlock
+from topograd.nn.config import GPTConfig
+from topograd.nn.gpt import GPT
 from topograd.nn.mamba2 import Mamba2Mixer
 from topograd.nn.mamba3 import Mamba3Mixer
 from topograd.nn.recurrent import RecurrentState
-from topograd.nn.recurrent_block import RecurrentBlock, mixer_kind
 
 SIZES = {"width": 16, "heads": 2, "vocab": 11, "context": 8, "ssm_state": 4}
 
@@ -27,7 +29,7 @@ def test_the_layers_of_an_architecture(architecture: str, layers: int, expected:
     config = GPTConfig(layers=layers, architecture=architecture, **SIZES)  # type: ignore[arg-type]
     letters = {None: "A", Mamba2Mixer: "2", Mamba3Mixer: "3"}
     assert "".join(letters[mixer_kind(config, i)] for i in range(layers)) == expected
-    kinds = [RecurrentBlock if letter != "A" else Block for letter in expected]
+    kinds = [MixerBlock if letter != "A" else Block for letter in expected]
     assert [type(layer) for layer in GPT(config).layers] == kinds
 
 

@@ -1,0 +1,231 @@
+"""The shapes of models and of interfaces, as settings. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from topograd.errors import ConfigError, StackError
+from topograd.registry import Registry
+
+MIXERS: Registry[Any] = Registry(
+    "mixer",
+    {
+        "attention": "topograd.nn.blocks:Attention",
+        "mamba2": "topograd.nn.mixers:Mamba2",
+        "mamba3": "topograd.nn.mixers:Mamba3",
+    },
+)
+"""What may mix positions in a layer, made as `mixer(config, index)`; `nn/mixers.py` says what a mixer is."""
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "transformer": ("attention",),
+    "mamba2": ("mamba2",),
+    "mamba3": ("mamba3",),
+    "hybrid": ("mamba3", "mamba3", "mamba3", "attention"),
+}
+"""Mixers of the layers, repeated; the name of a mixer alone is an architecture too."""
+Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
+"""The architectures that come with the package."""
+MOST = 2**31 - 1
+"""No size is larger than this: what is, is a slip of the keyboard."""
+Pool = Literal["tail", "mean", "cumulative"]
+Maps = Literal["mlp", "linear", "gated"]
+LEAST_RANK = 3
+"""A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT."""
+
+    layers: int = 6
+    """Layers of the stack."""
+    width: int = 96
+    """Numbers in the hidden state of a token."""
+    heads: int = 3
+    """Heads of attention, or of a Mamba layer's half."""
+    vocab: int = 1024
+    """Tokens that there are; bytes always have 257."""
+    context: int = 128
+    """Positions that the model sees."""
+    kv_heads: int | None = None
+    """Heads of keys and values; None is as many as queries have."""
+    architecture: str = "transformer"
+    """What the layers are: transformer, mamba2, mamba3, hybrid (three Mamba-3 and one attention), or a mixer
+    of your own as package.module:attribute."""
+    ssm_state: int = 32
+    """Numbers that a Mamba layer remembers of each of its channels."""
+    mlp: Literal["relu2", "swiglu"] = "relu2"
+    """The MLP's nonlinearity."""
+    mlp_ratio: float = 4.0
+    """Hidden width of the MLP over the width."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    smear: bool = True
+    """Add an embedding of the previous token to x0."""
+    x0_blend: bool = True
+    """Every layer adds a learned multiple of x0."""
+    value_embeddings: Literal["none", "alternate", "all"] = "alternate"
+    """Which layers add an embedding of the token to their values; alternate is every second layer."""
+    count_from: Literal["first", "last"] = "first"
+    """Where alternating layers are counted from. From the first, layers can be appended and nothing before
+    them changes; runs made before 0.2 counted from the last."""
+    softcap: float | None = None
+    """Logits are kept within this bound by tanh."""
+    tied: bool = False
+    """The head's matrix is the embedding's."""
+    windows: tuple[int, ...] = ()
+    """Attention spans, repeated over the layers; 0 is the whole context."""
+    head_rank: int | None = None
+    """Rank of per-stage heads' deltas; None is full."""
+    head_std: float = 0.001
+    """Spread of the head's matrix at first; with 0 no layer gets a gradient in the first step."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocab", "context", "ssm_state"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise StackError(f"{name} is {getattr(self, name)}; it must lie in 1..{MOST}")
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise StackError(
+                f"width {self.width} does not split into {self.heads} heads of even width; "
+                "choose a width that is a multiple of twice the heads"
+            )
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise StackError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads; use a divisor")
+        if not 1 <= self.mlp_ratio * self.width <= MOST:
+            raise StackError(
+                f"mlp_ratio is {self.mlp_ratio}; the MLP's width, this times the width {self.width}, must "
+                f"lie in 1..{MOST}"
+            )
+        if not 0 < self.rope_base < math.inf:
+            raise StackError(f"rope_base is {self.rope_base}; it must be finite and above 0")
+        if not 0 <= self.head_std < math.inf:
+            raise StackError(f"head_std is {self.head_std}; it must be finite and at least 0")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise StackError(f"softcap is {self.softcap}; it must be positive, or be left out for no cap")
+        if any(not 0 <= window <= MOST for window in self.windows):
+            raise StackError(f"windows are {self.windows}; a span is at least 0, and 0 is the whole context")
+        if self.head_rank is not None and self.head_rank < 1:
+            raise StackError(f"head_rank is {self.head_rank}; it must be at least 1, or be left out")
+        if self.ssm_state % 4:
+            raise StackError(f"ssm_state is {self.ssm_state}; it must be a multiple of 4")
+        for name, allowed in (
+            ("mlp", ("relu2", "swiglu")),
+            ("value_embeddings", ("none", "alternate", "all")),
+            ("count_from", ("first", "last")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise StackError(
+                    f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                )
+        if self.architecture not in ARCHITECTURES:
+            _check_mixer(self.architecture)
+
+    def mixer(self, index: int) -> str:
+        """The mixer of layer `index`, as `MIXERS` calls it."""
+        pattern = ARCHITECTURES.get(self.architecture, (self.architecture,))
+        return pattern[self._place(index) % len(pattern)]
+
+    def has_value_embedding(self, index: int) -> bool:
+        """Whether layer `index` adds an embedding of the token to its values."""
+        return self.value_embeddings == "all" or (
+            self.value_embeddings == "alternate" and self._place(index) % 2 == 1
+        )
+
+    def _place(self, index: int) -> int:
+        """The layer's number where alternation is counted from; counted from the last it may be negative."""
+        return index if self.count_from == "first" else index - self.layers
+
+
+def _check_mixer(name: str) -> None:
+    try:
+        MIXERS.check(name)
+    except ConfigError:
+        raise StackError(
+            f"architecture {name!r} is unknown; choose one of {', '.join(ARCHITECTURES)}, or "
+            "package.module:attribute of a mixer of your own"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentInterface:
+    """The shape of the interfaces between regions."""
+
+    segments: int = 8
+    """S, into how many equal parts the context is cut."""
+    rank: int = 8
+    """r, the numbers that a segment hands on."""
+    pool: Pool = "tail"
+    """What of a segment is handed on: its last position, its mean, or the mean of all so far."""
+    maps: Maps = "mlp"
+    """Encoder and decoder: two layers, one, or one with a gate."""
+    causal: bool = True
+    """False is the published interface, the mean of the whole sequence: LEAKY, every position sees all later
+    ones. For encoders, and to show the leak. It wants pool="mean" and segments=1."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"interface {name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                )
+        if not LEAST_RANK <= self.rank <= MOST:
+            raise ConfigError(
+                f"interface rank r is {self.rank}; it must be at least {LEAST_RANK}, for a LayerNorm of "
+                "fewer numbers passes no gradient"
+            )
+        if not self.causal and (self.segments != 1 or self.pool != "mean"):
+            raise ConfigError(
+                f"causal=False pools the whole sequence, so it takes segments=1 and pool='mean', not "
+                f"segments={self.segments} and pool={self.pool!r}"
+            )
+        if self.causal and self.segments < 2:
+            raise ConfigError(
+                f"interface segments S is {self.segments}; it must be at least 2, for segment s hears only "
+                "those before it"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> SegmentInterface:
+        """The settings in words: S=8,r=8,pool=tail, and maps=linear, causal=false if wanted.
+
+        >>> SegmentInterface.parse("S=4,r=16")
+        SegmentInterface(segments=4, rank=16, pool='tail', maps='mlp', causal=True)
+        """
+        names = {"S": "segments", "r": "rank", "pool": "pool", "maps": "maps", "causal": "causal"}
+        settings: dict[str, Any] = {}
+        for part in text.split(","):
+            key, equals, value = (word.strip() for word in part.partition("="))
+            if not equals or key not in names:
+                raise ConfigError(
+                    f"interface {text!r} has the part {part.strip()!r}; "
+                    f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
+                )
+            if names[key] in settings:
+                raise ConfigError(f"interface {text!r} gives {key} twice; give each key once")
+            settings[names[key]] = _value(key, value)
+        return cls(**settings)
+
+    def segment(self, context: int) -> int:
+        """ℓ, the positions of one segment."""
+        if self.segments > context or context % self.segments:
+            raise ConfigError(
+                f"interface segments S is {self.segments} and the context {context}; "
+                f"S must divide the context"
+            )
+        return context // self.segments
+
+
+def _value(key: str, value: str) -> int | str | bool:
+    if key in ("S", "r"):
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(f"interface {key} is {value!r}; it must be a whole number") from None
+    if key == "causal":
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(f"interface causal is {value!r}; it must be true or false")
+        return value.lower() == "true"
+    return value

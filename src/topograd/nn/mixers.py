@@ -1,0 +1,89 @@
+"""Mixers: what moves information between positions in a layer. Attention is one, Mamba two more.
+
+A mixer of your own is made by `make(config, index)`, a class or a function, and named in the settings as
+`package.module:make` (`model.architecture`), or registered under a name (`topograd.nn.config.MIXERS`). It is
+given the normed hidden state (batch, time, width) and returns what the layer adds to it.
+
+- With a state it continues from the positions that the state has seen, for one position or many, and must give
+  what the whole sequence would have given there.
+- Its output matrix should start at zero, as those of the others do: then a new layer starts as the identity.
+- Position t may depend on nothing after t, and a row of the batch on no other row.
+
+Ragged batches: `bus.counts` says how many columns of each row are real; the rest is padding. The Mamba mixers
+are twice as wide as the stream (expand 2), with heads as wide as the GPT's and one group. Their cost per
+token, in multiply-adds forward: about 6 width² for the projections, and chunk + 2 state times 2 width for the
+scan, whatever the context.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from topograd.nn.config import GPTConfig
+from topograd.nn.layer_state import LayerState
+from topograd.nn.mamba2 import Mamba2Mixer
+from topograd.nn.mamba3 import Mamba3Mixer
+from topograd.nn.recurrent import RecurrentState
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Bus
+
+EXPAND = 2
+
+
+class Mixer(Protocol):
+    """An nn.Module with a memory. `with_mlp = False` leaves out the layer's MLP; `takes_rows = True` says that
+    it also takes `rows` (E,), the positions at which its output is wanted."""
+
+    def __call__(self, x: Tensor, bus: Bus, state: Any = None) -> Tensor: ...
+
+    def new_state(self, batch: int, capacity: int) -> LayerState: ...
+
+
+class Mamba2(Mamba2Mixer):
+    """Mamba-2 as a mixer of the stack."""
+
+    with_mlp, takes_rows = False, True
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__(**_sizes(config))
+        nn.init.zeros_(self.out_proj.weight)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x, state, bus.counts, rows)
+
+    def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:
+        """The memory of `batch` rows; it has one size whatever the capacity."""
+        return super().new_state(batch)
+
+
+class Mamba3(Mamba3Mixer):
+    """Mamba-3 as a mixer of the stack."""
+
+    with_mlp, takes_rows = False, True
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__(**_sizes(config))
+        nn.init.zeros_(self.out_proj.weight)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x, state, bus.counts, rows)
+
+    def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:
+        """The memory of `batch` rows; it has one size whatever the capacity."""
+        return super().new_state(batch)
+
+
+def _sizes(config: GPTConfig) -> dict[str, int]:
+    return {
+        "width": config.width,
+        "heads": EXPAND * config.heads,
+        "head_dim": config.width // config.heads,
+        "state": config.ssm_state,
+    }

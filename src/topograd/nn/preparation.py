@@ -1,0 +1,73 @@
+"""Making a stack fit a topology: heads, relays and interfaces that it calls for, and what it freezes.
+
+`prepare` changes the stack once, before an optimizer is built. `check_prepared` is what everybody else calls: a
+stack that lacks something is refused there, because what is added later is in no optimizer and never learns.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from topograd.errors import StackError
+from topograd.nn.config import SegmentInterface
+from topograd.nn.interface import add_interfaces
+from topograd.nn.learned_relays import add_relays
+from topograd.nn.stack import Stack
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+
+def prepare(stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> Plan:
+    """Compile `topology` for `stack`, and make the stack fit it.
+
+    Heads that the topology calls for and the stack lacks are added (zero, so that no output changes), and so
+    are learned relays and interfaces. Parameters that only frozen stages use stop asking for gradients, until
+    you say otherwise. Call it before you build an optimizer.
+    """
+    plan = Plan.of(topology, len(stack.layers))
+    wanted = plan.topology
+    if wanted.heads == "per-stage":
+        stack.add_heads(plan.predicting(), wanted.head_rank)
+    add_relays(stack, wanted)
+    if wanted.interface is not None:
+        settings = SegmentInterface.parse(wanted.interface)
+        add_interfaces(stack, settings, len(plan.stages), stack.width, stack.context)
+    for parameter in _to_freeze(stack, plan):
+        parameter.requires_grad_(False)
+    return plan
+
+
+def check_prepared(stack: Stack, plan: Plan) -> None:
+    """Refuse a stack that lacks what the plan calls for."""
+    if plan.topology.heads == "per-stage":
+        missing = [
+            planned.head for planned in plan.stages if planned.predicts and not stack.has_head(planned.head)
+        ]
+        if missing:
+            raise StackError(
+                f"stage {missing[0] + 1} has no head of its own and the topology asks for one; call "
+                "tg.prepare(stack, topology) before you build the optimizer"
+            )
+    for planned in plan.stages:
+        for port, _ in planned.inputs:
+            stack.relay(port.relay)
+    if any(parameter.requires_grad for parameter in _to_freeze(stack, plan)):
+        raise StackError(
+            "the topology has frozen stages and the stack's parameters still learn; call "
+            "tg.prepare(stack, topology) before you build the optimizer"
+        )
+
+
+def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:
+    """The parameters that only frozen stages use; the embedding and the shared head are among them."""
+    if not plan.frozen:
+        return []
+    learning = [planned for planned in plan.stages if not planned.stage.frozen]
+    modules = [stack.layers[i] for planned in learning for i in planned.layers]
+    received = {port.relay for planned in learning for port, _ in planned.inputs}
+    modules += [relay for name, relay in stack.own_relays().items() if name in received]
+    kept = {id(p) for module in modules for p in module.parameters()}
+    kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.head)}
+    return [parameter for parameter in stack.parameters() if id(parameter) not in kept]

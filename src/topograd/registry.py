@@ -1,0 +1,74 @@
+"""Registries: what settings call by name. Mixers, objectives, optimizers and properties each have one.
+
+A name is one of ours, or `package.module:attribute` of somebody else's package. Entries are written as such
+addresses too, so that listing them imports nothing; what an address names is imported when it is first asked
+for. A name in a run's settings thus imports a module that is installed here; it brings no code of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from topograd.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Values of one kind by name; `kind` is the word that errors use.
+
+    >>> roots = Registry[object]("root", {"square": "math:sqrt"})
+    >>> roots["square"](9.0), roots["math:cbrt"](27.0)  # type: ignore[operator]
+    (3.0, 3.0)
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, T | str]) -> None:
+        self.kind = kind
+        self._entries: dict[str, T | str] = dict(entries)
+
+    def register(self, name: str, value: T) -> T:
+        """Give `value` a name for this process; a name that is taken is refused."""
+        if name in self._entries:
+            raise ConfigError(f"{self.kind} {name!r} exists already; choose another name")
+        if ":" in name or not name.strip():
+            raise ConfigError(f"{self.kind} {name!r} cannot be a name; use one without a colon")
+        self._entries[name] = value
+        return value
+
+    def check(self, name: str) -> None:
+        """Refuse a name that nobody has; nothing is imported, so an address is only looked at."""
+        if name in self._entries:
+            return
+        module, colon, attribute = name.partition(":")
+        dotted = all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
+        if not colon or not dotted:
+            raise ConfigError(
+                f"{self.kind} {name!r} is unknown; choose one of {', '.join(self)}, "
+                "or package.module:attribute of your own"
+            )
+
+    def __getitem__(self, name: str) -> T:
+        """What `name` stands for."""
+        self.check(name)
+        entry = self._entries.get(name, name)
+        return self._imported(entry, name) if isinstance(entry, str) else entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def _imported(self, address: str, name: str) -> T:
+        module, _, attribute = address.partition(":")
+        try:
+            value = importlib.import_module(module)
+            for part in attribute.split("."):
+                value = getattr(value, part)
+        except (ImportError, AttributeError) as problem:
+            raise ConfigError(
+                f"{self.kind} {name!r} cannot be imported ({problem}); install its package or correct the name"
+            ) from None
+        return value  # type: ignore[return-value]

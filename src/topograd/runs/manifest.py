@@ -1,0 +1,133 @@
+"""The manifest of a run: one file that binds all the others, so that a foreign or damaged one is refused.
+
+    manifest.json    format, version, the settings, and for each file of the run the SHA-256 that it may have
+
+    config.toml, tokenizer.json         written once
+    results.json, calibration.json      written again, each time for the weights that they are about
+
+What is not in it is bound by the checkpoint that it belongs to: weights and optimizer by their own SHA-256, the
+log of metrics by that of its beginning up to the checkpoint's step. A checkpoint in turn names the run that it
+belongs to (`identity`), so that neither can be exchanged alone.
+
+How a kill is survived. Before a file is replaced the manifest allows the new content beside the old; when it
+stands, the new one alone. So at every instant the file on the disk is one that the manifest allows.
+
+A run without a manifest was made before version 0.2, and is opened unverified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from topograd.errors import RunError
+from topograd.files import read_json, sha256, write_atomic, write_json
+
+NAME = "manifest.json"
+FORMAT = "topograd-run"
+VERSION = 1
+ONCE = ("config.toml", "tokenizer.json")
+
+
+class Manifest:
+    """The manifest in a run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+
+    def exists(self) -> bool:
+        return self.path.is_file()
+
+    def bind(self, name: str, content: bytes | str) -> None:
+        """Write a file of the run and bind it, whole or not at all."""
+        content = content.encode() if isinstance(content, str) else content
+        values = self._read() if self.exists() else {"settings": None, "files": {}}
+        digest = hashlib.sha256(content).hexdigest()
+        before = values["files"].get(name, [])
+        if name == "config.toml":
+            values["settings"] = tomllib.loads(content.decode())
+        self._write(values, name, [*before, digest])
+        write_atomic(self.folder / name, content)
+        self._write(values, name, [digest])
+
+    def adopt(self, names: tuple[str, ...]) -> None:
+        """Bind files that are there, as they are: for a run that was copied or made before version 0.2."""
+        for name in names:
+            if (self.folder / name).is_file():
+                self.bind(name, (self.folder / name).read_bytes())
+
+    def verify(self, name: str) -> None:
+        """Refuse a file that the run did not write. A file that is not there, and a run without a manifest, pass."""
+        if not self.exists():
+            return
+        values, path = self._read(), self.folder / name
+        allowed = values["files"].get(name)
+        if not path.is_file():
+            if allowed and name in ONCE:
+                raise RunError(f"{path} is missing, and it belongs to the run; restore it")
+            return
+        if allowed is None or sha256(path) not in allowed:
+            raise RunError(f"{path} is not the file that this run wrote; {self._remedy(name, values)}")
+
+    def identity(self) -> str | None:
+        """What checkpoints of this run name: a digest of its settings and its tokenizer; None without both."""
+        if not self.exists():
+            return None
+        files = self._read()["files"]
+        if not all(files.get(name) for name in ONCE):
+            return None
+        return hashlib.sha256("\n".join(files[name][-1] for name in ONCE).encode()).hexdigest()
+
+    def _remedy(self, name: str, values: Mapping[str, Any]) -> str:
+        if name == "config.toml":
+            changed = _difference(values.get("settings"), self.folder / name)
+            return f"{changed}restore it" if changed else "restore it"
+        if name == "tokenizer.json":
+            return "restore it: another tokenizer would give these weights other tokens"
+        return "delete it, and it is measured again when it is needed"
+
+    def _read(self) -> dict[str, Any]:
+        values = read_json(self.path)
+        known = isinstance(values, dict) and values.get("format") == FORMAT
+        if not known or not isinstance(values.get("files"), dict):
+            raise RunError(f"{self.path} is damaged, it names no files of a run; restore it")
+        if values.get("version") != VERSION:
+            raise RunError(
+                f"{self.path} has version {values.get('version')!r}; this program reads version {VERSION}"
+            )
+        return values
+
+    def _write(self, values: dict[str, Any], name: str, digests: list[str]) -> None:
+        values["files"][name] = sorted(set(digests), key=digests.index)
+        write_json(self.path, {"format": FORMAT, "version": VERSION, **values})
+
+
+def _difference(before: Any, path: Path) -> str:
+    """The first setting that differs from what the run was made with, in words; nothing if that is not known."""
+    try:
+        now = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "it cannot be read; "
+    if not isinstance(before, Mapping):
+        return ""
+    was, is_ = _flat(before), _flat(now)
+    for name in (*was, *is_):
+        if was.get(name) != is_.get(name):
+            now_ = f"is now {is_[name]!r}" if name in is_ else "is missing"
+            then = f"was {was[name]!r}" if name in was else "was not there"
+            return f"{name} {now_} and {then}: "
+    return ""
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

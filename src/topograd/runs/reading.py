@@ -1,0 +1,82 @@
+"""Reading settings: a frozen dataclass from the nested tables of a TOML or JSON file, every value checked."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from topograd.errors import ConfigError
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "left out",
+}
+
+
+def build_dataclass(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
+    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones are refused."""
+    hints = get_type_hints(kind)
+    known = {f.name: f for f in fields(kind)}
+    unknown = sorted(set(values) - known.keys())
+    if unknown:
+        raise ConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(sorted(known))}")
+    for name, field in known.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"setting {where}{name} is missing; it has no default")
+    return kind(**{name: _checked(hints[name], value, f"{where}{name}") for name, value in values.items()})
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    """`value` if it fits the annotation, with lists as tuples and whole numbers as floats where asked."""
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"setting {name} is {value!r}; it must be a table")
+        return build_dataclass(hint, value, f"{name}.")  # type: ignore[arg-type]
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for option in options:
+        origin = get_origin(option)
+        if origin is Literal and type(value) is str and value in get_args(option):
+            return value
+        if origin is tuple and isinstance(value, list | tuple):
+            return _checked_items(get_args(option), value, name)
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return _float(value, name)
+        if origin is None and isinstance(option, type) and type(value) is option:
+            return value
+    raise ConfigError(f"setting {name} is {value!r}; it must be {_words(hint)}")
+
+
+def _checked_items(kinds: tuple[Any, ...], values: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(_checked(kinds[0], item, f"{name}[{i}]") for i, item in enumerate(values))
+    if len(values) != len(kinds):
+        raise ConfigError(f"setting {name} is {list(values)!r}; it must have {len(kinds)} entries")
+    return tuple(
+        _checked(kind, item, f"{name}[{i}]") for i, (kind, item) in enumerate(zip(kinds, values, strict=True))
+    )
+
+
+def _float(value: float, name: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"setting {name} has {len(str(value))} digits; it must be a number below 1e308"
+        ) from None
+
+
+def _words(hint: Any) -> str:
+    """An annotation as a person says it."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_words(option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        inner = {_words(kind) for kind in get_args(hint) if kind is not Ellipsis}
+        return "a list, each " + " or ".join(sorted(inner))
+    return "a table" if is_dataclass(hint) else _WORDS.get(hint, str(hint))

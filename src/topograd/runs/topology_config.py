@@ -1,0 +1,263 @@
+"""The `[topology]` table of a run's settings: whatever a `Topology` can be, in words that TOML can hold.
+
+    graph = "chain"        partition = "2,2"                   stages one behind the other
+    graph = "forest"       branches = ["2", "1,1"]             several chains from the embedding
+    graph = "cover"        intervals = [[0, 3], [2, 4]]        experts whose layers overlap
+    graph = "soft"         transmissivities = [0.2, 0.9, 0.0]  a boundary after every layer
+    graph = "stages"       [[topology.stages]]                 every stage and edge by itself
+    interface = "S=8,r=8"  partition = "2,2"                   regions joined by bounded interfaces
+
+The rest applies to what the graph gives: heads, objectives, weights, transmissivities, relays, an input bus,
+private decoders. A setting that the graph does not use is refused, so that nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import tyro
+
+from topograd.errors import ConfigError, TopologyError
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
+
+HEAD_RANK = 8
+"""Rank of low-rank heads where none is given."""
+Graph = Literal["chain", "forest", "cover", "soft", "stages"]
+Engine = Literal["autograd", "scan", "hybrid"]
+_USES: dict[str, tuple[str, ...]] = {
+    "chain": ("partition", "transmissivity", "transmissivities"),
+    "forest": ("branches",),
+    "cover": ("intervals",),
+    "soft": ("transmissivities",),
+    "stages": ("stages",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyConfig:
+    """Where gradients flow, and how the stages predict."""
+
+    graph: Graph = "chain"
+    """What the stages are: a chain, a forest, a cover, soft boundaries, or stages listed one by one."""
+    partition: str = "L"
+    """Layers per stage, as "2,2,2"; "L" or the number of layers alone is backprop."""
+    branches: tuple[str, ...] = ()
+    """Of a forest: the partition of each branch."""
+    intervals: Annotated[tuple[tuple[int, int], ...], tyro.conf.Suppress] = ()
+    """Of a cover: first and last boundary of each expert's layers."""
+    stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = ()
+    """Stages by themselves: start, stop, sources (source, layer, transmissivity, relay), objective, weight."""
+    heads: Annotated[Literal["shared", "per-stage", "low-rank"], tyro.conf.arg(name="stage-heads")] = "shared"
+    """One head for all stages, or one more for each, whole or of low rank."""
+    head_rank: int | None = None
+    """Rank of the stages' own heads; 8 for low-rank ones if not given."""
+    decoder: int = 0
+    """Layers that every stage has to itself between its end and its head: a private decoder."""
+    objective: str = "cross-entropy"
+    """What every stage is asked: cross-entropy, residual (correct the sum of the stages before), z-loss,
+    distillation (needs a teacher), or package.module:attribute of your own."""
+    objectives: tuple[str, ...] = ()
+    """An objective for each stage with a loss, instead of one for all."""
+    weights: tuple[float, ...] = ()
+    """A weight for the loss of each stage; 0 means that it has none."""
+    transmissivity: float = 0.0
+    """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
+    transmissivities: tuple[float, ...] = ()
+    """The same for each boundary by itself."""
+    relay: str = "identity"
+    """What a stage makes of what it receives: identity, pre-norm, gate, residual-gate, low-rank, linear,
+    sigmoid."""
+    relay_rank: int | None = None
+    """Rank of learned relays; a quarter of the width if not given."""
+    source: str | None = None
+    """What every later stage receives beside the stage before it: embedding, or layer:2 for an early layer."""
+    join: str = "identity"
+    """How that source is joined: identity adds it; gate, low-rank, linear and the other relays learn to."""
+    source_transmissivity: float = 0.0
+    """How much gradient goes back along that source."""
+    bus: Literal["live", "detached"] = "live"
+    """Whether later stages train the embedding through x0."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """How the stages' losses become one."""
+    prediction: str = "auto"
+    """How the model predicts: auto (as it was trained), last, sum, mean, path:1,3, or weights as 0.5,0.5."""
+    teacher: str | None = None
+    """The folder of a run that teaches; for the objective distillation."""
+    teacher_temperature: float = 2.0
+    """What the logits of both are divided by."""
+    teacher_mix: float = 0.5
+    """The teacher's share of the loss."""
+    interface: str | None = None
+    """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail": gradient crosses them,
+    and only the last part has a loss."""
+    backward: Engine = "autograd"
+    """How gradients cross interfaces: autograd, an exact parallel scan, or a hybrid of both."""
+
+    def __post_init__(self) -> None:
+        if self.decoder < 0:
+            raise ConfigError(f"decoder is {self.decoder}; it must be at least 0")
+        if not 0 < self.teacher_temperature < math.inf:
+            raise ConfigError(f"teacher_temperature is {self.teacher_temperature}; it must be above 0")
+        if not 0 <= self.teacher_mix <= 1:
+            raise ConfigError(f"teacher_mix is {self.teacher_mix}; it must lie in [0, 1]")
+        for name in ("transmissivity", "source_transmissivity"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.teacher is not None and not self.teacher.strip():
+            raise ConfigError("teacher is empty; give the folder of a run, or leave it out")
+        self._check_graph()
+        if self.backward != "autograd" and self.interface is None:
+            raise ConfigError(
+                f"backward is {self.backward}, which scans over interfaces, and there are none; give interface too"
+            )
+
+    def _check_graph(self) -> None:
+        """Every setting that was changed is one that the graph uses."""
+        if self.graph not in _USES:
+            raise ConfigError(f"graph {self.graph!r} is unknown; choose one of {', '.join(_USES)}")
+        mine = _USES[self.graph]
+        for names in _USES.values():
+            for name in names:
+                default = type(self).__dataclass_fields__[name].default
+                if name not in mine and getattr(self, name) != default:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which does not use it; "
+                        "leave it out, or choose another graph"
+                    )
+        needed = {"forest": "branches", "cover": "intervals", "soft": "transmissivities", "stages": "stages"}
+        name = needed.get(self.graph)
+        if name is not None and not getattr(self, name):
+            raise ConfigError(f"the graph is {self.graph} and {name} is empty; say what its {name} are")
+        if self.transmissivity and self.transmissivities:
+            raise ConfigError("transmissivity and transmissivities are both given; give one of them")
+        if self.interface is not None:
+            only = {"graph": "chain", "heads": "shared", "objective": "cross-entropy", "bus": "live"}
+            only |= {"relay": "identity", "decoder": 0, "source": None, "objectives": (), "weights": ()}
+            only |= {"transmissivity": 0.0, "transmissivities": ()}
+            for name, value in only.items():
+                if getattr(self, name) != value:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r}; with an interface it must be {value!r}, its default"
+                    )
+
+    def build(self, layers: int) -> Topology:
+        """The stage DAG over a model of `layers` layers; private decoders need more, which it says."""
+        try:
+            topology = self._graph(layers)
+            topology = self._edges(topology)
+            topology = self._losses(topology)
+        except TopologyError as error:
+            raise ConfigError(str(error)) from None
+        if topology.layers != layers:
+            raise ConfigError(
+                f"{self._named()} has {topology.layers} layers and the model has {layers}; "
+                f"give parts that add up to {layers}"
+            )
+        heads: Literal["shared", "per-stage"] = "shared" if self.heads == "shared" else "per-stage"
+        rank = HEAD_RANK if self.heads == "low-rank" and self.head_rank is None else self.head_rank
+        topology = replace(
+            topology,
+            heads=heads,
+            head_rank=rank,
+            relay_rank=self.relay_rank,
+            bus=self.bus,
+            reduction=self.reduction,
+            prediction=self._prediction(),
+        )
+        return topology.with_decoders(self.decoder) if self.decoder else topology
+
+    def _named(self) -> str:
+        if self.graph == "chain":
+            return f"partition {self.partition}"
+        return f"{self.graph} {getattr(self, _USES[self.graph][0])}"
+
+    def _graph(self, layers: int) -> Topology:
+        partition = str(layers) if self.partition.strip() in ("L", "l") else self.partition
+        makers: dict[str, Callable[[], Topology]] = {
+            "chain": lambda: Topology.chain(
+                Configuration.parse(partition), transmissivity=self.transmissivity
+            ),
+            "forest": lambda: Topology.forest(self.branches),
+            "cover": lambda: Topology.cover(self.intervals),
+            "soft": lambda: Topology.soft(self.transmissivities),
+            "stages": lambda: Topology(max(stage.stop for stage in self.stages), self.stages),
+        }
+        if self.interface is None:
+            return makers[self.graph]()
+        regions = Topology.regions(Configuration.parse(partition).composition, self.interface)
+        if len(regions.stages) < 2:
+            raise ConfigError(
+                f"partition {self.partition} is one region, so no interface joins it to another; "
+                "give partition at least two parts"
+            )
+        return regions
+
+    def _edges(self, topology: Topology) -> Topology:
+        """Boundaries with their own transmissivity, relays, and an input bus."""
+        if self.transmissivities and self.graph == "chain":
+            boundaries = len(topology.stages) - 1
+            if len(self.transmissivities) != boundaries:
+                raise ConfigError(
+                    f"{len(self.transmissivities)} transmissivities for {boundaries} boundaries; give one for each"
+                )
+            stages = list(topology.stages)
+            for k, lam in enumerate(self.transmissivities, start=1):
+                stages[k] = replace(stages[k], sources=(replace(stages[k].sources[0], transmissivity=lam),))
+            topology = replace(topology, stages=tuple(stages))
+        if self.relay != "identity":
+            topology = topology.with_relays(_relay("relay", self.relay))
+        if self.source is not None:
+            topology = topology.with_input_bus(self._source(topology))
+        return topology
+
+    def _source(self, topology: Topology) -> Edge:
+        join = _relay("join", self.join)
+        assert self.source is not None
+        kind, colon, number = self.source.partition(":")
+        if self.source == "embedding":
+            return Edge(EMBEDDING, transmissivity=self.source_transmissivity, relay=join)
+        if kind != "layer" or not colon or not number.isdecimal():
+            raise ConfigError(
+                f"source is {self.source!r}; it must be embedding, or layer:N for an early layer"
+            )
+        layer = int(number)
+        for k, stage in enumerate(topology.stages):
+            if stage.start < layer <= stage.stop:
+                return Edge(k, layer, self.source_transmissivity, join)
+        raise ConfigError(f"source is {self.source!r}; the model has layers 1 to {topology.layers}")
+
+    def _losses(self, topology: Topology) -> Topology:
+        """Objectives and weights, for all stages or for each."""
+        stages = list(topology.stages)
+        if self.weights:
+            if len(self.weights) != len(stages):
+                raise ConfigError(f"{len(self.weights)} weights for {len(stages)} stages; give one for each")
+            stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
+        learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
+        if self.objectives:
+            if len(self.objectives) != len(learning):
+                raise ConfigError(
+                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss; give one for each"
+                )
+            for k, name in zip(learning, self.objectives, strict=True):
+                stages[k] = replace(stages[k], objective=name)
+        elif self.objective != "cross-entropy":
+            stages = [replace(stage, objective=self.objective) for stage in stages]
+        return replace(topology, stages=tuple(stages))
+
+    def _prediction(self) -> str | tuple[float, ...]:
+        try:
+            return tuple(float(word) for word in self.prediction.split(","))
+        except ValueError:
+            return self.prediction
+
+
+def _relay(name: str, kind: str) -> str:
+    known = (*PLAIN_RELAYS, "gate", "residual-gate", "low-rank", "linear", "sigmoid")
+    if kind not in known:
+        raise ConfigError(f"{name} {kind!r} is unknown; choose one of {', '.join(known)}")
+    return kind

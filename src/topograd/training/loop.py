@@ -1,0 +1,179 @@
+"""One step of training, for everybody who trains: gradients, checks, clipping, the optimizers' step.
+
+What is done per group. Stages between which gradient passes are a group (`Plan.groups`). Where there are
+several, no gradient couples them, so nothing else shall: each group's gradient is clipped by its own norm, and
+a group whose loss or gradient is not finite is halted alone. It is run without learning from then on, its name
+is reported, and the step is repeated without it: the others never see what broke it ("Product of Experts"
+§4.4). What groups share (embedding, shared head) is clipped by its own norm. With one group, and where no
+group is left, a number that is not finite ends the training.
+
+Nothing is changed by a step that fails. Cost beside the gradients: one norm of each group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import DivergenceError
+from topograd.nn.stack import Stack
+from topograd.registry import Registry
+from topograd.topology.plan import Plan
+from topograd.training.executor import train_step
+from topograd.training.forward import Predictor
+from topograd.training.objectives import Objective, teacher_logits
+from topograd.training.optimizers import OptimizerSet, stage_parameters
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+BACKWARDS: Registry[Callable[..., Tensor]] = Registry(
+    "backward engine",
+    {
+        "autograd": "topograd.training.executor:train_step",
+        "scan": "topograd.interfaces.engines:scan_step",
+        "hybrid": "topograd.interfaces.engines:hybrid_step",
+    },
+)
+"""Ways to a step's gradients: `step(stack, plan, inputs, targets, scale=1.0) -> losses`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step found."""
+
+    losses: Tensor
+    """Of each stage, on the CPU; nan for a stage without one."""
+    norms: tuple[float, ...]
+    """Of each group's gradient before clipping, and of what they share; of everything where there is one."""
+    halted: tuple[int, ...] = ()
+    """Stages that this step halted, counted from 0."""
+
+    @property
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        return math.hypot(*self.norms)
+
+
+@dataclass
+class TrainingLoop:
+    """A model, its optimizers, and what is to be watched."""
+
+    stack: Stack
+    optimizers: OptimizerSet
+    clip: float | None = None
+    """Largest norm of a group's gradient."""
+    bf16: bool = False
+    backward: str = "autograd"
+    teacher: Predictor | None = None
+    objectives: Mapping[str, Objective] | None = None
+    """Objectives that replace registered ones."""
+    halted: set[int] = field(default_factory=set)
+    """Stages that run without learning, because they broke."""
+
+    def step(self, plan: Plan, batches: Sequence[Batch], number: int = 1) -> Step:
+        """One step of the optimizers on the mean gradient of `batches`; `number` is what errors call it."""
+        newly: list[int] = []
+        while True:
+            running = plan.halted(self.halted) if self.halted else plan
+            losses = self._gradients(running, batches)
+            parts = self._parts(running)
+            norms = [_norm(parameters) for parameters in parts]
+            broken = self._broken(running, losses, norms)
+            if not broken:
+                break
+            self.stack.zero_grad(set_to_none=True)
+            self._halt(running, broken, losses, norms, number)
+            newly += broken
+        self._clip(parts, norms)
+        self.optimizers.step()
+        self.stack.zero_grad(set_to_none=True)
+        return Step(losses, tuple(norm.item() for norm in norms), tuple(newly))
+
+    def _gradients(self, plan: Plan, batches: Sequence[Batch]) -> Tensor:
+        device = next(self.stack.parameters()).device
+        total: Tensor | None = None
+        for batch in batches:
+            inputs, targets = (tensor.to(device) for tensor in batch)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+                losses = self._one(plan, inputs, targets, 1 / len(batches))
+            part = losses.detach().cpu() / len(batches)
+            total = part if total is None else total + part
+        assert total is not None, "a step needs a batch"
+        return total
+
+    def _one(self, plan: Plan, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
+        if self.backward != "autograd":
+            return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
+        taught = None if self.teacher is None else teacher_logits(self.teacher, inputs)
+        return train_step(
+            self.stack, plan, inputs, targets, teacher=taught, objectives=self.objectives, scale=scale
+        )
+
+    def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
+        """Parameters with a gradient: of each group, and of what they share; all in one where there is one."""
+        learning = [p for p in self.stack.parameters() if p.grad is not None]
+        groups = plan.groups()
+        if len(groups) < 2:
+            return [learning]
+        own = [{id(p) for p in stage_parameters(self.stack, plan, group)} for group in groups]
+        parts = [[p for p in learning if id(p) in ids] for ids in own]
+        everybody = set().union(*own)
+        return [*parts, [p for p in learning if id(p) not in everybody]]
+
+    def _broken(self, plan: Plan, losses: Tensor, norms: Sequence[Tensor]) -> list[int]:
+        """The stages of the first groups whose loss or gradient is not finite: none before them broke."""
+        groups = plan.groups()
+        bad = [
+            not all(math.isfinite(losses[k]) for k in group if plan.stages[k].scale > 0)
+            or (len(norms) > 1 and not math.isfinite(norms[i]))
+            for i, group in enumerate(groups)
+        ]
+        if len(groups) < 2 and not math.isfinite(norms[0]):
+            bad = [True] * max(len(groups), 1)
+        if not any(bad):
+            if not math.isfinite(norms[-1]):
+                return [-1]
+            return []
+        where = {k: i for i, group in enumerate(groups) for k in group}
+        behind = {
+            where[p.index]
+            for p in plan.stages
+            if p.index in where
+            for before in plan.needed(p.index)
+            if before.index in where and where[before.index] != where[p.index] and bad[where[before.index]]
+        }
+        return [k for i, group in enumerate(groups) if bad[i] and i not in behind for k in group]
+
+    def _halt(
+        self, plan: Plan, broken: Sequence[int], losses: Tensor, norms: Sequence[Tensor], number: int
+    ) -> None:
+        """Go on without these stages, or say why that cannot be."""
+        learning = {k for group in plan.groups() for k in group}
+        losing = [k for k in broken if k >= 0 and plan.stages[k].scale > 0]
+        bad = next((k for k in losing if not math.isfinite(losses[k])), None)
+        if broken != [-1] and learning - set(broken):
+            self.halted |= set(broken)
+            return
+        if bad is not None:
+            what = f"the loss of stage {bad + 1} is {losses[bad].item()}"
+        elif broken == [-1]:
+            what = "the gradient of the embedding or the head is not finite"
+        else:
+            what = f"the gradient of stage {broken[0] + 1} is not finite"
+        raise DivergenceError(
+            f"{what} at step {number}; nothing was changed by that step; lower the learning rates and start again"
+        )
+
+    def _clip(self, parts: Sequence[list[nn.Parameter]], norms: Sequence[Tensor]) -> None:
+        if self.clip is not None:
+            for parameters, norm in zip(parts, norms, strict=True):
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+
+
+def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

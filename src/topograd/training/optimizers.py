@@ -1,0 +1,256 @@
+"""Which optimizer takes which parameter, and at what rate.
+
+| group      | parameters                                     | muon+adamw | adamw | sgd | ddc-adam | ddc-muon |
+|------------|------------------------------------------------|------------|-------|-----|----------|----------|
+| matrices   | 2-D weights inside the layers                  | Muon       | AdamW | SGD | DDCAdam  | DDCMuon  |
+| embeddings | weights of nn.Embedding, wherever they are     | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| head       | 2-D weights outside the layers                 | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| scalars    | everything else: gains, gates, biases          | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| relays     | what a stack's own relays have, of any shape   | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+
+Steps of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): relays go slowly. A head
+that is tied to the embedding counts as a head.
+
+An optimizer of your own is `make(groups, config, stack) -> {name: optimizer}`, named in the settings as
+`package.module:make` or registered in `runs.config.OPTIMIZERS`. `groups` has the parameters of each group by
+name. The learning rate that a param group is made with is its peak; the schedule multiplies it.
+
+The gauges of the ddc optimizers are those of the GPT that hold by construction: the rescaling of each ReLU²
+MLP (degree 2), and the shift of the output matrices that no softmax sees. A rescaling needs a norm above
+zero, and MLP outputs start at zero: those that are zero are given a small spread first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topograd.errors import ConfigError
+from topograd.nn.blocks import MLP
+from topograd.nn.heads import FullDelta, Head
+from topograd.nn.stack import Stack
+from topograd.optim.conditioner import DDCMuon
+from topograd.optim.ddc_adam import DDCAdam
+from topograd.optim.gauges import CEShiftRowShift, Gauge, HeadShift, ReLURescale
+from topograd.runs.config import OPTIMIZERS, OptimizerConfig, StageOptimizer
+from topograd.topology.plan import Plan
+from topograd.training.muon import Muon
+
+Groups = Mapping[str, Mapping[str, nn.Parameter]]
+"""Parameters by group and by name."""
+Make = Callable[[Groups, OptimizerConfig, Stack], dict[str, Optimizer]]
+GROUPS = ("matrices", "embeddings", "head", "scalars", "relays")
+SPREAD = 0.02
+"""Of MLP outputs that are zero, where a rescaling needs their norm."""
+
+
+@dataclass(frozen=True)
+class OptimizerSet:
+    """The optimizers of a model by name, each with the schedule that its rates follow."""
+
+    optimizers: dict[str, Optimizer]
+    schedules: dict[str, OptimizerConfig]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerSet:
+        """One optimizer whose rate stays as it is."""
+        return cls({"optimizer": optimizer}, {})
+
+    def set_rates(self, step: int, steps: int) -> None:
+        """Every group's rate becomes its peak times what its schedule says at `step` of `steps`."""
+        for name, schedule in self.schedules.items():
+            multiplier = schedule.multiplier(step, steps)
+            for group in self.optimizers[name].param_groups:
+                group["lr"] = group["peak"] * multiplier
+
+    def step(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+
+def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = None) -> OptimizerSet:
+    """Optimizers for every parameter that learns. A plan is needed where stages have settings of their own."""
+    groups = parameter_groups(stack)
+    made = OptimizerSet({}, {})
+    taken: set[int] = set()
+    for own in config.stages:
+        if plan is None:
+            raise ConfigError(
+                "optimizer.stages names stages and there is no plan; pass one to make_optimizers"
+            )
+        ids = {id(p) for p in stage_parameters(stack, plan, [own.stage - 1])}
+        if ids & taken:
+            raise ConfigError(
+                f"stage {own.stage} shares layers with another stage that has an optimizer of its own; "
+                "give one of them the settings"
+            )
+        taken |= ids
+        _add(made, stack, _select(groups, lambda p, ids=ids: id(p) in ids), config.of_stage(own), own)
+    _add(made, stack, _select(groups, lambda p: id(p) not in taken), config, None)
+    return made
+
+
+def _add(
+    made: OptimizerSet, stack: Stack, groups: Groups, config: OptimizerConfig, own: StageOptimizer | None
+) -> None:
+    """Make the optimizers of some parameters; those of a stage are named after it."""
+    if not any(groups.values()):
+        return
+    prefix, rate = ("", 1.0) if own is None else (f"stage-{own.stage}.", own.rate)
+    make: Make = OPTIMIZERS[config.name]
+    for name, optimizer in make(groups, config, stack).items():
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"] = group["lr"] * rate
+        made.optimizers[prefix + name] = optimizer
+        made.schedules[prefix + name] = config
+
+
+def _select(groups: Groups, wanted: Callable[[nn.Parameter], bool]) -> dict[str, dict[str, nn.Parameter]]:
+    return {group: {n: p for n, p in named.items() if wanted(p)} for group, named in groups.items()}
+
+
+def parameter_groups(stack: Stack) -> dict[str, dict[str, nn.Parameter]]:
+    """Every parameter that learns, in exactly one group, by name."""
+    layered = {id(p) for p in stack.layers.parameters()}
+    relays = {id(p) for relay in stack.own_relays().values() for p in relay.parameters()}
+    tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(p) for name, p in stack.named_parameters(remove_duplicate=False) if name.startswith("head.")}
+    groups: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
+    for name, parameter in stack.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in relays:
+            group = "relays"
+        elif id(parameter) in tables and id(parameter) not in heads:
+            group = "embeddings"
+        elif parameter.dim() == 2:
+            group = "matrices" if id(parameter) in layered else "head"
+        else:
+            group = "scalars"
+        groups[group][name] = parameter
+    return groups
+
+
+def stage_parameters(stack: Stack, plan: Plan, stages: Iterable[int]) -> list[nn.Parameter]:
+    """What only these stages use: their layers, their own heads, and the relays that they receive through."""
+    found: dict[int, nn.Parameter] = {}
+    relays = stack.own_relays()
+    for stage in stages:
+        planned = plan.stages[stage]
+        modules = [stack.layers[i] for i in planned.layers]
+        modules += [relays[port.relay] for port, _ in planned.inputs if port.relay in relays]
+        found |= {id(p): p for module in modules for p in module.parameters()}
+        found |= {id(p): p for p in stack.head_parameters(planned.head)}
+    return list(found.values())
+
+
+# The makers
+
+
+def muon_and_adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
+    """Muon for the layers' matrices, AdamW for everything else."""
+    made: dict[str, Optimizer] = {}
+    if groups["matrices"]:
+        made["muon"] = Muon(
+            list(groups["matrices"].values()),
+            lr=_matrix_rate(config, 0.02),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            ns_steps=config.newton_schulz_steps,
+        )
+    rest = _listed(groups, config, GROUPS[1:])
+    if rest:
+        made["adamw"] = torch.optim.AdamW(rest, betas=config.betas, eps=1e-10, weight_decay=0.0, fused=True)
+    return made
+
+
+def adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
+    """AdamW for everything; only the layers' matrices decay."""
+    listed = _listed(groups, config, GROUPS, matrices=0.002)
+    return {"adamw": torch.optim.AdamW(listed, betas=config.betas, eps=1e-10, weight_decay=0.0, fused=True)}
+
+
+def sgd(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
+    """Stochastic gradient descent with momentum for everything."""
+    listed = _listed(groups, config, GROUPS, matrices=0.1)
+    return {"sgd": torch.optim.SGD(listed, lr=0.1, momentum=config.momentum)}
+
+
+def ddc_adam(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
+    """DDCAdam for everything: its step commutes with the symmetries of the MLPs and of the heads."""
+    listed = _listed(groups, config, GROUPS, matrices=0.002, named=True)
+    gauges = [*mlp_gauges(stack, groups), *head_gauges(stack, groups)]
+    return {"ddc-adam": DDCAdam(listed, gauges, betas=config.betas, eps=1e-10)}
+
+
+def ddc_muon(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
+    """DDCMuon for the layers' matrices, DDCAdam for everything else."""
+    made: dict[str, Optimizer] = {}
+    if groups["matrices"]:
+        made["ddc-muon"] = DDCMuon(
+            list(groups["matrices"].items()),
+            mlp_gauges(stack, groups),
+            lr=_matrix_rate(config, 0.02),
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+    rest = _listed(groups, config, GROUPS[1:], named=True)
+    if rest:
+        made["ddc-adam"] = DDCAdam(rest, head_gauges(stack, groups), betas=config.betas, eps=1e-10)
+    return made
+
+
+def mlp_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
+    """The rescaling of every ReLU² MLP among the matrices; outputs that are zero are given a small spread."""
+    found: list[Gauge] = []
+    for name, module in stack.named_modules():
+        up, down = f"{name}.up.weight", f"{name}.down.weight"
+        if isinstance(module, MLP) and module.gate is None and {up, down} <= groups["matrices"].keys():
+            if not module.down.weight.any():
+                nn.init.normal_(module.down.weight, std=SPREAD)
+            found.append(ReLURescale(up, down, degree=2))
+    return found
+
+
+def head_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
+    """The shift of the output matrices: of every row by one vector, and between the shared and the own ones."""
+    head = getattr(stack, "head", None)
+    if not isinstance(head, Head) or head.softcap is not None or "head.weight" not in groups["head"]:
+        return []
+    deltas = [f"head.deltas.{stage}.weight" for stage in head.deltas]
+    if not deltas:
+        return [CEShiftRowShift("head.weight")]
+    whole = all(isinstance(delta, FullDelta) for delta in head.deltas.values())
+    known = all(name in groups["head"] for name in deltas)
+    return [HeadShift("head.weight", deltas, rows=True)] if whole and known else []
+
+
+def _matrix_rate(config: OptimizerConfig, default: float) -> float:
+    return default if config.matrices is None else config.matrices
+
+
+def _listed(
+    groups: Groups,
+    config: OptimizerConfig,
+    names: Iterable[str],
+    matrices: float = 0.0,
+    named: bool = False,
+) -> list[dict[str, Any]]:
+    """torch's param groups, each with its rate; with `named`, of pairs of a name and a parameter."""
+    listed: list[dict[str, Any]] = []
+    for name in names:
+        if groups[name]:
+            rate = _matrix_rate(config, matrices) if name == "matrices" else getattr(config, name)
+            decay = config.weight_decay if name == "matrices" else 0.0
+            params = list(groups[name].items() if named else groups[name].values())
+            listed.append({"params": params, "lr": rate, "weight_decay": decay})
+    return listed

@@ -1,0 +1,46 @@
+"""A teacher: another run, opened and frozen, whose prediction a student follows (the objective `distillation`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topograd.data import Tokenizer
+from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig
+from topograd.runs.session import open_session
+from topograd.training.forward import Predictor
+from topograd.training.objectives import Distillation, Objective
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What teaches, and which weights it has."""
+
+    predictor: Predictor
+    weights: str
+
+
+def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
+    """The run that the settings name as the teacher, if it speaks the student's tokens; None without one."""
+    folder = config.topology.teacher
+    if folder is None:
+        return None
+    session = open_session(folder)
+    if session.tokenizer.to_text() != tokenizer.to_text():
+        raise ConfigError(
+            f"teacher {folder} has another tokenizer than the text is given here, so its logits are of other "
+            "tokens; train it and its student on the same text"
+        )
+    if session.config.model.context < config.model.context:
+        raise ConfigError(
+            f"teacher {folder} sees {session.config.model.context} tokens and the student "
+            f"{config.model.context}; give the student a smaller context"
+        )
+    session.stack.to(config.device).requires_grad_(False)
+    return Teacher(Predictor(session.stack, session.plan), session.weights)
+
+
+def objectives_of_config(config: TrainConfig) -> dict[str, Objective]:
+    """Objectives whose numbers the settings give."""
+    table = config.topology
+    return {"distillation": Distillation(table.teacher_temperature, table.teacher_mix)}
