@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.nn.gpt import GPTConfig
+from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import Session, open_session
+from topograd.runs.topology_config import TopologyConfig
 from topograd.training.trainer import start
 
 
@@ -33,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def config(corpus: Path) -> TrainConfig:
     return TrainConfig(
-        partition="1,1",
+        topology=TopologyConfig(partition="1,1"),
         steps=20,
         batch=3,
         seed=1,
@@ -62,7 +63,7 @@ def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
     def make(stages: int, step: int = 0) -> Session:
         config = TrainConfig(
-            partition=",".join(["1"] * stages),
+            topology=TopologyConfig(partition=",".join(["1"] * stages)),
             data=str(folder / "corpus.txt"),
             tokenizer="bytes",
             eval_bytes=300,

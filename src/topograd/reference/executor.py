@@ -20,6 +20,8 @@ from topograd.topology.plan import Plan, Port
 
 TEMPERATURE, MIX = 2.0, 0.5
 """Of the objective `distillation`, as it is by default."""
+Z_WEIGHT = 1e-4
+"""Of the objective `z-loss`."""
 
 
 def soft_detach(h: Tensor, transmissivity: float) -> Tensor:
@@ -34,22 +36,22 @@ def graph_losses(
     plan = Plan.of(topology, len(stack.layers))
     x0 = stack.embed(inputs)
     bus = stack.bus(x0, inputs)
-    spoken: dict[Port, Tensor] = {}
+    messages: dict[Port, Tensor] = {}
     logits: list[Tensor] = []
     losses: list[Tensor] = []
     for planned in plan.stages:
-        heard_bus = bus if planned.live_bus else replace(bus, x0=x0.detach())
-        heard = [
-            (port, soft_detach(x0 if port.source == EMBEDDING else spoken[port], lam))
-            for port, lam in planned.hears
+        own_bus = bus if planned.live_bus else replace(bus, x0=x0.detach())
+        received = [
+            (port, soft_detach(x0 if port.source == EMBEDDING else messages[port], lam))
+            for port, lam in planned.inputs
         ]
-        h = torch.stack([stack.relay(port.relay).receive(m, heard_bus) for port, m in heard]).sum(0)
+        h = torch.stack([stack.relay(port.relay).receive(m, own_bus) for port, m in received]).sum(0)
         for layer in planned.layers:
-            h = stack.layers[layer](h, heard_bus)
+            h = stack.layers[layer](h, own_bus)
             for port in planned.sends:
                 if port.layer == layer + 1:
-                    spoken[port] = stack.relay(port.relay).send(h, heard[0][1])
-        z = stack.readout(h, planned.index)
+                    messages[port] = stack.relay(port.relay).send(h, received[0][1])
+        z = stack.readout(h, planned.head)
         losses.append(_loss(planned.stage.objective, z, logits, teacher, targets))
         if planned.predicts:
             logits.append(z.detach())
@@ -63,6 +65,8 @@ def _loss(name: str, z: Tensor, prior: list[Tensor], teacher: Tensor | None, tar
     if name == "residual" and prior:
         z = torch.stack(prior).sum(0) + z
     loss = F.cross_entropy(z.flatten(0, -2), y)
+    if name == "z-loss":
+        loss = loss + Z_WEIGHT * z.flatten(0, -2)[y != -100].logsumexp(-1).square().mean()
     if name == "distillation":
         assert teacher is not None
         log_p = F.log_softmax(teacher.flatten(0, -2) / TEMPERATURE, dim=-1)
