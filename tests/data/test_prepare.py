@@ -51,10 +51,13 @@ def test_every_damaged_file_is_built_again(tmp_path: Path, text: Path) -> None:
     files = [path for path in sorted(cache.rglob("*")) if path.is_file() and path.suffix != ".lock"]
     assert len(files) == 1 + 2 * 3
     for path in files:
-        path.write_bytes(path.read_bytes()[:-3])
-        again = prepare(text, "bpe", 280, cache)
-        assert again.tokenizer.digest == first.tokenizer.digest
-        assert decoded(again) == "".join(LINES)
+        whole = path.read_bytes()
+        for damaged in (whole[:-3], whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]):
+            path.write_bytes(damaged)
+            again = prepare(text, "bpe", 280, cache)
+            assert again.tokenizer.digest == first.tokenizer.digest
+            assert decoded(again) == "".join(LINES)
+            assert path.read_bytes() == whole
 
 
 def test_entries_are_keyed_by_text_and_settings(tmp_path: Path, text: Path) -> None:
@@ -86,14 +89,25 @@ def test_default_cache_follows_the_environment(tmp_path: Path, monkeypatch: pyte
 
 def test_default_cache_is_used(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert prepare(text, "bytes", 0).train.folder.is_relative_to(tmp_path / "xdg" / "topograd")
+    folder = prepare(text, "bytes", 0).train.folder
+    assert folder is not None
+    assert folder.is_relative_to(tmp_path / "xdg" / "topograd")
 
 
-def test_unusable_cache_and_kind_are_one_line(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write the cache") as caught:
-        prepare(text, "bpe", 280, tmp_path / "file")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("given", ["", " ", "\t\n"])
+def test_an_empty_path_is_not_the_current_folder(
+    given: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        DataError, match=r"the data path is empty .*give a file or a directory, or leave it out"
+    ):
+        prepare(given, "bytes", 0, tmp_path / "cache")
+    assert decoded(prepare(".", "bytes", 0, tmp_path / "cache")) == "".join(LINES)
+    assert decoded(prepare(str(text), "bytes", 0, tmp_path / "cache")) == "".join(LINES)
+
+
+def test_an_unknown_kind_is_one_line(tmp_path: Path, text: Path) -> None:
     with pytest.raises(ConfigError, match="'words' does not exist: choose 'bytes' or 'bpe'"):
         prepare(text, "words", 280, tmp_path / "cache")
     assert not os.path.exists(tmp_path / "cache")

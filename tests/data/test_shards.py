@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from topograd.data.shards import Shards, write_shards
+from topograd.data.shards import Shards, shards_in_memory, write_shards
 from topograd.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -105,6 +105,32 @@ def test_damaged_file_is_refused_by_name_and_rewritten(tmp_path: Path, name: str
     assert sorted(os.listdir(tmp_path)) == [".s.lock", "s"]
 
 
+def test_one_flipped_bit_is_refused_and_rewritten(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    written(folder)
+    for path in (folder / "tokens-00000.bin", folder / "tokens-00002.bin"):
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        with pytest.raises(DataError, match="SHA-256 of other tokens"):
+            Shards.open(folder)
+        assert written(folder).slice(0, 16).tolist() == STREAM
+
+
+@pytest.mark.parametrize("vocab", [12, 70_000])
+def test_in_memory_is_the_same_stream(tmp_path: Path, vocab: int) -> None:
+    here = shards_in_memory(DOCUMENTS, vocab, separator=0, corpus="abc")
+    there = write_shards(tmp_path / "s", DOCUMENTS, vocab, separator=0, corpus="abc")
+    assert here.folder is None
+    assert (here.documents, here.tokens, here.meta) == (there.documents, there.tokens, there.meta)
+    for start in range(17):
+        for stop in range(start, 17):
+            assert here.slice(start, stop).tolist() == there.slice(start, stop).tolist()
+    assert here.slice(0, 16).dtype == there.slice(0, 16).dtype
+    assert [document.tolist() for document in here] == DOCUMENTS
+    with pytest.raises(DataError, match="no documents"):
+        shards_in_memory([], 12, separator=0)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -121,6 +147,8 @@ def test_damaged_file_is_refused_by_name_and_rewritten(tmp_path: Path, name: str
         {"separator": 12},
         {"vocab": "12"},
         {"meta": None},
+        {"sha256": "0" * 64},
+        {"sha256": None},
     ],
 )
 def test_foreign_manifest_is_refused(tmp_path: Path, change: dict) -> None:

@@ -60,9 +60,18 @@ class Corpus:
     skipped: tuple[str, ...] = ()
 
 
-def read_corpus(path: Path | None) -> Corpus:
-    """Read the corpus at `path`: a text file, a `.jsonl` file or a directory. None is the embedded corpus."""
-    name, documents, skipped = _read_embedded() if path is None else _read_path(path)
+def read_corpus(path: Path | str | None) -> Corpus:
+    """Read the corpus at `path`: a text file, a `.jsonl` file or a directory. None is the embedded corpus.
+
+    Pass on the text that a user gave, not a Path of it: `Path("")` is the current folder, and a variable that
+    is not set must not mean whatever lies there.
+    """
+    if path is not None and not str(path).strip():
+        raise DataError(
+            f"the data path is empty ({str(path)!r}): give a file or a directory, or leave it out for the "
+            "embedded corpus"
+        )
+    name, documents, skipped = _read_embedded() if path is None else _read_path(Path(path))
     size = sum(len(document.text.encode()) for document in documents)
     if size < MINIMUM_BYTES:
         what = "is empty" if size == 0 else f"is too short: it holds {size} bytes of text"

@@ -4,9 +4,12 @@
     CACHE/shards/KEY/train, heldout     KEY of the corpus and the tokenizer itself
 
 Keys are digests, so changed text or settings lead to another entry and never to a wrong one. An entry that
-is damaged is built again. The corpus is read each time, which is how its digest is known.
+is damaged, be it by one bit, is built again. The corpus is read each time, which is how its digest is known.
+Where the cache cannot be written, one line says so and everything stays in memory; `cache.py` keeps it within
+bounds.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from topograd.data.cache import InUse, default_cache, prune, warn_unusable
 from topograd.data.corpus import Corpus, Document, read_corpus
-from topograd.data.shards import Shards, write_shards
+from topograd.data.shards import Shards, shards_in_memory, write_shards
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError, DataError
 
@@ -38,10 +42,12 @@ class Prepared:
     digest: str
     skipped: tuple[str, ...]
     """Files of the corpus that were not read, each with the reason."""
+    in_use: InUse
+    """Keeps the cache from pruning the shards while this lives."""
 
 
 def prepare(
-    path: Path | None,
+    path: Path | str | None,
     tokenizer_kind: str,
     vocab: int,
     cache: Path | None = None,
@@ -57,45 +63,47 @@ def prepare(
         raise ConfigError(f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'")
     cache = default_cache() if cache is None else cache
     corpus = read_corpus(path)
-    try:
-        if tokenizer is None:
-            tokenizer = _tokenizer(corpus, tokenizer_kind, vocab, cache / "tokenizers")
-        folder = cache / "shards" / _key(corpus.digest, tokenizer.digest)
-        train = _shards(corpus, "train", corpus.train, tokenizer, folder)
-        heldout = _shards(corpus, "heldout", corpus.heldout, tokenizer, folder)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"cannot write the cache {str(cache)!r} ({reason}): set XDG_CACHE_HOME") from error
-    return Prepared(tokenizer, train, heldout, corpus.name, corpus.digest, corpus.skipped)
+    problems: list[OSError] = []
+    if tokenizer is None:
+        tokenizer = _tokenizer(corpus, tokenizer_kind, vocab, cache / "tokenizers", problems)
+    folder = cache / "shards" / _key(corpus.digest, tokenizer.digest)
+    in_use = InUse(folder)
+    train = _shards(corpus, "train", corpus.train, tokenizer, folder, problems)
+    heldout = _shards(corpus, "heldout", corpus.heldout, tokenizer, folder, problems)
+    if problems:
+        warn_unusable(cache, problems[0])
+    else:
+        prune(cache)
+    return Prepared(tokenizer, train, heldout, corpus.name, corpus.digest, corpus.skipped, in_use)
 
 
-def default_cache() -> Path:
-    """$XDG_CACHE_HOME/topograd, or ~/.cache/topograd if that variable is not an absolute path."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():
-        return base / "topograd"
-    try:
-        return Path.home() / ".cache" / "topograd"
-    except RuntimeError as error:
-        raise DataError("there is no home directory for the cache: set XDG_CACHE_HOME") from error
-
-
-def _tokenizer(corpus: Corpus, kind: str, vocab: int, folder: Path) -> Tokenizer:
+def _tokenizer(corpus: Corpus, kind: str, vocab: int, folder: Path, problems: list[OSError]) -> Tokenizer:
     if kind == "bytes":
         return Tokenizer.bytes()
     path = folder / f"{_key(corpus.digest, kind, vocab)}.json"
     try:
-        return Tokenizer.load(path)
+        tokenizer = Tokenizer.load(path)
+        with contextlib.suppress(OSError):  # a cache that is read-only keeps its times
+            os.utime(path)
     except DataError:
         tokenizer = Tokenizer.train((document.text for document in corpus.train), vocab)
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(path)
-        return tokenizer
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(path)
+        except OSError as problem:
+            problems.append(problem)
+    return tokenizer
 
 
 def _shards(
-    corpus: Corpus, side: str, documents: list[Document], tokenizer: Tokenizer, folder: Path
+    corpus: Corpus,
+    side: str,
+    documents: list[Document],
+    tokenizer: Tokenizer,
+    folder: Path,
+    problems: list[OSError],
 ) -> Shards:
+    """One side of the corpus: from the cache, or written there, or in memory where that fails."""
     meta: dict[str, Any] = {"corpus": corpus.digest, "tokenizer": tokenizer.digest, "side": side}
     try:
         shards = Shards.open(folder / side)
@@ -103,8 +111,12 @@ def _shards(
             return shards
     except DataError:
         pass  # nothing there yet, or damaged: written below
-    tokens = _encoded(documents, tokenizer)
-    return write_shards(folder / side, tokens, tokenizer.vocab, separator=tokenizer.separator, **meta)
+    settings: dict[str, Any] = {"vocab": tokenizer.vocab, "separator": tokenizer.separator, **meta}
+    try:
+        return write_shards(folder / side, _encoded(documents, tokenizer), **settings)
+    except OSError as problem:
+        problems.append(problem)
+        return shards_in_memory(_encoded(documents, tokenizer), **settings)
 
 
 def _encoded(documents: list[Document], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -8,7 +8,7 @@ cut into files of equal size, so that any stretch of text, with the separator be
 it, is one slice. `offsets` (n + 1,) holds the positions of the separators: document i is the slice from
 offsets[i] + 1 to offsets[i + 1].
 
-    manifest.json       format, version, dtype, counts, the names of the files, a SHA-256 of both, meta
+    manifest.json       format, version, dtype, counts, the names of the files, meta, and a SHA-256 of both
     offsets.bin         int64, little-endian
     tokens-00000.bin    uint16 (uint32 above 65536 ids), little-endian; tokens-00001.bin, ...
 
@@ -16,10 +16,10 @@ The folder is written under another name beside its place and then renamed, so a
 of it there. Of two processes that write the same folder at once, the second finds the first one's and keeps
 it if it is the same, or else puts its own in the place.
 
-Limits. Opening checks names, sizes and offsets, not the tokens themselves: that would read them all.
+Cost. Opening checks names, sizes and offsets, and reads all tokens once for their SHA-256: about a second for
+a gigabyte, less than reading the corpus takes.
 """
 
-import fcntl
 import glob
 import hashlib
 import os
@@ -38,7 +38,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from topograd.errors import DataError
-from topograd.files import dump_json, read_json, sync
+from topograd.files import dump_json, lock_file, naming, read_json, sync
 
 _FORMAT = "topograd-shards"
 _VERSION = 1
@@ -50,9 +50,10 @@ _ABANDONED_SECONDS = 24 * 3600
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """A folder of shards, open for reading. Item i is the tokens of document i; iterating gives all."""
+    """A stream of tokens, open for reading. Item i is the tokens of document i; iterating gives all."""
 
-    folder: Path
+    folder: Path | None
+    """Where its files are; None if it is in memory alone."""
     vocab: int
     separator: int
     shard_tokens: int
@@ -60,7 +61,7 @@ class Shards:
     offsets: np.ndarray
     """(documents + 1,) int64: the positions of the separators."""
     files: tuple[np.ndarray, ...]
-    """One read-only map for each file; all but the last hold `shard_tokens` tokens."""
+    """A read-only map for each file, or one array in memory; all but the last hold `shard_tokens` tokens."""
 
     @property
     def documents(self) -> int:
@@ -106,6 +107,11 @@ class Shards:
         for index, name in enumerate(manifest["files"]):
             count = min(shard_tokens, tokens - index * shard_tokens)
             files.append(_map_file(folder / name, _dtype(vocab), count))
+        digest = hashlib.sha256()
+        for content in (*files, offsets):
+            digest.update(content.data)
+        if digest.hexdigest() != manifest.get("sha256"):
+            raise _refused(folder / _MANIFEST, "has the SHA-256 of other tokens than those beside it")
         return cls(folder, vocab, separator, shard_tokens, manifest["meta"], offsets, tuple(files))
 
 
@@ -126,22 +132,17 @@ def write_shards(
     if not 0 <= separator < vocab or shard_tokens < 1:
         raise DataError(f"separator {separator} must be in 0..{vocab - 1}, and shard_tokens at least 1")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(folder)
+    temporary = beside(folder)
     temporary.mkdir()
     try:
         with _StreamWriter(temporary, _dtype(vocab), shard_tokens) as writer:
             separators = np.array([separator])
             writer.add(separators)
             positions = array("q", [0])
-            for document in documents_tokens:
-                tokens = np.asarray(document)
-                if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab):
-                    raise DataError(f"tokens {tokens.min()} to {tokens.max()} are not within 0..{vocab - 1}")
+            for tokens in _checked(documents_tokens, vocab):
                 writer.add(tokens)
                 writer.add(separators)
                 positions.append(writer.written - 1)
-        if len(positions) < 2:
-            raise DataError(f"no documents to write to {str(folder)!r}: give at least one")
         offsets = np.array(positions, dtype="<i8").tobytes()
         _write(temporary / _OFFSETS, offsets)
         writer.digest.update(offsets)
@@ -154,6 +155,35 @@ def write_shards(
         return _move_into_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def shards_in_memory(
+    documents_tokens: Iterable[Sequence[int] | np.ndarray], vocab: int, *, separator: int, **meta: Any
+) -> Shards:
+    """The same stream without a folder, for a machine where nothing can be written."""
+    dtype = _dtype(vocab)
+    separators = np.array([separator], dtype=dtype)
+    parts, positions = [separators], [0]
+    for tokens in _checked(documents_tokens, vocab):
+        parts += [tokens.astype(dtype), separators]
+        positions.append(positions[-1] + len(tokens) + 1)
+    stream = np.concatenate(parts)
+    stream.flags.writeable = False
+    offsets = np.array(positions, dtype="<i8")
+    return Shards(None, vocab, separator, len(stream), meta, offsets, (stream,))
+
+
+def _checked(documents_tokens: Iterable[Sequence[int] | np.ndarray], vocab: int) -> Iterator[np.ndarray]:
+    """Every document as an array; one at least, and no token beyond the vocabulary."""
+    found = False
+    for document in documents_tokens:
+        tokens = np.asarray(document)
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab):
+            raise DataError(f"tokens {tokens.min()} to {tokens.max()} are not within 0..{vocab - 1}")
+        found = True
+        yield tokens
+    if not found:
+        raise DataError("there are no documents to write: give at least one")
 
 
 class _StreamWriter:
@@ -177,7 +207,8 @@ class _StreamWriter:
             assert self._file is not None
             part, tokens = tokens[:room], tokens[room:]
             content = part.astype(self.dtype).tobytes()
-            self._file.write(content)
+            with naming(self.folder / self.names[-1]):
+                self._file.write(content)
             self.digest.update(content)
             self.written += len(part)
 
@@ -189,8 +220,9 @@ class _StreamWriter:
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            sync(self.folder / self.names[-1])
+            with naming(self.folder / self.names[-1]):
+                self._file.close()
+                sync(self.folder / self.names[-1])
             self._file = None
 
 
@@ -207,14 +239,14 @@ def _move_into_place(temporary: Path, folder: Path) -> Shards:
         if folder.exists():
             if not folder.is_dir() or not all(_OUR_FILES.fullmatch(file.name) for file in folder.iterdir()):
                 raise DataError(f"{str(folder)!r} is there and is no folder of shards: give another place")
-            aside = _beside(folder)
+            aside = beside(folder)
             os.rename(folder, aside)
             os.rename(temporary, folder)
             shutil.rmtree(aside, ignore_errors=True)
         else:
             os.rename(temporary, folder)
         sync(folder.parent)
-        _remove_abandoned(folder)
+        remove_abandoned(folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"))
         return Shards.open(folder)
 
 
@@ -231,13 +263,13 @@ def _same(new: Path, old: Path) -> bool:
 def _turn(folder: Path) -> Iterator[None]:
     """Wait for the lock on this folder's name; the system frees it when its holder ends, however it ends."""
     with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock.fileno(), wait=True)
         yield
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what writers of this folder that were killed left beside it, a day later."""
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove those of the folders, left by processes that were killed, that are older than a day."""
+    for left in folders:
         try:
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(left)
@@ -245,7 +277,8 @@ def _remove_abandoned(folder: Path) -> None:
             continue  # another process removes it at the same time, or it is not ours to remove
 
 
-def _beside(folder: Path) -> Path:
+def beside(folder: Path) -> Path:
+    """A new hidden name beside a folder, for what is not in its place yet, or any more."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
 
 
