@@ -10,6 +10,7 @@ import torch
 from topograd.benchmarks import backward as bench
 from topograd.benchmarks.backward import Settings, bench_scan, row
 from topograd.errors import ConfigError
+from topograd.interfaces.measure import build_model
 from topograd.timing import Spread
 
 SMALL = Settings(
@@ -82,6 +83,13 @@ def test_what_was_timed_is_the_same_gradient(results: dict[str, Any]) -> None:
     assert agreement["dtype"] == "float32"
 
 
+def test_multiply_adds_are_counted(results: dict[str, Any]) -> None:
+    """An interface whose region runs everywhere saves nothing, and has maps of its own besides."""
+    assert results["lean_multiply_adds"] < 1
+    whole = bench._lean_multiply_adds(SMALL, build_model(SMALL, SMALL.published))
+    assert results["lean_multiply_adds"] < 1 < whole
+
+
 def test_a_wrong_engine_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.backward
 
@@ -90,7 +98,7 @@ def test_a_wrong_engine_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench, "backward", wrong)
     steps = bench._steps(SMALL)
-    models = {step.interface: SMALL.build(step.interface) for step in steps}
+    models = {step.interface: build_model(SMALL, step.interface) for step in steps}
     assert bench._agreement(SMALL, steps, models)["worst"] == pytest.approx(0.01, rel=1e-3)
 
 
@@ -125,7 +133,7 @@ def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "read_in_turns", shown)
     cumulative = bench.replace(SMALL.causal, pool="cumulative")
     interfaces = (SMALL.published, SMALL.causal, cumulative)
-    models = {interface: SMALL.build(interface) for interface in interfaces}
+    models = {interface: build_model(SMALL, interface) for interface in interfaces}
     in_forwards, trimming = bench._jacobians(SMALL, models, interfaces)
     for line in in_forwards:
         assert line["ratio"] == seconds(line["name"]) / 2
@@ -144,7 +152,7 @@ def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rank": 0}, "rank r is 0; it must be at least 3"),
         ({"causal_rank": 2}, "rank r is 2; it must be at least 3"),
         ({"repeats": 0}, "repeats is 0; it must be at least 1"),
-        ({"scan_maps": (4, 0)}, "scan_maps is 0; it must be at least 1"),
+        ({"scan_maps": (4, 0)}, "scan_maps is 0; it must lie in 1"),
         ({"regions": 2}, "regions is 2; it must be at least 3"),
     ],
 )

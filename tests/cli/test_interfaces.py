@@ -1,5 +1,7 @@
 import io
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from topograd.cli import interfaces as module
-from topograd.cli.interfaces import parity_table, plan_table
-from topograd.interfaces.planner import plan
+from topograd.cli.interfaces import costs_table, parity_table, plan_table
+from topograd.interfaces import measure
+from topograd.interfaces import parity as parity_module
+from topograd.interfaces.planner import choose_engine
 from topograd.interfaces.timeline import Units
-from topograd.nn.gpt import ARCHITECTURES
+from topograd.nn.config import ARCHITECTURES
 
 TINY = "--regions 3 --region-layers 1 --width 16 --heads 2 --vocab 11 --context 12 --segments 3 --rank 4"
 
@@ -46,7 +50,7 @@ def test_parity_passes_everything_on(call: Any, monkeypatch: pytest.MonkeyPatch)
         asked.append(given)
         return {}
 
-    monkeypatch.setattr(module, "parity", parity)
+    monkeypatch.setattr(parity_module, "parity", parity)
     monkeypatch.setattr(module, "parity_table", lambda answer: Table())
     words = "--architecture hybrid --trials 4 --batches 2 --engine hybrid --jacobian batched --seed 9"
     assert call("interfaces", "parity", *words.split()).code == 0
@@ -110,12 +114,12 @@ def test_a_plan_for_a_worker_each(call: Any, monkeypatch: pytest.MonkeyPatch) ->
         asked.append((stack.config.architecture, len(topology.stages), tuple(inputs.shape), jacobian))
         return units
 
-    monkeypatch.setattr(module, "measure_units", measured)
+    monkeypatch.setattr(measure, "measure_units", measured)
     words = TINY.replace("--regions 3", "--regions 16").split()
     words += ["--workers", "16", "--architecture", "mamba2", "--jacobian", "batched", "--batch", "2"]
     answer = call("interfaces", "plan", *words, "--json").json
     assert asked == [("mamba2", 16, (2, 12), "batched")]
-    assert answer["reason"] == plan(units, 16, 16).reason
+    assert answer["reason"] == choose_engine(units, 16, 16).reason
     assert answer["reason"].startswith("hybrid: 4 regions carry the adjoint while 11 Jacobians finish")
     assert answer["break_even_regions"] == 6
     told = call("interfaces", "plan", *words)
@@ -135,11 +139,11 @@ def test_the_plan_table() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("", "nothing was given to interfaces; choose one of parity, leak, plan"),
-        ("parities", "'parities' was given to interfaces; choose one of parity, leak, plan"),
+        ("", "nothing was given to interfaces; choose one of parity, leak, plan, costs"),
+        ("parities", "'parities' was given to interfaces; choose one of parity, leak, plan, costs"),
         ("parity --architecture rnn", "invalid choice 'rnn' for argument '--architecture'"),
-        ("parity --trials 0", "trials is 0; parity needs at least 1"),
-        ("parity --trials many", "Error parsing --trials"),
+        ("parity --trials 0", "--trials is 0; it must be at least 1"),
+        ("parity --trials many", "--trials was given 'many'; it must be a whole number"),
         ("parity --pool tail", "Unrecognized options: --pool"),
         ("leak --segments 5", "S is 5 and the context 32; S must divide the context"),
         ("leak --segments 1", "S is 1; it must be at least 2"),
@@ -150,9 +154,12 @@ def test_the_plan_table() -> None:
         ("plan --segments 7", "S is 7 and the context 256; S must divide the context"),
         ("plan --workers 0", "0 workers were given for 6 regions; give 1, or one for each region"),
         ("plan --workers 5", "5 workers were given for 6 regions; give 1, or one for each region"),
-        ("plan --regions 2", "regions is 2; it must be at least 3"),
+        ("plan --regions 2", "--regions is 2; it must be at least 3"),
         ("plan --width 30", "width 30 does not split into 4 heads"),
         ("plan --jacobian guess", "invalid choice 'guess' for argument '--jacobian'"),
+        ("costs --rank 0", "--rank is 0; it must be at least 1"),
+        ("costs --state -3", "--state is -3; it must be at least 1"),
+        ("costs --ops-per-byte 0", "--ops-per-byte is 0.0; it must be at least"),
     ],
 )
 def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
@@ -160,8 +167,97 @@ def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
 
 
 def test_each_question_explains_itself(call: Any) -> None:
-    assert "usage: topograd interfaces {parity,leak,plan} ..." in call("interfaces", "--help").out
-    for question in ("parity", "leak", "plan"):
+    assert "usage: topograd interfaces {parity,leak,plan,costs} ..." in call("interfaces", "--help").out
+    for question in ("parity", "leak", "plan", "costs"):
         answer = call("interfaces", question, "--help")
         assert (answer.code, answer.err) == (0, "")
         assert answer.out.startswith(f"usage: topograd interfaces {question}")
+
+
+HUGE = "99999999999999999999"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{question} --seed {value}" for question in ("parity", "leak") for value in (HUGE, -1, "nan")),
+        *(f"parity --{name} {value}" for name in ("trials", "batches") for value in (HUGE, "inf", -5)),
+        *(f"leak --segments {value}" for value in (HUGE, "inf", -1)),
+        *(
+            f"plan --{name} {value}"
+            for name in ("regions", "region-layers", "width", "heads", "vocab", "context", "batch", "rank")
+            for value in (HUGE, 2**62, 2**31 - 2, "nan", -1)
+        ),
+        *(f"plan --{name} {value}" for name in ("segments", "workers") for value in (HUGE, 2**31, "inf", -1)),
+        *(f"costs --batch {value}" for value in (HUGE, 10**12, "nan", 0)),
+        *(f"costs --ops-per-byte {value}" for value in ("inf", "nan", "1e400", -1)),
+    ],
+)
+def test_wrong_and_infinite_numbers_are_one_line(
+    words: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "build_model", lambda *_: pytest.fail("built before the refusal"))
+    assert call("interfaces", *words.split()).refusal
+
+
+def test_the_largest_seed_is_a_seed(call: Any) -> None:
+    for question in ("leak", "parity --trials 1 --batches 2"):
+        assert call("interfaces", *question.split(), "--seed", 2**63 - 1, "--json").json
+
+
+def test_the_published_costs(call: Any) -> None:
+    """Table 4 of the source, and what it leaves out, at the configuration of its Appendix B."""
+    answer = call("interfaces", "costs", "--json").json
+    assert (answer["rank"], answer["regions"], answer["ops_per_byte"]) == (64, 16, 295)
+    for name, published in (("ssm", (7.8, 125, 500)), ("transformer", (80, 1275, 5100))):
+        assert list(answer[name]["jacobian_intensity"].values()) == pytest.approx(published, rel=6e-3)
+    assert [answer[name]["least_chunk"] for name in ("ssm", "transformer")] == [64, 4]
+    assert [answer[name]["published_least_chunk"] for name in ("ssm", "transformer")] == [38, 4]
+    assert answer["ssm"]["transport"]["LBI scan"]["span"] == 4 * 64**3
+
+
+def test_the_costs_follow_the_flags(call: Any) -> None:
+    words = "--batch 2 --tokens 4 --width 8 --state 4 --heads 2 --mlp-width 16 --rank 3 --regions 2"
+    answer = call("interfaces", "costs", *words.split(), "--ops-per-byte", 1, "--json").json
+    assert answer["ssm"]["forward_flops"] == 2 * 4 * 8 * 4
+    assert answer["transformer"]["forward_bytes"] == 2 * 2 * 4 * (8 + 2 * 4 + 16)
+    assert list(answer["ssm"]["jacobian_intensity"]) == ["1", "3"]
+    assert answer["ssm"]["work"] == 2 * (3 * 256 + 27 + 256)
+
+
+def test_the_costs_table_fits_a_terminal(call: Any) -> None:
+    table = shown(costs_table(module._costs(module.Costs())))
+    assert "K = 16 regions, r = 64" in table
+    assert "│ bound by compute (295 per byte) from chunk │        64 │           4 │" in table
+    assert "│   published, passes not whole              │        38 │           4 │" in table
+    assert "…" not in table
+    none = shown(costs_table(module._costs(module.Costs(rank=16))))
+    assert "│ bound by compute (295 per byte) from chunk │         – │" in none
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "parity --help",
+        "leak --help",
+        "plan --help",
+        "costs --help",
+        "costs --json",
+        "plan --regoins 3",
+        "plan --workers 5",
+        "parity --seed -1",
+        "nonsense",
+    ],
+)
+def test_flags_are_read_without_torch(words: str) -> None:
+    program = (
+        "import sys; from topograd.cli.main import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'torch or numpy was imported'; "
+        "sys.exit(code)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "interfaces", *words.split()], capture_output=True, text=True
+    )
+    good = "--help" in words or "--json" in words
+    assert ran.returncode == (0 if good else 2), ran.stderr

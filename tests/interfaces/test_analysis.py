@@ -14,11 +14,13 @@ from topograd.interfaces.analysis import (
     analyse,
     describe_jacobians,
     message_rank,
+    message_spread,
     singular_values,
 )
 from topograd.interfaces.engines import backward
-from topograd.interfaces.measure import Shape
+from topograd.interfaces.measure import build_model, random_tokens
 from topograd.interfaces.regions import Regions
+from topograd.interfaces.settings import Shape
 from topograd.nn.gpt import GPT
 from topograd.training.forward import run_stage
 
@@ -28,7 +30,7 @@ INTERFACE = SegmentInterface(segments=3, rank=5)
 
 @pytest.fixture
 def stack() -> GPT:
-    stack = SHAPE.build(INTERFACE).double()
+    stack = build_model(SHAPE, INTERFACE).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stack.parameters():
@@ -47,16 +49,16 @@ def rotated(*singular: float, seed: int) -> Tensor:
 
 def test_a_spectrum_and_what_follows_from_it() -> None:
     J = torch.stack([torch.stack([rotated(3, 1, 0, seed=k), rotated(5, 1, 0, seed=9 + k)]) for k in (1, 2)])
-    said = describe_jacobians(J)
-    assert said["local_norm"] == pytest.approx([4, 4])
-    assert said["spectrum"][0] == pytest.approx([4, 1, 0])
-    assert said["rms"] == pytest.approx([((10 / 3) ** 0.5 + (26 / 3) ** 0.5) / 2] * 2)
+    found = describe_jacobians(J)
+    assert found["local_norm"] == pytest.approx([4, 4])
+    assert found["spectrum"][0] == pytest.approx([4, 1, 0])
+    assert found["rms"] == pytest.approx([((10 / 3) ** 0.5 + (26 / 3) ** 0.5) / 2] * 2)
     entropies = [sum(-p * math.log(p) for p in ps) for ps in ((3 / 4, 1 / 4), (5 / 6, 1 / 6))]
-    assert said["effective_rank"] == pytest.approx([sum(map(math.exp, entropies)) / 2] * 2)
-    assert said["suffix_norm"][1] == pytest.approx(said["local_norm"][1])  # the last suffix is one Jacobian
+    assert found["effective_rank"] == pytest.approx([sum(map(math.exp, entropies)) / 2] * 2)
+    assert found["suffix_norm"][1] == pytest.approx(found["local_norm"][1])  # the last suffix is one Jacobian
     products = [torch.linalg.matrix_norm(J[1, b] @ J[0, b], 2).item() for b in range(2)]
-    assert said["suffix_norm"][0] == pytest.approx(sum(products) / 2)
-    assert said["suffix_norm"][0] < 16, "the leading directions are not aligned"
+    assert found["suffix_norm"][0] == pytest.approx(sum(products) / 2)
+    assert found["suffix_norm"][0] < 16, "the leading directions are not aligned"
 
 
 def test_the_product_is_in_the_order_of_the_regions() -> None:
@@ -81,13 +83,21 @@ def test_messages_around_their_mean() -> None:
     assert message_rank(square).item() == pytest.approx(2)
 
 
+def test_the_spread_of_messages_by_hand() -> None:
+    same = torch.tensor([1.0, -1.0]).expand(3, 2, 2)
+    assert message_spread(same) == 0, "constant: it tells nothing of the data"
+    apart = torch.tensor([[[1.0, -1.0]], [[-1.0, 1.0]]])
+    assert message_spread(apart) == 1, "no mean is left"
+    assert message_spread(torch.cat((apart, same[:2, :1]))).item() == pytest.approx(math.sqrt(3) / 2)
+
+
 def test_adjoint_norms() -> None:
     adjoints = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 2.0]]])
     assert adjoint_norms(adjoints).tolist() == [3, 1]
 
 
 def test_a_model_against_one_whole_graph(stack: GPT) -> None:
-    inputs, targets = SHAPE.tokens()
+    inputs, targets = random_tokens(SHAPE)
     found = analyse(stack, SHAPE.topology, inputs, targets)
     regions = Regions.of(stack, SHAPE.topology)
     x0 = stack.embed(inputs)
@@ -101,13 +111,14 @@ def test_a_model_against_one_whole_graph(stack: GPT) -> None:
     norms = [g.flatten(1).norm(dim=1).mean().item() for g in adjoints]
     assert found["adjoint_norm"] == pytest.approx(norms)
     assert found["message_rank"] == pytest.approx([message_rank(m.detach()).item() for m in messages])
+    assert found["message_spread"] == pytest.approx([message_spread(m.detach()).item() for m in messages])
     J = backward(stack, SHAPE.topology, inputs, targets, engine="scan").jacobians
     assert J is not None
     assert {name: found[name] for name in describe_jacobians(J)} == describe_jacobians(J)
 
 
 def test_what_a_layer_norm_takes_away(stack: GPT) -> None:
-    found = analyse(stack, SHAPE.topology, *SHAPE.tokens())
+    found = analyse(stack, SHAPE.topology, *random_tokens(SHAPE))
     n, states = 10, 2
     assert [len(found[name]) for name in ("local_norm", "suffix_norm", "adjoint_norm", "message_rank")] == [
         *(2, 2, 3, 3)
@@ -121,7 +132,7 @@ def test_what_a_layer_norm_takes_away(stack: GPT) -> None:
 
 
 def test_gradients_stay_as_they_were(stack: GPT) -> None:
-    inputs, targets = SHAPE.tokens()
+    inputs, targets = random_tokens(SHAPE)
     parameters = list(stack.parameters())
     kept = {id(p): torch.full_like(p, 7.0) for p in parameters[::2]}
     for parameter in parameters:
@@ -136,7 +147,7 @@ def test_gradients_stay_as_they_were(stack: GPT) -> None:
 
 def test_two_regions_have_no_jacobian(stack: GPT) -> None:
     topology = type(SHAPE.topology).regions("2,2")
-    found = analyse(stack, topology, *SHAPE.tokens())
+    found = analyse(stack, topology, *random_tokens(SHAPE))
     assert (found["local_norm"], found["suffix_norm"], found["spectrum"]) == ([], [], [])
     assert len(found["adjoint_norm"]) == len(found["message_rank"]) == 1
 
@@ -144,4 +155,4 @@ def test_two_regions_have_no_jacobian(stack: GPT) -> None:
 def test_a_region_that_is_not_exact_is_refused(stack: GPT) -> None:
     stack.layers[1].mlp.extra = torch.nn.Dropout(0.5)  # type: ignore[union-attr]
     with pytest.raises(StackError, match="drops out"):
-        analyse(stack, SHAPE.topology, *SHAPE.tokens())
+        analyse(stack, SHAPE.topology, *random_tokens(SHAPE))

@@ -1,4 +1,4 @@
-"""No logit hears a later position: exactly 0.0 for every pool, S and mixer; the published interface leaks."""
+"""No logit depends on a later position: exactly 0.0 for every pool, S and mixer; the published one leaks."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces.causality import future_gradient, leak
-from topograd.nn.gpt import ARCHITECTURES, GPT, Architecture
-from topograd.nn.interface import Maps, Pool, SegmentInterface, SegmentRelay, add_interfaces
+from topograd.nn.config import ARCHITECTURES, Architecture, Maps, Pool, SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import SegmentRelay, add_interfaces
 from topograd.nn.stack import Bus
 from topograd.reference.interfaces import interface_forward
 from topograd.topology.dag import Topology
@@ -106,8 +107,8 @@ class _TooEarly(SegmentRelay):
     early = 0
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        said = super().receive(message, bus) - bus.x0
-        return bus.x0 + said.roll(-self.early, dims=1)
+        decoded = super().receive(message, bus) - bus.x0
+        return bus.x0 + decoded.roll(-self.early, dims=1)
 
 
 class _Peeking(torch.nn.Module):

@@ -1,6 +1,8 @@
 """The cost model against the published tables, with the conventions that reproduce them."""
 
+import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from topograd.interfaces.costs import (
     Region,
     SSMRegion,
     TransformerRegion,
+    cost_model,
     forward_intensity,
     jacobian_flops,
     jacobian_intensity,
@@ -25,8 +28,6 @@ from topograd.interfaces.costs import (
     scan_transport,
     sequential_transport,
     table_1,
-    table_3,
-    table_4,
     work_span,
 )
 
@@ -36,8 +37,16 @@ REGIONS = st.one_of(
 )
 
 
+def illustrative(rank: int = ILLUSTRATIVE_RANK) -> dict[str, dict[str, Any]]:
+    models: dict[str, Region] = {"SSM": ILLUSTRATIVE_SSM, "Transformer": ILLUSTRATIVE_TRANSFORMER}
+    return {name: cost_model(region, rank, ILLUSTRATIVE_REGIONS) for name, region in models.items()}
+
+
 def test_table_4() -> None:
-    ours = table_4()
+    ours = {
+        name: (model["forward_intensity"], *model["jacobian_intensity"].values())
+        for name, model in illustrative().items()
+    }
     assert {name: tuple(round(x, 1) for x in row) for name, row in ours.items()} == {
         "SSM": (7.8, 7.8, 125.4, 501.6),
         "Transformer": (79.6, 79.6, 1273.1, 5092.3),
@@ -48,16 +57,30 @@ def test_table_4() -> None:
 
 
 def test_table_3_at_the_illustrative_configuration() -> None:
-    ssm, transformer = table_3()["SSM"], table_3()["Transformer"]
-    assert ssm.forward_flops == 201_326_592  # published: 2.01e8
-    assert ssm.forward_bytes == 2 * 8 * 2048 * (768 + 16)
-    assert transformer.forward_flops == 8 * 2048 * (768**2 + 2048 * 768 + 768 * 3072)
-    assert transformer.forward_bytes == 2 * 8 * (2048 * 768 + 12 * 2048**2 + 2048 * 3072)
-    assert ssm.jacobian_flops * ILLUSTRATIVE_REGIONS == pytest.approx(2.06e11, rel=2e-3)  # published
-    assert ssm.jacobian_intensity == pytest.approx(64 * 768 * 16 / (768 + 16) / 2)
-    for row in (ssm, transformer):
-        assert row.jacobian_intensity == row.jacobian_flops / row.forward_bytes
-    assert table_3(rank=16)["SSM"].jacobian_flops == ssm.jacobian_flops // 4
+    ssm, transformer = illustrative().values()
+    assert ssm["forward_flops"] == 201_326_592  # published: 2.01e8
+    assert ssm["forward_bytes"] == 2 * 8 * 2048 * (768 + 16)
+    assert transformer["forward_flops"] == 8 * 2048 * (768**2 + 2048 * 768 + 768 * 3072)
+    assert transformer["forward_bytes"] == 2 * 8 * (2048 * 768 + 12 * 2048**2 + 2048 * 3072)
+    assert ssm["jacobian_flops"] * ILLUSTRATIVE_REGIONS == pytest.approx(2.06e11, rel=2e-3)  # published
+    assert ssm["jacobian_intensity"][64] == pytest.approx(64 * 768 * 16 / (768 + 16) / 2)
+    for model in (ssm, transformer):
+        assert model["jacobian_intensity"][64] == model["jacobian_flops"] / model["forward_bytes"]
+    assert illustrative(rank=16)["SSM"]["jacobian_flops"] == ssm["jacobian_flops"] // 4
+
+
+def test_the_model_holds_what_the_functions_give() -> None:
+    region, rank, regions = TransformerRegion(2, 8, 16, 2, 32), 20, 5
+    model = cost_model(region, rank, regions, ops_per_byte=100)
+    assert list(model["jacobian_intensity"]) == [1, 16, 20]
+    assert list(cost_model(region, 1, 1)["jacobian_intensity"]) == [1]
+    assert model["least_chunk"] == least_chunk(region, rank, 100)
+    assert model["published_least_chunk"] == published_least_chunk(region, 100)
+    assert model["scan_over_jacobians"] == 2 * model["published_scan_over_jacobians"]
+    totals = work_span([jacobian_flops(region, rank)] * 5, [region.forward_flops] * 5, rank)
+    assert (model["work"], model["span"]) == (totals.work, totals.span)
+    assert model["transport"]["LBI scan"]["flops"] == rank**3
+    assert json.loads(json.dumps(model))["work"] == model["work"]
 
 
 @pytest.mark.parametrize(

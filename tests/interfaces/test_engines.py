@@ -1,5 +1,6 @@
 """Every engine, way and scan against the one graph of `reference/`: loss, adjoints, all gradients."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -7,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.errors import ConfigError
-from topograd.interfaces.engines import Backward, backward
-from topograd.nn.gpt import ARCHITECTURES, GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.errors import ConfigError, TopologyError
+from topograd.interfaces.engines import Backward, backward, region_step
+from topograd.nn.config import ARCHITECTURES, SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import add_interfaces
 from topograd.reference.interfaces import interface_forward, interface_loss
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.executor import train_step
+from topograd.training.objectives import CrossEntropy, Distillation
 
 VOCAB, CONTEXT = 11, 12
 TAIL = SegmentInterface(segments=4, rank=4)
@@ -98,7 +103,7 @@ MAIN = ("autograd", "loop", "loop-untrimmed", "batched", "forward-chunks", "pull
 )
 def test_every_gradient_is_the_reference_s(interface: str, way: str) -> None:
     stack, topology, loss, expected = known(interface)
-    assert expected.keys() == dict(stack.named_parameters()).keys(), "the loss hears every parameter"
+    assert expected.keys() == dict(stack.named_parameters()).keys(), "every parameter reaches the loss"
     step = backward(stack, topology, *batch(), **ENGINES[way])
     assert_same(taken(stack), expected)
     torch.testing.assert_close(step.loss, loss, rtol=1e-14, atol=0)
@@ -202,6 +207,59 @@ def test_float32_to_one_part_in_a_million_of_them_all(architecture: str) -> None
         backward(stack, topology, *batch(), **ENGINES[way])
         grads.append(torch.cat([g.double().flatten() for g in taken(stack).values()]))
     assert (grads[1] - grads[0]).norm() <= 1e-6 * grads[0].norm()
+
+
+@pytest.mark.parametrize("way", ["loop", "pullback", "hybrid"])
+@pytest.mark.parametrize("change", ["detached bus", "half the weight"])
+def test_what_a_topology_says_of_gradients_holds_for_every_engine(change: str, way: str) -> None:
+    stack, topology = model(TAIL, "1,1,1,1")
+    if change == "detached bus":
+        topology = replace(topology, bus="detached")
+    else:
+        last = replace(topology.stages[-1], weight=0.5)
+        topology = replace(topology, stages=(*topology.stages[:-1], last), reduction="sum")
+    train_step(stack, topology, *batch())
+    expected = taken(stack)
+    backward(stack, topology, *batch(), **ENGINES[way])
+    assert_same(taken(stack), expected)
+
+
+@pytest.mark.parametrize("engine", ["autograd", "scan", "hybrid"])
+def test_a_region_step_is_a_train_step(engine: Any) -> None:
+    stack, topology = model(TAIL, "2,1,2,1")
+    plan = Plan.of(topology, len(stack.layers))
+    losses = train_step(stack, plan, *batch(), scale=0.5)
+    expected = taken(stack)
+    found = region_step(stack, plan, *batch(), engine=engine, scale=0.5)
+    assert_same(taken(stack), expected)
+    assert found.shape == (4,)
+    assert found[:3].isnan().all()
+    torch.testing.assert_close(found[3], losses[3], rtol=1e-14, atol=0)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("engine", ["scan", "hybrid"])
+def test_a_region_step_takes_other_objectives_and_a_teacher(engine: Any) -> None:
+    stack, topology = model(TAIL, "1,1,1,1")
+    last = replace(topology.stages[-1], objective="distillation")
+    plan = Plan.of(replace(topology, stages=(*topology.stages[:-1], last)), len(stack.layers))
+    logits = torch.randn(2 * CONTEXT, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    shown: dict[str, Any] = {"teacher": lambda rows: logits[rows]}
+    for objectives in (None, {"distillation": Distillation(mix=0.9)}, {"distillation": CrossEntropy(0.1)}):
+        losses = train_step(stack, plan, *batch(), **shown, objectives=objectives)
+        expected = taken(stack)
+        found = region_step(stack, plan, *batch(), engine=engine, **shown, objectives=objectives)
+        assert_same(taken(stack), expected)
+        torch.testing.assert_close(found, losses, rtol=1e-13, atol=0, equal_nan=True)
+
+
+def test_a_region_step_of_anything_else_needs_autograd() -> None:
+    stack, _ = model(TAIL, "1,1,1,1")
+    plan = Plan.of("2,2", len(stack.layers))
+    assert region_step(stack, plan, *batch()).isfinite().all()
+    taken(stack)
+    with pytest.raises(TopologyError, match="region 2 reads through 'identity', which is no interface"):
+        region_step(stack, plan, *batch(), engine="scan")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from topograd.errors import ConfigError, StackError
 from topograd.interfaces import jacobian
 from topograd.interfaces.jacobian import Visit, Way, interface_jacobian, tangent_basis, visit
 from topograd.interfaces.regions import Regions
-from topograd.nn.gpt import ARCHITECTURES, GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.config import ARCHITECTURES, SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Bus
 from topograd.reference.interfaces import canvas_with_states, next_states
 from topograd.topology.dag import Topology
@@ -42,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @cache
 def inner_region(interface: str, architecture: str = "transformer") -> tuple[Regions, Tensor, Bus, Tensor]:
-    """Three regions, what the middle one hears, the bus, and its Jacobian (B, n, n) by definition."""
+    """Three regions, the message into the middle one, the bus, and its Jacobian (B, n, n) by definition."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "layers": 4,
@@ -61,11 +62,11 @@ def inner_region(interface: str, architecture: str = "transformer") -> tuple[Reg
     inputs = torch.randint(11, (BATCH, CONTEXT))
     x0 = stack.embed(inputs).detach()
     bus = stack.bus(x0, inputs)
-    heard = regions.messages(x0, bus)[0].detach().requires_grad_()
-    return regions, heard, bus, defined(regions, heard.detach(), bus)
+    message = regions.messages(x0, bus)[0].detach().requires_grad_()
+    return regions, message, bus, defined(regions, message.detach(), bus)
 
 
-def defined(regions: Regions, heard: Tensor, bus: Bus) -> Tensor:
+def defined(regions: Regions, message: Tensor, bus: Bus) -> Tensor:
     def transition(m: Tensor) -> Tensor:
         states = list(m.unbind(1))
         h = canvas_with_states(regions.relays[0], bus.x0, states)
@@ -73,7 +74,7 @@ def defined(regions: Regions, heard: Tensor, bus: Bus) -> Tensor:
             h = regions.stack.layers[layer](h, bus)
         return torch.stack(next_states(regions.relays[1], h, states), dim=1)
 
-    whole = torch.autograd.functional.jacobian(transition, heard).flatten(4, 5).flatten(1, 2)  # b i c j
+    whole = torch.autograd.functional.jacobian(transition, message).flatten(4, 5).flatten(1, 2)  # b i c j
     per_sample = torch.stack([whole[b, :, b] for b in range(BATCH)])
     for b in range(BATCH):
         whole[b, :, b] = 0
@@ -82,8 +83,8 @@ def defined(regions: Regions, heard: Tensor, bus: Bus) -> Tensor:
 
 
 def seen(interface: str, way: Way, architecture: str = "transformer") -> Visit:
-    regions, heard, bus, _ = inner_region(interface, architecture)
-    return visit(regions, 1, heard, bus, way)
+    regions, message, bus, _ = inner_region(interface, architecture)
+    return visit(regions, 1, message, bus, way)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -102,12 +103,12 @@ def test_recurrent_regions(architecture: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("interface", ["mean", "cumulative"])
-def test_no_state_hears_a_later_one(interface: str, name: str) -> None:
+def test_no_state_depends_on_a_later_one(interface: str, name: str) -> None:
     J = interface_jacobian(seen(interface, WAYS[name]["way"]), **WAYS[name])
     chosen = INTERFACES[interface]
     blocks = J.view(BATCH, chosen.segments - 1, chosen.rank, chosen.segments - 1, chosen.rank)
     for s in range(chosen.segments - 1):
-        assert blocks[:, s, :, : s + 1].abs().amax((0, 1, 3)).min() > 0, "it hears itself and those before"
+        assert blocks[:, s, :, : s + 1].abs().amax((0, 1, 3)).min() > 0, "on itself and those before"
         assert torch.equal(blocks[:, s, :, s + 1 :], torch.zeros_like(blocks[:, s, :, s + 1 :]))
 
 
@@ -129,9 +130,9 @@ def test_tangent_basis(rank: int, seed: int) -> None:
 def test_the_dead_directions_lose_nothing(interface: str) -> None:
     """J = Q Qᵀ J, of the Jacobian by definition."""
     _, _, _, J = inner_region(interface)
-    said = seen(interface, "loop").said.detach()
-    Q = tangent_basis(said)
-    rows = J.view(*said.shape, -1)
+    sent = seen(interface, "loop").message_out.detach()
+    Q = tangent_basis(sent)
+    rows = J.view(*sent.shape, -1)
     torch.testing.assert_close(Q @ (Q.mT @ rows), rows, rtol=1e-12, atol=1e-13)
 
 
@@ -157,8 +158,8 @@ def test_rank_minus_two_rows_for_each_state(
 
 def test_trimmed_rows_run_through_their_prefix_only() -> None:
     """The rows of state s need (s + 1) ℓ positions; the last ones use the visit's own graph."""
-    regions, heard, bus, _ = inner_region("tail")
-    one = visit(regions, 1, heard, bus)
+    regions, message, bus, _ = inner_region("tail")
+    one = visit(regions, 1, message, bus)
     lengths: list[int] = []
     hook = regions.stack.layers[1].register_forward_pre_hook(
         lambda _, given: lengths.append(given[0].shape[1])
@@ -220,19 +221,19 @@ def test_a_layer_without_forward_mode_is_refused_in_one_line(
     regions = Regions.of(stack, Topology.regions("1,1,1"))
     inputs = torch.randint(11, (BATCH, CONTEXT))
     bus = stack.bus(stack.embed(inputs).detach(), inputs)
-    heard = regions.messages(bus.x0, bus)[0].detach().requires_grad_()
+    message = regions.messages(bus.x0, bus)[0].detach().requires_grad_()
     with pytest.raises(StackError, match=r"no forward-mode derivative.*use jacobian='loop'") as caught:
-        interface_jacobian(visit(regions, 1, heard, bus, "forward"), "forward", chunk)
+        interface_jacobian(visit(regions, 1, message, bus, "forward"), "forward", chunk)
     assert "\n" not in str(caught.value)
-    loop = interface_jacobian(visit(regions, 1, heard, bus), "loop")
-    torch.testing.assert_close(loop, defined(regions, heard.detach(), bus), rtol=1e-11, atol=1e-13)
+    loop = interface_jacobian(visit(regions, 1, message, bus), "loop")
+    torch.testing.assert_close(loop, defined(regions, message.detach(), bus), rtol=1e-11, atol=1e-13)
 
 
 def test_bad_settings() -> None:
-    regions, heard, bus, _ = inner_region("tail")
+    regions, message, bus, _ = inner_region("tail")
     with pytest.raises(
         ConfigError, match="jacobian 'magic' is unknown; choose one of loop, batched, forward"
     ):
-        visit(regions, 1, heard, bus, "magic")  # type: ignore[arg-type]
+        visit(regions, 1, message, bus, "magic")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="chunk is 0; it must be at least 1"):
-        interface_jacobian(visit(regions, 1, heard, bus), chunk=0)
+        interface_jacobian(visit(regions, 1, message, bus), chunk=0)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError, TopologyError
 from topograd.interfaces.regions import Regions
+from topograd.nn.config import Pool, SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import Pool, SegmentInterface, add_interfaces
+from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Bus
 from topograd.reference.interfaces import interface_forward
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
@@ -62,7 +63,7 @@ def test_another_number_of_layers() -> None:
 
 
 def test_a_relay_that_is_no_interface() -> None:
-    with pytest.raises(TopologyError, match="region 2 hears through 'identity', which is no interface"):
+    with pytest.raises(TopologyError, match="region 2 reads through 'identity', which is no interface"):
         Regions.of(model(), Topology.chain("1,2,1", transmissivity=1.0))
 
 
@@ -73,29 +74,29 @@ def test_a_stack_without_interfaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "heard"),
+    ("extra", "sources"),
     [
         (Edge(0), r"\[2, 1\] with λ = \[1.0, 0.0\]"),
         (Edge(EMBEDDING, None, 0.5), r"\[2, 0\] with λ = \[1.0, 0.5\]"),
     ],
 )
-def test_a_second_source(extra: Edge, heard: str) -> None:
+def test_a_second_source(extra: Edge, sources: str) -> None:
     last = CHAIN.stages[2]
     bypass = with_stage(2, replace(last, sources=(*last.sources, extra)))
-    said = f"region 3 hears regions {heard}; .* only the interface from region 2"
-    with pytest.raises(TopologyError, match=said):
+    expected = f"region 3 reads from regions {sources}; .* only the interface from region 2"
+    with pytest.raises(TopologyError, match=expected):
         Regions.of(model(), bypass)
 
 
 def test_a_source_that_is_not_the_region_before() -> None:
     skipping = with_stage(2, replace(CHAIN.stages[2], sources=(Edge(0, None, 1.0, "interface-2"),)))
-    with pytest.raises(TopologyError, match=r"region 3 hears regions \[1\] with λ = \[1.0\]"):
+    with pytest.raises(TopologyError, match=r"region 3 reads from regions \[1\] with λ = \[1.0\]"):
         Regions.of(model(), skipping)
 
 
 def test_a_boundary_that_stops_gradient() -> None:
     stopped = with_stage(1, replace(CHAIN.stages[1], sources=(Edge(0, None, 0.5, "interface-1"),)))
-    with pytest.raises(TopologyError, match=r"region 2 hears regions \[1\] with λ = \[0.5\]; .* with λ = 1"):
+    with pytest.raises(TopologyError, match=r"region 2 reads from regions \[1\] with λ = \[0.5\]; .* λ = 1"):
         Regions.of(model(), stopped)
 
 
@@ -112,7 +113,7 @@ def test_a_frozen_region() -> None:
         Stage(0, 1, (root,), weight=0.0, frozen=True),
         Stage(1, 4, (Edge(0, None, 0.0, "interface-1"),)),
     )
-    with pytest.raises(TopologyError, match=r"region 1 hears .* with λ = 1"):
+    with pytest.raises(TopologyError, match=r"region 1 reads from .* with λ = 1"):
         Regions.of(model(), Topology(4, frozen))
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from topograd.errors import TopologyError
 from topograd.interfaces.separator import check_separator
-from topograd.nn.gpt import ARCHITECTURES, GPT
-from topograd.nn.interface import Pool, SegmentInterface, SegmentRelay, add_interfaces
+from topograd.nn.config import ARCHITECTURES, Pool, SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import SegmentRelay, add_interfaces
 from topograd.nn.stack import Bus
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 
@@ -33,7 +34,7 @@ def tokens() -> Tensor:
     return torch.randint(11, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
 
 
-def also_hears(region: int, edge: Edge) -> Topology:
+def also_reads(region: int, edge: Edge) -> Topology:
     stages = list(CHAIN.stages)
     stages[region] = replace(stages[region], sources=(*stages[region].sources, edge))
     return replace(CHAIN, stages=tuple(stages))
@@ -51,13 +52,13 @@ def test_the_published_interface_is_a_separator_too() -> None:
 
 
 def test_the_canvas_is_allowed() -> None:
-    check_separator(model(), also_hears(2, Edge(EMBEDDING, transmissivity=1.0)), tokens())
+    check_separator(model(), also_reads(2, Edge(EMBEDDING, transmissivity=1.0)), tokens())
 
 
 def test_an_interface_past_a_region_is_one_all_the_same() -> None:
     stack = model()
     stack.add_relay("far", SegmentRelay(TAIL, 8, CONTEXT, first=True).double())
-    check_separator(stack, also_hears(3, Edge(0, relay="far")), tokens())
+    check_separator(stack, also_reads(3, Edge(0, relay="far")), tokens())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_an_interface_past_a_region_is_one_all_the_same() -> None:
 )
 def test_an_edge(region: int, edge: Edge, named: str) -> None:
     with pytest.raises(TopologyError, match=f"{named}.* 'identity' leads there; remove that path") as caught:
-        check_separator(model(), also_hears(region, edge), tokens())
+        check_separator(model(), also_reads(region, edge), tokens())
     assert "\n" not in str(caught.value)
 
 
@@ -195,7 +196,7 @@ def test_a_relay_that_keeps_what_it_received() -> None:
     stack.add_relay("interface-1", _KeepingRelay(TAIL, 8, CONTEXT, first=True).double())
     stack.layers[5] = _Reads(stack.layers[5], stack.relays["interface-1"])
     with pytest.raises(
-        TopologyError, match=r"what it hears \(region 2\) reaches region 3 .* layers\.5 changes"
+        TopologyError, match=r"its message \(region 2\) reaches region 3 .* layers\.5 changes"
     ):
         check_separator(stack, CHAIN, tokens())
 

@@ -13,6 +13,7 @@ taken within its round, and the row shows its median and quartiles (`timing.py`)
     scans        microseconds of the suffix scan, K maps of width n
 
 and whether it is the same thing that was timed: the gradients of every scan step against autograd's, float32.
+The multiply-adds of the lean step over those of the dense one, attention included, are counted and not timed.
 A goal is an upper bound for the ratio; rows without one are there to compare. The scan engine's goal stands
 at its fastest way, by hand.
 
@@ -34,16 +35,19 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from topograd.errors import ConfigError
-from topograd.interfaces.engines import Engine, backward
-from topograd.interfaces.jacobian import Way, interface_jacobian, visit
-from topograd.interfaces.measure import Shape, middle_region, timed
+from topograd.interfaces.engines import backward
+from topograd.interfaces.jacobian import interface_jacobian, visit
+from topograd.interfaces.measure import build_model, middle_region, random_tokens, timed
 from topograd.interfaces.parity import difference, taken_gradients
 from topograd.interfaces.regions import Regions
-from topograd.interfaces.scan import Method, suffix_adjoints
+from topograd.interfaces.settings import BackwardEngine, Way
+from topograd.interfaces.settings import BenchSettings as Settings
+from topograd.interfaces.suffix_scan import Method, suffix_adjoints
+from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import SegmentInterface
 from topograd.timing import Spread, ratio, read_in_turns, take_turns
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
@@ -58,49 +62,12 @@ SCAN_CALLS = 10
 Models = Mapping[SegmentInterface, GPT]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings(Shape):
-    """The model, its interfaces, and how often everything is measured."""
-
-    segments: int = 8
-    """S of the lean interface by autograd."""
-    scan_segments: int = 4
-    """S of the causal interface by scan."""
-    causal_rank: int = 8
-    """r of both."""
-    rank: int = 16
-    """r of the published interface, the mean of the whole sequence."""
-    scan_maps: tuple[int, ...] = (16, 256)
-    """K of the scans alone, whose width is `rank`."""
-    repeats: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (("repeats", self.repeats), *(("scan_maps", maps) for maps in self.scan_maps)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        for interface in (self.lean, self.causal, self.published):
-            interface.segment(self.context)
-
-    @property
-    def lean(self) -> SegmentInterface:
-        return SegmentInterface(segments=self.segments, rank=self.causal_rank)
-
-    @property
-    def causal(self) -> SegmentInterface:
-        return SegmentInterface(segments=self.scan_segments, rank=self.causal_rank)
-
-    @property
-    def published(self) -> SegmentInterface:
-        return SegmentInterface(segments=1, rank=self.rank, pool="mean", causal=False)
-
-
 @dataclass(frozen=True)
 class Step:
     """A training step that is measured."""
 
     interface: SegmentInterface
-    engine: Engine = "autograd"
+    engine: BackwardEngine = "autograd"
     jacobian: Way = "loop"
     goal: float | None = None
 
@@ -115,7 +82,7 @@ def bench_scan(settings: Settings) -> dict[str, Any]:
     steps = _steps(settings)
     cumulative = replace(settings.causal, pool="cumulative")
     wanted = {*(step.interface for step in steps), cumulative}
-    models = {interface: settings.build(interface) for interface in wanted}
+    models = {interface: build_model(settings, interface) for interface in wanted}
     agreement = _agreement(settings, steps, models)
     jacobians, trimming = _jacobians(settings, models, (settings.published, settings.causal, cumulative))
     return {
@@ -125,6 +92,7 @@ def bench_scan(settings: Settings) -> dict[str, Any]:
         "jacobians": jacobians,
         "trimming": trimming,
         "scans": [_scan_times(settings, maps) for maps in settings.scan_maps],
+        "lean_multiply_adds": _lean_multiply_adds(settings, models[settings.lean]),
         "agreement": agreement,
     }
 
@@ -156,14 +124,14 @@ def _steps(settings: Settings) -> list[Step]:
 
 
 def _run(settings: Settings, step: Step, models: Models) -> None:
-    inputs, targets = settings.tokens()
+    inputs, targets = random_tokens(settings)
     stack = models[step.interface]
     backward(stack, settings.topology, inputs, targets, engine=step.engine, jacobian=step.jacobian)
 
 
 def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[dict[str, Any]]:
-    inputs, targets = settings.tokens()
-    dense, whole = settings.build(), Topology.chain(str(settings.regions * settings.region_layers))
+    inputs, targets = random_tokens(settings)
+    dense, whole = build_model(settings), Topology.chain(str(settings.regions * settings.region_layers))
     base: Callable[[], object] = partial(train_step, dense, whole, inputs, targets)
     rows = []
     for step in steps:
@@ -172,6 +140,19 @@ def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[di
         seconds = take_turns(turns, settings.repeats, warmup=1)
         rows.append(row(step.name, ratio(seconds, step.name, DENSE), step.goal))
     return rows
+
+
+def _lean_multiply_adds(settings: Settings, lean: GPT) -> float:
+    """Multiply-adds of the lean step over the dense one's, forward and backward."""
+    inputs, targets = random_tokens(settings)
+    dense, whole = build_model(settings), Topology.chain(str(settings.regions * settings.region_layers))
+    counts = []
+    for stack, topology in ((lean, settings.topology), (dense, whole)):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            train_step(stack, topology, inputs, targets)
+        stack.zero_grad(set_to_none=True)
+        counts.append(counter.get_total_flops())
+    return counts[0] / counts[1]
 
 
 def _agreement(settings: Settings, steps: list[Step], models: Models) -> dict[str, Any]:
@@ -220,7 +201,7 @@ def _jacobians(
 
 def _dense_forward(settings: Settings) -> Callable[[], float]:
     """F: the layers of one region at every position, with their graph."""
-    stack, (inputs, _) = settings.build(), settings.tokens()
+    stack, (inputs, _) = build_model(settings), random_tokens(settings)
     middle = settings.topology.stages[settings.regions // 2]
     x0 = stack.embed(inputs).detach().requires_grad_()
     bus = stack.bus(x0, inputs)
@@ -236,31 +217,32 @@ def _dense_forward(settings: Settings) -> Callable[[], float]:
 
 def _jacobian_clock(settings: Settings, stack: GPT, way: Way, trimmed: bool) -> Callable[[], float]:
     """Seconds of the middle region's Jacobian; the forward before it is not counted."""
-    regions, (inputs, _) = Regions.of(stack, settings.topology), settings.tokens()
-    middle, heard, bus = middle_region(regions, inputs)
+    regions, (inputs, _) = Regions.of(stack, settings.topology), random_tokens(settings)
+    middle, message, bus = middle_region(regions, inputs)
 
     def clock() -> float:
-        seen = visit(regions, middle, heard.detach().requires_grad_(), bus, way)
-        return timed(lambda: interface_jacobian(seen, way, trimmed=trimmed), heard.device)[0]
+        seen = visit(regions, middle, message.detach().requires_grad_(), bus, way)
+        return timed(lambda: interface_jacobian(seen, way, trimmed=trimmed), message.device)[0]
 
     return clock
 
 
 def _every_row_clock(settings: Settings, stack: GPT) -> Callable[[], float]:
     """Seconds of the middle region's Jacobian as one would write it first: all rows, at all positions."""
-    regions, (inputs, _) = Regions.of(stack, settings.topology), settings.tokens()
-    middle, heard, bus = middle_region(regions, inputs)
+    regions, (inputs, _) = Regions.of(stack, settings.topology), random_tokens(settings)
+    middle, message, bus = middle_region(regions, inputs)
     planned = regions.plan.stages[middle]
-    basis = torch.eye(heard[0].numel(), dtype=heard.dtype, device=heard.device).view(-1, *heard.shape[1:])
+    numbers = message[0].numel()
+    basis = torch.eye(numbers, dtype=message.dtype, device=message.device).view(-1, *message.shape[1:])
 
     def clock() -> float:
-        leaf = heard.detach().requires_grad_()
-        said = run_stage(stack, planned, [leaf], bus)[1][planned.sends[0]]
+        leaf = message.detach().requires_grad_()
+        sent = run_stage(stack, planned, [leaf], bus)[1][planned.sends[0]]
 
         def rows() -> list[Tensor]:
-            return [torch.autograd.grad(said, leaf, e.expand_as(said), retain_graph=True)[0] for e in basis]
+            return [torch.autograd.grad(sent, leaf, e.expand_as(sent), retain_graph=True)[0] for e in basis]
 
-        return timed(rows, heard.device)[0]
+        return timed(rows, message.device)[0]
 
     return clock
 

@@ -9,8 +9,10 @@ Statement. With J_k = ∂m_{k+1}/∂m_k and m̄_k = ∂L/∂m_k, for every sampl
     adjoint norm      ‖m̄_k‖₂                                what reaches interface k
 
 each averaged over the batch. The messages have an effective rank too: that of their matrix, rows (sample,
-segment) and columns r, less its mean row. A message is a LayerNorm's output, so at least 2 (S-1) of the
-n = (S-1) r singular values of J are zero, and the messages of one boundary have at most rank r - 1.
+segment) and columns r, less its mean row. Their spread is the root mean square of that difference: 0 where
+all rows are alike and the message tells nothing of the data, at most 1, for a row has length √r. A message is
+a LayerNorm's output, so at least 2 (S-1) of the n = (S-1) r singular values of J are zero, and the messages
+of one boundary have at most rank r - 1.
 
 Symbols and shapes. K regions, B samples, n the width of the interface. J (K-2, B, n, n) for regions 1..K-2,
 m̄ (K-1, B, n) for interfaces 1..K-1. P_{K-1} = I is left out. Cost: that of a step by the scan engine, and
@@ -34,7 +36,7 @@ from torch import Tensor, nn
 from topograd.effective_rank import effective_rank
 from topograd.interfaces.engines import backward
 from topograd.interfaces.regions import Regions
-from topograd.interfaces.scan import suffix_products
+from topograd.interfaces.suffix_scan import suffix_products
 from topograd.nn.stack import Stack
 from topograd.topology.dag import Topology
 
@@ -49,6 +51,7 @@ def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -
         x0 = stack.embed(inputs)
         messages = regions.messages(x0, stack.bus(x0, inputs))
         ranks = [message_rank(m).item() for m in messages]
+        spreads = [message_spread(m).item() for m in messages]
     batch, n = found.adjoints.shape[1:]
     none = found.adjoints.new_empty(0, batch, n, n)  # two regions have no Jacobian between interfaces
     return {
@@ -56,14 +59,15 @@ def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -
         **describe_jacobians(none if found.jacobians is None else found.jacobians),
         "adjoint_norm": adjoint_norms(found.adjoints).tolist(),
         "message_rank": ranks,
+        "message_spread": spreads,
     }
 
 
 def describe_jacobians(jacobians: Tensor) -> dict[str, Any]:
     """Lists with one entry for each of the inner regions 1..K-2, from J (K-2, B, n, n); spectra have n more.
 
-    >>> said = describe_jacobians(torch.diag(torch.tensor([3.0, 4.0])).expand(2, 1, 2, 2))
-    >>> said["local_norm"], said["suffix_norm"], said["spectrum"]
+    >>> found = describe_jacobians(torch.diag(torch.tensor([3.0, 4.0])).expand(2, 1, 2, 2))
+    >>> found["local_norm"], found["suffix_norm"], found["spectrum"]
     ([4.0, 4.0], [16.0, 4.0], [[4.0, 3.0], [4.0, 3.0]])
     """
     singular = singular_values(jacobians)  # (K-2, B, n)
@@ -86,6 +90,12 @@ def message_rank(message: Tensor) -> Tensor:
     """The effective rank of messages (B, states, r) around their mean; 0 where there is only one."""
     rows = message.flatten(0, -2)
     return effective_rank(singular_values(rows - rows.mean(0)))
+
+
+def message_spread(message: Tensor) -> Tensor:
+    """The root mean square of messages (B, states, r) around their mean."""
+    rows = message.flatten(0, -2)
+    return (rows - rows.mean(0)).square().mean().sqrt()
 
 
 def adjoint_norms(adjoints: Tensor) -> Tensor:

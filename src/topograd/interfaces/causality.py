@@ -25,8 +25,7 @@ from torch import Tensor
 
 from topograd.errors import StackError
 from topograd.interfaces.parity import REGIONS, random_batch, random_model
-from topograd.nn.gpt import Architecture
-from topograd.nn.interface import Pool, SegmentInterface
+from topograd.nn.config import Architecture, Pool, SegmentInterface
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 from topograd.training.forward import stage_logits

@@ -14,7 +14,8 @@ with, from Table 3 of the source,
     Transformer    F = B L (D² + L D + D X)         Q = B L (D + H L + X)
 
 Symbols. B batch, L tokens, D width, N state of the SSM, H heads, X width of the MLP, K regions, r width of
-the interface, c `chunk`. FLOPs and bytes are totals for one region and the whole batch. Cost: O(K).
+the interface, c `chunk`. FLOPs and bytes are totals for one region and the whole batch. Cost: O(K + log r).
+`topograd interfaces costs` shows all of it, by default for the configuration of Appendix B.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.2 and Appendix B.
 
 Conventions. The source writes Θ(·); its numbers follow from constants of 1, one FLOP for a multiply-add, and
@@ -42,8 +43,10 @@ encoder and decoder of the interface are not counted, nor are the tangents that 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from topograd.errors import ConfigError
 from topograd.topology.composition import positive_int
@@ -108,9 +111,10 @@ Region = SSMRegion | TransformerRegion
 
 ILLUSTRATIVE_SSM = SSMRegion(B=8, L=2048, D=768, N=16)
 ILLUSTRATIVE_TRANSFORMER = TransformerRegion(B=8, L=2048, D=768, H=12, X=3072)
-_ILLUSTRATIVE: dict[str, Region] = {"SSM": ILLUSTRATIVE_SSM, "Transformer": ILLUSTRATIVE_TRANSFORMER}
 ILLUSTRATIVE_RANK = 64
 ILLUSTRATIVE_REGIONS = 16
+ILLUSTRATIVE_CHUNK = 16
+"""The configuration of Appendix B, and the chunk between one direction and all of them in Table 4."""
 
 
 def forward_intensity(region: Region) -> float:
@@ -137,7 +141,8 @@ def published_least_chunk(region: Region, ops_per_byte: float = H100_OPS_PER_BYT
 def least_chunk(region: Region, rank: int, ops_per_byte: float = H100_OPS_PER_BYTE) -> int | None:
     """The smallest chunk whose Jacobian is compute-bound with whole passes; None if even c = r is not."""
     chunks = range(1, positive_int(rank, "the interface's width") + 1)
-    return next((c for c in chunks if jacobian_intensity(region, rank, c) >= ops_per_byte), None)
+    bound = bisect_left(chunks, True, key=lambda c: jacobian_intensity(region, rank, c) >= ops_per_byte)
+    return chunks[bound] if bound < rank else None
 
 
 def scan_ratio(region: Region, rank: int, *, per_sample: bool) -> float:
@@ -200,40 +205,27 @@ def table_1(region: Region, rank: int, regions: int) -> dict[str, Transport]:
     }
 
 
-@dataclass(frozen=True)
-class CostRow:
-    """A column of Table 3 as numbers. The Jacobian's traffic is the forward's, read once (c = r)."""
-
-    forward_flops: int
-    forward_bytes: int
-    jacobian_flops: int
-    jacobian_intensity: float
-
-
-def table_3(rank: int = ILLUSTRATIVE_RANK) -> dict[str, CostRow]:
-    """Table 3 at the configuration of Appendix B."""
+def cost_model(
+    region: Region, rank: int, regions: int, ops_per_byte: float = H100_OPS_PER_BYTE
+) -> dict[str, Any]:
+    """Everything of this module for K regions like `region`, as plain numbers: Tables 1, 3 and 4."""
+    jacobian = jacobian_flops(region, rank)
+    totals = work_span([jacobian] * regions, [region.forward_flops] * regions, rank)
     return {
-        name: CostRow(
-            region.forward_flops,
-            region.forward_bytes,
-            jacobian_flops(region, rank),
-            jacobian_intensity(region, rank, rank),
-        )
-        for name, region in _ILLUSTRATIVE.items()
-    }
-
-
-def table_4() -> dict[str, tuple[float, float, float, float]]:
-    """Table 4: I_fwd, then the Jacobian's intensity at c = 1, 16 and 64 (r = 64)."""
-    rank = ILLUSTRATIVE_RANK
-    return {
-        name: (
-            forward_intensity(region),
-            jacobian_intensity(region, rank, 1),
-            jacobian_intensity(region, rank, 16),
-            jacobian_intensity(region, rank, 64),
-        )
-        for name, region in _ILLUSTRATIVE.items()
+        "forward_flops": region.forward_flops,
+        "forward_bytes": region.forward_bytes,
+        "forward_intensity": forward_intensity(region),
+        "jacobian_flops": jacobian,
+        "jacobian_intensity": {
+            c: jacobian_intensity(region, rank, c) for c in sorted({1, min(ILLUSTRATIVE_CHUNK, rank), rank})
+        },
+        "least_chunk": least_chunk(region, rank, ops_per_byte),
+        "published_least_chunk": published_least_chunk(region, ops_per_byte),
+        "scan_over_jacobians": scan_ratio(region, rank, per_sample=True),
+        "published_scan_over_jacobians": scan_ratio(region, rank, per_sample=False),
+        "work": totals.work,
+        "span": totals.span,
+        "transport": {name: asdict(row) for name, row in table_1(region, rank, regions).items()},
     }
 
 

@@ -9,22 +9,23 @@ Four ways to the same matrix:
 
 Two facts make it cheaper than (S-1) r VJPs of the whole region, both exact:
 
-  - The interface is causal: m_{k+1}[s] hears m_k[1..s] only, and through the region's layers only the
-    positions before segment s. So the rows of segment s are pulled back through that prefix ("trimmed").
+  - The interface is causal: m_{k+1}[s] depends on m_k[1..s] only, and through the region's layers only on
+    the positions before segment s. So the rows of segment s are pulled back through that prefix ("trimmed").
   - m_{k+1} is a LayerNorm's output: mean 0, length √r. All its changes are orthogonal to 1 and to m_{k+1}
     itself, so with Q (r, r-2) an orthonormal basis of what is left, J = Q (Qᵀ J), and r - 2 rows suffice.
 
 Shapes: m (B, S-1, r); J (B, n, n), n = (S-1) r, block lower triangular. Cost, in forwards F of the region:
 n VJPs of about 1.1 F untrimmed; trimmed, Σ_s (r-2)(s/S) 1.1 F and one forward of each prefix.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.2 (eq. 8) and appendix D.1; the
-two savings are ours. Limits: samples must be independent (`regions.py` checks).
+two savings are ours. Limits: samples must be independent and a region a function of its inputs (`regions.py`
+and `exactness.py` check).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -33,42 +34,41 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces.pullback import Tape, pullback, record
 from topograd.interfaces.regions import Regions
+from topograd.interfaces.settings import Way
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.stack import Bus
-
-Way = Literal["loop", "batched", "forward", "pullback"]
 
 
 @dataclass
 class Visit:
-    """One region's forward, with its graph: what it heard (a leaf) and what it said."""
+    """One region's forward, with its graph from `message_in` (a leaf) to `message_out`."""
 
     regions: Regions
     region: int
     bus: Bus
-    heard: Tensor
-    said: Tensor
+    message_in: Tensor
+    message_out: Tensor
     tape: Tape | None = None
 
     @property
-    def speaks(self) -> SegmentRelay:
+    def relay_out(self) -> SegmentRelay:
         return self.regions.relays[self.region]
 
 
-def visit(regions: Regions, region: int, heard: Tensor, bus: Bus, way: Way = "loop") -> Visit:
+def visit(regions: Regions, region: int, message_in: Tensor, bus: Bus, way: Way = "loop") -> Visit:
     """Run a region so that its Jacobian can be taken in this way."""
     if way not in get_args(Way):
         raise ConfigError(f"jacobian {way!r} is unknown; choose one of {', '.join(get_args(Way))}")
     tape = None
     if way == "pullback":
         with record([regions.stack.layers[i] for i in regions.plan.stages[region].layers]) as tape:
-            said = regions.visit(region, heard, bus)
+            message = regions.visit(region, message_in, bus)
     elif way == "batched":
         with sdpa_kernel(SDPBackend.MATH):
-            said = regions.visit(region, heard, bus)
+            message = regions.visit(region, message_in, bus)
     else:
-        said = regions.visit(region, heard, bus)
-    return Visit(regions, region, bus, heard, said, tape)
+        message = regions.visit(region, message_in, bus)
+    return Visit(regions, region, bus, message_in, message, tape)
 
 
 def interface_jacobian(
@@ -77,14 +77,14 @@ def interface_jacobian(
     """J (B, n, n) of one visit; `chunk` rows or columns at a time, where a way takes several."""
     if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk is {chunk}; it must be at least 1")
-    batch, states, rank = seen.said.shape
+    batch, states, rank = seen.message_out.shape
     if way == "forward":
         J = _forward(seen, chunk)
     else:
         pull = {"loop": _loop, "batched": _batched, "pullback": _by_hand}[way]
-        J = seen.said.new_zeros(batch, states, rank, states, rank)
+        J = seen.message_out.new_zeros(batch, states, rank, states, rank)
         for s in range(states):
-            basis = tangent_basis(seen.said[:, s].detach())
+            basis = tangent_basis(seen.message_out[:, s].detach())
             pulled = pull(seen, s, basis.permute(2, 0, 1), chunk, trimmed)
             J[:, s, :, : pulled.shape[2]] = torch.einsum("bri,ibtq->brtq", basis, pulled)
     return J.reshape(batch, states * rank, states * rank)
@@ -97,27 +97,26 @@ def tangent_basis(m: Tensor) -> Tensor:
 
 
 def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
-    """m_{k+1}[s] with a graph to what was heard: through the positions before its segment, if trimmed."""
-    if not trimmed or s == seen.said.shape[1] - 1:
-        return seen.said[:, s], seen.heard
-    time = (s + 1) * seen.speaks.segment
+    """m_{k+1}[s], and the leaf m_k of its graph: of the positions before segment s alone, if trimmed."""
+    if not trimmed or s == seen.message_out.shape[1] - 1:
+        return seen.message_out[:, s], seen.message_in
+    time = (s + 1) * seen.relay_out.segment
     inputs, x0 = seen.bus.inputs[:, :time], seen.bus.x0[:, :time].detach()
-    heard = seen.heard[:, : s + 1].detach().requires_grad_()
-    said = seen.regions.visit(seen.region, heard, seen.regions.stack.bus(x0, inputs))
-    return said[:, s], heard
+    leaf = seen.message_in[:, : s + 1].detach().requires_grad_()
+    return seen.regions.visit(seen.region, leaf, seen.regions.stack.bus(x0, inputs))[:, s], leaf
 
 
 def _loop(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
     """Each of `rows` (basis, B, r), cotangents of m_{k+1}[s], pulled back to (basis, B, states, r)."""
-    said, heard = _prefix(seen, s, trimmed)
-    return torch.stack([torch.autograd.grad(said, heard, row, retain_graph=True)[0] for row in rows])
+    state, leaf = _prefix(seen, s, trimmed)
+    return torch.stack([torch.autograd.grad(state, leaf, row, retain_graph=True)[0] for row in rows])
 
 
 def _batched(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        said, heard = _prefix(seen, s, trimmed)
+        state, leaf = _prefix(seen, s, trimmed)
     parts = [
-        torch.autograd.grad(said, heard, part, retain_graph=True, is_grads_batched=True)[0]
+        torch.autograd.grad(state, leaf, part, retain_graph=True, is_grads_batched=True)[0]
         for part in rows.split(chunk or len(rows))
     ]
     return torch.cat(parts)
@@ -126,26 +125,26 @@ def _batched(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool
 def _by_hand(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
     """Through LN and Enc, through the blocks, through Dec: the small maps by autograd, the blocks by hand."""
     assert seen.tape is not None, "a visit for a pullback is recorded"
-    speaks, listens = seen.speaks, seen.regions.relays[seen.region - 1]
+    relay_in = seen.regions.relays[seen.region - 1]
     pooled, weights, segment = _pooled(seen, s)
-    heard = seen.heard[:, : s + 1].detach().requires_grad_()
-    said = speaks.tell(pooled[:, None], heard[:, s : s + 1])[:, 0]
+    leaf = seen.message_in[:, : s + 1].detach().requires_grad_()
+    state = seen.relay_out.send_pooled(pooled[:, None], leaf[:, s : s + 1])[:, 0]
     to_pooled, direct = torch.autograd.grad(
-        said, (pooled, heard), rows, is_grads_batched=True, retain_graph=True
+        state, (pooled, leaf), rows, is_grads_batched=True, retain_graph=True
     )
     if seen.regions.settings.causal and s == 0:
-        return direct  # segment 0 hears nothing: only the sum with m is left
+        return direct  # segment 0 gets no message: only the sum with m is left
     skip = int(seen.regions.settings.causal)
     through = pullback(seen.tape, to_pooled, weights, segment, skip=skip, chunk=chunk)
-    decoded = listens.decode(heard[:, : through.shape[2]])
-    (lifted,) = torch.autograd.grad(decoded, heard, through, is_grads_batched=True)
+    decoded = relay_in.decode(leaf[:, : through.shape[2]])
+    (lifted,) = torch.autograd.grad(decoded, leaf, through, is_grads_batched=True)
     return direct + lifted
 
 
 def _pooled(seen: Visit, s: int) -> tuple[Tensor, Tensor, int]:
     """The pooled output of segment s as a leaf, its weights over positions, and a segment's length."""
     assert seen.tape is not None, "a visit for a pullback is recorded"
-    relay, settings, output = seen.speaks, seen.regions.settings, seen.tape.output
+    relay, settings, output = seen.relay_out, seen.regions.settings, seen.tape.output
     if not settings.causal:
         time = output.shape[1]
         return output.mean(1).requires_grad_(), output.new_full((time,), 1 / time), time
@@ -162,16 +161,16 @@ def _pooled(seen: Visit, s: int) -> tuple[Tensor, Tensor, int]:
 
 def _forward(seen: Visit, chunk: int | None) -> Tensor:
     """(B, states, r, states, r) by columns: a tangent at one number of m_k, in all samples at once."""
-    batch, states, rank = seen.heard.shape
-    heard = seen.heard.detach()
+    batch, states, rank = seen.message_in.shape
+    m_k = seen.message_in.detach()
 
     def transition(m: Tensor) -> Tensor:
         return seen.regions.visit(seen.region, m, seen.bus)
 
     def column(tangent: Tensor) -> Tensor:
-        return torch.func.jvp(transition, (heard,), (tangent.expand_as(heard),))[1]
+        return torch.func.jvp(transition, (m_k,), (tangent.expand_as(m_k),))[1]
 
-    basis = torch.eye(states * rank, device=heard.device, dtype=heard.dtype).view(-1, states, rank)
+    basis = torch.eye(states * rank, device=m_k.device, dtype=m_k.dtype).view(-1, states, rank)
     columns = [_checked(column, part) for part in basis.split(chunk or 1)]
     return torch.cat(columns).view(states, rank, batch, states, rank).permute(2, 3, 4, 0, 1)
 

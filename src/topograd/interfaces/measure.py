@@ -1,7 +1,7 @@
 """The times of one region on this machine, and the backward that they call for.
 
-Statement. For an inner region k (one with an interface on both sides; the middle one is taken), with what it
-hears in a real forward,
+Statement. For an inner region k (one with an interface on both sides; the middle one is taken), with the
+message that reaches it in a real forward,
 
     forward     m_{k+1} = R_k(m_k), with its graph, at the positions that somebody reads
     vjp         J_kᵀ v for one v
@@ -9,9 +9,9 @@ hears in a real forward,
     jacobian    J_k
 
 in seconds, medians over rounds. Each round builds the region anew and times all four one after the other, so
-that a slow moment of the machine hits them all; the first round is not counted. `plan.plan` turns these into
-the backward with the shortest span. On one device that is always autograd: all the work is done there either
-way, and the scan adds Jacobians to it. The plan's `reason` says so, with the factor.
+that a slow moment of the machine hits them all; the first round is not counted. `choose_engine`
+turns these into the backward with the shortest span. On one device that is always autograd: all the work is
+done there either way, and the scan adds Jacobians to it. The `reason` says so, with the factor.
 
 Shapes: messages (B, states, r). Cost: about repeats + 1 Jacobians.
 Source: the units of `topograd.interfaces.timeline`. Limits: the first and the last region are taken to cost
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
@@ -30,72 +29,40 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError, TopologyError
-from topograd.interfaces.jacobian import Way, interface_jacobian, visit
-from topograd.interfaces.planner import Plan, plan
+from topograd.interfaces.jacobian import interface_jacobian, visit
+from topograd.interfaces.planner import EngineChoice, choose_engine
 from topograd.interfaces.regions import Regions
+from topograd.interfaces.settings import SPREAD, Shape, Way
 from topograd.interfaces.timeline import Units
-from topograd.nn.gpt import GPT, Architecture, GPTConfig
-from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.config import Architecture, SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 
 T = TypeVar("T")
-SPREAD = 0.02
-"""Standard deviation of matrices that would start at zero, so that no product is trivial."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """An untrained GPT of equal regions, and a batch for it."""
+def build_model(
+    shape: Shape, interface: SegmentInterface | None = None, architecture: Architecture = "transformer"
+) -> GPT:
+    """The model of this shape, dense without an `interface`; always the same, and nothing in it is zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stack = GPT(shape.config(architecture))
+        if interface is not None:
+            add_interfaces(stack, interface, shape.regions, shape.width, shape.context)
+        for parameter in stack.parameters():
+            if not parameter.detach().any():
+                torch.nn.init.normal_(parameter, std=SPREAD)
+    return stack
 
-    regions: int = 6
-    region_layers: int = 2
-    width: int = 256
-    heads: int = 4
-    vocab: int = 1024
-    context: int = 256
-    batch: int = 1
 
-    def __post_init__(self) -> None:
-        for name, least in (("regions", 3), ("region_layers", 1), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        self.config("transformer")
-
-    def config(self, architecture: Architecture) -> GPTConfig:
-        return GPTConfig(
-            layers=self.regions * self.region_layers,
-            width=self.width,
-            heads=self.heads,
-            vocab=self.vocab,
-            context=self.context,
-            architecture=architecture,
-            head_std=SPREAD,
-        )
-
-    @property
-    def topology(self) -> Topology:
-        return Topology.regions(",".join([str(self.region_layers)] * self.regions))
-
-    def build(
-        self, interface: SegmentInterface | None = None, architecture: Architecture = "transformer"
-    ) -> GPT:
-        """The model, dense without an `interface`; always the same, and nothing in it is zero."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            stack = GPT(self.config(architecture))
-            if interface is not None:
-                add_interfaces(stack, interface, self.regions, self.width, self.context)
-            for parameter in stack.parameters():
-                if not parameter.detach().any():
-                    torch.nn.init.normal_(parameter, std=SPREAD)
-        return stack
-
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (batch, context), always the same."""
-        generator = torch.Generator().manual_seed(0)
-        both = torch.randint(self.vocab, (2, self.batch, self.context), generator=generator)
-        return both[0], both[1]
+def random_tokens(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (batch, context) for a model of this shape, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randint(shape.vocab, (2, shape.batch, shape.context), generator=generator)
+    return both[0], both[1]
 
 
 def measure_units(
@@ -110,14 +77,14 @@ def measure_units(
         )
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}; it must be at least 1")
-    middle, heard, bus = middle_region(regions, inputs)
-    rounds = [_round(regions, middle, heard, bus, jacobian) for _ in range(repeats + 1)][1:]
+    middle, message, bus = middle_region(regions, inputs)
+    rounds = [_round(regions, middle, message, bus, jacobian) for _ in range(repeats + 1)][1:]
     forward, vjp, local, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
     return Units(forward=forward, local=local, vjp=vjp, jacobian=whole)
 
 
 def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, Bus]:
-    """The number of the region in the middle, what it hears, and the bus, whose x0 is a leaf."""
+    """The number of the region in the middle, its message, and the bus, whose x0 is a leaf."""
     stack, middle = regions.stack, regions.count // 2
     x0 = stack.embed(inputs).detach().requires_grad_()
     bus = stack.bus(x0, inputs)
@@ -125,11 +92,13 @@ def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, Bus]:
         return middle, regions.messages(x0, bus)[middle - 1], bus
 
 
-def choose(stack: Stack, topology: Topology, inputs: Tensor, workers: int, jacobian: Way = "loop") -> Plan:
-    """Measure this model here, and plan its backward for `workers` workers: 1, or one for each region."""
+def choose(
+    stack: Stack, topology: Topology, inputs: Tensor, workers: int, jacobian: Way = "loop"
+) -> EngineChoice:
+    """Measure this model here, and choose its backward for `workers` workers: 1, or one for each region."""
     count = Regions.of(stack, topology).count
-    plan(Units(jacobian=1.0), count, workers)  # a bad number of workers is refused before the measuring
-    return plan(measure_units(stack, topology, inputs, jacobian), count, workers)
+    choose_engine(Units(jacobian=1.0), count, workers)  # a bad number of workers is refused before measuring
+    return choose_engine(measure_units(stack, topology, inputs, jacobian), count, workers)
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
@@ -147,14 +116,15 @@ def _wait(device: torch.device) -> None:
 
 
 def _round(
-    regions: Regions, region: int, heard: Tensor, bus: Bus, way: Way
+    regions: Regions, region: int, message: Tensor, bus: Bus, way: Way
 ) -> tuple[float, float, float, float]:
     """Seconds of the forward, the VJP, the local backward and the Jacobian."""
-    device, leaf = heard.device, heard.detach().requires_grad_()
+    device, leaf = message.device, message.detach().requires_grad_()
     forward, seen = timed(lambda: visit(regions, region, leaf, bus, way), device)
-    cotangent = heard.detach()  # any will do but the message itself, which a LayerNorm destroys
+    cotangent = message.detach()  # any will do but m_{k+1} itself, which a LayerNorm destroys
     wanted = [leaf, bus.x0, *(p for p in regions.stack.parameters() if p.requires_grad)]
-    vjp, _ = timed(lambda: torch.autograd.grad(seen.said, leaf, cotangent, retain_graph=True), device)
+    sent = seen.message_out
+    vjp, _ = timed(lambda: torch.autograd.grad(sent, leaf, cotangent, retain_graph=True), device)
     jacobian, _ = timed(lambda: interface_jacobian(seen, way), device)
-    local, _ = timed(lambda: torch.autograd.grad(seen.said, wanted, cotangent, allow_unused=True), device)
+    local, _ = timed(lambda: torch.autograd.grad(sent, wanted, cotangent, allow_unused=True), device)
     return forward, vjp, local, jacobian

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topograd.interfaces.engines import Engine
+from topograd.interfaces.settings import BackwardEngine
 from topograd.interfaces.timeline import ScheduleName, Timeline, Units, timeline
 
-_SCHEDULES: dict[Engine, ScheduleName] = {
+_SCHEDULES: dict[BackwardEngine, ScheduleName] = {
     "autograd": "plain",
     "scan": "three_phase",
     "hybrid": "hybrid",
@@ -28,32 +28,32 @@ _ROUNDING = 1e-9  # a schedule must be better by more than this to displace a si
 
 
 @dataclass(frozen=True)
-class Plan:
+class EngineChoice:
     """The chosen engine, and why; `engines.backward` takes `engine` and `carried` as they are."""
 
-    engine: Engine
+    engine: BackwardEngine
     carried: int
     """Inner regions that hand the adjoint on by VJPs, if it is the hybrid."""
     span: float
-    spans: dict[Engine, float]
+    spans: dict[BackwardEngine, float]
     reason: str
 
 
-def plan(units: Units, regions: int, workers: int) -> Plan:
+def choose_engine(units: Units, regions: int, workers: int) -> EngineChoice:
     """Choose the backward with the shortest span on `workers` workers: 1, or one for each region.
 
-    >>> plan(Units(jacobian=16), regions=16, workers=1).reason
+    >>> choose_engine(Units(jacobian=16), regions=16, workers=1).reason
     'autograd: on one worker the span is the whole work, and the scan would take 5.8 times as long'
-    >>> plan(Units(jacobian=16), regions=16, workers=16).reason
+    >>> choose_engine(Units(jacobian=16), regions=16, workers=16).reason
     'hybrid: 8 regions carry the adjoint while 7 Jacobians finish; autograd would take 1.7 times as long'
     """
     runs = {name: timeline(schedule, units, regions, workers) for name, schedule in _SCHEDULES.items()}
-    engine: Engine = "autograd"
+    engine: BackwardEngine = "autograd"
     for name, run in runs.items():
         if run.span < runs[engine].span * (1 - _ROUNDING):
             engine = name
     chosen = runs[engine]
-    return Plan(
+    return EngineChoice(
         engine=engine,
         carried=max(chosen.carried - 1, 0),  # the last region always does, in its own backward
         span=chosen.span,
@@ -62,7 +62,7 @@ def plan(units: Units, regions: int, workers: int) -> Plan:
     )
 
 
-def _why(engine: Engine, runs: dict[Engine, Timeline]) -> str:
+def _why(engine: BackwardEngine, runs: dict[BackwardEngine, Timeline]) -> str:
     chosen = runs[engine]
     if engine == "autograd":
         return _why_autograd(chosen, runs["scan"].span / chosen.span)

@@ -3,7 +3,8 @@
 Statement: given the canvas x0 (a function of the tokens alone), region k computes m_{k+1} = R_k(m_k) and
 nothing else leaves it ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6,
 eq. 2). The last region computes the loss. What would make the Jacobians of R_k wrong, or bind the samples of
-a batch together, is refused here: a second path, a loss in between, batch statistics, dropout.
+a batch together, is refused here as far as kinds of modules and edges show it: a second path, a loss in
+between, batch statistics, dropout. `exactness.py` tries the Jacobians themselves.
 
 Shapes: m (batch, states, rank), with `states` S - 1 (or 1, not causal). Cost: none; `visit` runs one region.
 """
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from topograd.errors import StackError, TopologyError
-from topograd.nn.interface import SegmentInterface, SegmentRelay
+from topograd.nn.config import SegmentInterface
+from topograd.nn.interface import SegmentRelay
+from topograd.nn.preparation import check_prepared
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage
@@ -34,17 +37,17 @@ class Regions:
     """relays[k] joins region k to region k + 1."""
 
     @classmethod
-    def of(cls, stack: Stack, topology: Topology) -> Regions:
+    def of(cls, stack: Stack, topology: Topology | Plan) -> Regions:
         """Check that `topology` is a chain of interfaces on `stack`, and that its Jacobians are exact."""
         plan = Plan.of(topology, len(stack.layers))
         if len(plan.stages) < 2:
             raise TopologyError("one region has no interface; give the topology at least two")
         relays = []
         for planned in plan.stages[1:]:
-            relay = stack.relay(planned.hears[0][0].relay)
+            relay = stack.relay(planned.inputs[0][0].relay)
             if not isinstance(relay, SegmentRelay):
                 raise TopologyError(
-                    f"region {planned.index + 1} hears through {planned.hears[0][0].relay!r}, which is no "
+                    f"region {planned.index + 1} reads through {planned.inputs[0][0].relay!r}, which is no "
                     "interface; build the topology with Topology.regions and the relays with add_interfaces"
                 )
             relays.append(relay)
@@ -52,6 +55,7 @@ class Regions:
             _check_chain(planned, len(plan.stages) - 1)
             for layer in planned.layers:
                 _check_exact(stack.layers[layer], f"layers.{layer}")
+        check_prepared(stack, plan)
         return cls(stack, plan, tuple(relays))
 
     @property
@@ -71,18 +75,18 @@ class Regions:
 
     def messages(self, x0: Tensor, bus: Bus) -> list[Tensor]:
         """m_1 ... m_{K-1} of one forward."""
-        said: list[Tensor] = []
+        sent: list[Tensor] = []
         for region in range(self.count - 1):
-            said.append(self.visit(region, said[-1] if said else x0, bus))
-        return said
+            sent.append(self.visit(region, sent[-1] if sent else x0, bus))
+        return sent
 
 
 def _check_chain(planned: PlannedStage, last: int) -> None:
     k = planned.index
-    sources = [(port.source, lam) for port, lam in planned.hears]
+    sources = [(port.source, lam) for port, lam in planned.inputs]
     if sources != [(k - 1 if k else EMBEDDING, 1.0)]:
         raise TopologyError(
-            f"region {k + 1} hears regions {[source + 1 for source, _ in sources]} with λ = "
+            f"region {k + 1} reads from regions {[source + 1 for source, _ in sources]} with λ = "
             f"{[lam for _, lam in sources]}; "
             f"between regions only the interface from region {k} may carry anything, with λ = 1"
         )

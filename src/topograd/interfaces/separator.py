@@ -5,10 +5,10 @@ messages alone ("LBI: Parallel Scan Backpropagation via Latent Bounded Interface
 message separates what is before it from what is behind). So hold every message of every `SegmentRelay` at
 its value in one forward, disturb what layer i of region k reads and returns by noise, and leave all else
 alone: other edges, attributes, buffers, modules that regions share. Then nothing behind region k may
-change, bit for bit. What a region hears is disturbed in the same way, for a relay may keep things as well
-as a layer.
+change, bit for bit. The message into a region is disturbed in the same way, for a relay may keep things as
+well as a layer.
 
-The canvas x0 is heard by every region and is allowed. Layers are tried from the last to the first of a
+The canvas x0 goes into every region and is allowed. Layers are tried from the last to the first of a
 region, so that the error names the one from which the path starts. Parameters have noise on them meanwhile,
 for a path through a matrix of zeros would not show; they and the buffers are put back, whatever happens.
 
@@ -38,7 +38,7 @@ PARAMETER_NOISE = 0.1
 Seen = dict[tuple[int, str], Tensor]
 """What happened in one forward, in order: (region, name of what it is) -> its value."""
 Disturbed = tuple[int, int | None]
-"""A region and one of its layers, or None for what the region hears."""
+"""A region and one of its layers, or None for the message into the region."""
 
 
 @torch.no_grad()
@@ -52,13 +52,13 @@ def check_separator(stack: Stack, topology: Topology, inputs: Tensor) -> None:
             return _Forward(stack, plan, inputs, held, disturbed)
 
         first = run({})
-        held = {port: m for port, m in first.spoken.items() if _is_interface(stack, port)}
+        held = {port: m for port, m in first.sent.items() if _is_interface(stack, port)}
         expected = run(held).seen
         _check_repeatable(first.seen, expected)
         for planned in plan.stages[:-1]:
             for layer in (*reversed(planned.layers), None):
                 if layer is None and planned.index == 0:
-                    continue  # the first region hears only the canvas
+                    continue  # only the canvas goes into the first region
                 actual = run(held, (planned.index, layer)).seen
                 changed = _first_change(expected, actual, behind=planned.index)
                 if changed is not None:
@@ -78,7 +78,7 @@ class _Forward:
     ) -> None:
         self.stack, self.held, self.disturbed = stack, held, disturbed
         self.seen: Seen = {}
-        self.spoken: dict[Port, Tensor] = {}
+        self.sent: dict[Port, Tensor] = {}
         self.region = 0
         x0 = stack.embed(inputs)
         bus = stack.bus(x0, inputs)
@@ -88,9 +88,9 @@ class _Forward:
                 hooks.callback(layer.register_forward_hook(self._behind(i)).remove)
             for planned in plan.stages:
                 self.region = planned.index
-                messages = [self._message(port, x0) for port, _ in planned.hears]
+                messages = [self._message(port, x0) for port, _ in planned.inputs]
                 h, sent = run_stage(stack, planned, messages, bus)
-                self.spoken.update(sent)
+                self.sent |= sent
                 for port, message in sent.items():
                     name = f"its message behind layer {port.layer} through {port.relay!r}"
                     self.seen[planned.index, name] = message
@@ -100,12 +100,12 @@ class _Forward:
     def _message(self, port: Port, x0: Tensor) -> Tensor:
         if port.source == EMBEDDING:
             return x0
-        message = self.held.get(port, self.spoken[port])
+        message = self.held.get(port, self.sent[port])
         return _shaken(message) if self.disturbed == (self.region, None) else message
 
     def _before(self, layer: int) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            self.seen[self.region, f"what layers.{layer} hears"] = arguments[0]
+            self.seen[self.region, f"the input of layers.{layer}"] = arguments[0]
             if self.disturbed != (self.region, layer):
                 return None
             return _shaken(arguments[0]), *arguments[1:]
@@ -181,13 +181,13 @@ def _path(
 ) -> str:
     """One line: where the path starts, which region it reaches, and how."""
     region, what = changed
-    origin = f"layers.{layer}" if layer is not None else "what it hears"
+    origin = f"layers.{layer}" if layer is not None else "its message"
     edges = [
         f"an edge from layers.{port.layer - 1} (region {port.source + 1}) through {port.relay!r}"
-        for port, _ in plan.stages[region].hears
+        for port, _ in plan.stages[region].inputs
         if port.source != EMBEDDING and not _is_interface(stack, port)
     ]
-    if what == f"what layers.{plan.stages[region].stage.start} hears" and edges:
+    if what == f"the input of layers.{plan.stages[region].stage.start}" and edges:
         how = f"{' and '.join(edges)} leads there"
     else:
         how = f"no edge leads there, yet {what} changes, by a module or a value that both of them use"

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import StackError
 from topograd.nn.attention import attention_mask, rotate
-from topograd.nn.gpt import Attention, Block
+from topograd.nn.blocks import Attention, Block
 
 
 class Desk:

@@ -13,7 +13,7 @@ worker k; with one worker everything is serial, and the span is the work.
                     finish; the scan starts from there. h is the best one
 
 A Jacobian is needed only for regions 1 .. K-2: the last region has its adjoint from the loss in its own
-backward, and nothing listens in front of region 0. Algorithm 1 beats plain backprop only where
+backward, and nothing lies in front of region 0. Algorithm 1 beats plain backprop only where
 
     (K - 1) local > max(jacobian, local),      mostly K > 1 + jacobian / local      (`break_even`)
 

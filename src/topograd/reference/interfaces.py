@@ -7,7 +7,7 @@
 
 The pool of state s is h at the last position of segment s - 1 (tail), or the mean of h over segment s - 1
 (mean), or over all the segments before s (cumulative). Not causal: one state, the mean of all positions,
-heard by all positions. LN(v) = (v - mean(v)) / std(v).
+read by all positions. LN(v) = (v - mean(v)) / std(v).
 
 Shapes: x0, x, h (batch, T, width), m[s] (batch, rank). T may be shorter than the context; a state whose
 segment is not over does not exist. Nothing is left out because nobody reads it, and all is alive at once.
@@ -34,19 +34,19 @@ def interface_forward(stack: Any, topology: Topology, inputs: Tensor) -> tuple[T
     x0 = stack.embed(inputs)
     bus = stack.bus(x0, inputs)
     last = len(topology.stages) - 1
-    heard: list[Tensor] = []
+    states: list[Tensor] = []
     messages = []
     for k, region in enumerate(topology.stages):
         x = x0
         if k > 0:
-            x = canvas_with_states(stack.relay(region.sources[0].relay), x0, heard)
+            x = canvas_with_states(stack.relay(region.sources[0].relay), x0, states)
         h = x
         for layer in range(region.start, region.stop):
             h = stack.layers[layer](h, bus)
         if k < last:
             relay = stack.relay(topology.stages[k + 1].sources[0].relay)
-            messages.append(torch.stack(next_states(relay, h, heard), dim=1))
-            heard = list(messages[-1].unbind(1))
+            messages.append(torch.stack(next_states(relay, h, states), dim=1))
+            states = list(messages[-1].unbind(1))
     return stack.readout(h, last), messages
 
 
@@ -70,15 +70,15 @@ def canvas_with_states(relay: Any, x0: Tensor, states: list[Tensor]) -> Tensor:
     return torch.stack(read, dim=1)
 
 
-def next_states(relay: Any, h: Tensor, heard: list[Tensor]) -> list[Tensor]:
-    """m_{k+1}[1], m_{k+1}[2], ... of a region's output and the states that it heard; region 0 heard none."""
-    said = []
+def next_states(relay: Any, h: Tensor, states: list[Tensor]) -> list[Tensor]:
+    """m_{k+1}[1], m_{k+1}[2], ... of a region's output and m_k[1], m_k[2], ...; region 0 has none."""
+    following = []
     for s, pooled in enumerate(pools(relay, h)):
         m = relay.encode(pooled)
-        if heard:
-            m = heard[s] + relay.alpha * m
-        said.append(normalized(m))
-    return said
+        if states:
+            m = states[s] + relay.alpha * m
+        following.append(normalized(m))
+    return following
 
 
 def pools(relay: Any, h: Tensor) -> list[Tensor]:

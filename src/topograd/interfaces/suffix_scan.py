@@ -25,11 +25,10 @@ matrix-vector products here because one adjoint is carried and not a matrix.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §2.2: Theorem 2.7, eq. 3 and
 Proposition 2.8.
 
-Limits. Every width is the same n. The arithmetic is float32, or float64 where an input is: in bfloat16 the
-adjoint is wrong by 1 % at K = 8 and by 10 to 20 % at K = 128. A chain whose maps contract attenuates the
-adjoint geometrically, in any precision. On a CPU (B = 4) `matvec` wins at n = 16, K = 16 (1.7 times as fast
-as the others) and at n = 64, K = 64 (3.8 times). At n = 16, K = 64 the three tie, and at n = 16, K = 1024
-`tree` is 1.9 times as fast as `matvec`. `chunked` is for workers that each hold a chunk.
+Limits. Every width is the same n. The arithmetic is float32, or float64 where an input is: one product in
+bfloat16 is already wrong by 4e-3. A chain whose maps contract attenuates the adjoint geometrically, in any
+precision. On a CPU `matvec` wins for the chains that models have, and `tree` for long chains of narrow maps
+(`topograd bench scan`, LOG.md); `chunked` is for workers that each hold a chunk.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from topograd.errors import ConfigError, StackError
-from topograd.interfaces.scan import Method, suffix_adjoints, suffix_products
+from topograd.interfaces.suffix_scan import Method, suffix_adjoints, suffix_products
 from topograd.reference.adjoints import explicit_adjoints, explicit_products
 
 METHODS: list[Method] = ["matvec", "chunked", "tree"]
