@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.topology.composition import MAX_LAYERS, shown
@@ -79,7 +80,9 @@ def _prediction(
             on_path = [nodes[prefix[:depth]] for depth in range(1, len(prefix) + 1)] if summed else [index]
             exits[index] = tuple((node, 1.0) for node in on_path if stages[node].predicts)
     last = next((end for end in reversed(ends) if end in exits), None)
-    return Prediction("last" if len(ends) == 1 else "pool", () if last is None else exits[last], exits)
+    full = () if last is None else exits[last]
+    kind: Literal["last", "sum", "pool"] = "sum" if len(full) > 1 else "last"
+    return Prediction("pool" if len(set(ends)) > 1 else kind, full, exits)
 
 
 def _checked(plan: Plan, path: Path) -> Path:
