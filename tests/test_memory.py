@@ -9,8 +9,9 @@ from torch import Tensor
 
 from topograd.memory import peak_bytes, peak_step_bytes
 from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.training.executor import prepare, train_step
+from topograd.training.executor import train_step
 
 
 def zeros(elements: int) -> Tensor:

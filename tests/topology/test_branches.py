@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus
 from topograd.topology.branches import Branches, branches, parse_branches, parse_path, path_name
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan, Port
-from topograd.training.executor import prepare
 from topograd.training.forward import StageStates, stage_outputs
 
 LAYERS, STAGES, VOCAB = 6, 4, 17
@@ -60,7 +60,12 @@ def by_hand(model: GPT, inputs: Tensor, layers: list[int], head: int) -> Tensor:
 def logits_of(model: GPT, found: Branches, inputs: Tensor, states: StageStates | None = None) -> list[Tensor]:
     """The logits of every path."""
     hidden = stage_outputs(model, found.plan, inputs, sorted(set(found.ends)), states=states)
-    return [model.readout(hidden[node], found.heads[node]) for node in found.ends]
+    return [model.readout(hidden[node], found.plan.stages[node].head) for node in found.ends]
+
+
+def heads(found: Branches) -> list[int]:
+    """The stage whose head reads each node."""
+    return [node.head for node in found.plan.stages]
 
 
 def calls(model: GPT, run: Callable[[], object]) -> list[int]:
@@ -97,7 +102,7 @@ def test_a_shared_prefix_is_computed_once(model: GPT, plan: Plan, inputs: Tensor
     found = branches(plan, [(0, 1, 2, 3), (0, 2), (0, 1, 3)])
     # stage 1: once. Stage 2: once, for both paths. Stage 3: behind 2 and behind 1. Stage 4: behind 3 and 2.
     assert calls(model, lambda: logits_of(model, found, inputs)) == [1, 1, 1, 2, 2, 2]
-    assert found.heads == (0, 1, 2, 3, 2, 3)
+    assert heads(found) == [0, 1, 2, 3, 2, 3]
     assert found.ends == (3, 4, 5)
 
 
@@ -127,7 +132,7 @@ def test_the_order_of_paths_changes_no_value(model: GPT, plan: Plan, inputs: Ten
 def test_the_nodes_of_the_trained_path_are_the_trained_stages(plan: Plan) -> None:
     nodes = branches(plan, [(0, 1, 2, 3)]).plan.stages
     for node, trained in zip(nodes, plan.stages, strict=True):
-        assert [port for port, _ in node.hears] == [port for port, _ in trained.hears]
+        assert [port for port, _ in node.inputs] == [port for port, _ in trained.inputs]
         assert (node.index, node.sends, node.forget) == (trained.index, trained.sends, trained.forget)
         assert (node.layers, node.predicts) == (trained.layers, trained.predicts)
 
@@ -136,7 +141,7 @@ def test_no_gradient_crosses_and_messages_are_dropped_after_their_last_use() -> 
     plan = Plan.of(Topology.chain("1,1,1,1", transmissivity=1.0), 4)
     nodes = branches(plan, [(0, 1, 2), (0, 2), (0, 3)]).plan.stages
     assert [node.listeners for node in nodes] == [0] * 5
-    assert all(lam == 0 for node in nodes for _, lam in node.hears)
+    assert all(lam == 0 for node in nodes for _, lam in node.inputs)
     root, middle = Port(0, 1, "identity"), Port(1, 2, "identity")
     assert nodes[0].sends == (root,)
     assert nodes[2].forget == (middle,)
@@ -167,7 +172,7 @@ def test_a_stage_keeps_its_relay_and_the_embedding_that_it_hears(model: GPT, inp
     """With a bus from the embedding and a relay that halves, for stage 3 alone."""
 
     class Half(nn.Module):
-        def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
+        def send(self, h: Tensor, received: Tensor | None) -> Tensor:
             return h / 2
 
         def receive(self, message: Tensor, bus: Bus) -> Tensor:
@@ -181,7 +186,7 @@ def test_a_stage_keeps_its_relay_and_the_embedding_that_it_hears(model: GPT, inp
         Stage(3, 6, (bus, Edge(1, relay="halving"))),
     )
     found = branches(Plan.of(Topology(LAYERS, stages), LAYERS), [(0, 2), (0, 1, 2)])
-    assert [p for p, _ in found.plan.stages[1].hears] == [Port(-1, 0, "identity"), Port(0, 1, "halving")]
+    assert [p for p, _ in found.plan.stages[1].inputs] == [Port(-1, 0, "identity"), Port(0, 1, "halving")]
     assert found.plan.stages[1].stage.sources == (bus, Edge(0, 1, relay="halving"))
     hidden = stage_outputs(model, found.plan, inputs, found.ends)
     with torch.no_grad():
@@ -196,7 +201,7 @@ def test_a_stage_keeps_its_relay_and_the_embedding_that_it_hears(model: GPT, inp
 def test_a_source_is_tapped_where_it_was_and_any_other_stage_at_its_end() -> None:
     plan = Plan.of(Topology.cover([(0, 2), (1, 4), (3, 6)]), LAYERS)
     nodes = branches(plan, [(0, 1, 2), (0, 2)]).plan.stages
-    assert [[port for port, _ in node.hears] for node in nodes] == [
+    assert [[port for port, _ in node.inputs] for node in nodes] == [
         [Port(EMBEDDING, 0, "identity")],
         [Port(0, 1, "identity")],
         [Port(1, 3, "identity")],
@@ -208,7 +213,7 @@ def test_a_source_is_tapped_where_it_was_and_any_other_stage_at_its_end() -> Non
 def test_a_forest_has_several_first_stages() -> None:
     plan = Plan.of(Topology.forest(["1,2", "1,2"]), LAYERS)
     found = branches(plan, [(0, 1), (2, 3), (0, 3)])
-    assert found.heads == (0, 1, 2, 3, 3)
+    assert heads(found) == [0, 1, 2, 3, 3]
     assert found.ends == (1, 3, 4)
 
 
@@ -223,7 +228,7 @@ def test_a_specialist_and_its_base() -> None:
 def test_a_stage_without_a_loss_still_does_not_predict() -> None:
     plan = Plan.of(Topology.soft([1.0, 0.0]), 3)
     found = branches(plan, [(0, 1, 2), (0, 2)])
-    assert found.heads == (0, 1, 2, 2)
+    assert heads(found) == [0, 1, 2, 2]
     assert found.plan.predicting() == [1, 2, 3]
 
 

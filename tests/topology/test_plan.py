@@ -32,7 +32,7 @@ def port(source: int, layer: int) -> Port:
 def test_ports_are_what_is_heard_each_once() -> None:
     plan = Plan.of(DAG, 6)
     assert [p.sends for p in plan.stages] == [(port(0, 2), port(0, 3)), (port(1, 4),), (port(2, 5),), ()]
-    assert [p.hears for p in plan.stages] == [
+    assert [p.inputs for p in plan.stages] == [
         ((X0, 1.0),),
         ((port(0, 2), 0.0), (X0, 0.0)),
         ((port(0, 3), 0.5), (port(0, 2), 1.0)),
@@ -54,7 +54,7 @@ def test_a_port_is_forgotten_after_its_last_listener() -> None:
     plan = Plan.of(DAG, 6)
     forgotten = [set(p.forget) for p in plan.stages]
     assert forgotten == [set(), {X0}, {port(0, 2)}, {port(0, 3), port(1, 4), port(2, 5)}]
-    every = {p for planned in plan.stages for p, _ in planned.hears}
+    every = {p for planned in plan.stages for p, _ in planned.inputs}
     assert set.union(*forgotten) == every, "each port once, none for ever"
 
 
@@ -95,7 +95,7 @@ def test_a_frozen_stage_sends_no_gradient_whatever_its_edges_say() -> None:
     plan = Plan.of(Topology.chain("1,1", transmissivity=1.0).with_specialist(1), 3)
     assert plan.frozen
     assert [p.listeners for p in plan.stages] == [0, 0, 0]
-    assert all(lam == 0 for p in plan.stages for _, lam in p.hears)
+    assert all(lam == 0 for p in plan.stages for _, lam in p.inputs)
     assert [p.scale for p in plan.stages] == [0.0, 0.0, 1.0]
     assert plan.predicting() == [0, 1, 2], "frozen stages have heads worth reading"
     assert not Plan.of(DAG, 6).frozen
