@@ -162,7 +162,7 @@ class Trainer:
         """Called when a step is done and counted."""
 
     def finish(self) -> None:
-        """Called once, after the last step and before the last save."""
+        """Called once, when the last step is done: what it makes of the model is evaluated and saved."""
 
     def train(self, stop_after: int | None = None, on_step: OnStep | None = None) -> dict[str, Any]:
         """Train to the end, or to step `stop_after`; save, evaluate, and return the summary.
@@ -187,8 +187,6 @@ class Trainer:
                     self.save()
                 if watching:
                     watching(self.step, self.config.steps, losses, reading)
-            if self.step >= self.config.steps:
-                self.finish()
             name = self.save()
             self._from = name
             result = self._summary(reading or evaluate(self.stack, self.plan, self.text), name)
@@ -271,6 +269,8 @@ class Trainer:
             stages = [stage + 1 for stage in done.halted]
             self.run.log({"kind": "halted", "step": self.step, "stages": stages})
         self.after_step(done)
+        if self.step == config.steps:
+            self.finish()
         return losses
 
     def _maybe_evaluate(self) -> Evaluation | None:
