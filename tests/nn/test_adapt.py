@@ -69,7 +69,7 @@ def test_every_parameter_of_the_model_once(foreign: Foreign) -> None:
     own = [id(p) for p in model.parameters()]
     assert [id(p) for p in stack.parameters()] == own
     assert len({name for name, _ in stack.named_parameters()}) == len(own)
-    stack.add_heads(2)
+    stack.add_heads(range(2))
     assert [id(p) for p in stack.parameters()][: len(own)] == own
     assert [id(p) for p in model.parameters()] == own
 

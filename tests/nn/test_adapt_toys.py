@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.adapt import Adapted, adapt
+from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
@@ -118,7 +119,7 @@ def test_a_linear_head_with_a_bias() -> None:
     projection = stack.projection(0)
     assert projection is not None
     assert projection.bias is stack.model.get_parameter("out.bias")
-    assert stack.add_heads(2)
+    assert stack.add_heads(range(2))
     stack.verify(tokens())
     with torch.no_grad():
         for parameter in stack.head_parameters(1):
@@ -135,7 +136,7 @@ def test_any_other_head_is_called_as_it_is() -> None:
     h, rows = torch.randn(4, 6), torch.tensor([3, 3, 1])
     assert torch.equal(stack.readout(h, 0, rows), stack.readout(h, 0)[:, rows])
     with pytest.raises(StackError, match="one head for all stages"):
-        train_step(stack, Topology.chain(Configuration.parse("1,2", heads="per-stage")), tokens(), tokens())
+        prepare(stack, Topology.chain(Configuration.parse("1,2", heads="per-stage")))
     train_step(stack, Topology.chain("1,2"), tokens(), tokens())
     assert stack.head_parameters(0) == []
     assert all(p.grad is not None for n, p in stack.named_parameters() if "gain" not in n)

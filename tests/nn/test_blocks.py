@@ -1,41 +1,46 @@
 """Which layers of an architecture are recurrent, and that a new one starts silent."""
 
+from typing import Any, Literal
+
 import pytest
 import torch
-from topograd.nn.recurrent_block import mixer_kind
 
 from topograd.nn.blocks import Block, MixerBlock
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
-from topograd.nn.mamba2 import Mamba2Mixer
 from topograd.nn.mamba3 import Mamba3Mixer
 from topograd.nn.recurrent import RecurrentState
 
-SIZES = {"width": 16, "heads": 2, "vocab": 11, "context": 8, "ssm_state": 4}
+SIZES: dict[str, Any] = {"width": 16, "heads": 2, "vocab": 11, "context": 8, "ssm_state": 4}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers", "expected"),
+    ("architecture", "layers", "count_from", "expected"),
     [
-        ("transformer", 3, "AAA"),
-        ("mamba2", 3, "222"),
-        ("mamba3", 3, "333"),
-        ("hybrid", 8, "333A333A"),
-        ("hybrid", 6, "3A333A"),
-        ("hybrid", 2, "3A"),
+        ("transformer", 3, "first", "AAA"),
+        ("mamba2", 3, "first", "222"),
+        ("mamba3", 3, "first", "333"),
+        ("hybrid", 8, "first", "333A333A"),
+        ("hybrid", 6, "first", "333A33"),
+        ("hybrid", 2, "first", "33"),
+        ("hybrid", 8, "last", "333A333A"),
+        ("hybrid", 6, "last", "3A333A"),
+        ("hybrid", 2, "last", "3A"),
     ],
 )
-def test_the_layers_of_an_architecture(architecture: str, layers: int, expected: str) -> None:
-    config = GPTConfig(layers=layers, architecture=architecture, **SIZES)  # type: ignore[arg-type]
-    letters = {None: "A", Mamba2Mixer: "2", Mamba3Mixer: "3"}
-    assert "".join(letters[mixer_kind(config, i)] for i in range(layers)) == expected
+def test_the_layers_of_an_architecture(
+    architecture: str, layers: int, count_from: Literal["first", "last"], expected: str
+) -> None:
+    config = GPTConfig(layers=layers, architecture=architecture, count_from=count_from, **SIZES)
+    letters = {"attention": "A", "mamba2": "2", "mamba3": "3"}
+    assert "".join(letters[config.mixer(i)] for i in range(layers)) == expected
     kinds = [MixerBlock if letter != "A" else Block for letter in expected]
     assert [type(layer) for layer in GPT(config).layers] == kinds
 
 
 def test_a_new_layer_passes_its_input_on_and_learns() -> None:
     torch.manual_seed(0)
-    gpt = GPT(layers=1, architecture="mamba3", x0_blend=False, **SIZES)  # type: ignore[arg-type]
+    gpt = GPT(layers=1, architecture="mamba3", x0_blend=False, **SIZES)
     inputs = torch.randint(11, (2, 8))
     x0 = gpt.embed(inputs)
     h = gpt.layers[0](x0, gpt.bus(x0, inputs))
@@ -49,7 +54,7 @@ def test_a_new_layer_passes_its_input_on_and_learns() -> None:
 
 def test_chosen_rows_and_the_state() -> None:
     torch.manual_seed(0)
-    gpt = GPT(layers=4, architecture="hybrid", **SIZES).double()  # type: ignore[arg-type]
+    gpt = GPT(layers=4, architecture="hybrid", **SIZES).double()
     for parameter in gpt.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     inputs, rows = torch.randint(11, (2, 8)), torch.tensor([1, 4, 7])

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from topograd.nn.attention import rotate
-from topograd.nn.decoding import RotaryCache, paired, turn
+from topograd.nn.decoding import RotaryCache, paired, rotate_pairs
 
 FREQUENCIES = 10.0 ** -torch.arange(4, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-def test_a_turn_is_a_rotation(sign: int, ragged: bool) -> None:
+def test_rotated_pairs_are_a_rotation(sign: int, ragged: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)  # batch, time, heads, head width
     inputs = torch.zeros(2, 3, dtype=torch.long)
     offset = torch.tensor([[4, 5, 6], [0, 1, 9]]) if ragged else 4
     bus = RotaryCache(FREQUENCIES, torch.float64, sign, reach=6).bus(x, inputs, offset)
     rows = paired(x.reshape(6, 40).t(), 8).t().contiguous()  # as a matrix with reordered rows would give them
-    found = turn(rows, bus, 8)
+    found = rotate_pairs(rows, bus, 8)
     positions = offset if isinstance(offset, torch.Tensor) else torch.arange(4, 7).expand(2, 3)
     angles = (positions[..., None] * FREQUENCIES)[:, :, None]
     plain = rotate(x, angles.cos(), -sign * angles.sin())  # `rotate` turns clockwise
@@ -27,8 +27,8 @@ def test_a_turn_is_a_rotation(sign: int, ragged: bool) -> None:
 
 
 def test_positions_beyond_the_reach_are_made_when_they_come() -> None:
-    turns = RotaryCache(FREQUENCIES, torch.float64, 1, reach=2)
+    cache = RotaryCache(FREQUENCIES, torch.float64, 1, reach=2)
     x = torch.zeros(1, 1, 8, dtype=torch.float64)
-    bus = turns.bus(x, torch.zeros(1, 1, dtype=torch.long), 7)
+    bus = cache.bus(x, torch.zeros(1, 1, dtype=torch.long), 7)
     assert bus.positions.tolist() == [7]
-    assert torch.equal(bus.extras["turns"][0, 0], torch.polar(torch.ones(4).double(), 7 * FREQUENCIES))
+    assert torch.equal(bus.extras["rotary"][0, 0], torch.polar(torch.ones(4).double(), 7 * FREQUENCIES))

@@ -98,7 +98,7 @@ def test_a_new_model_predicts_almost_uniformly_and_its_layers_get_gradients_at_o
 @pytest.mark.parametrize("settings", [{}, {"mlp": "swiglu", "softcap": 3.0}, {"smear": False}], ids=str)
 def test_every_stage_first_predicts_the_uniform_distribution(settings: dict[str, Any]) -> None:
     model = GPT(layers=3, width=8, heads=2, vocab=11, context=6, head_std=0.0, **settings)
-    model.add_heads(2)
+    model.add_heads(range(2))
     inputs, targets = torch.randint(11, (2, 6)), torch.randint(11, (2, 6))
     for stage in range(2):
         logits = model.readout(model.embed(inputs), stage)
@@ -147,7 +147,7 @@ def test_a_window_hides_what_lies_before_it() -> None:
 
 
 def test_tied_head_is_the_embedding() -> None:
-    model = GPT(layers=1, width=8, heads=2, vocab=11, context=6, tied=True)
+    model = GPT(layers=2, width=8, heads=2, vocab=11, context=6, tied=True)
     assert model.head.weight is model.embedding.weight
     assert sum(p.shape == (11, 8) for p in model.parameters()) == 3  # embedding, smear, values
 
@@ -163,18 +163,18 @@ def test_softcap_bounds_the_logits(make_gpt: Callable[..., GPT]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"vocab": -3}, "vocab is -3; it must be at least 1"),
+        ({"layers": 0}, r"layers is 0; it must lie in 1\.\."),
+        ({"vocab": -3}, r"vocab is -3; it must lie in 1\.\."),
         ({"width": 30, "heads": 4}, "width 30 does not split into 4 heads"),
         ({"width": 12, "heads": 4}, "4 heads of even width"),
         ({"heads": 4, "kv_heads": 3}, "4 heads cannot share 3 kv_heads"),
         ({"heads": 4, "kv_heads": 0}, "4 heads cannot share 0 kv_heads"),
         ({"heads": 4, "kv_heads": -2}, "4 heads cannot share -2 kv_heads"),
-        ({"mlp": "gelu"}, "mlp 'gelu' is unknown; choose 'relu2' or 'swiglu'"),
-        ({"mlp_ratio": 0.0}, "mlp_ratio 0.0 leaves the MLP no width"),
+        ({"mlp": "gelu"}, "mlp 'gelu' is unknown; choose one of relu2, swiglu"),
+        ({"mlp_ratio": 0.0}, r"mlp_ratio is 0\.0; the MLP's width"),
         ({"value_embeddings": "some"}, "value_embeddings 'some' is unknown"),
         ({"softcap": 0.0}, "softcap is 0.0; it must be positive"),
-        ({"windows": (4, -1)}, r"windows \(4, -1\) has a negative span"),
+        ({"windows": (4, -1)}, r"windows are \(4, -1\); a span is at least 0"),
         ({"head_rank": 17}, "head rank 17 is outside 1..16"),
     ],
 )

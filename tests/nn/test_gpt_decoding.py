@@ -47,7 +47,7 @@ def make(options: dict[str, Any], heads: int = STAGES) -> GPT:
     sizes: dict[str, Any] = {"layers": 3, "width": 16, "heads": 4, "vocab": VOCAB, "context": CONTEXT}
     model = GPT(**sizes | options).double().eval()
     if heads:
-        model.add_heads(heads)
+        model.add_heads(range(heads))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)
     return model

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from topograd.errors import ConfigError, StackError
+from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, LearnedRelay, Linear, LowRank, add_relays
 from topograd.nn.relays import RELAYS
-from topograd.nn.stack import Bus
+from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import activation_rank
@@ -122,7 +123,7 @@ def chain(kind: str, transmissivity: float = 0.0) -> Topology:
 
 def with_relays(make_gpt: Callable[..., GPT], topology: Topology) -> GPT:
     model = make_gpt()
-    add_relays(model, topology, WIDTH, RANK)
+    add_relays(model, replace(topology, relay_rank=RANK))
     for relay in model.own_relays().values():
         for parameter in relay.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -168,26 +169,38 @@ def test_step_by_step_is_all_at_once(topology: Topology, make_gpt: Callable[...,
 def test_every_edge_has_a_relay_of_its_own_and_is_given_it_once(make_gpt: Callable[..., GPT]) -> None:
     topology = chain("gate").with_input_bus(Edge(EMBEDDING, relay="gate"))
     model = make_gpt()
-    add_relays(model, topology, WIDTH)
+    add_relays(model, topology)
     own = model.own_relays()
     assert sorted(own) == ["gate-1", "gate-1-beside-1", "gate-2", "gate-2-beside-1"]
     assert {p.dtype for relay in own.values() for p in relay.parameters()} == {torch.float64}
-    add_relays(model, topology, WIDTH)
+    add_relays(model, topology)
     assert all(model.own_relays()[name] is relay for name, relay in own.items())
 
 
 def test_the_rank_is_a_quarter_of_the_width_unless_told(make_gpt: Callable[..., GPT]) -> None:
     model, topology = make_gpt(), chain("low-rank")
-    add_relays(model, topology, WIDTH)
+    add_relays(model, topology)
     relay = model.own_relays()["low-rank-1"]
     assert isinstance(relay, LowRank)
     assert relay.down.weight.shape == (4, WIDTH)
+    told = make_gpt()
+    add_relays(told, replace(topology, relay_rank=2))
+    assert told.own_relays()["low-rank-1"].get_parameter("down.weight").shape == (2, WIDTH)
 
 
-@pytest.mark.parametrize("rank", [0, 17])
-def test_bad_rank_is_one_line(rank: int, make_gpt: Callable[..., GPT]) -> None:
-    with pytest.raises(ConfigError, match=rf"relay rank is {rank}; it must lie in 1\.\.16"):
-        add_relays(make_gpt(), chain("low-rank"), WIDTH, rank)
+def test_bad_rank_is_one_line(make_gpt: Callable[..., GPT]) -> None:
+    with pytest.raises(ConfigError, match=r"relay rank is 17; it must lie in 1\.\.16"):
+        add_relays(make_gpt(), replace(chain("low-rank"), relay_rank=17))
+    with pytest.raises(TopologyError, match="relay_rank is 0; it must be at least 1"):
+        replace(chain("low-rank"), relay_rank=0)
+
+
+def test_a_stack_that_does_not_say_its_width_says_so() -> None:
+    class Nameless(Stack):
+        pass
+
+    with pytest.raises(StackError, match="Nameless does not say its width"):
+        add_relays(Nameless(), chain("gate"))
 
 
 def test_a_relay_that_was_not_added_is_one_line(make_gpt: Callable[..., GPT]) -> None:

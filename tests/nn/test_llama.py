@@ -13,6 +13,7 @@ from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.errors import StackError
 from topograd.nn.adapt import adapt
 from topograd.nn.llama import Llama, norm
+from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -121,7 +122,7 @@ def test_the_parameters_are_the_models_own(make: Make, settings: dict[str, Any])
     stack = Llama.of(model)
     assert {id(p) for p in stack.parameters()} == {id(p) for p in model.parameters()}
     assert len(list(stack.parameters())) == len(list(model.parameters()))
-    stack.add_heads(2)
+    stack.add_heads(range(2))
     assert names(model) == before
     with torch.no_grad():
         for parameter in model.parameters():
@@ -210,6 +211,7 @@ def test_a_training_step_is_that_of_the_adapted_model(make: Make, partition: str
     stacks = [Llama.of(model), adapt(model, layers="model.layers", norm="model.norm", head="lm_head")]
     losses, found = [], []
     for stack in stacks:
+        prepare(stack, topology)
         losses.append(topograd.train_step(stack, topology, tokens(), tokens(seed=2)))
         deltas = [p.grad for k in range(3) for p in stack.head_parameters(k) if p.grad is not None]
         found.append(gradients(model) | {f"delta {k}": delta for k, delta in enumerate(deltas)})
@@ -219,7 +221,7 @@ def test_a_training_step_is_that_of_the_adapted_model(make: Make, partition: str
 
 
 def test_projection_is_the_readout_on_any_shape(stack: Llama) -> None:
-    stack.add_heads(2)
+    stack.add_heads(range(2))
     disturbed(stack)
     h = torch.randn(2, 3, 16, dtype=torch.float64)
     projection = stack.projection(1)

@@ -47,9 +47,9 @@ def test_the_whole_forward(bias: bool, kv_heads: int) -> None:
 @torch.no_grad()
 def test_token_by_token_and_heads_of_their_own() -> None:
     stack = llama(False, 2)
-    stack.add_heads(2)
-    for delta in stack.head.deltas:
-        torch.nn.init.normal_(delta.weight, std=0.2)  # type: ignore[arg-type]
+    stack.add_heads(range(2))
+    for delta in stack.head.deltas.values():
+        torch.nn.init.normal_(delta.get_parameter("weight"), std=0.2)
     fast, inputs = stack.for_decoding(), torch.randint(40, (2, 7))
     states = [layer.new_state(2, 7) for layer in fast.layers]  # type: ignore[operator]
     for stage in range(2):

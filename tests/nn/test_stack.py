@@ -136,11 +136,11 @@ def test_per_stage_heads(case: Any) -> None:
         before = stack(inputs)
         if not case.own_heads:
             with pytest.raises(StackError, match="one head for all stages"):
-                stack.add_heads(2)
+                stack.add_heads(range(2))
             return
         assert stack.head_parameters(0) == []
-        assert stack.add_heads(2)
-        assert not stack.add_heads(2)
+        assert stack.add_heads(range(2))
+        assert not stack.add_heads(range(2))
         assert torch.equal(stack(inputs), before)
         added = [p for k in range(2) for p in stack.head_parameters(k)]
         assert {id(p) for p in added} <= {id(p) for p in stack.parameters()}
