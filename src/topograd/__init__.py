@@ -3,8 +3,10 @@
     import topograd as tg
 
     stack = tg.GPT(layers=6, width=96, heads=3, vocab=1024, context=128)
-    topology = tg.Topology.chain(tg.Configuration.parse("2,2,2"))
-    losses = tg.train_step(stack, topology, inputs, targets)      # every .grad is filled
+    losses = tg.train_step(stack, "2,2,2", inputs, targets)      # every .grad is filled, stage by stage
+
+    model = tg.load("runs/mine")                                 # a run that `topograd train` made
+    model.generate("def ", tokens=8)
 
 A name is imported when it is first used, so that what needs no torch does not wait for it.
 """
@@ -13,23 +15,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim
+    from topograd.data.windows import Text
     from topograd.depth.autotune import DraftRule
     from topograd.depth.engine import Composed, Engine, Prefix, generate_tokens
+    from topograd.depth.model import Model, generate, load
     from topograd.depth.sampling import Sampling
     from topograd.depth.speculation import Speculate
     from topograd.depth.wand import Wand
     from topograd.errors import TopogradError
     from topograd.nn.adapt import adapt
-    from topograd.nn.gpt import GPT, GPTConfig
+    from topograd.nn.config import MIXERS, GPTConfig
+    from topograd.nn.gpt import GPT
     from topograd.nn.pooling import pool
+    from topograd.nn.preparation import prepare
     from topograd.nn.stack import Bus, Stack
+    from topograd.runs.config import OPTIMIZERS, OptimizerConfig, TrainConfig, preset
+    from topograd.runs.topology_config import TopologyConfig
+    from topograd.search.properties import PROPERTIES
     from topograd.topology.composition import Composition
     from topograd.topology.configuration import Configuration
     from topograd.topology.dag import Edge, Stage, Topology
     from topograd.topology.plan import Plan
-    from topograd.training.evaluation import evaluate
-    from topograd.training.executor import prepare, train_step
+    from topograd.training.evaluation import Evaluation, evaluate
+    from topograd.training.executor import train_step
+    from topograd.training.forward import Predictor, stage_outputs
     from topograd.training.linear_cross_entropy import linear_cross_entropy
+    from topograd.training.loop import TrainingLoop
+    from topograd.training.objectives import OBJECTIVES
+    from topograd.training.optimizers import make_optimizers
+    from topograd.training.trainer import Trainer, resume, start
 
     __version__: str
 else:
@@ -41,24 +55,44 @@ else:
         "DraftRule": "depth.autotune",
         "Edge": "topology.dag",
         "Engine": "depth.engine",
+        "Evaluation": "training.evaluation",
         "GPT": "nn.gpt",
-        "GPTConfig": "nn.gpt",
+        "GPTConfig": "nn.config",
+        "MIXERS": "nn.config",
+        "Model": "depth.model",
+        "OBJECTIVES": "training.objectives",
+        "OPTIMIZERS": "runs.config",
+        "OptimizerConfig": "runs.config",
+        "PROPERTIES": "search.properties",
         "Plan": "topology.plan",
+        "Predictor": "training.forward",
         "Prefix": "depth.engine",
         "Sampling": "depth.sampling",
         "Speculate": "depth.speculation",
         "Stack": "nn.stack",
         "Stage": "topology.dag",
+        "Text": "data.windows",
         "TopogradError": "errors",
         "Topology": "topology.dag",
+        "TopologyConfig": "runs.topology_config",
+        "TrainConfig": "runs.config",
+        "Trainer": "training.trainer",
+        "TrainingLoop": "training.loop",
         "Wand": "depth.wand",
         "adapt": "nn.adapt",
         "evaluate": "training.evaluation",
-        "linear_cross_entropy": "training.linear_cross_entropy",
-        "pool": "nn.pooling",
-        "prepare": "training.executor",
-        "train_step": "training.executor",
+        "generate": "depth.model",
         "generate_tokens": "depth.engine",
+        "linear_cross_entropy": "training.linear_cross_entropy",
+        "load": "depth.model",
+        "make_optimizers": "training.optimizers",
+        "pool": "nn.pooling",
+        "prepare": "nn.preparation",
+        "preset": "runs.config",
+        "resume": "training.trainer",
+        "stage_outputs": "training.forward",
+        "start": "training.trainer",
+        "train_step": "training.executor",
     }
     _FOLDERS = ("fields", "geometry", "interfaces", "optim")
 
@@ -80,6 +114,10 @@ else:
 
 __all__ = [
     "GPT",
+    "MIXERS",
+    "OBJECTIVES",
+    "OPTIMIZERS",
+    "PROPERTIES",
     "Bus",
     "Composed",
     "Composition",
@@ -87,27 +125,43 @@ __all__ = [
     "DraftRule",
     "Edge",
     "Engine",
+    "Evaluation",
     "GPTConfig",
+    "Model",
+    "OptimizerConfig",
     "Plan",
+    "Predictor",
     "Prefix",
     "Sampling",
     "Speculate",
     "Stack",
     "Stage",
+    "Text",
     "TopogradError",
     "Topology",
+    "TopologyConfig",
+    "TrainConfig",
+    "Trainer",
+    "TrainingLoop",
     "Wand",
     "__version__",
     "adapt",
     "evaluate",
     "fields",
+    "generate",
     "generate_tokens",
     "geometry",
     "interfaces",
     "linear_cross_entropy",
+    "load",
+    "make_optimizers",
     "optim",
     "pool",
     "prepare",
+    "preset",
+    "resume",
+    "stage_outputs",
+    "start",
     "train_step",
 ]
 

@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 
+from topograd.benchmarks.settings import DecodeSettings
+from topograd.data.windows import Text
 from topograd.depth.agreement import differences, distinct, identical, mean_stage
 from topograd.depth.autotune import DraftRule, simulate
-from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, tune
+from topograd.depth.calibrate import Tuning, heldout_readings, own_text, tune
 from topograd.depth.calibration import Calibration
 from topograd.depth.engine import Emitted, Engine, Mode, Prefix, continue_tokens, generate_batch
-from topograd.depth.exit_rules import agreement, exits, thresholds
+from topograd.depth.exit_rules import agreement, check_exits, exits, thresholds
 from topograd.depth.modes import PRUNING_VOCAB, engine_of, speculation_of
 from topograd.depth.readings import Readings
 from topograd.depth.sampling import Sampling
@@ -40,7 +42,6 @@ from topograd.depth.wand import Wand
 from topograd.errors import ConfigError
 from topograd.runs.session import Session, heldout_text
 from topograd.timing import ratio, take_turns
-from topograd.training.evaluation import Text
 
 WANTED_AGREEMENT = 0.999
 EPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
@@ -48,34 +49,11 @@ WARM = 0.8
 """The temperature of the sampled comparison."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How much is measured."""
-
-    prompts: int = 6
-    """Held-out prompts, each continued by itself."""
-    prompt_tokens: int = 64
-    tokens: int = 64
-    """Tokens written after each prompt."""
-    rounds: int = 7
-    bytes: int = 100_000
-    """Held-out text for agreement and calibration."""
-    rows: int = 4
-    """Prompts that are continued together in the batched comparison."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "tokens", "rounds", "bytes", "rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.prompts * self.tokens * self.rounds > 1_000_000:
-            raise ConfigError("more than 1000000 tokens would be written by each mode; ask for fewer")
-
-
-def bench_decode(session: Session, settings: Settings) -> dict[str, Any]:
+def bench_decode(session: Session, settings: DecodeSettings) -> dict[str, Any]:
     """Every reading of this module, as plain numbers."""
-    check_chain(session)
+    check_exits(session.plan)
     engine = engine_of(session)
-    text = heldout_text(session.config, session.tokenizer, None, settings.bytes)
+    text = heldout_text(session, None, settings.bytes)
     seen, unseen = heldout_readings(session, text).split()
     if not len(seen) or not len(unseen):
         raise ConfigError(f"{settings.bytes} bytes are too little held-out text; give more --bytes")
@@ -175,7 +153,7 @@ def continued(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> Cont
     for prompt in prompts:
         cache = mode.engine.start([prompt])
         with torch.inference_mode():
-            cache.run(mode.engine.last)
+            mode.engine.run(cache, mode.engine.exits[-1])
         began = time.perf_counter()
         texts.append([emitted for _, emitted in continue_tokens(mode, cache, tokens)])
         seconds += time.perf_counter() - began
@@ -185,7 +163,7 @@ def continued(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> Cont
 
 
 def in_turns(
-    modes: Mapping[str, Mode], prompts: Sequence[Sequence[int]], settings: Settings
+    modes: Mapping[str, Mode], prompts: Sequence[Sequence[int]], settings: DecodeSettings
 ) -> dict[str, list[float]]:
     """Seconds of each mode in each round, in an order that rotates."""
     names = list(modes)
@@ -325,7 +303,7 @@ def _sampled(
     }
 
 
-def _batched(engine: Engine, tuning: Tuning, text: Text, settings: Settings) -> dict[str, Any]:
+def _batched(engine: Engine, tuning: Tuning, text: Text, settings: DecodeSettings) -> dict[str, Any]:
     """Several prompts at once, at full depth and with drafts whose acceptance differs from row to row."""
     prompts = heldout_prompts(text, settings.rows, settings.prompt_tokens)
     rule = tuning.rule or DraftRule(0.0, 4)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
 from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
-from topograd.cli.progress import counted
-from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, own_text, store, tune
-from topograd.depth.calibration import EPS, Calibration
-from topograd.depth.exit_rules import Rule, agreement, exits, thresholds
-from topograd.depth.modes import engine_of
-from topograd.depth.readings import Readings
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.runs.session import Session, heldout_text, open_session
-from topograd.training.evaluation import Text
+
+if TYPE_CHECKING:
+    from topograd.data import Text
+    from topograd.depth.calibrate import Tuning
+    from topograd.depth.calibration import Calibration
+    from topograd.depth.readings import Readings
+    from topograd.runs.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,15 @@ def run(argv: list[str]) -> int:
     asked = parse(Calibrate, argv, "calibrate")
     if asked.bytes < 1:
         raise ConfigError(f"--bytes is {asked.bytes}; it must be at least 1")
+    from topograd.cli.progress import counted
+    from topograd.depth.calibrate import heldout_readings, own_text, store, tune
+    from topograd.depth.calibration import Calibration
+    from topograd.depth.exit_rules import check_exits
+    from topograd.depth.modes import engine_of
+    from topograd.runs.session import open_session
+
     session = open_session(asked.folder)
-    check_chain(session)
+    check_exits(session.plan)
     if not os.access(session.run.folder, os.W_OK):
         raise RunError(f"{session.run.folder} cannot be written, so nothing can be kept there; copy it first")
     text = _text(session, asked.bytes)
@@ -50,8 +56,8 @@ def run(argv: list[str]) -> int:
     note("measuring what drafts cost on this machine")
     engine = engine_of(session)
     tuning = tune(engine, calibration.sample, own_text(session, engine, text))
-    store(session.run, calibration, tuning)
-    note(f"kept in {session.run.folder / 'calibration.json'}")
+    store(session, calibration, tuning)
+    note(f"kept in {session.run.calibration_file}")
     results = {
         "run": str(session.run.folder),
         **_measured(calibration),
@@ -67,7 +73,9 @@ def run(argv: list[str]) -> int:
 
 def _text(session: Session, limit_bytes: int) -> Text:
     """Held-out text of at least one window for each half."""
-    text = heldout_text(session.config, session.tokenizer, None, limit_bytes)
+    from topograd.runs.session import heldout_text
+
+    text = heldout_text(session, None, limit_bytes)
     if len(text.inputs) < 2:
         raise DataError(
             f"the held-out text gives 1 window of {session.config.model.context} tokens; calibrating needs "
@@ -78,6 +86,9 @@ def _text(session: Session, limit_bytes: int) -> Text:
 
 def rules(calibration: Calibration, measuring: Readings) -> list[dict[str, Any]]:
     """Every rule at its calibrated settings, and what it does on text that it has not seen."""
+    from topograd.depth.calibration import EPS
+    from topograd.depth.exit_rules import Rule, agreement, exits, thresholds
+
     rows = []
     for rule in get_args(Rule):
         for value in EPS if rule == "flip-rate" else (1.0,):

@@ -10,10 +10,9 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import Json, note, number, out, parse, percent, print_json
-from topograd.cli.results import POOLINGS, results_of
+from topograd.cli.results import POOLINGS, plan_of, results_of
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
-from topograd.training.gap import gap_percent
 
 _SAME_TEXT = ("data", "tokenizer", "eval_bytes")
 
@@ -46,30 +45,41 @@ def run(argv: list[str]) -> int:
 
 
 def compare(runs: list[tuple[TrainConfig, dict[str, Any]]]) -> dict[str, Any]:
-    """One row for each run, and the run that the gaps are against. A gap is of bits per byte, in %."""
-    stages = [len(config.topology().stages) for config, _ in runs]
+    """One row for each run, and the run that the gaps are against.
+
+    A gap is of bits per byte of what the models predict, in %.
+    """
+    stages = [len(plan_of(config).stages) for config, _ in runs]
     reference = stages.index(1) if 1 in stages else 0
-    base = runs[reference][1]["bpb"]["last"]
+    base = runs[reference][1]["bpb"]["prediction"]
     rows = [_row(config, results, base) for config, results in runs]
     return {"against": rows[reference]["run"], "runs": rows}
 
 
 def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str, Any]:
-    bpb = results["bpb"]
+    from topograd.training.gap import gap_percent  # brings torch
+
+    bpb, plan = results["bpb"], plan_of(config)
     named = {f"prefix {k + 1}": value for k, value in enumerate(bpb["prefix"])}
     if len(named) > 1:
-        named |= {how: bpb[how] for how in POOLINGS}
+        named |= {how: bpb[how] for how in ("prediction", *POOLINGS)}
     best = min(named, key=lambda name: named[name])
     return {
         "run": results["run"],
-        "partition": [stage.stop - stage.start for stage in config.topology().stages],
-        "heads": config.stage_heads,
+        "partition": [len(planned.layers) for planned in plan.stages],
+        "graph": config.topology.graph,
+        "heads": config.topology.heads,
+        "predicts_by": plan.prediction.kind,
         "steps": results["steps"],
         "finished": results.get("finished"),
         "seconds": results.get("seconds"),
         "bpb": bpb,
         "best": {"prediction": best, "bpb": named[best]},
-        "gap": {"last": gap_percent(bpb["last"], base), "best": gap_percent(named[best], base)},
+        "gap": {
+            "prediction": gap_percent(bpb["prediction"], base),
+            "last": gap_percent(bpb["last"], base),
+            "best": gap_percent(named[best], base),
+        },
     }
 
 
@@ -84,10 +94,11 @@ def _table(comparison: dict[str, Any]) -> Table:
         "partition": [",".join(map(str, row["partition"])) for row in rows],
         "steps": [f"{row['steps']}{'' if row['finished'] else ', unfinished'}" for row in rows],
         "seconds": [number(row["seconds"], 1) for row in rows],
+        "what it predicts": [number(row["bpb"]["prediction"]) for row in rows],
         "last stage": [number(row["bpb"]["last"]) for row in rows],
         "best prefix": [number(min(row["bpb"]["prefix"])) for row in rows],
         **{how: [number(row["bpb"][how]) for row in rows] for how in POOLINGS},
-        "gap of the last stage": [percent(row["gap"]["last"]) for row in rows],
+        "gap of what it predicts": [percent(row["gap"]["prediction"]) for row in rows],
         "gap of the best": [f"{percent(row['gap']['best'])} ({row['best']['prediction']})" for row in rows],
     }
     for name, values in cells.items():

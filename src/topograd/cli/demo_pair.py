@@ -40,8 +40,8 @@ def wanted(asked: Demo) -> dict[str, TrainConfig]:
     config = config if asked.steps is None else replace(config, steps=asked.steps)
     layers = config.model.layers
     return {
-        "backprop": replace(config, partition=str(layers)),
-        "staged": replace(config, partition=asked.partition or ",".join(["2"] * (layers // 2))),
+        "backprop": config.changed(partition=str(layers)),
+        "staged": config.changed(partition=asked.partition or ",".join(["2"] * (layers // 2))),
     }
 
 
@@ -77,7 +77,7 @@ def _flags(asked: Demo, config: TrainConfig, folder: Path) -> list[str]:
 def compared(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Gap, step time, memory and samples; measured once and kept in comparison.json."""
     kept = folder / "comparison.json"
-    gap = gap_percent(*(results[name]["bpb"]["last"] for name in ("staged", "backprop")))
+    gap = gap_percent(*(results[name]["bpb"]["prediction"] for name in ("staged", "backprop")))
     if kept.exists():
         found = read_json(kept)
         if isinstance(found, dict) and found.get("gap") == gap:
@@ -114,7 +114,7 @@ def run_data(folder: Path, results: dict[str, Any]) -> RunData:
 
 def summary_table(results: dict[str, dict[str, Any]], comparison: dict[str, Any]) -> Table:
     """Everything that was measured, in one table."""
-    reference = results["backprop"]["bpb"]["last"]
+    reference = results["backprop"]["bpb"]["prediction"]
     table = Table(title="Bits per byte of held-out text: lower is better")
     table.add_column("prediction")
     table.add_column("BPB", justify="right")

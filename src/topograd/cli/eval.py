@@ -9,9 +9,7 @@ from typing import Annotated
 import tyro
 
 from topograd.cli.console import Folder, Json, out, parse, print_json
-from topograd.cli.results import readings_table
 from topograd.errors import ConfigError
-from topograd.runs.session import open_session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +32,13 @@ def run(argv: list[str]) -> int:
     asked = parse(Eval, argv, "eval")
     if asked.bytes is not None and asked.bytes < 1:
         raise ConfigError(f"--bytes is {asked.bytes}; it must be at least 1")
+    from topograd.cli.progress import counted
+    from topograd.cli.results import measured, readings_table
+    from topograd.runs.session import heldout_text, open_session
+
     session = open_session(asked.folder, asked.from_)
-    results = session.evaluate(asked.data, asked.bytes)
+    text = heldout_text(session, asked.data, asked.bytes)
+    results = measured(session, text, counted("windows read"))
     if asked.json:
         print_json(results)
     else:

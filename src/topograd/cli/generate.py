@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from topograd.cli.console import Json, note, out, parse, print_json
-from topograd.depth.engine import Composed, Mode, Prefix, generate_tokens
-from topograd.depth.modes import default_depth, engine_of, mode_of
-from topograd.depth.sampling import Sampling
-from topograd.depth.speculation import Speculate
-from topograd.depth.text import TextStream
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, open_session
 
-MOST_TOKENS = 100_000
-MOST_PROMPT = 1_000_000
+if TYPE_CHECKING:
+    from topograd.depth.model import Generated, Model
 
 Show = Callable[[str, int | None], None]
 """Writes a part of the text and the stage that it is of; None is the prompt."""
@@ -45,7 +38,7 @@ class Generate:
     depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
     """How deep each token goes; by default speculate where the calibration says that it pays, else full.
     full: every stage
-    prefix:J: the first J stages
+    prefix:J: the first J of the stages that predict
     path:1,3: some stages, skipping others
     branches:1-4*3+1-2: several paths, pooled with weights
     wand, wand:RULE:NUMBER: leave early, approximate
@@ -62,6 +55,7 @@ class Generate:
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
     """Draw among the fewest likeliest tokens that have this probability together."""
     seed: int = 0
+    """Of the draws, with a temperature."""
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """End before this text."""
     colour: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -75,43 +69,42 @@ def run(argv: list[str]) -> int:
     """Write a continuation and return the exit code."""
     asked = parse(Generate, argv, "generate")
     _check(asked)
-    sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed)
-    session = open_session(asked.folder or REFERENCE)
-    depth, stages = _depth(asked, session), len(session.plan.stages)
-    mode = mode_of(depth, session, engine_of(session), sampling)
-    if depth == "speculate" and not isinstance(mode, Speculate):
-        note("by the run's calibration drafts do not pay on this machine; this is full depth")
-    prompt = _prompt(asked, session)
-    stream = TextStream(session.tokenizer, asked.stop)
+    from topograd.depth.model import load
+
+    model = load(asked.folder or REFERENCE)
+    exits = len(model.session.plan.predicting())
     console = out()
-    colours = _colours(console, stages) if asked.colour else []
+    colours = _colours(console, exits) if asked.colour else []
     show = silent if asked.json else _coloured(console, colours) if colours else _plain
+    _note_long_prompt(asked, model)
     show(asked.prompt, None)
-    began = time.perf_counter()
-    pieces = continue_text(mode, prompt, asked.tokens, stream, show)
-    seconds = time.perf_counter() - began
-    counts = [sum(left == stage for _, left in pieces) for stage in range(stages)]
+    made = model.generate(
+        asked.prompt,
+        asked.tokens,
+        depth=_depth(asked, exits),
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        stop=asked.stop,
+        on_piece=show,
+    )
+    counts = made.exits(exits)
     if asked.json:
-        answer = {"run": str(session.run.folder), "prompt": asked.prompt, "text": stream.text}
-        print_json(answer | _numbers(mode, depth, counts, seconds))
+        answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
+        print_json(answer | _numbers(made, counts))
     else:
         print(flush=True)
         if asked.colour:
             console.print(_legend(counts, colours), soft_wrap=True)
+    if made.depth == "speculate" and not made.drafted and asked.depth is not None:
+        note("by the run's calibration drafts do not pay on this machine; this is full depth")
     if asked.html is not None:
-        _write_page(asked.html, session, asked.prompt, pieces)
+        _write_page(asked.html, model, made)
     return 0
 
 
 def _check(asked: Generate) -> None:
-    if asked.tokens < 0:
-        raise ConfigError(f"--tokens is {asked.tokens}; it must be at least 0")
-    if asked.tokens > MOST_TOKENS:
-        raise ConfigError(f"--tokens is {asked.tokens}; at most {MOST_TOKENS} are written at once")
-    if len(asked.prompt) > MOST_PROMPT:
-        raise ConfigError(
-            f"the prompt has {len(asked.prompt)} characters; give at most {MOST_PROMPT}, the end of the text"
-        )
     if asked.depth is not None and asked.stages is not None:
         raise ConfigError("--depth and --stages are both given; --stages J is --depth prefix:J, so give one")
     if asked.html is not None:
@@ -120,60 +113,31 @@ def _check(asked: Generate) -> None:
             raise ConfigError(f"--html {asked.html} cannot be written; give a file in a folder you can write")
 
 
-def _depth(asked: Generate, session: Session) -> str:
+def _depth(asked: Generate, exits: int) -> str | None:
     """The depth that is asked for, in the words of `depth.modes`."""
     if asked.stages is None:
-        return default_depth(session) if asked.depth is None else asked.depth
-    stages = len(session.plan.stages)
-    if not 1 <= asked.stages <= stages:
+        return asked.depth
+    if not 1 <= asked.stages <= exits:
         raise ConfigError(
-            f"--stages is {asked.stages}; the run {session.run.folder} has {stages}: give 1 to {stages}"
+            f"--stages is {asked.stages}; the model has {exits} that predict: give 1 to {exits}"
         )
     return f"prefix:{asked.stages}"
 
 
-def _prompt(asked: Generate, session: Session) -> list[int]:
-    """The prompt's tokens. The engine reads the end of those that the context cannot hold."""
-    tokens, context = session.tokenizer.encode(asked.prompt), session.config.model.context
-    if len(tokens) > context:
-        note(f"the prompt has {len(tokens)} tokens and the model reads {context}; it sees the last of them")
-    return tokens or [session.tokenizer.separator]
+def _note_long_prompt(asked: Generate, model: Model) -> None:
+    tokens, context = len(model.encode(asked.prompt)), model.session.config.model.context
+    if tokens > context:
+        note(f"the prompt has {tokens} tokens and the model reads {context}; it sees the last of them")
 
 
-def continue_text(
-    mode: Mode, prompt: list[int], tokens: int, stream: TextStream, show: Show
-) -> list[tuple[str, int]]:
-    """For each token the text that can be shown since it came, and the stage that it left after.
-
-    What was held back, the beginning of a character or of a stop string, comes with the token that releases
-    it; what is held back at the end, with the last one.
-    """
-    pieces = []
-    for _, emitted in generate_tokens(mode, [prompt], tokens):
-        pieces.append((stream.feed(emitted.token), emitted.stage))
-        show(*pieces[-1])
-        if stream.stopped:
-            break
-    if rest := stream.finish():
-        text, stage = pieces[-1]
-        pieces[-1] = text + rest, stage
-        show(rest, stage)
-    return pieces
-
-
-def _numbers(mode: Mode, depth: str, counts: list[int], seconds: float) -> dict[str, Any]:
+def _numbers(made: Generated, counts: list[int]) -> dict[str, Any]:
     """What there is to say of a text beside the text; stages are counted from 1."""
-    tokens, deepest = sum(counts), len(counts)
-    if isinstance(mode, Prefix):
-        deepest = mode.stage + 1
-    elif isinstance(mode, Composed):
-        deepest = mode.deepest + 1
-    numbers = {"stages": deepest, "tokens": tokens, "depth": depth, "exits": counts}
-    numbers |= {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    if isinstance(mode, Speculate):
-        numbers |= {"acceptance": mode.tally.acceptance, "drafted": mode.tally.drafted}
-    elif depth == "speculate":  # the calibration found that drafts do not pay here
-        numbers |= {"acceptance": None, "drafted": 0}
+    tokens = sum(counts)
+    numbers: dict[str, Any] = {"stages": made.deepest, "tokens": tokens, "depth": made.depth, "exits": counts}
+    numbers |= {"seconds": made.seconds, "tokens_per_second": tokens / made.seconds}
+    if made.drafted is not None and made.accepted is not None:
+        share = made.accepted / made.drafted if made.drafted else None
+        numbers |= {"acceptance": share, "drafted": made.drafted, "accepted": made.accepted}
     return numbers
 
 
@@ -212,9 +176,10 @@ def _legend(counts: list[int], colours: list[str]) -> Text:
     return Text("tokens that left after ").append_text(Text(", ").join(each))
 
 
-def _write_page(file: Path, session: Session, prompt: str, pieces: list[tuple[str, int]]) -> None:
+def _write_page(file: Path, model: Model, made: Generated) -> None:
     from topograd.report.depth_text import depth_fragment, depth_page  # brings matplotlib
 
-    fragment = depth_fragment(prompt, pieces, len(session.plan.stages))
-    write_atomic(file, depth_page(f"{session.run.folder.resolve().name}: how deep each token went", fragment))
+    fragment = depth_fragment(made.prompt, made.pieces, len(model.session.plan.predicting()))
+    name = model.session.run.folder.resolve().name
+    write_atomic(file, depth_page(f"{name}: how deep each token went", fragment))
     note(f"the page is {file}")

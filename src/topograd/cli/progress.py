@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from topograd.cli.console import note
 
 if TYPE_CHECKING:
+    from topograd.training.evaluation import Evaluation
     from topograd.training.trainer import OnStep
 
 OnMore = Callable[[int, int], None]
@@ -99,9 +100,9 @@ class _Bar:
         self._speed = _Speed()
         self._bpb = ""
 
-    def __call__(self, step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+    def __call__(self, step: int, steps: int, losses: list[float], readings: Evaluation | None) -> None:
         if readings is not None:
-            self._bpb = f"  BPB {readings['bpb']['last']:.3f}"
+            self._bpb = f"  BPB {readings.bpb.prediction:.3f}"
         speed = _tokens_per_second(self._speed(step), self._tokens)
         words = f"loss {_losses(losses)}{self._bpb}{'  ' if speed else ''}{speed}"
         self._progress.update(self._task, completed=step, total=steps, words=words)
@@ -113,7 +114,7 @@ class _Lines:
         self._speed = _Speed()
         self._last = time.monotonic()
 
-    def __call__(self, step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+    def __call__(self, step: int, steps: int, losses: list[float], readings: Evaluation | None) -> None:
         rate = self._speed(step)
         now = time.monotonic()
         if readings is None and step < steps and now - self._last < SECONDS_BETWEEN_LINES:
@@ -121,7 +122,7 @@ class _Lines:
         self._last = now
         parts = [f"{self._title}: step {step}/{steps}", f"loss {_losses(losses)}"]
         if readings is not None:
-            parts.append(f"BPB {readings['bpb']['last']:.3f}")
+            parts.append(f"BPB {readings.bpb.prediction:.3f}")
         parts.append(_tokens_per_second(rate, self._tokens))
         if rate and step < steps:
             parts.append(f"{(steps - step) / rate:.0f} s left")

@@ -58,4 +58,4 @@ def _read(folder: Path) -> tuple[int, RunData]:
     config, results = results_of(folder)
     opened = Run.open(folder)
     data = RunData(str(folder), opened.read_config(), opened.metrics(), results)
-    return len(config.topology().stages), data
+    return len(config.build_topology().stages), data

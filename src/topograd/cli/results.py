@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from topograd.cli.console import DASH, note, number
-from topograd.errors import RunError
-from topograd.files import read_json
-from topograd.runs import checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
-from topograd.runs.session import open_session
+from topograd.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from topograd.data import Text
+    from topograd.runs.session import Session
 
 POOLINGS = ("sum", "mean", "shrinkage")
 
 
 def stored_results(run: Run) -> dict[str, Any] | None:
     """What the run's last training found, unless its checkpoints have moved on or back since."""
-    try:
-        results = read_json(run.results_file) if run.results_file.exists() else None
-    except RunError:
+    results = run.read_results()
+    if results is None or not isinstance(results.get("steps"), int) or "bpb" not in results:
         return None
-    if not isinstance(results, dict) or not isinstance(results.get("steps"), int) or "bpb" not in results:
+    names = run.store.names()
+    if names and names[-1] != f"step-{results['steps']:08d}":
         return None
-    newest = checkpoint.latest(run.checkpoints)
-    if newest is not None and newest.name != f"step-{results['steps']:08d}":
+    if "weights" in results and names and results["weights"] != run.store.weights(names[-1]):
         return None
-    return results | {"run": str(run.folder)}  # the folder may have been moved
+    return with_prediction(results) | {"run": str(run.folder)}  # the folder may have been moved
+
+
+def with_prediction(results: dict[str, Any]) -> dict[str, Any]:
+    """Results of versions before 0.2, whose chains predicted by their last stage, in today's words."""
+    bpb = results["bpb"]
+    return results | {"bpb": {"prediction": bpb["last"], "stages": bpb["prefix"], **bpb}}
+
+
+def measured(
+    session: Session, text: Text, on_batch: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """The readings of an opened run on some text."""
+    from topograd.training.evaluation import evaluate
+
+    reading = evaluate(session.stack, session.plan, text, on_batch=on_batch)
+    return {"run": str(session.run.folder), "steps": session.step, **reading.as_dict()}
 
 
 def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """A run's settings and its results; the newest checkpoint is measured if they are not there."""
+    from topograd.runs.session import heldout_text, open_session, read_settings, topology_at
+
     run = Run.open(folder)
-    config = TrainConfig.from_dict(run.read_config())
+    config = read_settings(run)
+    names = run.store.names()
+    if names:
+        config = topology_at(config, run.store.extra(names[-1]))
     results = stored_results(run)
     if results is None:
         note(f"measuring {folder}")
-        results = open_session(folder).evaluate()
+        session = open_session(folder)
+        results = measured(session, heldout_text(session))
         results["finished"] = results["steps"] >= config.steps
         results["seconds"] = _seconds(run, results["steps"])
     return config, results
@@ -52,25 +74,43 @@ def _seconds(run: Run, step: int) -> float | None:
     return times[-1] if times else None
 
 
+def plan_of(config: TrainConfig) -> Plan:
+    """The plan that the settings name."""
+    topology = config.build_topology()
+    return Plan.of(topology, topology.layers)
+
+
 def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
-    """How well each prefix of stages predicts, and each pooling of all of them."""
+    """How well each exit predicts, the whole model, and each pooling of all stages."""
     seconds = results.get("seconds")
     took = f", {seconds:.0f} s" if isinstance(seconds, int | float) else ""
     table = Table(title=f"{results['run']}: step {results['steps']} of {config.steps}{took}")
     table.add_column("prediction")
     for name in ("BPB", "ECE", "effective rank", "usefulness"):
         table.add_column(name, justify="right")
-    stages = [stage for stage in config.topology().stages if stage.weight > 0]
-    alone = "backprop" if config.interface is None else f"regions {config.partition}, {config.interface}"
+    plan = plan_of(config)
+    exits = plan.predicting()
     for k, bpb in enumerate(results["bpb"]["prefix"]):
         table.add_row(
-            f"stages 1..{k + 1}, {stages[k].stop} layers" if len(stages) > 1 else alone,
+            _exit_name(config, plan, exits, k),
             number(bpb),
             number(results["ece"][k]),
             number(results["effective_rank"][k], 1),
             number(results["usefulness"][k]),
         )
-    if len(stages) > 1:
+    if len(exits) > 1:
         for how in POOLINGS:
             table.add_row(f"{how} of all stages", number(results["bpb"].get(how)), DASH, DASH, DASH)
+        how = {"last": "the last stage", "sum": "the sum", "pool": "a pool", "path": "a path"}
+        name = f"the model ({how[plan.prediction.kind]})"
+        table.add_row(name, number(results["bpb"]["prediction"]), DASH, DASH, DASH)
     return table
+
+
+def _exit_name(config: TrainConfig, plan: Plan, exits: list[int], k: int) -> str:
+    if len(exits) > 1:
+        layers = sum(len(needed.layers) for needed in plan.needed(exits[k]))
+        return f"stages 1..{k + 1}, {layers} layers"
+    if config.topology.interface is None:
+        return "backprop"
+    return f"regions {config.topology.partition}, {config.topology.interface}"

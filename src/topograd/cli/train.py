@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.main import INTERRUPTED
-from topograd.cli.progress import training_progress
-from topograd.cli.results import readings_table, stored_results
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig, preset
-from topograd.runs.folder import Run
-from topograd.runs.session import open_session
-from topograd.training.trainer import Trainer, resume, start
+
+if TYPE_CHECKING:
+    from topograd.training.trainer import Trainer
 
 _WITH_RESUME = ("--resume", "--from", "--stop-after", "--json", "--help")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a model, or continue a run with --resume. The preset sets every default below."""
+    """Train a model, or continue a run with --resume. The preset sets every default below.
+
+    Whatever a topology can be, the [topology] table of a --config file can say; the flags below are for the
+    common cases, and win over the file.
+    """
 
     preset: Literal["tiny", "small", "base"] = "small"
     """tiny takes seconds, small about four minutes, base 14 hours on two cores."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
+    """Settings to lay over the preset, table by table; flags win over them."""
     out: Path | None = None
     """The run's folder; by default a new one in runs/."""
     resume: Path | None = None
@@ -39,7 +44,7 @@ class Train:
     stop_after: int | None = None
     """Stop and save after this step of the schedule; --resume goes on from there."""
     json: Json = False
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
 def run(argv: list[str]) -> int:
@@ -47,6 +52,8 @@ def run(argv: list[str]) -> int:
     asked = _read(argv)
     if asked.stop_after is not None and asked.stop_after < 1:
         raise ConfigError(f"--stop-after is {asked.stop_after}; it must be at least 1")
+    from topograd.training.trainer import resume, start
+
     if asked.resume is not None:
         found = _finished(asked)
         if found is not None:
@@ -54,15 +61,16 @@ def run(argv: list[str]) -> int:
             return 0
         trainer = resume(asked.resume, asked.from_)
     else:
-        trainer = start(asked.config, asked.out or _fresh_folder(asked.preset, asked.config))
+        trainer = start(asked.settings, asked.out or fresh_folder(asked.preset, asked.settings))
     return _train(asked, trainer)
 
 
 def _read(argv: list[str]) -> Train:
-    """The flags, with the defaults of the preset that they name."""
+    """The flags, with the defaults of the preset and of the file that they name."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset", nargs="?")
-    name = first.parse_known_args(argv)[0].preset or Train.preset
+    first.add_argument("--config", nargs="?")
+    known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     if "--resume" in flags:
         foreign = next((flag for flag in flags if flag not in _WITH_RESUME), None)
@@ -73,13 +81,27 @@ def _read(argv: list[str]) -> Train:
             )
     elif "--from" in flags:
         raise ConfigError("--from names a checkpoint of the run to --resume; give that run too")
-    return parse(Train, argv, "train", Train(config=preset(name)))
+    base = preset(known.preset or Train.preset)
+    if known.config is not None:
+        base = base.overlaid(read_config_file(Path(known.config)))
+    return parse(Train, argv, "train", Train(settings=base))
 
 
-def _fresh_folder(name: str, config: TrainConfig) -> Path:
+def read_config_file(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"--config {file} cannot be read ({problem.strerror}); give a TOML file") from None
+    except ValueError as problem:  # of TOML or of UTF-8
+        raise ConfigError(f"--config {file} is no TOML ({problem}); correct it") from None
+
+
+def fresh_folder(name: str, config: TrainConfig) -> Path:
     """A folder in runs/ that does not exist yet, named after the run."""
-    parts = "-".join(str(stage.stop - stage.start) for stage in config.topology().stages)
-    base = f"{name}-{parts if len(parts) <= 60 else f'{len(config.topology().stages)}-stages'}-s{config.seed}"
+    stages = config.build_topology().stages
+    parts = "-".join(str(stage.stop - stage.start) for stage in stages)
+    base = f"{name}-{parts if len(parts) <= 60 else f'{len(stages)}-stages'}-s{config.seed}"
     return next(folder for folder in _numbered(Path("runs") / base) if not folder.exists())
 
 
@@ -93,23 +115,32 @@ def _numbered(folder: Path) -> Iterator[Path]:
 
 def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     """Settings and results of a run that has nothing left to train; None if there is something to do."""
+    from topograd.cli.results import stored_results
+    from topograd.runs.folder import Run
+    from topograd.runs.session import open_session
+
     assert asked.resume is not None
     folder = Run.open(asked.resume)
     results = stored_results(folder) if asked.from_ is None else None
     if results is None or not results.get("finished"):
         return None
-    open_session(asked.resume)  # says so if the weights that the results speak of are damaged
-    return TrainConfig.from_dict(folder.read_config()), results
+    session = open_session(asked.resume)  # says so if the weights that the results speak of are damaged
+    return session.config, results
 
 
 def _train(asked: Train, trainer: Trainer) -> int:
+    from topograd.cli.progress import training_progress
+
     config = trainer.config
     for reason in trainer.data.skipped:
         note(f"not read: {reason}")
     tokens = config.batch * config.accumulate * config.model.context
     with training_progress(trainer.run.folder.name, tokens) as on_step:
         results = trainer.train(asked.stop_after, on_step)
-    _show(asked, config, results)
+    _show(asked, trainer.config, results)
+    if "halted" in results:
+        stages = ", ".join(map(str, results["halted"]))
+        note(f"stage {stages} broke and was halted; the others went on: see {trainer.run.metrics_file}")
     if results["finished"]:
         return 0
     again = f"topograd train --resume {shlex.quote(str(trainer.run.folder))}"
@@ -119,6 +150,8 @@ def _train(asked: Train, trainer: Trainer) -> int:
 
 
 def _show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:
+    from topograd.cli.results import readings_table
+
     if asked.json:
         print_json(results)
     else:

@@ -42,9 +42,9 @@ def differences(
 @torch.inference_mode()
 def full_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
     """Logits (vocab,) of full depth behind these tokens."""
-    cache = engine.start([tokens])
-    cache.run(engine.last)
-    return engine.logits(cache, engine.last)[0, -1]
+    cache, last = engine.start([tokens]), engine.exits[-1]
+    engine.run(cache, last)
+    return engine.logits(cache, last)[0, -1]
 
 
 def is_tie(logits: Tensor, a: int, b: int) -> bool:

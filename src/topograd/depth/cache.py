@@ -2,7 +2,7 @@
 
 Each row of the batch has its tokens 0..n. A stage k has run positions 0..n_k of a row, its watermark, and the
 stages that it hears have run at least as many. Everything between is its queue of pending positions: what
-the stages before it said is kept, nothing else is. So a token that leaves early costs nothing more, and the
+the stages before it sent is kept, nothing else is. So a token that leaves early costs nothing more, and the
 next one that goes deeper pushes the whole queue through the stage as one batch (`run`). Its keys and values
 are then those that the full model would have.
 
@@ -50,8 +50,8 @@ class Cache:
         self._needed = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
-        self._said: dict[Port | int, Tensor] = {}
-        """What each port said, and each stage's last output, at every position: (rows, capacity + 1, ...)."""
+        self._outputs: dict[Port | int, Tensor] = {}
+        """The messages of each port, and each stage's last output, at every position: (rows, capacity + 1, ...)."""
         self._bus: tuple[object, Bus] | None = None
 
     def lengths(self) -> list[int]:
@@ -101,14 +101,15 @@ class Cache:
         bus = self._bus_of(where)
         if where.slots is None:
             self.memories[stage].rewind([where.start] * self.rows)  # it may be ahead after ragged rows
-        heard = [
-            bus.x0 if port.source == EMBEDDING else where.read(self._said[port]) for port, _ in planned.hears
+        received = [
+            bus.x0 if port.source == EMBEDDING else where.read(self._outputs[port])
+            for port, _ in planned.inputs
         ]
-        h, sent = run_stage(self.stack, planned, heard, bus, self.memories[stage])
+        h, sent = run_stage(self.stack, planned, received, bus, self.memories[stage])
         self._keep(stage, where, h)
         for port, message in sent.items():
             if message is h:
-                self._said[port] = self._said[stage]
+                self._outputs[port] = self._outputs[stage]
             else:
                 self._keep(port, where, message)
         self.marks[stage] = self.lengths()
@@ -122,7 +123,7 @@ class Cache:
         starts = [mark - count for mark, count in zip(self.marks[stage], counts, strict=True)]
         if min(starts) < 0:
             raise StackError(f"stage {stage + 1} has not run that many positions; run it first")
-        return _Where.of(starts, counts, self.device).read(self._said[stage])
+        return _Where.of(starts, counts, self.device).read(self._outputs[stage])
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget everything from these positions on, row by row."""
@@ -137,16 +138,16 @@ class Cache:
     def _bus_of(self, where: _Where) -> Bus:
         """The bus of these positions; the next stage mostly wants the same."""
         if self._bus is None or self._bus[0] != where.key:
-            x0 = where.read(self._said[EMBEDDING])
+            x0 = where.read(self._outputs[EMBEDDING])
             bus = self.stack.bus(x0, where.read(self._ids), where.offset)
             self._bus = where.key, replace(bus, counts=where.counts)
         return self._bus[1]
 
     def _keep(self, key: Port | int, where: _Where, values: Tensor) -> None:
-        if key not in self._said:
+        if key not in self._outputs:
             shape = (self.rows, self.capacity + 1, *values.shape[2:])
-            self._said[key] = torch.zeros(shape, dtype=values.dtype, device=values.device)
-        where.write(self._said[key], values)
+            self._outputs[key] = torch.zeros(shape, dtype=values.dtype, device=values.device)
+        where.write(self._outputs[key], values)
 
 
 class _Where:

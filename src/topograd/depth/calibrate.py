@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from topograd.data.windows import Text
 from topograd.depth.autotune import DraftRule, RowCosts, choose, simulate
 from topograd.depth.calibration import Calibration, Sample
 from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.depth.readings import Readings, join, read
 from topograd.errors import ConfigError, RunError
-from topograd.files import dump_json, read_json, write_atomic
-from topograd.runs.folder import Run
+from topograd.files import dump_json, read_json
+from topograd.nn.stack import Stack
 from topograd.runs.session import Session
-from topograd.training.evaluation import Text
-from topograd.training.forward import stage_outputs
+from topograd.topology.plan import Plan
+from topograd.training.forward import predict, stage_outputs
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows for which the deep stages are timed."""
@@ -46,12 +47,22 @@ class Tuning:
     costs: RowCosts
 
 
-@torch.no_grad()
 def heldout_readings(
     session: Session, text: Text, batch: int = 4, on_batch: Callable[[int, int], None] | None = None
 ) -> Readings:
-    """The readings of every predicting stage on held-out text, a window a sequence."""
-    stack, plan = session.stack, session.plan
+    """The readings of every exit on held-out text, a window a sequence."""
+    return exit_readings(session.stack, session.plan, text, batch, on_batch)
+
+
+@torch.no_grad()
+def exit_readings(
+    stack: Stack,
+    plan: Plan,
+    text: Text,
+    batch: int = 4,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Readings:
+    """The readings of what each exit of a plan predicts, a row of text a sequence."""
     stages = plan.predicting()
     device = next(stack.parameters()).device
     parts = []
@@ -60,7 +71,8 @@ def heldout_readings(
         counted = (text.targets[start : start + batch] != -100).to(device)
         outputs = stage_outputs(stack, plan, inputs, stages)
         rows = torch.arange(start, start + len(inputs), device=device)[:, None].expand_as(inputs)
-        logits = [stack.readout(outputs[k][counted], k) for k in stages]
+        flat = {k: h[counted] for k, h in outputs.items()}
+        logits = [predict(stack, plan, flat, plan.prediction.after(k)) for k in stages]
         parts.append(read(logits, rows[counted]))
         if on_batch is not None:
             on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
@@ -78,13 +90,13 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
     sizes = [size for size in SIZES if size <= engine.context - length]
     if len(sizes) < 2:
         raise ConfigError(f"a context of {engine.context} tokens has no room for drafts; use at least 3")
-    cache = engine.start([[0] * length])
-    cache.run(engine.last)
+    cache, full, drafting = engine.start([[0] * length]), engine.exits[-1], engine.stage_of(stage)
+    engine.run(cache, full)
     drafts: list[float] = []
     rounds: dict[int, list[float]] = {size: [] for size in (0, *sizes)}  # 0: one token at full depth
 
     def read(last: int, rows: int) -> None:
-        cache.run(last)
+        engine.run(cache, last)
         engine.logits(cache, last, [rows]).topk(2).values.tolist()
 
     for _ in range(ROUNDS):
@@ -93,12 +105,12 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
             for row in range(size):
                 here = time.perf_counter()
                 cache.push([[0]])
-                read(stage, 1)
+                read(drafting, 1)
                 if row:
                     drafts.append(time.perf_counter() - here)
             if not size:
                 cache.push([[0]])
-            read(engine.last, max(size, 1))
+            read(full, max(size, 1))
             cache.truncate([length])
             rounds[size].append(time.perf_counter() - began)
     draft = low(drafts)
@@ -141,28 +153,23 @@ def tune(engine: Engine, text: Sample, own: Sample) -> Tuning:
     return max(found, key=lambda tuning: tuning.predicted)
 
 
-def check_chain(session: Session) -> None:
-    """Early exits need at least two stages that all predict."""
-    plan = session.plan
-    if len(plan.stages) < 2 or plan.predicting() != list(range(len(plan.stages))):
-        raise ConfigError(
-            f"{session.run.folder} has {len(plan.predicting())} predicting stages of {len(plan.stages)}; "
-            "early exits and drafts need at least 2 stages that all predict: train with --partition 2,2"
-        )
-
-
-def store(run: Run, calibration: Calibration, tuning: Tuning) -> None:
-    """Keep a calibration with its run, whole or not at all."""
-    values = {"calibration": calibration.as_dict(), "tuning": _tuning_dict(tuning)}
-    write_atomic(run.folder / "calibration.json", dump_json(values))
+def store(session: Session, calibration: Calibration, tuning: Tuning) -> None:
+    """Keep a calibration with its run, whole or not at all, with the weights that it is of."""
+    values = {
+        "calibration": calibration.as_dict(),
+        "tuning": _tuning_dict(tuning),
+        "weights": session.weights,
+    }
+    session.run.manifest.bind(session.run.calibration_file.name, dump_json(values))
 
 
 def load(session: Session) -> tuple[Calibration, Tuning]:
     """The run's calibration; one of other weights, or none, is refused with what to do."""
-    file = session.run.folder / "calibration.json"
+    file = session.run.calibration_file
     again = f"run: topograd calibrate {session.run.folder}"
     if not file.exists():
         raise RunError(f"{session.run.folder} is not calibrated; {again}")
+    session.run.manifest.verify(file.name)
     try:
         values = read_json(file)
         if not isinstance(values, dict):
@@ -170,12 +177,14 @@ def load(session: Session) -> tuple[Calibration, Tuning]:
         calibration, tuning = Calibration.from_dict(values.get("calibration")), _tuning_of(values["tuning"])
     except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
         raise RunError(f"{file} is damaged ({problem}); {again}") from None
-    if calibration.step != session.step or calibration.stages != len(session.plan.stages):
+    exits = len(session.plan.predicting())
+    if calibration.step != session.step or calibration.stages != exits:
         raise RunError(
             f"the calibration of {session.run.folder} is of step {calibration.step} and "
-            f"{calibration.stages} stages, the weights are of step {session.step} and "
-            f"{len(session.plan.stages)}; {again}"
+            f"{calibration.stages} stages, the weights are of step {session.step} and {exits}; {again}"
         )
+    if values.get("weights", session.weights) != session.weights:  # versions before 0.2 did not keep them
+        raise RunError(f"the calibration of {session.run.folder} is of other weights; {again}")
     return calibration, tuning
 
 

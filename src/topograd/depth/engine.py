@@ -1,6 +1,6 @@
 """The engine: a model made ready to write, and the loop that writes.
 
-A mode (`Prefix`, `Composed`, `exits.Wand`, `speculation.Speculate`) decides how deep each token goes: its
+A mode (`Prefix`, `Composed`, `wand.Wand`, `speculation.Speculate`) decides how deep each token goes: its
 `advance` writes at least one token in every row that is still written. All modes share one cache, so their
 keys and values are those of the full model (`cache.py`).
 
@@ -10,6 +10,7 @@ is read again; this depends only on the number of tokens, so modes that write th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,10 +23,15 @@ from topograd.depth.log_op import compose
 from topograd.depth.recompute import RecomputedCache
 from topograd.depth.sampling import Sampling, draw, generators, probabilities
 from topograd.errors import ConfigError, DivergenceError
+from topograd.nn.preparation import check_prepared
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack
 from topograd.topology.branches import Path, branches, path_name
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.forward import predict
 
 AnyCache = Cache | RecomputedCache
 Tokens = Sequence[Sequence[int]]
@@ -33,24 +39,39 @@ Tokens = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A token that was written, and the stage whose prediction it is."""
+    """A token that was written, and the exit whose prediction it is, counted from 0."""
 
     token: int
     stage: int
 
 
 class Engine:
-    """A model whose layers are laid out for decoding. A stack without memory is recomputed each time."""
+    """A model whose layers are laid out for decoding. A stack without memory is recomputed each time.
 
-    def __init__(self, stack: Stack, plan: Plan, context: int) -> None:
+    Exits are the stages that predict, in order; modes count them from 0.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        topology: Plan | Topology | Configuration | Composition | str,
+        context: int | None = None,
+    ) -> None:
+        context = stack.context if context is None else context
         if context < 1:
             raise ConfigError(f"context is {context}; it must be at least 1")
+        self.plan = Plan.of(topology, len(stack.layers))
+        check_prepared(stack, self.plan)
         self.remembers = can_decode(stack)
         self.stack = stack.for_decoding() if self.remembers else stack
-        self.plan, self.context = plan, context
-        self.heads = tuple(range(len(plan.stages)))
-        """For each stage of the plan the head that reads it; branches share heads."""
-        self.last = len(plan.stages) - 1
+        self.context = context
+        self.exits = self.plan.predicting()
+        """The stages that predict."""
+
+    @property
+    def last(self) -> int:
+        """The last exit, which predicts as the model does."""
+        return len(self.exits) - 1
 
     def branched(self, paths: Sequence[Path]) -> tuple[Engine, tuple[int, ...]]:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
@@ -58,21 +79,19 @@ class Engine:
         if any(isinstance(self.stack.relay(name), CausalRelay) for name in names):
             raise ConfigError("regions that are joined by interfaces cannot be skipped; use depth full")
         trie = branches(self.plan, paths)
-        engine = object.__new__(Engine)
-        engine.__dict__ = {**self.__dict__, "plan": trie.plan, "last": len(trie.plan.stages) - 1}
-        engine.heads = tuple(self.heads[stage] for stage in trie.heads)
+        engine = copy.copy(self)
+        engine.plan, engine.exits = trie.plan, trie.plan.predicting()
         return engine, trie.ends
 
-    def check_stage(self, stage: int) -> int:
-        """`stage`, if the plan has it and it predicts."""
-        if not 0 <= stage < len(self.plan.stages):
+    def stage_of(self, exit_: int) -> int:
+        """The stage of an exit, if the model has it."""
+        exits = self.exits
+        if not 0 <= exit_ < len(exits):
             raise ConfigError(
-                f"stage {stage + 1} does not exist; the model has stages 1 to {len(self.plan.stages)}"
+                f"exit {exit_ + 1} does not exist; the model has {len(exits)} stages that predict: "
+                f"give 1 to {len(exits)}"
             )
-        if not self.plan.stages[stage].predicts:
-            predicting = ", ".join(str(k + 1) for k in self.plan.predicting())
-            raise ConfigError(f"stage {stage + 1} was not trained to predict; these were: {predicting}")
-        return stage
+        return exits[exit_]
 
     @torch.inference_mode()
     def start(self, prompts: Tokens) -> AnyCache:
@@ -100,16 +119,33 @@ class Engine:
             cache.truncate([0 if f else n for f, n in zip(full, lengths, strict=True)])
         cache.push(new)
 
-    def logits(self, cache: AnyCache, stage: int, counts: Sequence[int] | None = None) -> Tensor:
-        """Logits (rows, most, vocab) of a stage that has run, at the last `counts` positions of each row."""
-        return self.stack.readout(cache.hidden(stage, counts), self.heads[stage])
+    def run(self, cache: AnyCache, stage: int) -> None:
+        """Run what the exit after `stage` predicts by."""
+        for each, _ in self.plan.prediction.after(stage):
+            cache.run(each)
+
+    def logits(
+        self,
+        cache: AnyCache,
+        stage: int,
+        counts: Sequence[int] | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        """What the exit after `stage`, which has run, predicts: (rows, most, vocab).
+
+        At the last `counts` positions of each row; for some `tokens` of the vocabulary, or all.
+        """
+        terms = self.plan.prediction.after(stage)
+        hidden = {each: cache.hidden(each, counts) for each, _ in terms}
+        return predict(self.stack, self.plan, hidden, terms, tokens)
 
     def vocab(self) -> int:
         """How many tokens there are."""
         with torch.inference_mode():
             cache = self.start([[0]])
-            cache.run(0)
-            return self.logits(cache, 0).shape[-1]
+            stage = self.exits[0]
+            self.run(cache, stage)
+            return self.logits(cache, stage).shape[-1]
 
 
 class Mode(Protocol):
@@ -149,11 +185,14 @@ def check_finite(best: Sequence[float]) -> None:
 
 
 class Prefix:
-    """Every token by the stages up to one of them; by default all: full depth."""
+    """Every token by the stages up to an exit; by default all: full depth, as the model predicts."""
 
     def __init__(self, engine: Engine, stage: int | None = None, sampling: Sampling | None = None) -> None:
         self.engine = engine
-        self.stage = engine.check_stage(engine.last if stage is None else stage)
+        self.exit = engine.last if stage is None else stage
+        self.stage = engine.stage_of(self.exit)
+        if self.exit == engine.last and engine.plan.prediction.path is not None:
+            self.engine, (self.stage,) = engine.branched([engine.plan.prediction.path])
         self.sampling = sampling or Sampling()
 
     def begin(self, rows: int) -> None:
@@ -161,9 +200,9 @@ class Prefix:
 
     @torch.inference_mode()
     def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
-        cache.run(self.stage)
+        self.engine.run(cache, self.stage)
         tokens = self.chooser.choose(self.engine.logits(cache, self.stage)[:, -1], active)
-        return _emit(self.engine, cache, tokens, active, self.stage)
+        return _emit(self.engine, cache, tokens, active, self.exit)
 
 
 class Composed:
@@ -179,9 +218,13 @@ class Composed:
                 )
         self.engine, self.ends = engine.branched(list(weights))
         for path in weights:
-            engine.check_stage(path[-1])
+            if path[-1] not in engine.exits:
+                known = ", ".join(str(k + 1) for k in engine.exits)
+                raise ConfigError(
+                    f"path {path_name(path)} ends at a stage that was not trained to predict; these were: {known}"
+                )
         self.weights = list(weights.values())
-        self.deepest = max(path[-1] for path in weights)
+        self.exit = engine.exits.index(max(path[-1] for path in weights))
         self.sampling = sampling or Sampling()
 
     def begin(self, rows: int) -> None:
@@ -190,14 +233,14 @@ class Composed:
     def pooled(self, cache: AnyCache) -> Tensor:
         """Log-probabilities (rows, vocab) of the pool behind the last position of each row."""
         for end in self.ends:
-            cache.run(end)
+            self.engine.run(cache, end)
         each = [self.engine.logits(cache, end)[:, -1] for end in self.ends]
         return each[0] if len(each) == 1 else compose(each, self.weights)
 
     @torch.inference_mode()
     def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
         tokens = self.chooser.choose(self.pooled(cache), active)
-        return _emit(self.engine, cache, tokens, active, self.deepest)
+        return _emit(self.engine, cache, tokens, active, self.exit)
 
 
 def _emit(

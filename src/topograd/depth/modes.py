@@ -1,7 +1,7 @@
 """Depths as users write them, and the modes that they name.
 
 full                  every stage, every token
-prefix:J              the first J stages
+prefix:J              the first J of the stages that predict
 path:1,3              some stages, skipping others
 branches:1-4*3+1-2    several paths, pooled in log space with weights
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import get_args
 
 from topograd.depth.autotune import DraftRule
-from topograd.depth.calibrate import Tuning, check_chain
+from topograd.depth.calibrate import Tuning
 from topograd.depth.calibrate import load as load_calibration
 from topograd.depth.calibration import Calibration
 from topograd.depth.engine import Composed, Engine, Mode, Prefix
-from topograd.depth.exit_rules import Rule, thresholds
+from topograd.depth.exit_rules import Rule, check_exits, thresholds
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
 from topograd.depth.wand import Wand
@@ -50,10 +50,10 @@ def mode_of(depth: str, session: Session, engine: Engine, sampling: Sampling) ->
     if kind == "branches":
         return Composed(engine, parse_branches(rest), sampling)
     if kind == "wand":
-        check_chain(session)
+        check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session)[0], engine, sampling)
     if kind == "speculate":
-        check_chain(session)
+        check_exits(session.plan)
         return _speculate(depth, rest, session, engine, sampling)
     raise ConfigError(
         f"depth {depth!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"

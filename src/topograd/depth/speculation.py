@@ -30,6 +30,7 @@ from torch import Tensor
 
 from topograd.depth.autotune import DraftRule
 from topograd.depth.engine import AnyCache, Emitted, Engine, check_finite
+from topograd.depth.exit_rules import check_exits
 from topograd.depth.sampling import Sampling, draw, generators, probabilities, verify
 from topograd.errors import ConfigError
 
@@ -57,13 +58,14 @@ class Draft:
 
 
 class Speculate:
-    """Draft with the stages up to `stage`, verify with all."""
+    """Draft with the stages up to exit `stage`, verify with all."""
 
     def __init__(
         self, engine: Engine, rule: DraftRule, stage: int = 0, sampling: Sampling | None = None
     ) -> None:
+        check_exits(engine.plan)
         self.engine, self.rule = engine, rule
-        self.stage = engine.check_stage(stage)
+        self.exit, self.stage, self.full = stage, engine.stage_of(stage), engine.exits[-1]
         if stage == engine.last:
             raise ConfigError(f"stage {stage + 1} is the last, so nothing is left to verify; draft with less")
         self.sampling = sampling or Sampling()
@@ -78,15 +80,15 @@ class Speculate:
         start = cache.lengths()
         drafts = self._draft(cache, active)
         counts = [len(draft.tokens) + 1 for draft in drafts]
-        cache.run(self.engine.last)
-        verdicts = self._judge(drafts, self.engine.logits(cache, self.engine.last, counts), active)
+        self.engine.run(cache, self.full)
+        verdicts = self._judge(drafts, self.engine.logits(cache, self.full, counts), active)
         kept = [n + accepted for n, (accepted, _) in zip(start, verdicts, strict=True)]
         if kept != cache.lengths():
             cache.truncate(kept)
         self.engine.append(cache, [[t] if on else [] for (_, t), on in zip(verdicts, active, strict=True)])
         self._count(drafts, verdicts, active)
         return [
-            [Emitted(t, self.stage) for t in draft.tokens[:accepted]] + [Emitted(token, self.engine.last)]
+            [Emitted(t, self.exit) for t in draft.tokens[:accepted]] + [Emitted(token, self.engine.last)]
             if on
             else []
             for draft, (accepted, token), on in zip(drafts, verdicts, active, strict=True)
@@ -103,7 +105,7 @@ class Speculate:
             ]
             if not any(drafting):
                 return drafts
-            cache.run(self.stage)
+            self.engine.run(cache, self.stage)
             logits = self.engine.logits(cache, self.stage)[:, -1]
             best = logits.topk(2)
             for row, ((first, second), (token, _)) in enumerate(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from topograd.depth.engine import AnyCache, Chooser, Emitted, Engine, check_finite
-from topograd.depth.exit_rules import survivors
+from topograd.depth.exit_rules import check_exits, survivors
 from topograd.depth.sampling import Sampling
 from topograd.errors import ConfigError
 
@@ -37,6 +37,7 @@ class Wand:
         sampling: Sampling | None = None,
         bounds: Sequence[float] | None = None,
     ) -> None:
+        check_exits(engine.plan)
         if len(thresholds) != engine.last:
             raise ConfigError(
                 f"{len(thresholds)} thresholds for {engine.last + 1} stages; calibrate this run again"
@@ -45,8 +46,6 @@ class Wand:
             raise ConfigError(f"{len(bounds)} bounds for {engine.last} exits; calibrate this run again")
         self.engine = engine
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
-        for stage in (*(k for k, _ in self.exits), engine.last):
-            engine.check_stage(stage)
         self.sampling = sampling or Sampling()
         self.bounds = bounds if self.sampling.greedy else None
         """For each exit stage a bound on the rival gain, to prune candidates with; None reads all of them."""
@@ -63,25 +62,24 @@ class Wand:
         return [[Emitted(token, stage)]]
 
     def _next(self, cache: AnyCache) -> tuple[int, int]:
+        engine, stages = self.engine, self.engine.exits
         logits, checked = None, 0
         for checked, tau in self.exits:
-            cache.run(checked)
-            logits = self.engine.logits(cache, checked)[0, -1]
+            engine.run(cache, stages[checked])
+            logits = engine.logits(cache, stages[checked])[0, -1]
             (first, second), (token, _) = (best.tolist() for best in logits.topk(2))
             check_finite([first])
             if first - second > tau:
                 return (token if self.sampling.greedy else self._draw(logits)), checked
-        last = self.engine.last
-        cache.run(last)
+        last = stages[-1]
+        engine.run(cache, last)
         if self.bounds is not None and logits is not None:
             candidates = survivors(logits, self.bounds[checked])
             if len(candidates) * FEW <= len(logits):
-                h = cache.hidden(last)[0, -1:]
-                some = self.engine.stack.readout(h, self.engine.heads[last], candidates)
-                best, place = some[0].max(-1)
+                best, place = engine.logits(cache, last, tokens=candidates)[0, -1].max(-1)
                 check_finite([float(best)])
-                return int(candidates[place]), last
-        return self._draw(self.engine.logits(cache, last)[0, -1]), last
+                return int(candidates[place]), engine.last
+        return self._draw(engine.logits(cache, last)[0, -1]), engine.last
 
     def _draw(self, logits: Tensor) -> int:
         return self.chooser.choose(logits[None], [True])[0]
