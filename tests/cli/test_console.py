@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tyro
 
 from topograd.cli.console import Folder, Json, number, parse, percent, print_json
 from topograd.errors import ConfigError
@@ -55,6 +56,19 @@ def test_what_cannot_be_read_is_one_line(
     assert "\n" not in str(caught.value)
     assert not set("│╭╰─") & set(str(caught.value))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_the_line_is_the_same_where_boxes_have_no_frame(
+    frames: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tyro._fmtlib, "_should_use_utf8_drawing_chars", lambda: frames)
+    with pytest.raises(
+        ConfigError, match=r"^Unrecognized options: --cuont, 3 \(did you mean --count\?\); see"
+    ):
+        parse(Sample, ["x", "--cuont", "3"], "sample")
+    with pytest.raises(ConfigError, match=r"^Missing value for argument '--count'"):
+        parse(Sample, ["x", "--count"], "sample")
 
 
 def test_help_goes_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:

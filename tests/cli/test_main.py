@@ -1,3 +1,4 @@
+import importlib
 import os
 import subprocess
 import sys
@@ -7,7 +8,6 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli import main as module
 from topograd.cli.main import VERBS
 from topograd.errors import ConfigError
 
@@ -36,6 +36,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "optim",
         "search",
         "study",
+        "doctor",
     }
 
 
@@ -82,7 +83,7 @@ def test_what_a_user_can_cause_is_one_line(
     def run(argv: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(module.importlib, "import_module", lambda name: SimpleNamespace(run=run))
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=run))
     answer = call("train")
     assert (answer.code, answer.out) == (code, "")
     assert answer.err.startswith(words)
@@ -93,7 +94,7 @@ def test_a_bug_is_not_hidden(call: Any, monkeypatch: pytest.MonkeyPatch) -> None
     def run(argv: list[str]) -> int:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(module.importlib, "import_module", lambda name: SimpleNamespace(run=run))
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=run))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         call("train")
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.table import Table
 
 from topograd.benchmarks.settings import DecodeSettings, KernelSettings, OptimizerSettings
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.interfaces.settings import BenchSettings
 from topograd.pretrained import REFERENCE
-
-if TYPE_CHECKING:
-    from topograd.benchmarks import backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +30,7 @@ class Decode:
 class Scan:
     """Measure training steps, Jacobians and scans of bounded interfaces against a dense model."""
 
-    settings: Annotated[backward.Settings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: backward.Settings()
-    )
+    settings: Annotated[BenchSettings, tyro.conf.arg(name="")] = field(default_factory=BenchSettings)
     json: Json = False
 
 
@@ -64,9 +60,6 @@ _KINDS: dict[str, type[Decode | Scan | Kernel | Optim]] = {
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
-    if argv[:1] == ["scan"]:
-        global backward  # its settings are beside code that needs torch
-        from topograd.benchmarks import backward
     asked = parse_one_of(_KINDS, argv, "bench")
     match asked:
         case Decode():
@@ -79,7 +72,9 @@ def run(argv: list[str]) -> int:
             tables = [decode_table(results), curve_table(results["wand"])]
         case Scan():
             note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")
-            results = backward.bench_scan(asked.settings)
+            from topograd.benchmarks.backward import bench_scan
+
+            results = bench_scan(asked.settings)
             tables = scan_tables(results)
         case Kernel():
             note("measuring kernels: a minute or two and 4 GB, on a quiet machine if you can")

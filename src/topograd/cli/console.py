@@ -79,10 +79,14 @@ def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str) -> T:
 
 
 def _first_paragraph(box: str) -> str:
-    """What tyro's box says before its first rule, on one line, and the flag that it takes for meant."""
-    rows = [line.strip("│ ") for line in _COLOUR.sub("", box).splitlines() if line.startswith("│")]
-    rules = [i for i, row in enumerate(rows) if row and not row.strip("─")] or [len(rows)]
-    said = " ".join(rows[: rules[0]]).rstrip(" .:")
+    """What tyro's box says before its first rule, on one line, and the flag that it takes for meant.
+
+    Where the output is not UTF-8 the box has no frame: a title, a rule, then the same.
+    """
+    rows = [line.strip("│ ") for line in _COLOUR.sub("", box).splitlines()]
+    rows = rows[1:] if box.lstrip().startswith("╭") else rows[2:]
+    end = next((i for i, row in enumerate(rows) if row and not row.strip("─-╰╯")), len(rows))
+    said = " ".join(rows[:end]).rstrip(" .:")
     if bad := _NO_NUMBER.fullmatch(said):  # of a word without a flag; `check_words` has read the others
         return f"{bad[1]} was given {bad[3]}; it must be a {'whole ' if bad[2] else ''}number"
     meant = re.search(r"Perhaps you meant:\s+(--\S+)", "\n".join(rows))

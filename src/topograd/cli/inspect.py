@@ -70,7 +70,7 @@ def _run_of_ours(folder: Path, on_more: OnMore) -> tuple[Path, dict[str, Any], I
     from topograd.training.forward import stage_logits
 
     session = open_session(folder)
-    text = heldout_text(session.config, session.tokenizer, limit_bytes=TEXT_BYTES)
+    text = heldout_text(session, limit_bytes=TEXT_BYTES)
     stack = session.stack.double()
     device = next(stack.parameters()).device
     batches = list(zip(text.inputs.to(device).split(16), text.targets.to(device).split(16), strict=True))

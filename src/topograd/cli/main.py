@@ -1,16 +1,15 @@
 """The command `topograd VERB ...`.
 
 Exit codes: 0 done, 1 a bug, 2 something given that cannot be done (said in one line), 130 interrupted.
-A verb's module is imported when it is called, so that `topograd --help` and `topograd space` start at once.
+A verb's module is imported when it is called, and imports what is heavy when it runs: help and a mistyped
+flag are answered at once. Nothing is imported here before `main` has begun, so that Ctrl-C is one line from
+the first moment.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-
-from topograd.errors import TopogradError
 
 VERBS = {
     "demo": "train a staged model and its backprop twin, compare them, write a report",
@@ -29,31 +28,53 @@ VERBS = {
     "optim": "does an optimizer respect a network's symmetries: equivariance, ablation cells",
     "fields": "learning as a dynamics of fields: kernels, runs without weights, a study",
     "interfaces": "check bounded interfaces: exact gradients, no look ahead, which backward pays",
+    "doctor": "what is installed here, what each extra would add, and whether it works",
 }
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code. Whatever a user can cause becomes one line on stderr."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        _prepare_streams()
+        code = _guarded(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # here, where a full disk can still be named
+        return code
+    except KeyboardInterrupt:
+        if argv is None:
+            _ignore_interrupts()
+        _fail("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has gone
+        _discard_output()
+        return 1
+    except OSError as error:
+        _discard_output()
+        return _fail(f"the output cannot be written: {error}")
+
+
+def _guarded(argv: list[str]) -> int:
+    from topograd.errors import TopogradError
+
     try:
         return _dispatch(argv)
     except TopogradError as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has gone; Python's own flush at exit must not fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        return _fail(f"the system refused: {error}")
+        where = "" if error.filename else " (the output, or a file that it does not name)"
+        return _fail(f"the system refused: {error}{where}")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in _TOO_LARGE):
             raise
         return _fail("there is not enough memory for this; choose a smaller model, batch or context")
     except SystemExit as end:  # of --help
         return end.code if isinstance(end.code, int) else 0
+
+
+_TOO_LARGE = ("allocate", "Storage size calculation overflowed")
+"""What torch says of a tensor that does not fit."""
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -71,6 +92,8 @@ def _dispatch(argv: list[str]) -> int:
         return 2
     if verb not in VERBS:
         return _fail(f"{verb!r} is not a verb; choose one of {', '.join(VERBS)}")
+    import importlib
+
     code: int = importlib.import_module(f"topograd.cli.{verb}").run(argv[1:])
     return code
 
@@ -85,3 +108,32 @@ def _overview() -> str:
 def _fail(message: str) -> int:
     print("topograd: " + " ".join(message.splitlines()), file=sys.stderr)
     return 2
+
+
+def _prepare_streams() -> None:
+    """Output that is closed goes nowhere, and a letter that a stream cannot show is escaped."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # its descriptor is free: taken here, no file that is opened later gets it
+            stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
+        if name != "stdin" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """What is still to be written goes nowhere: Python's own flush at exit must not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _ignore_interrupts() -> None:
+    """The process is about to end; a second Ctrl-C must not show a traceback."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -201,10 +201,8 @@ def _measured(asked: Properties) -> dict[str, Any]:
     from topograd.search.properties import measure  # torch takes seconds to load
 
     session = open_session(asked.subject)
-    text = heldout_text(session.config, session.tokenizer, limit_bytes=asked.limit_bytes)
-    new = None
-    if asked.new is not None:
-        new = heldout_text(session.config, session.tokenizer, asked.new, asked.limit_bytes)
+    text = heldout_text(session, limit_bytes=asked.limit_bytes)
+    new = None if asked.new is None else heldout_text(session, asked.new, asked.limit_bytes)
     parts = [len(planned.layers) for planned in session.plan.stages]
     configuration = Configuration.parse(parts, heads=session.plan.topology.heads)
     return {
