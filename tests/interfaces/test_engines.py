@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, TopologyError
 from topograd.interfaces.engines import Backward, backward, region_step
+from topograd.interfaces.settings import BackwardEngine
 from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
@@ -17,7 +18,9 @@ from topograd.reference.interfaces import interface_forward, interface_loss
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
+from topograd.training.loop import TrainingLoop
 from topograd.training.objectives import CrossEntropy, Distillation
+from topograd.training.optimizers import OptimizerSet
 
 VOCAB, CONTEXT = 11, 12
 TAIL = SegmentInterface(segments=4, rank=4)
@@ -251,6 +254,23 @@ def test_a_region_step_takes_other_objectives_and_a_teacher(engine: Any) -> None
         found = region_step(stack, plan, *batch(), engine=engine, **shown, objectives=objectives)
         assert_same(taken(stack), expected)
         torch.testing.assert_close(found, losses, rtol=1e-13, atol=0, equal_nan=True)
+
+
+def test_a_training_loop_may_choose_its_backward() -> None:
+    """By the names that a run's settings have."""
+    trained = {}
+    for engine in get_args(BackwardEngine):
+        stack, topology = model(TAIL, "1,1,1,1")
+        plan = Plan.of(topology, len(stack.layers))
+        loop = TrainingLoop(
+            stack, OptimizerSet.of(torch.optim.SGD(stack.parameters(), lr=0.1)), backward=engine
+        )
+        steps = [loop.step(plan, [batch(), batch(9)]) for _ in range(3)]
+        trained[engine] = {name: p.detach() for name, p in stack.named_parameters()}
+        assert [step.losses.isnan().tolist() for step in steps] == [[True, True, True, False]] * 3
+        assert steps[2].losses[3] < steps[0].losses[3]
+    for engine in ("scan", "hybrid"):
+        assert_same(trained[engine], trained["autograd"])
 
 
 def test_a_region_step_of_anything_else_needs_autograd() -> None:
