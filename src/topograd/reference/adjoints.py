@@ -4,7 +4,7 @@
 
 Each product is built from nothing, so the cost is O(K²) products of n × n matrices; any dtype.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Theorem 2.7, eq. 3. The fast
-version, with the meaning of the symbols, is `topograd.interfaces.scan`.
+version, with the meaning of the symbols, is `topograd.interfaces.suffix_scan`.
 """
 
 from __future__ import annotations
