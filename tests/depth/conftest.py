@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from topograd.depth.engine import Engine
-from topograd.nn.gpt import GPT, Block
-from topograd.nn.recurrent_block import RecurrentBlock
+from topograd.nn.blocks import Block, MixerBlock
+from topograd.nn.gpt import GPT
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -29,12 +29,12 @@ def random_gpt(seed: int = 0, heads_of_their_own: int = 0, later: float = 1.0, *
     sizes: dict[str, Any] = {"layers": 4, "width": 32, "heads": 2, "vocab": VOCAB, "context": CONTEXT}
     model = GPT(**sizes | settings).double().eval()
     if heads_of_their_own:
-        model.add_heads(heads_of_their_own)
+        model.add_heads(range(heads_of_their_own))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     with torch.no_grad():
         for layer in model.layers[1:]:
-            if isinstance(layer, RecurrentBlock):
+            if isinstance(layer, MixerBlock):
                 layer.mixer.out_proj.weight.mul_(later)
                 continue
             assert isinstance(layer, Block)

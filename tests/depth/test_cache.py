@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from topograd.depth.cache import Cache, can_decode
 from topograd.errors import StackError
+from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.interface import add_interfaces
 from topograd.nn.layer_state import KVState
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from topograd.data.windows import Text
 from topograd.depth import calibrate
 from topograd.depth.autotune import DraftRule, RowCosts, simulate
-from topograd.depth.calibrate import Tuning, check_chain, heldout_readings, load, measure_costs, store, tune
+from topograd.depth.calibrate import Tuning, heldout_readings, load, measure_costs, store, tune
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
 from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.depth.modes import engine_of
@@ -25,7 +26,6 @@ from topograd.runs.folder import Run
 from topograd.runs.session import Session, heldout_text, open_session
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text
 
 VOCAB, CONTEXT, STEP = 257, 16, 7
 COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
@@ -95,7 +95,7 @@ def test_readings_are_those_of_every_counted_token(session: Session) -> None:
 
 
 def test_of_the_runs_own_text_every_byte_is_read_once(session: Session) -> None:
-    text = heldout_text(session.config, session.tokenizer, None, 200)
+    text = heldout_text(session, None, 200)
     readings = heldout_readings(session, text)
     assert 100 < len(readings) == text.nbytes <= 200
     even, odd = readings.split()
@@ -286,7 +286,7 @@ def test_what_is_no_json_is_refused(here: Session, text: str) -> None:
 def test_the_models_own_text_is_read_behind_its_prompts(session: Session) -> None:
     """Every token but the prompt's, and each stage's agreement with the last on what full depth wrote."""
     engine = engine_of(session)
-    text = heldout_text(session.config, session.tokenizer, None, 300)
+    text = heldout_text(session, None, 300)
     own = calibrate.own_text(session, engine, text)
     rows = min(calibrate.OWN_ROWS, len(text.inputs[::2]))
     start = engine.context // 4

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from topograd.depth.log_op import Confidence, compose, confidence, product, shrunk, two_level
 from topograd.errors import ConfigError, DivergenceError
-from topograd.nn.gpt import GPT, norm
+from topograd.nn.blocks import norm
+from topograd.nn.gpt import GPT
 from topograd.nn.pooling import shrinkage_weight
 from topograd.topology.branches import branches, parse_branches
 from topograd.topology.dag import Topology
@@ -182,7 +183,7 @@ def model() -> GPT:
     """Four stages of one layer with heads of their own, in float64, every parameter disturbed."""
     torch.manual_seed(0)
     stack = GPT(layers=4, width=16, heads=2, vocab=13, context=8).double().eval()
-    stack.add_heads(4)
+    stack.add_heads(range(4))
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

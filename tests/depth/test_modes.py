@@ -46,7 +46,7 @@ SAMPLING = Sampling(temperature=0.5, seed=3)
 def session(make_session: Callable[..., Session]) -> Session:
     """A run of three stages, of step 0, calibrated by hand; not to be changed."""
     session = make_session(3)
-    store(session.run, CALIBRATION, DRAFTS)
+    store(session, CALIBRATION, DRAFTS)
     return session
 
 

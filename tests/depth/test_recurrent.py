@@ -13,8 +13,9 @@ from topograd.depth.engine import Engine, Mode, Prefix, generate_batch
 from topograd.depth.speculation import Speculate
 from topograd.depth.wand import Wand
 from topograd.errors import ConfigError
+from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.interface import add_interfaces
 from topograd.nn.recurrent import RecurrentState
 from topograd.reference.decoding import greedy
 from topograd.topology.dag import Topology

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from topograd.report import RunData
+from topograd.report.data import RunData
 
 MakeRun = Callable[..., RunData]
 

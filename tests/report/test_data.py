@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from topograd.report.data import (
     RunData,
     Series,
-    bpb_last,
+    bpb_prediction,
     bpb_series,
     entry,
     gap_at_seconds,
@@ -80,9 +80,9 @@ def test_a_series_without_a_finite_value_is_none() -> None:
 
 
 def test_last_stage_is_the_longest_prefix() -> None:
-    assert bpb_last({"prefix": [1.8, 1.5]}) == 1.5
-    assert bpb_last({"last": 1.4, "prefix": [1.8, 1.5]}) == 1.4
-    assert math.isnan(bpb_last(None))
+    assert bpb_prediction({"prefix": [1.8, 1.5]}) == 1.5
+    assert bpb_prediction({"last": 1.4, "prefix": [1.8, 1.5]}) == 1.4
+    assert math.isnan(bpb_prediction(None))
 
 
 def test_stage_count_and_last_value() -> None:

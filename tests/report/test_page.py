@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from topograd.errors import RunError
-from topograd.report import RunData, write_report
+from topograd.report.data import RunData
+from topograd.report.page import write_report
 from topograd.report.page import escape
 
 MakeRun = Callable[..., RunData]

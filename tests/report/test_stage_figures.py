@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from topograd.report import RunData
+from topograd.report.data import RunData
 from topograd.report.drawing import BACKPROP, look, style
 from topograd.report.figures import Panel
 from topograd.report.stage_figures import memory_panel, rank_panel, reliability_panel

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from topograd.report import RunData
+from topograd.report.data import RunData
 from topograd.report.tables import (
     DASH,
     all_numbers,

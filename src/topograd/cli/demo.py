@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     began = time.monotonic()
     asked = parse(Demo, argv, "demo")
     from topograd.cli import demo_depth, demo_pair  # torch: only once there is something to do
-    from topograd.report import write_report
+    from topograd.report.page import write_report
     from topograd.runs.session import open_session
 
     results = demo_pair.trained(asked)

@@ -21,7 +21,7 @@ from topograd.depth.modes import engine_of
 from topograd.depth.sampling import Sampling
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
-from topograd.report import RunData
+from topograd.report.data import RunData
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.folder import Run
 from topograd.runs.session import Session, load_data, open_session
@@ -69,7 +69,8 @@ def trained(asked: Demo) -> dict[str, dict[str, Any]]:
 
 
 def _flags(asked: Demo, config: TrainConfig, folder: Path) -> list[str]:
-    changes = {"partition": config.partition, "steps": config.steps, "seed": config.seed, "out": folder}
+    changes = {"partition": config.topology.partition, "steps": config.steps, "seed": config.seed}
+    changes |= {"out": folder}
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     return ["--preset", asked.preset, *words]
 

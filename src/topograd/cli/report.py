@@ -11,7 +11,7 @@ from topograd.errors import ConfigError
 from topograd.runs.folder import Run
 
 if TYPE_CHECKING:
-    from topograd.report import RunData
+    from topograd.report.data import RunData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
 def _read(folder: Path) -> tuple[int, RunData]:
     """How many stages a run has, and what a report reads of it."""
     from topograd.cli.results import results_of
-    from topograd.report import RunData
+    from topograd.report.data import RunData
 
     config, results = results_of(folder)
     opened = Run.open(folder)

@@ -221,7 +221,8 @@ class Composed:
             if path[-1] not in engine.exits:
                 known = ", ".join(str(k + 1) for k in engine.exits)
                 raise ConfigError(
-                    f"path {path_name(path)} ends at a stage that was not trained to predict; these were: {known}"
+                    f"path {path_name(path)} ends at a stage that was not trained to predict; "
+                    f"these were: {known}"
                 )
         self.weights = list(weights.values())
         self.exit = engine.exits.index(max(path[-1] for path in weights))

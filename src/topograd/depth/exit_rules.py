@@ -12,9 +12,9 @@ gain is what the margin must exceed, and proves it with s = 1. But p99 and max o
 bounds on other text, so all three rules are approximate there; verified speculation is the exact mode.
 The summed bounds are also loose: calibrated on small models, that rule hardly ever leaves at stage 0.
 
-Candidate pruning (`survivors`) is the same inequality turned round, eq. 8 of Theorem 2.4.3: with θ the leader's
-logit after stage k, a token j is dropped where z_{k,j} + bound < θ. The paper calls this block-max WAND. It is
-not: there are no blocks with a bound each, and one bound serves the whole vocabulary.
+Candidate pruning (`survivors`) is the same inequality turned round, eq. 8 of Theorem 2.4.3: with θ the
+leader's logit after stage k, a token j is dropped where z_{k,j} + bound < θ. The paper calls this block-max
+WAND. It is not: there are no blocks with a bound each, and one bound serves the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def thresholds(
 
 
 def check_exits(plan: Plan) -> None:
-    """Leaving early, and drafting, need at least two stages that predict, and a model that predicts by them."""
+    """Early exits and drafts need two stages that predict, at least, and a model that predicts by them."""
     if plan.prediction.path is not None:
         raise ConfigError(
-            f"the model predicts by the path {path_name(plan.prediction.path)}, of which its exits are no part; "
-            "use depth full"
+            f"the model predicts by the path {path_name(plan.prediction.path)}, of which its exits are no "
+            "part; use depth full"
         )
     if len(plan.predicting()) < 2:
         raise ConfigError(
-            f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}; early exits and "
-            "drafts need at least 2: train with --partition 2,2"
+            f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}; early exits "
+            "and drafts need at least 2: train with --partition 2,2"
         )
 
 

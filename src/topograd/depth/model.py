@@ -101,7 +101,7 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """What the model predicts behind each token: (time, vocab), or (rows, time, vocab) of several rows."""
+        """What the model predicts behind each token: (time, vocab), or (rows, time, vocab) of rows."""
         inputs = torch.as_tensor(tokens, device=next(self.session.stack.parameters()).device)
         if inputs.dim() not in (1, 2) or not inputs.numel() or inputs.is_floating_point():
             raise ConfigError(
@@ -110,8 +110,8 @@ class Model:
         vocab, context = self.session.config.model.vocab, self.session.config.model.context
         if not 0 <= int(inputs.min()) <= int(inputs.max()) < vocab or inputs.shape[-1] > context:
             raise ConfigError(
-                f"tokens go from {int(inputs.min())} to {int(inputs.max())}, {inputs.shape[-1]} in a row; give at "
-                f"most {context} numbers from 0 to {vocab - 1}"
+                f"tokens go from {int(inputs.min())} to {int(inputs.max())}, {inputs.shape[-1]} in a row; "
+                f"give at most {context} numbers from 0 to {vocab - 1}"
             )
         rows = inputs if inputs.dim() == 2 else inputs[None]
         logits: Tensor = Predictor(self.session.stack, self.session.plan)(rows)

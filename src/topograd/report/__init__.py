@@ -2,8 +2,3 @@
 
 It reads only dictionaries as JSON holds them, so it knows nothing of models or trainers.
 """
-
-from topograd.report.data import RunData
-from topograd.report.page import write_report
-
-__all__ = ["RunData", "write_report"]

@@ -66,14 +66,14 @@ def entry(mapping: object, *keys: str) -> Any:
 def bpb_by_prefix(bpb: object) -> list[float]:
     """Bits per byte of each prefix of stages; of the whole model alone where prefixes are not recorded."""
     prefix = numbers(entry(bpb, "prefix"))
-    last = number(entry(bpb, "last"))
-    return prefix or ([last] if math.isfinite(last) else [])
+    whole = [number(entry(bpb, key)) for key in ("prediction", "last")]
+    return prefix or [value for value in whole if math.isfinite(value)][:1]
 
 
-def bpb_last(bpb: object) -> float:
-    """Bits per byte of the last stage, which is also the longest prefix."""
-    last = number(entry(bpb, "last"))
-    return last if math.isfinite(last) else ([math.nan, *numbers(entry(bpb, "prefix"))])[-1]
+def bpb_prediction(bpb: object) -> float:
+    """Bits per byte of what the model predicts; runs before version 0.2 predicted by their last stage."""
+    known = [number(entry(bpb, key)) for key in ("prediction", "last")]
+    return next((value for value in known if math.isfinite(value)), [math.nan, *bpb_by_prefix(bpb)][-1])
 
 
 def loss_series(run: RunData) -> Series | None:
@@ -113,7 +113,7 @@ def percent_above(value: Array | float, base: Array | float) -> Any:
 
 
 def gap_at_steps(staged: Series, backprop: Series) -> Series | None:
-    """The gap of each prefix to backprop's last stage, in percent, at the steps that both evaluated."""
+    """The gap of each prefix to what backprop predicts, in percent, at the steps that both evaluated."""
     _, ours, theirs = np.intersect1d(staged.steps, backprop.steps, return_indices=True)
     gap = percent_above(staged.values[ours], backprop.values[theirs, -1:])
     return _known(Series(staged.steps[ours], staged.seconds[ours], gap))

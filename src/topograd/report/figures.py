@@ -21,7 +21,7 @@ from topograd.report.data import (
     RunData,
     Series,
     bpb_by_prefix,
-    bpb_last,
+    bpb_prediction,
     bpb_series,
     entry,
     gap_at_seconds,
@@ -161,7 +161,7 @@ def prefix_panel(staged: RunData, backprop: RunData | None) -> Panel:
         rows.append((prefix_name(k + 1, stages), value, stage.colour, stage.marker, True))
     if stages > 1:
         rows += [(words, number(entry(bpb, key)), MUTED, "o", False) for key, words in POOLINGS.items()]
-    base = bpb_last(backprop.evaluation.get("bpb")) if backprop else math.nan
+    base = bpb_prediction(backprop.evaluation.get("bpb")) if backprop else math.nan
     rows.append(("backprop", base, BACKPROP, "D", True))
     rows = [row for row in rows if math.isfinite(row[1])]
     if not any(map(math.isfinite, prefixes)):

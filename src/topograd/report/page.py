@@ -14,7 +14,7 @@ from typing import Any
 
 from topograd.errors import RunError
 from topograd.files import write_atomic
-from topograd.report.data import RunData, bpb_last, entry, number, stage_count
+from topograd.report.data import RunData, bpb_prediction, entry, number, stage_count
 from topograd.report.decoding import decoding_section
 from topograd.report.drawing import render, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
@@ -109,8 +109,7 @@ def _page(
 def _lead(staged: RunData, backprop: RunData | None) -> str:
     """What was trained and how, in a few sentences."""
     stages = stage_count(staged)
-    partition = staged.config.get("partition")
-    cut = f" (partition {partition})" if isinstance(partition, str | int) else ""
+    cut = _cut(staged.config)
     steps = number(staged.evaluation.get("steps"))
     trained = f" It was trained for {whole(steps)} steps." if math.isfinite(steps) else ""
     if stages > 1:
@@ -125,14 +124,23 @@ def _lead(staged: RunData, backprop: RunData | None) -> str:
     return f"{what}{trained}{other}"
 
 
+def _cut(config: Mapping[str, Any]) -> str:
+    """How the layers are cut, as the settings say it; those of before version 0.2 have no table for it."""
+    table = config.get("topology", config)
+    graph, partition = entry(table, "graph"), entry(table, "partition")
+    if isinstance(graph, str) and graph != "chain":
+        return f" (a {graph})" if graph in ("forest", "cover") else f" ({graph})"
+    return f" (partition {partition})" if isinstance(partition, str | int) else ""
+
+
 def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None) -> str:
     """The few numbers to remember."""
     time, memory = (
         number(entry(comparison, *keys)) for keys in (("step_time_ratio", "median"), ("memory", "ratio"))
     )
-    tiles = [("bits per byte, staged", fixed(bpb_last(staged.evaluation.get("bpb"))))]
+    tiles = [("bits per byte, staged", fixed(bpb_prediction(staged.evaluation.get("bpb"))))]
     if backprop:
-        tiles.append(("bits per byte, backprop", fixed(bpb_last(backprop.evaluation.get("bpb")))))
+        tiles.append(("bits per byte, backprop", fixed(bpb_prediction(backprop.evaluation.get("bpb")))))
     gap = gap_percent(staged, backprop, comparison)
     tiles += [("gap to backprop", percent(gap))] if math.isfinite(gap) else []
     tiles += [("step time over backprop's", fixed(time, 2))] if math.isfinite(time) else []

@@ -13,7 +13,7 @@ import numpy as np
 from topograd.report.data import (
     RunData,
     bpb_by_prefix,
-    bpb_last,
+    bpb_prediction,
     entry,
     last_value,
     loss_series,
@@ -89,7 +89,7 @@ def gap_percent(staged: RunData, backprop: RunData | None, comparison: Mapping[s
     measured = number(entry(comparison, "gap"))
     if math.isfinite(measured) or backprop is None:
         return measured
-    evaluations = (bpb_last(run.evaluation.get("bpb")) for run in (staged, backprop))
+    evaluations = (bpb_prediction(run.evaluation.get("bpb")) for run in (staged, backprop))
     return percent_above(*evaluations)
 
 
