@@ -31,7 +31,7 @@ def export(source: Path, target: Path) -> Path:
     run.manifest.bind(run.tokenizer_file.name, session.run.tokenizer_file.read_bytes())
     run.write_config(session.config.as_dict())
     weights = session.stack.to(torch.bfloat16)
-    extra = {"run": run.manifest.identity(), "metrics": run.log_mark()}
+    extra = {"run": run.manifest.identity(), "metrics": run.log_mark(session.step)}
     name = run.store.save(step=session.step, model=weights, optimizers={}, extra=extra, keep=1)
     if results is not None:
         run.write_results(results | {"weights": run.store.weights(name)})

@@ -146,9 +146,12 @@ class Run:
             _cut_torn_line(file)
             file.write(line.encode())
 
-    def log_mark(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the log so far: its bytes and their SHA-256."""
-        content = b"".join(line for line, _ in self._read_metrics())
+    def log_mark(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the log up to its step: its bytes and their SHA-256.
+
+        Records beyond the step belong to a future that is being given up; a rewind drops them.
+        """
+        content = b"".join(self._lines_up_to(step))
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     def has_log(self, mark: Mapping[str, Any]) -> bool:
@@ -165,8 +168,7 @@ class Run:
     def rewind_metrics(self, step: int) -> None:
         """Drop the records whose "step" is beyond `step`, and half a last line; keep the rest as it is."""
         if self.metrics_file.exists():
-            kept = [line for line, record in self._read_metrics() if record.get("step", step) <= step]
-            write_atomic(self.metrics_file, b"".join(kept))
+            write_atomic(self.metrics_file, b"".join(self._lines_up_to(step)))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -191,6 +193,9 @@ class Run:
                 entry.match(f".{name}.*.tmp") for name in ("config.toml", "manifest.json", "tokenizer.json")
             )
         )
+
+    def _lines_up_to(self, step: int) -> list[bytes]:
+        return [line for line, record in self._read_metrics() if record.get("step", step) <= step]
 
     def _read_metrics(self) -> list[tuple[bytes, dict[str, Any]]]:
         """Each complete line with its record. A line is complete when it ends in a newline."""

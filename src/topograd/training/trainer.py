@@ -134,7 +134,7 @@ class Trainer:
             "seconds": self.seconds,
             "corpus": self.data.digest,
             "run": self.run.manifest.identity(),
-            "metrics": self.run.log_mark(),
+            "metrics": self.run.log_mark(self.step),
             "halted": sorted(self.loop.halted),
             **self.more_extra(),
         }
