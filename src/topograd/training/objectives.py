@@ -135,7 +135,7 @@ def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None)
     for planned, objective in zip(plan.stages, asked, strict=True):
         if planned.scale == 0 or not objective.uses_prior:
             continue
-        if plan.prediction.alone and len(plan.predicting()) > 1:
+        if plan.prediction.alone and planned.index > plan.predicting()[0]:
             raise TopologyError(
                 f"the objective {planned.stage.objective!r} corrects the sum of the stages before it, and the "
                 "plan predicts by one stage alone; give the topology prediction='sum'"
