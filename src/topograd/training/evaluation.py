@@ -205,7 +205,7 @@ def _nats(logits: Tensor, targets: Tensor) -> float:
 def _bins(logits: Tensor, targets: Tensor) -> Tensor:
     """(BINS, 3): tokens, summed confidence and summed hits in each bin of the largest probability."""
     confidence, guess = logits.softmax(-1).max(-1)
-    where = (confidence * BINS).long().clamp(max=BINS - 1)
+    where = (confidence.nan_to_num() * BINS).long().clamp(max=BINS - 1)  # nan, of a broken stage, is kept
     rows = torch.stack((torch.ones_like(confidence), confidence, (guess == targets).to(confidence)), dim=1)
     sums = torch.zeros(BINS, 3, dtype=torch.float64, device=logits.device)
     return sums.index_add_(0, where, rows.double()).cpu()
@@ -227,5 +227,7 @@ def _reliability(bins: Tensor) -> dict[str, list[float | None]]:
 
 
 def activation_rank(activations: Tensor) -> float:
-    """The effective rank of activations (tokens, width), from their singular values."""
+    """The effective rank of activations (tokens, width), from their singular values; nan if any is not finite."""
+    if not activations.isfinite().all():
+        return math.nan
     return effective_rank(torch.linalg.svdvals(activations.double())).item()

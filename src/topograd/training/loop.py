@@ -77,17 +77,25 @@ class TrainingLoop:
     def step(self, plan: Plan, batches: Sequence[Batch], number: int = 1) -> Step:
         """One step of the optimizers on the mean gradient of `batches`; `number` is what errors call it."""
         newly: list[int] = []
+        problem = ""
         while True:
-            running = plan.halted(self.halted) if self.halted else plan
+            out = self.halted.union(newly)
+            running = plan.halted(out) if out else plan
             losses = self._gradients(running, batches)
             parts = self._parts(running)
             norms = [_norm(parameters) for parameters in parts]
             broken = self._broken(running, losses, norms)
             if not broken:
                 break
+            problem = problem or self._problem(running, broken, losses)  # what breaks later may follow from it
             self.stack.zero_grad(set_to_none=True)
-            self._halt(running, broken, losses, norms, number)
+            if broken == [-1] or not {k for group in running.groups() for k in group}.difference(broken):
+                raise DivergenceError(
+                    f"{problem} at step {number}; nothing was changed by that step; lower the learning rates "
+                    "and start again"
+                )
             newly += broken
+        self.halted.update(newly)
         self._clip(parts, norms)
         self.optimizers.step()
         self.stack.zero_grad(set_to_none=True)
@@ -125,7 +133,10 @@ class TrainingLoop:
         return [*parts, [p for p in learning if id(p) not in everybody]]
 
     def _broken(self, plan: Plan, losses: Tensor, norms: Sequence[Tensor]) -> list[int]:
-        """The stages of the first groups whose loss or gradient is not finite: none before them broke."""
+        """The stages of the first groups whose loss or gradient is not finite: none before them broke.
+
+        [-1] is what groups share, where that alone is not finite.
+        """
         groups = plan.groups()
         bad = [
             not all(math.isfinite(losses[k]) for k in group if plan.stages[k].scale > 0)
@@ -148,25 +159,16 @@ class TrainingLoop:
         }
         return [k for i, group in enumerate(groups) if bad[i] and i not in behind for k in group]
 
-    def _halt(
-        self, plan: Plan, broken: Sequence[int], losses: Tensor, norms: Sequence[Tensor], number: int
-    ) -> None:
-        """Go on without these stages, or say why that cannot be."""
-        learning = {k for group in plan.groups() for k in group}
-        losing = [k for k in broken if k >= 0 and plan.stages[k].scale > 0]
-        bad = next((k for k in losing if not math.isfinite(losses[k])), None)
-        if broken != [-1] and learning - set(broken):
-            self.halted |= set(broken)
-            return
-        if bad is not None:
-            what = f"the loss of stage {bad + 1} is {losses[bad].item()}"
-        elif broken == [-1]:
-            what = "the gradient of the embedding or the head is not finite"
-        else:
-            what = f"the gradient of stage {broken[0] + 1} is not finite"
-        raise DivergenceError(
-            f"{what} at step {number}; nothing was changed by that step; lower the learning rates and start again"
-        )
+    def _problem(self, plan: Plan, broken: Sequence[int], losses: Tensor) -> str:
+        """What is not finite, in words; gradients are still there."""
+        stages = [k for k in broken if k >= 0]
+        for k in stages:
+            if plan.stages[k].scale > 0 and not math.isfinite(losses[k]):
+                return f"the loss of stage {k + 1} is {losses[k].item()}"
+        for k in stages:
+            if not math.isfinite(_norm(stage_parameters(self.stack, plan, [k]))):
+                return f"the gradient of stage {k + 1} is not finite"
+        return "the gradient of the embedding or the head is not finite"
 
     def _clip(self, parts: Sequence[list[nn.Parameter]], norms: Sequence[Tensor]) -> None:
         if self.clip is not None:
