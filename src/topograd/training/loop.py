@@ -89,7 +89,8 @@ class TrainingLoop:
                 break
             problem = problem or self._problem(running, broken, losses)  # what breaks later may follow from it
             self.stack.zero_grad(set_to_none=True)
-            if broken == [-1] or not {k for group in running.groups() for k in group}.difference(broken):
+            asked = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
+            if broken == [-1] or not asked.difference(broken):
                 raise DivergenceError(
                     f"{problem} at step {number}; nothing was changed by that step; lower the learning rates "
                     "and start again"
