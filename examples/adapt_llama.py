@@ -3,10 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from topograd.nn.adapt import adapt
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
-from topograd.training.executor import prepare, train_step
+import topograd as tg
 
 TEXT = b"the hidden state goes through every layer, and every stage says what it thinks comes next. " * 8
 
@@ -24,18 +21,18 @@ def main(steps: int = 40) -> list[list[float]]:
             num_key_value_heads=2,
         )
     )
-    stack = adapt(model, layers="model.layers", norm="model.norm", head="lm_head", head_rank=4)
+    stack = tg.adapt(model, layers="model.layers", norm="model.norm", head="lm_head", head_rank=4)
     tokens = torch.tensor(list(TEXT))
     stack.verify(tokens[None, :32])  # the stack gives the model's own logits, bit for bit
 
-    topology = Topology.chain(Configuration.parse("2,2", heads="per-stage"))
-    prepare(stack, topology)  # adds a low-rank head for each stage
+    topology = tg.Topology.chain(tg.Configuration.parse("2,2", heads="per-stage"))
+    tg.prepare(stack, topology)  # adds a low-rank head for each stage
     optimizer = torch.optim.AdamW(stack.parameters(), lr=0.01)
     history = []
     for _ in range(steps):
         starts = torch.randint(len(tokens) - 33, (8,))
         rows = torch.stack([tokens[start : start + 33] for start in starts.tolist()])
-        losses = train_step(stack, topology, rows[:, :-1], rows[:, 1:])
+        losses = tg.train_step(stack, topology, rows[:, :-1], rows[:, 1:])
         optimizer.step()
         optimizer.zero_grad()
         history.append(losses.tolist())

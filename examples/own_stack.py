@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from topograd.nn.stack import Bus, Stack
-from topograd.topology.dag import Topology
-from topograd.training.executor import prepare, train_step
-from topograd.training.forward import stage_outputs
+import topograd as tg
 
 
 class Block(nn.Module):
@@ -14,11 +11,11 @@ class Block(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(width, width, kernel_size=3, stride=2, padding=1)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, bus: tg.Bus) -> Tensor:
         return self.convolution(h).relu()  # half the size: shapes may change from layer to layer
 
 
-class ConvStack(Stack):
+class ConvStack(tg.Stack):
     def __init__(self, layers: int = 4, width: int = 8, classes: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Conv2d(1, width, kernel_size=3, padding=1)
@@ -44,15 +41,15 @@ def stripes(count: int) -> tuple[Tensor, Tensor]:
 def main(steps: int = 60) -> list[float]:
     """Train; return the share of new images that each stage gets right."""
     torch.manual_seed(0)
-    stack, topology = ConvStack(), Topology.chain("2,2")
-    plan = prepare(stack, topology)
+    stack, topology = ConvStack(), tg.Topology.chain("2,2")
+    plan = tg.prepare(stack, topology)
     optimizer = torch.optim.Adam(stack.parameters(), lr=0.01)
     for _ in range(steps):
-        train_step(stack, topology, *stripes(64))
+        tg.train_step(stack, topology, *stripes(64))
         optimizer.step()
         optimizer.zero_grad()
     images, labels = stripes(256)
-    hidden = stage_outputs(stack, plan, images, stages=[0, 1])
+    hidden = tg.stage_outputs(stack, plan, images, stages=[0, 1])
     return [(stack.readout(h, k).argmax(-1) == labels).float().mean().item() for k, h in hidden.items()]
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from topograd.nn.pooling import pool
     from topograd.nn.preparation import prepare
     from topograd.nn.stack import Bus, Stack
+    from topograd.pretrained import REFERENCE
     from topograd.runs.config import OPTIMIZERS, OptimizerConfig, TrainConfig, preset
     from topograd.runs.topology_config import TopologyConfig
     from topograd.search.properties import PROPERTIES
@@ -64,6 +65,7 @@ else:
         "OPTIMIZERS": "runs.config",
         "OptimizerConfig": "runs.config",
         "PROPERTIES": "search.properties",
+        "REFERENCE": "pretrained",
         "Plan": "topology.plan",
         "Predictor": "training.forward",
         "Prefix": "depth.engine",
@@ -118,6 +120,7 @@ __all__ = [
     "OBJECTIVES",
     "OPTIMIZERS",
     "PROPERTIES",
+    "REFERENCE",
     "Bus",
     "Composed",
     "Composition",

@@ -1,0 +1,71 @@
+"""A mixer, an objective, an optimizer and a property of your own: 36 lines, then a run that uses all four."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import topograd as tg
+
+
+class Seen(list[Tensor]):
+    """A layer's memory while it decodes: what it has seen; it goes back by forgetting."""
+
+    def rewind(self, marks: list[int]) -> list[int]:
+        del self[min(marks) :]
+        return [len(self)] * len(marks)
+
+
+class Shift(nn.Module):
+    """A mixer: every position receives a learned map of the one before it."""
+
+    def __init__(self, config: tg.GPTConfig, index: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, bus: tg.Bus, state: Seen | None = None) -> Tensor:
+        first = state[-1] if state else torch.zeros_like(x[:, :1])
+        if state is not None:
+            state.extend(x.split(1, dim=1))
+        return self.map(torch.cat((first, x[:, :-1]), dim=1))
+
+    def new_state(self, batch: int, capacity: int) -> Seen:
+        return Seen()
+
+
+class Smoothed:
+    """An objective: cross-entropy with smoothed labels, summed over a chunk of tokens."""
+
+    uses_prior = False
+
+    def __call__(self, logits: Tensor, prior: Any, teacher: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.05)
+
+
+def adamax(groups: Any, config: tg.OptimizerConfig, stack: tg.Stack) -> dict[str, torch.optim.Optimizer]:
+    """An optimizer: parameters by group and name, to optimizers by name."""
+    return {"adamax": torch.optim.Adamax([p for named in groups.values() for p in named.values()], lr=0.01)}
+
+
+def width_used(trained: Any) -> float:
+    """A property: the effective rank of the last stage over the width."""
+    return trained.evaluation.effective_rank[-1] / trained.stack.width
+
+
+def main(folder: Path, steps: int = 120) -> tuple[str, str]:
+    """Train in two stages, then write the same text twice: at full depth, and by drafting and verifying."""
+    config = tg.preset("tiny", partition="2,2", objective="own_parts:Smoothed", steps=steps).overlaid(
+        {"model": {"architecture": "own_parts:Shift"}, "optimizer": {"name": "own_parts:adamax"}}
+    )
+    tg.start(config, folder).train()
+    model = tg.load(folder)
+    full, drafted = (model.generate("def ", tokens=40, depth=depth) for depth in ("full", "speculate:4"))
+    return full, drafted
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        print(*main(Path(place) / "run"), sep="\n")

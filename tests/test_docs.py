@@ -1,0 +1,105 @@
+"""README, documentation and examples: their Python runs, and their commands name flags that exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = ROOT / "examples"
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in _BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def given(folder: Path) -> dict[str, Any]:
+    """What a page may take for granted: tokens of a small vocabulary, a folder, models of transformers."""
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "folder": folder}
+
+
+def hugging_face() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_key_value_heads=1, **sizes)
+    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+    return {
+        "llama": transformers.LlamaForCausalLM(llama).eval(),
+        "gpt2": transformers.GPT2LMHeadModel(gpt2).eval(),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_and_uses_the_surface_alone(page: Path, tmp_path: Path) -> None:
+    code = blocks(page, "python")
+    if not code:
+        pytest.skip("no Python on this page")
+    torch.manual_seed(0)
+    names = given(tmp_path) | (hugging_face() if any("gpt2" in block for block in code) else {})
+    names["__name__"] = page.stem
+    for block in code:
+        assert not re.search(r"^(from|import) topograd\.|^from topograd import", block, re.MULTILINE), block
+        exec(compile(block, f"{page.name}", "exec"), names)
+
+
+def test_the_page_on_stacks_shows_the_example_whole() -> None:
+    assert (EXAMPLES / "own_stack.py").read_text(encoding="utf-8") in blocks(ROOT / "docs/stack.md", "python")
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: example.stem)
+def test_examples_import_topograd_once(example: Path) -> None:
+    text = example.read_text(encoding="utf-8")
+    assert "import topograd as tg" in text
+    assert not re.search(r"^\s*from topograd", text, re.MULTILINE)
+
+
+def test_an_example_of_every_seam_trains_decodes_and_speculates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    main = runpy.run_path(str(EXAMPLES / "own_parts.py"))["main"]
+    full, drafted = main(tmp_path / "run", steps=6)
+    assert full == drafted
+    assert drafted.drafted > 0
+    assert sys.modules.pop("own_parts").Shift.__name__ == "Shift", "the run's settings imported it by name"
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every line of a plain block that calls topograd, with its page."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, ""):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.name, line.strip()) for line in lines if re.match(r"\s*(\S*/)?topograd \S", line)]
+    return found
+
+
+def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from topograd.cli.main import VERBS, main
+
+    known: dict[tuple[str, ...], str] = {}
+    for page, line in commands():
+        words = shlex.split(line, comments=True)[1:]
+        verb = words[0]
+        assert verb in VERBS or verb.startswith("-"), f"{page}: {line}"
+        if verb.startswith("-"):
+            continue
+        deeper = verb in ("bench", "search", "study", "space", "probe", "optim", "fields", "interfaces")
+        path = tuple(words[: 2 if deeper and len(words) > 1 and not words[1].startswith("-") else 1])
+        if path not in known:
+            assert main([*path, "--help"]) == 0, f"{page}: {line}"
+            known[path] = capsys.readouterr().out
+        for word in words:
+            if word.startswith("--"):
+                flag = word.partition("=")[0]
+                assert re.search(rf"{re.escape(flag)}\b", known[path]), f"{page}: {flag} of {line}"
