@@ -17,6 +17,7 @@ from typing import Any
 
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
+from topograd.training.evaluation import Evaluation
 from topograd.training.trainer import OnStep, Trainer
 
 WINDOW = 10
@@ -41,12 +42,12 @@ class GeometryLog:
     ) -> None:
         self._stream.__exit__(kind, error, trace)
 
-    def __call__(self, step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
-        self._stream(step, steps, losses, readings)
+    def __call__(self, step: int, steps: int, losses: list[float], reading: Evaluation | None) -> None:
+        self._stream(step, steps, losses, reading)
         if step in self._stream.history:
             self._log(self._record(step))
         if self._then is not None:
-            self._then(step, steps, losses, readings)
+            self._then(step, steps, losses, reading)
 
     def _record(self, step: int) -> dict[str, Any]:
         profile = self._stream.history[step]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +125,9 @@ OBJECTIVES: Registry[Objective] = Registry(
 
 def objective_named(name: str, objectives: Mapping[str, Objective] | None = None) -> Objective:
     """The objective that a stage asks for by name; `objectives` are looked through first."""
-    found = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
-    return found() if isinstance(found, type) else found
+    found: Any = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
+    objective: Objective = found() if isinstance(found, type) else found
+    return objective
 
 
 def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None) -> list[Objective]:

@@ -22,7 +22,7 @@ zero, and MLP outputs start at zero: those that are zero are given a small sprea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = N
     """Optimizers for every parameter that learns. A plan is needed where stages have settings of their own."""
     groups = parameter_groups(stack)
     made = OptimizerSet({}, {})
+    learning = {id(p) for named in groups.values() for p in named.values()}
     taken: set[int] = set()
     for own in config.stages:
         if plan is None:
@@ -94,8 +95,8 @@ def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = N
                 "give one of them the settings"
             )
         taken |= ids
-        _add(made, stack, _select(groups, lambda p, ids=ids: id(p) in ids), config.of_stage(own), own)
-    _add(made, stack, _select(groups, lambda p: id(p) not in taken), config, None)
+        _add(made, stack, _select(groups, ids), config.of_stage(own), own)
+    _add(made, stack, _select(groups, learning - taken), config, None)
     return made
 
 
@@ -114,8 +115,8 @@ def _add(
         made.schedules[prefix + name] = config
 
 
-def _select(groups: Groups, wanted: Callable[[nn.Parameter], bool]) -> dict[str, dict[str, nn.Parameter]]:
-    return {group: {n: p for n, p in named.items() if wanted(p)} for group, named in groups.items()}
+def _select(groups: Groups, ids: Set[int]) -> dict[str, dict[str, nn.Parameter]]:
+    return {group: {n: p for n, p in named.items() if id(p) in ids} for group, named in groups.items()}
 
 
 def parameter_groups(stack: Stack) -> dict[str, dict[str, nn.Parameter]]:
