@@ -18,10 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from topograd.nn.gpt import GPT
-from topograd.nn.learned_relays import LEARNED, add_relays
+from topograd.nn.learned_relays import LEARNED
 from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
+from topograd.training.forward import Predictor
+from topograd.training.objectives import Logits, teacher_logits
 
 Gradients = dict[str, Tensor]
 
@@ -82,6 +84,9 @@ CASES = (
     Case("residual", Topology.chain("1,1,2", objective="residual")),
     Case("residual-per-stage", Topology.chain(per_stage("1,3"), transmissivity=0.3, objective="residual")),
     Case("distillation", Topology.chain("1,3", objective="distillation")),
+    Case("z-loss", Topology.chain(per_stage("1,3"), transmissivity=0.3, objective="z-loss")),
+    Case("decoders", Topology.chain(per_stage("1,1"), objective="residual").with_decoders(1)),
+    Case("decoders-forest", Topology.forest(["1,1", "1"]).with_decoders(1)),
     Case("soft", Topology.soft([0.2, 0.5, 1.0])),
     Case("soft-per-stage", Topology.soft([0.9, 0.0, 0.4], heads="per-stage"), {"head_rank": 2}),
     Case("forest", Topology.forest(["1,1", "2"])),
@@ -127,12 +132,16 @@ class Tiny:
         torch.manual_seed(seed)
         shape: dict[str, Any] = {"width": cls.width, "heads": 2, "vocab": cls.vocab, "context": 16}
         stack = GPT(**{**shape, "layers": topology.layers, **settings}).to(dtype)
-        add_relays(stack, topology, cls.width, rank=3)
-        prepare(stack, topology)
+        prepare(stack, replace(topology, relay_rank=3))
         with torch.no_grad():
             for parameter in stack.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
         return stack
+
+    @classmethod
+    def teacher(cls, inputs: Tensor, seed: int = 7) -> Logits:
+        """What another GPT, trained by backprop, predicts."""
+        return teacher_logits(Predictor(cls.gpt(seed=seed), BACKPROP), inputs)
 
     @classmethod
     def batch(cls, seed: int = 1) -> tuple[Tensor, Tensor]:

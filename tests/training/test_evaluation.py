@@ -17,7 +17,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training import evaluation
-from topograd.training.evaluation import BINS, activation_rank, calibration_error, evaluate
+from topograd.training.evaluation import BINS, Evaluation, activation_rank, calibration_error, evaluate
 from topograd.training.forward import stage_outputs
 
 TOPOLOGY = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))
@@ -57,19 +57,19 @@ def test_bits_per_byte_of_every_prefix_and_every_pooling(stack: GPT, text: Text)
     logits, targets = brute_force(stack, text)
     readings = evaluate(stack, Plan.of(TOPOLOGY, 4), text, batch=3)
     expected = [bpb(z, targets) for z in logits]
-    assert readings["bpb"]["prefix"] == pytest.approx(expected, rel=ROUNDING)
+    assert readings.bpb.prefix == pytest.approx(expected, rel=ROUNDING)
     assert len({round(value, 3) for value in expected}) == 3, "equal stages would show nothing"
     for how in ("last", "sum", "mean", "shrinkage"):
-        assert readings["bpb"][how] == pytest.approx(bpb(pool(logits, how), targets), rel=ROUNDING)
-    assert readings["bpb"]["last"] == pytest.approx(readings["bpb"]["prefix"][-1], rel=1e-12)
-    assert readings["tokens"] == len(targets) == (text.targets != -100).sum()
-    assert readings["bytes"] == NBYTES
+        assert getattr(readings.bpb, how) == pytest.approx(bpb(pool(logits, how), targets), rel=ROUNDING)
+    assert readings.bpb.last == pytest.approx(readings.bpb.prefix[-1], rel=1e-12)
+    assert readings.tokens == len(targets) == (text.targets != -100).sum()
+    assert readings.bytes == NBYTES
 
 
 def test_usefulness_is_what_each_stage_takes_off_the_running_sum(stack: GPT, text: Text) -> None:
     logits, targets = brute_force(stack, text)
     running = [F.cross_entropy(torch.stack(logits[: k + 1]).sum(0), targets).item() for k in range(3)]
-    useful = evaluate(stack, Plan.of(TOPOLOGY, 4), text)["usefulness"]
+    useful = evaluate(stack, Plan.of(TOPOLOGY, 4), text).usefulness
     assert useful[0] is None, "the first stage has nothing to correct"
     expected = [running[0] - running[1], running[1] - running[2]]
     assert useful[1:] == pytest.approx(expected, abs=10 * ROUNDING)
@@ -84,10 +84,10 @@ def test_calibration_and_rank_of_each_stage(stack: GPT, text: Text) -> None:
         for b in range(BINS):
             inside = (confidence >= b / BINS) & (confidence < (b + 1) / BINS)
             gap += abs((confidence[inside] - (guess == targets)[inside].double()).sum().item())
-            assert readings["reliability"][k]["count"][b] == inside.sum()
-        assert readings["ece"][k] == pytest.approx(gap / len(targets), abs=10 * ROUNDING)
+            assert readings.reliability[k]["count"][b] == inside.sum()
+        assert readings.ece[k] == pytest.approx(gap / len(targets), abs=10 * ROUNDING)
     hidden = stage_outputs(stack, Plan.of(TOPOLOGY, 4), text.inputs, [1])[1][text.targets != -100]
-    assert readings["effective_rank"][1] == pytest.approx(activation_rank(hidden), rel=1e-12)
+    assert readings.effective_rank[1] == pytest.approx(activation_rank(hidden), rel=1e-12)
 
 
 def test_the_readings_do_not_depend_on_how_the_text_is_cut(
@@ -97,9 +97,9 @@ def test_the_readings_do_not_depend_on_how_the_text_is_cut(
     whole = evaluate(stack, plan, text)
     monkeypatch.setattr(evaluation, "chunk_tokens", lambda vocab: 5)
     cut = evaluate(stack, plan, text, batch=2)
-    assert cut["bpb"]["prefix"] == pytest.approx(whole["bpb"]["prefix"], rel=ROUNDING)
-    assert cut["ece"] == pytest.approx(whole["ece"], abs=ROUNDING)
-    assert [row["count"] for row in cut["reliability"]] == [row["count"] for row in whole["reliability"]]
+    assert cut.bpb.prefix == pytest.approx(whole.bpb.prefix, rel=ROUNDING)
+    assert cut.ece == pytest.approx(whole.ece, abs=ROUNDING)
+    assert [row["count"] for row in cut.reliability] == [row["count"] for row in whole.reliability]
 
 
 def test_the_model_is_left_as_it_was(stack: GPT, text: Text) -> None:
@@ -129,7 +129,7 @@ class Same(nn.Module):
         return h
 
 
-def read(probabilities: list[list[float]], pairs: list[tuple[int, int]], nbytes: int = 1) -> dict[str, Any]:
+def read(probabilities: list[list[float]], pairs: list[tuple[int, int]], nbytes: int = 1) -> Evaluation:
     """The readings of a table on pairs (input, target)."""
     stack = Table(torch.tensor(probabilities, dtype=torch.float64).log())
     inputs, targets = torch.tensor(pairs).T.reshape(2, 1, -1)
@@ -140,8 +140,8 @@ def test_bits_per_byte_by_hand() -> None:
     """Bits 1, 1 and 3 on six bytes; the target -100 is not looked at."""
     table = [[0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.25, 0.25]]
     readings = read([*table, *table], [(0, 0), (0, 0), (0, 3), (1, -100)], nbytes=6)
-    assert readings["bpb"]["last"] == pytest.approx(5 / 6, rel=ROUNDING)
-    assert readings["tokens"] == 3
+    assert readings.bpb.last == pytest.approx(5 / 6, rel=ROUNDING)
+    assert readings.tokens == 3
 
 
 def test_a_perfectly_calibrated_model_has_no_calibration_error() -> None:
@@ -149,8 +149,8 @@ def test_a_perfectly_calibrated_model_has_no_calibration_error() -> None:
     table = [[0.75, 0.25, 0.0], [0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]
     pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 2), (1, 0), (2, 0)]
     readings = read([[max(p, 1e-12) for p in row] for row in table], pairs)
-    assert readings["ece"][0] == pytest.approx(0.0, abs=ROUNDING)
-    table_of_bins = readings["reliability"][0]
+    assert readings.ece[0] == pytest.approx(0.0, abs=ROUNDING)
+    table_of_bins = readings.reliability[0]
     assert [count for count in table_of_bins["count"] if count] == [2, 4, 1]
     assert table_of_bins["accuracy"][7] == 0.5
     assert table_of_bins["confidence"][0] is None
@@ -192,5 +192,5 @@ def test_stages_without_a_loss_are_not_read(tiny: Any) -> None:
     stack = tiny.gpt(soft)
     inputs, targets = tiny.batch()
     readings = evaluate(stack, Plan.of(soft, 4), Text(inputs, targets, 20))
-    assert len(readings["bpb"]["prefix"]) == 2
-    assert len(readings["ece"]) == len(readings["effective_rank"]) == len(readings["usefulness"]) == 2
+    assert len(readings.bpb.prefix) == 2
+    assert len(readings.ece) == len(readings.effective_rank) == len(readings.usefulness) == 2

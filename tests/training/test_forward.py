@@ -113,11 +113,11 @@ def test_needed() -> None:
 
 
 class Doubling(nn.Module):
-    """Sends h plus what was heard, and receives twice that."""
+    """Sends h plus what was received, and receives twice that."""
 
-    def send(self, h: Tensor, heard: Tensor | None) -> Tensor:
-        assert heard is not None
-        return h + heard
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        assert received is not None
+        return h + received
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
         return 2 * message

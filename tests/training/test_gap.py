@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from topograd.errors import ConfigError
 from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_session
+from topograd.runs.topology_config import TopologyConfig
 from topograd.training.gap import gap_percent, measure_step
 from topograd.training.trainer import start
 
@@ -20,7 +20,7 @@ from topograd.training.trainer import start
 def config(tmp_path: Path) -> TrainConfig:
     (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(["plan", "relay", "bus"], k=900)))
     return TrainConfig(
-        partition="2,2",
+        topology=TopologyConfig(partition="2,2"),
         steps=1,
         batch=2,
         data=str(tmp_path / "text.txt"),
@@ -48,6 +48,6 @@ def test_memory_falls_with_the_number_of_stages(config: TrainConfig, tmp_path: P
 
 
 def test_heads_of_their_own_are_refused(config: TrainConfig, tmp_path: Path) -> None:
-    start(replace(config, stage_heads="per-stage"), tmp_path / "run").train()
+    start(config.changed(heads="per-stage"), tmp_path / "run").train()
     with pytest.raises(ConfigError, match="use shared heads"):
         measure_step(open_session(tmp_path / "run"))

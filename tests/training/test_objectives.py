@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.errors import ConfigError, TopologyError
+from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Projection
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.training import linear_cross_entropy
+from topograd.training.forward import Predictor
 from topograd.training.objectives import (
     OBJECTIVES,
     CrossEntropy,
@@ -162,7 +163,7 @@ def test_residual_stage_hears_earlier_stages_and_sends_them_nothing(
     assert gradients["head.deltas.1.weight"].any()
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "residual", "distillation"])
+@pytest.mark.parametrize("name", ["cross-entropy", "residual", "distillation", "z-loss"])
 def test_all_targets_ignored_is_zero_and_finite(name: str, tiny: type[Tiny], small_chunks: None) -> None:
     stack, h = tiny.gpt(PER_STAGE), hidden()
     taught = random_logits(4, rows=48)
@@ -175,7 +176,7 @@ def test_all_targets_ignored_is_zero_and_finite(name: str, tiny: type[Tiny], sma
     assert not any(g.any() for g in tiny.gradients(stack).values())
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "residual", "distillation"])
+@pytest.mark.parametrize("name", ["cross-entropy", "residual", "distillation", "z-loss"])
 def test_logits_are_never_whole_in_the_generic_path(
     name: str, tiny: type[Tiny], small_chunks: None, logits_watch: type[LogitsWatch]
 ) -> None:
@@ -184,7 +185,7 @@ def test_logits_are_never_whole_in_the_generic_path(
     for tokens in (80, 240):
         stack, h = tiny.gpt(PER_STAGE), hidden(tokens)
         stack.__class__ = WithoutProjection
-        teacher = teacher_logits(tiny.gpt(seed=2), torch.zeros(2, tokens // 2, dtype=torch.int64))
+        teacher = tiny.teacher(torch.zeros(2, tokens // 2, dtype=torch.int64), seed=2)
         prior = [(k, hidden(tokens, seed=k).detach()) for k in (0, 1)]
         with logits_watch(tiny.vocab, tiny.width) as watch:
             stage_loss(stack, h, 1, OBJECTIVES[name], targets_for(h), prior, teacher).backward()
@@ -199,7 +200,7 @@ def test_teacher_makes_its_logits_by_the_chunk(tiny: type[Tiny], logits_watch: t
     teacher = tiny.gpt(PER_STAGE, seed=2)
     expected = teacher(inputs).detach().flatten(0, 1)
     with logits_watch(tiny.vocab, tiny.width) as watch:
-        logits = teacher_logits(teacher, inputs)
+        logits = teacher_logits(Predictor(teacher, PER_STAGE), inputs)
         assert watch.rows == 0, "nothing is read out before it is asked for"
         parts = [logits(slice(start, start + 5)).detach() for start in range(0, inputs.numel(), 5)]
         assert watch.rows == 5
@@ -207,9 +208,9 @@ def test_teacher_makes_its_logits_by_the_chunk(tiny: type[Tiny], logits_watch: t
 
 
 def test_unknown_objective_lists_the_known() -> None:
-    with pytest.raises(TopologyError, match=r"'hinge'.*cross-entropy.*distillation.*residual"):
-        objective_named(OBJECTIVES, "hinge")
-    assert objective_named(OBJECTIVES, "residual") is OBJECTIVES["residual"]
+    with pytest.raises(ConfigError, match=r"'hinge'.*cross-entropy, residual, distillation, z-loss, or pack"):
+        objective_named("hinge")
+    assert objective_named("residual") is OBJECTIVES["residual"]
 
 
 def test_distillation_needs_a_teacher(tiny: type[Tiny]) -> None:

@@ -24,7 +24,6 @@ from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
 from topograd.training.forward import stage_outputs
-from topograd.training.objectives import teacher_logits
 
 if TYPE_CHECKING:
     from tests.training.conftest import Case, Gradients, Tiny
@@ -227,7 +226,7 @@ def test_theorem_6_1_one_layer_per_stage_is_local_learning(tiny: type[Tiny]) -> 
 def test_remark_4_6_values_do_not_depend_on_transmissivity(tiny: type[Tiny], case: Case) -> None:
     """D_λ is the identity forward: the losses are bit-equal for every λ."""
     (inputs, targets), losses = tiny.batch(), []
-    teacher = teacher_logits(tiny.gpt(seed=7), inputs)
+    teacher = tiny.teacher(inputs)
     for transmissivity in (0.0, 0.3, 1.0):
         topology = with_transmissivity(case.topology, transmissivity)
         stack = tiny.gpt(topology, **case.settings)

@@ -27,7 +27,8 @@ def weights(run: Run, step: int = STEPS) -> str:
 
 def test_a_run_leaves_everything_in_its_folder(straight: Run, config: TrainConfig) -> None:
     assert {path.name for path in straight.folder.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "checkpoints", "figures", "tokenizer.json", "results.json", "lock")
+        *("config.toml", "metrics.jsonl", "checkpoints", "figures", "tokenizer.json", "results.json", "lock"),
+        "manifest.json",
     }
     saved = TrainConfig.from_dict(straight.read_config())
     assert saved == replace(config, model=replace(config.model, vocab=257)), "the vocabulary is the true one"
@@ -43,11 +44,12 @@ def test_a_run_leaves_everything_in_its_folder(straight: Run, config: TrainConfi
     assert results["seconds"] == straight.metrics()[-1]["seconds"] > 0
 
 
-@pytest.mark.parametrize(("layer", "stage"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("transmissivity", "layer", "stage"), [(0.0, 0, 1), (1.0, 0, 1), (1.0, 1, 2)])
 def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
-    layer: int, stage: int, config: TrainConfig, tmp_path: Path
+    transmissivity: float, layer: int, stage: int, config: TrainConfig, tmp_path: Path
 ) -> None:
-    trainer = start(config, tmp_path / "run")
+    """Where gradient crosses, or where every stage hears the broken one, nothing is left to train."""
+    trainer = start(config.changed(transmissivity=transmissivity), tmp_path / "run")
     trainer.train(stop_after=5)
     saved = weights(trainer.run, 5)
     with torch.no_grad():
@@ -61,16 +63,22 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), f"{name} was changed"
     assert [step for step, _ in losses(trainer.run)][-1] == 5
     assert weights(trainer.run, 5) == saved
+    assert trainer.loop.halted == set()
     resume(trainer.run.folder).train(stop_after=7)
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("layers.1.mlp.up.weight", "stage 2"), ("head.weight", "the embedding or the head")]
+    ("transmissivity", "name", "where"),
+    [
+        (1.0, "layers.1.mlp.up.weight", "stage 2"),
+        (1.0, "head.weight", "the embedding or the head"),
+        (0.0, "head.weight", "the embedding or the head"),
+    ],
 )
 def test_a_gradient_that_is_not_finite_stops_before_it_is_used(
-    name: str, where: str, config: TrainConfig, tmp_path: Path
+    transmissivity: float, name: str, where: str, config: TrainConfig, tmp_path: Path
 ) -> None:
-    trainer = start(config, tmp_path / "run")
+    trainer = start(config.changed(transmissivity=transmissivity), tmp_path / "run")
     trainer.train(stop_after=1)
     before = {n: p.detach().clone() for n, p in trainer.stack.named_parameters()}
     trainer.stack.get_parameter(name).register_hook(lambda gradient: gradient * float("inf"))
@@ -80,22 +88,24 @@ def test_a_gradient_that_is_not_finite_stops_before_it_is_used(
 
 
 def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp_path: Path) -> None:
+    joined = config.changed(transmissivity=1.0)
+
     def norms(clip: float) -> list[float]:
-        trainer = start(replace(config, optimizer=OptimizerConfig(clip=clip)), tmp_path / str(clip))
+        trainer = start(replace(joined, optimizer=OptimizerConfig(clip=clip)), tmp_path / str(clip))
         seen: list[float] = []
 
         def record(*_: object) -> None:
             gradients = [p.grad for p in trainer.stack.parameters() if p.grad is not None]
             seen.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
 
-        for optimizer in trainer.optimizers.values():
+        for optimizer in trainer.loop.optimizers.optimizers.values():
             optimizer.register_step_pre_hook(record)
         trainer.train(stop_after=1)
         assert trainer.run.metrics()[0]["grad_norm"] == pytest.approx(first_norm, rel=1e-4)
         return seen
 
-    free = start(config, tmp_path / "free")
-    free._gradients()
+    free = start(joined, tmp_path / "free")
+    free.loop._gradients(free.plan, [next(free.loader)])
     squares = [p.grad.square().sum() for p in free.stack.parameters() if p.grad is not None]
     first_norm = float(torch.stack(squares).sum().sqrt())
     assert norms(1e6)[0] == pytest.approx(first_norm, rel=1e-4)
@@ -110,14 +120,15 @@ def test_accumulated_batches_give_the_gradient_of_the_large_one(config: TrainCon
         torch.manual_seed(0)
         for parameter in trainer.stack.parameters():  # behind the zeros of a new model no gradient flows
             parameter.data.add_(0.1 * torch.randn_like(parameter))
-        for _ in range(trainer.config.accumulate):
-            trainer._gradients()
+        batches = [next(trainer.loader) for _ in range(trainer.config.accumulate)]
+        trainer.loop._gradients(trainer.plan, batches)
     for (name, one), two in zip(large.stack.named_parameters(), halves.stack.parameters(), strict=True):
         assert one.grad is not None, name
         assert one.grad.any(), name
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-3, atol=1e-4 * float(one.grad.abs().max()))
     for trainer in (large, halves):
         trainer.stack.zero_grad()
+        trainer.loader.seek({"epoch": 0, "row": 0})
         trainer.train(stop_after=1)
     assert losses(large.run)[0][1] == pytest.approx(losses(halves.run)[0][1], rel=1e-5)
 
@@ -166,13 +177,14 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
 def test_the_learning_rates_follow_the_schedule(config: TrainConfig, tmp_path: Path) -> None:
     rates = OptimizerConfig(matrices=0.1, head=0.01, warmup=0.25, warmdown=0.5, floor=0.1)
     trainer = start(replace(config, steps=8, optimizer=rates), tmp_path / "run")
+    made = trainer.loop.optimizers.optimizers
     seen: list[tuple[float, float]] = []
 
     def record(*_: object) -> None:
-        head = trainer.optimizers["adamw"].param_groups[1]["lr"]
-        seen.append((trainer.optimizers["muon"].param_groups[0]["lr"], head))
+        head = made["adamw"].param_groups[1]["lr"]
+        seen.append((made["muon"].param_groups[0]["lr"], head))
 
-    trainer.optimizers["muon"].register_step_pre_hook(record)
+    made["muon"].register_step_pre_hook(record)
     trainer.train()
     multipliers = [0.5, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]
     assert [muon for muon, _ in seen] == pytest.approx([0.1 * m for m in multipliers])

@@ -17,6 +17,7 @@ import pytest
 from topograd.errors import CheckpointError, ConfigError
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
+from topograd.training.evaluation import Evaluation
 from topograd.training.trainer import OnStep, resume, start
 
 STEPS = 20
@@ -27,7 +28,7 @@ class Crash(Exception):
 
 
 def crash_at(step: int) -> OnStep:
-    def on_step(now: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+    def on_step(now: int, steps: int, losses: list[float], reading: Evaluation | None) -> None:
         if now == step:
             raise Crash
 
@@ -125,7 +126,7 @@ def test_killed_in_the_middle_of_a_save_and_resumed(
 def test_an_interrupt_saves_and_the_handlers_come_back(
     config: TrainConfig, straight: Run, tmp_path: Path
 ) -> None:
-    def interrupt(step: int, steps: int, losses: list[float], readings: dict[str, Any] | None) -> None:
+    def interrupt(step: int, steps: int, losses: list[float], reading: Evaluation | None) -> None:
         if step == 6:
             os.kill(os.getpid(), signal.SIGINT)
         if step == 13:
@@ -209,7 +210,7 @@ def test_a_relative_data_path_is_found_again_from_elsewhere(
 @pytest.mark.parametrize(
     "change",
     [
-        {"stage_heads": "per-stage", "objective": "residual"},
+        {"heads": "per-stage", "objective": "residual"},
         {"transmissivity": 1.0, "bus": "detached", "reduction": "sum"},
         {"partition": "L", "tokenizer": "bpe"},
     ],
@@ -217,9 +218,8 @@ def test_a_relative_data_path_is_found_again_from_elsewhere(
 def test_other_topologies_and_tokenizers_resume_too(
     change: dict[str, Any], config: TrainConfig, tmp_path: Path
 ) -> None:
-    config = replace(
-        config, steps=6, save_every=2, model=replace(config.model, vocab=270, head_rank=4), **change
-    )
+    model = replace(config.model, vocab=270, head_rank=4)
+    config = config.changed(steps=6, save_every=2, model=model, **change)
     whole = start(config, tmp_path / "whole")
     whole.train()
     with pytest.raises(Crash):
