@@ -4,18 +4,21 @@ from typing import Any
 
 import pytest
 
-from topograd.errors import ConfigError, StackError, TopogradError, TopologyError
+from topograd.errors import ConfigError, StackError, TopogradError
 from topograd.nn.config import GPTConfig
 from topograd.runs.config import PRESETS, OptimizerConfig, TrainConfig, preset
 from topograd.runs.folder import Run
+from topograd.runs.topology_config import TopologyConfig
 
 ODD = TrainConfig(
-    partition="1,2",
-    stage_heads="per-stage",
-    objective="residual",
-    transmissivity=0.25,
-    bus="detached",
-    reduction="sum",
+    topology=TopologyConfig(
+        partition="1,2",
+        heads="per-stage",
+        objective="residual",
+        transmissivity=0.25,
+        bus="detached",
+        reduction="sum",
+    ),
     data='a "quoted" näme.txt',
     bf16=True,
     model=GPTConfig(layers=3, width=8, heads=2, windows=(4, 0), softcap=15.0, kv_heads=1, head_rank=2),
@@ -27,7 +30,7 @@ def test_presets() -> None:
     assert list(PRESETS) == ["tiny", "small", "base"]
     assert preset("tiny").model.layers == 4
     for name in PRESETS:
-        assert len(preset(name).topology().stages) == 1, "without a partition it is backprop"
+        assert len(preset(name).build_topology().stages) == 1, "without a partition it is backprop"
     assert preset("tiny", partition="2,2", seed=3).seed == 3
     with pytest.raises(ConfigError, match="preset 'huge' is unknown; choose one of tiny, small, base"):
         preset("huge")
@@ -41,18 +44,18 @@ def test_settings_survive_a_run_folder(config: TrainConfig, tmp_path: Path) -> N
 
 
 def test_a_setting_that_is_absent_takes_its_default() -> None:
-    assert TrainConfig.from_dict({"steps": 7}) == TrainConfig(steps=7)
-    assert TrainConfig.from_dict({"optimizer": {"clip": 2}}).optimizer.clip == 2.0
+    assert TrainConfig.from_dict({"version": 2, "steps": 7}) == TrainConfig(steps=7)
+    assert TrainConfig.from_dict({"version": 2, "optimizer": {"clip": 2}}).optimizer.clip == 2.0
 
 
 @pytest.mark.parametrize("backprop", ["L", "l", " L ", "4"])
 def test_one_part_or_l_is_backprop(backprop: str) -> None:
-    stages = preset("tiny", partition=backprop).topology().stages
+    stages = preset("tiny", partition=backprop).build_topology().stages
     assert [(stage.start, stage.stop) for stage in stages] == [(0, 4)]
 
 
 def test_the_topology_has_everything_that_was_asked() -> None:
-    topology = ODD.topology()
+    topology = ODD.build_topology()
     assert [(s.start, s.stop, s.objective) for s in topology.stages] == [
         (0, 1, "residual"),
         (1, 3, "residual"),
@@ -71,14 +74,14 @@ def test_the_topology_has_everything_that_was_asked() -> None:
         ({"steps": True}, "setting steps is True"),
         ({"steps": 2.5}, "setting steps is 2.5"),
         ({"bf16": 1}, "setting bf16 is 1"),
-        ({"bus": "loud"}, "setting bus is 'loud'"),
+        ({"topology": {"bus": "loud"}}, "setting topology.bus is 'loud'"),
         ({"optimizer": {"betas": 0.9}}, "setting optimizer.betas is 0.9"),
         ({"optimizer": {"clip": "hard"}}, "setting optimizer.clip is 'hard'"),
     ],
 )
 def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        TrainConfig.from_dict(values)
+        TrainConfig.from_dict({"version": 2, **values})
 
 
 @pytest.mark.parametrize(
@@ -94,8 +97,8 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
         ({"seed": -1}, ConfigError, "seed is -1"),
         ({"seed": 2**63}, ConfigError, "below 2"),
         ({"partition": "3,3"}, ConfigError, "partition 3,3 has 6 layers and the model has 4"),
-        ({"partition": "2,x"}, TopologyError, "part 2 is 'x'"),
-        ({"partition": "2,2", "transmissivity": 1.5}, TopologyError, "transmissivity 1.5"),
+        ({"partition": "2,x"}, ConfigError, "part 2 is 'x'"),
+        ({"partition": "2,2", "transmissivity": 1.5}, ConfigError, "transmissivity is 1.5"),
     ],
 )
 def test_settings_outside_their_range(change: dict[str, Any], error: type[TopogradError], words: str) -> None:

@@ -39,7 +39,7 @@ def test_a_created_run_can_be_opened_and_read(run: Run) -> None:
     assert opened == run
     assert opened.read_config() == {"steps": 80, "model": {"layers": 4}}
     assert opened.metrics() == []
-    assert sorted(os.listdir(run.folder)) == ["checkpoints", "config.toml", "figures"]
+    assert sorted(os.listdir(run.folder)) == ["checkpoints", "config.toml", "figures", "manifest.json"]
 
 
 def test_create_refuses_a_run_and_says_how_to_continue_it(run: Run) -> None:
@@ -85,9 +85,14 @@ def test_open_refuses_what_is_not_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"steps = ", b"\xff", b"a = 1\na = 2\n"])
-def test_a_damaged_config_is_one_clear_line(run: Run, content: bytes) -> None:
+@pytest.mark.parametrize("bound", [True, False], ids=["manifest", "version-0.1"])
+def test_a_damaged_config_is_one_clear_line(run: Run, content: bytes, bound: bool) -> None:
     run.config_file.write_bytes(content)
-    with pytest.raises(RunError, match=r"config\.toml is damaged") as caught:
+    words = r"config\.toml is not the file that this run wrote; it cannot be read; restore it"
+    if not bound:
+        run.manifest.path.unlink()
+        words = r"config\.toml is damaged"
+    with pytest.raises(RunError, match=words) as caught:
         run.read_config()
     assert "\n" not in str(caught.value)
 

@@ -10,7 +10,9 @@ import torch
 from topograd.errors import CheckpointError, ConfigError, DataError, RunError
 from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import build_stack, device_of, open_session
+from topograd.runs.session import Session, build_stack, device_of, heldout_text, open_session
+from topograd.runs.topology_config import TopologyConfig
+from topograd.training.evaluation import Evaluation, evaluate
 from topograd.training.trainer import Trainer, start
 
 
@@ -20,8 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     chosen = random.Random(0).choices(["plan", "relay", "loss", "bus"], k=900)
     (folder / "corpus.txt").write_text(" ".join(chosen))
     config = TrainConfig(
-        partition="1,1",
-        stage_heads="per-stage",
+        topology=TopologyConfig(partition="1,1", heads="per-stage"),
         steps=6,
         batch=2,
         data=str(folder / "corpus.txt"),
@@ -53,26 +54,32 @@ def test_an_earlier_checkpoint_by_name(trained: Trainer) -> None:
         open_session(trained.run.folder, "last")
 
 
+def read(session: Session, data: Path | None = None, limit_bytes: int | None = None) -> Evaluation:
+    return evaluate(session.stack, session.plan, heldout_text(session, data, limit_bytes))
+
+
 def test_it_measures_what_the_training_measured(trained: Trainer) -> None:
     recorded = json.loads(trained.run.results_file.read_text())
-    readings = open_session(trained.run.folder).evaluate()
+    session = open_session(trained.run.folder)
+    readings = read(session).as_dict()
     assert readings == {key: recorded[key] for key in readings}
-    assert recorded.keys() - readings.keys() == {"finished", "seconds"}
+    assert recorded.keys() - readings.keys() == {"run", "steps", "weights", "finished", "seconds"}
+    assert recorded["weights"] == session.weights == trained.run.store.weights("step-00000006")
 
 
 def test_other_text_is_read_whole_or_up_to_a_limit(trained: Trainer, tmp_path: Path) -> None:
     session = open_session(trained.run.folder)
     other = tmp_path / "other.txt"
     other.write_text("another text, of nothing but this " * 20)
-    whole = session.evaluate(other)
-    assert whole["bytes"] == whole["tokens"] == other.stat().st_size
-    assert whole["bpb"]["last"] > session.evaluate()["bpb"]["last"] + 0.5, "it never saw such text"
-    part = session.evaluate(other, limit_bytes=200)
-    assert 100 < part["bytes"] <= 200
+    whole = read(session, other)
+    assert whole.bytes == whole.tokens == other.stat().st_size
+    assert whole.bpb.last > read(session).bpb.last + 0.5, "it never saw such text"
+    part = read(session, other, 200)
+    assert 100 < part.bytes <= 200
     with pytest.raises(DataError, match="too small for one window"):
-        session.evaluate(other, limit_bytes=1)
+        read(session, other, 1)
     with pytest.raises(DataError, match="does not exist"):
-        session.evaluate(tmp_path / "nowhere")
+        read(session, tmp_path / "nowhere")
 
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(trained: Trainer, tmp_path: Path) -> None:
@@ -88,6 +95,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained: Trainer, tmp_path: Pa
     folder = shutil.copytree(trained.run.folder, tmp_path / "run")
     config = (folder / "config.toml").read_text()
     (folder / "config.toml").write_text(config.replace("width = 16", "width = 32"))
+    (folder / "manifest.json").unlink()  # as in a run of version 0.1
     with pytest.raises(CheckpointError, match="does not fit the model"):
         open_session(folder)
 
