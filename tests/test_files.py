@@ -3,6 +3,8 @@ import json
 import math
 import os
 import stat
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,116 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_the_return(
     monkeypatch.setattr(os, "fsync", spy_fsync)
     files.write_atomic(tmp_path / "a.txt", "x")
     assert calls == ["file", "replace", "folder"]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*a\.txt'"):
+        files.write_atomic(tmp_path / "a.txt", "x")
+    with pytest.raises(OSError, match=r": 'log'"), files.naming("log"):
+        full(0)
+    with pytest.raises(OSError, match=r": 'known'"), files.naming("log"):
+        raise OSError(28, "No space left on device", "known")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_names_the_file_that_is_appended_to() -> None:
+    with (
+        pytest.raises(OSError, match=r"'/dev/full'"),
+        files.naming("/dev/full"),
+        open("/dev/full", "ab") as file,
+    ):
+        file.write(b"x")
+
+
+def test_locks_exclude_one_another_here_and_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    code = (
+        "import sys; from pathlib import Path; from topograd.errors import RunError;"
+        "from topograd.files import hold_lock\n"
+        "try:\n    with hold_lock(Path(sys.argv[1])): print('held')\n"
+        "except RunError as error: print(error)"
+    )
+
+    def elsewhere() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    refused = f"{tmp_path} is in use by another process; wait for its end or pass another folder"
+    with files.hold_lock(path):
+        assert elsewhere() == refused
+        with pytest.raises(RunError, match="is in use by another process"), files.hold_lock(path):
+            pass
+    assert elsewhere() == "held"
+    assert path.exists(), "the file stays"
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
+    lock = files.hold_lock(tmp_path / "nowhere" / "lock")
+    with pytest.raises(RunError, match=r"cannot lock .* pass a folder you can write"), lock:
+        pass
+
+
+def test_shared_locks_go_together_and_exclude_an_exclusive_one(tmp_path: Path) -> None:
+    first, second, third = (os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT) for _ in range(3))
+    assert files.lock_file(first, shared=True)
+    assert files.lock_file(second, shared=True)
+    assert not files.lock_file(third)
+    os.close(first)
+    os.close(second)
+    assert files.lock_file(third)
+    os.close(third)
+
+
+class Windows:
+    """msvcrt as Windows has it: a lock of bytes from the current position, refused with an OSError."""
+
+    LK_NBLCK, LK_LOCK = 2, 1
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.calls: list[tuple[int, int, int]] = []
+
+    def locking(self, descriptor: int, mode: int, nbytes: int) -> None:
+        self.calls.append((os.lseek(descriptor, 0, os.SEEK_CUR), mode, nbytes))
+        if len(self.calls) <= self.refusals:
+            raise OSError(36, "Resource deadlock avoided")
+
+
+def test_windows_locks_the_first_byte_and_syncs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    monkeypatch.setattr(sys, "platform", "win32")
+    held = Windows(refusals=0)
+    monkeypatch.setitem(sys.modules, "msvcrt", held)
+    with open(path, "rb") as file:
+        file.seek(3)
+        assert files.lock_file(file.fileno())
+        assert held.calls == [(0, Windows.LK_NBLCK, 1)]
+        assert files.lock_file(file.fileno(), shared=True), "there are none"
+        assert len(held.calls) == 1
+        monkeypatch.setitem(sys.modules, "msvcrt", Windows(refusals=1))
+        assert not files.lock_file(file.fileno())
+        waited = Windows(refusals=2)
+        monkeypatch.setitem(sys.modules, "msvcrt", waited)
+        assert files.lock_file(file.fileno(), wait=True)
+        assert [mode for _, mode, _ in waited.calls] == [Windows.LK_LOCK] * 3
+    monkeypatch.setitem(sys.modules, "msvcrt", Windows(refusals=1))
+    with pytest.raises(RunError, match="is in use by another process"), files.hold_lock(tmp_path / "lock"):
+        pass
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    files.sync(tmp_path)
+    assert synced == []
+    files.sync(path)
+    assert len(synced) == 1
 
 
 def test_json_round_trip_keeps_numbers_that_are_not_finite(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ DEPTH: Bounds = (1, 10**4)
 """Layers."""
 SIZE: Bounds = (1, 2**24)
 """One side of a tensor: a width, a batch, a vocabulary."""
+MOST_NUMBERS = 2**32
+"""Numbers that are held at once: 16 GiB in float32."""
 
 
 def check_numbers(settings: object, **bounds: Bounds) -> None:
@@ -38,3 +40,18 @@ def check_numbers(settings: object, **bounds: Bounds) -> None:
             continue
         wanted = f"at most {most}" if value > most else f"at least {least}"  # NaN is neither
         raise ConfigError(f"{name} is {value}; it must be {wanted}")
+
+
+def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
+    """Refuse what needs more numbers in memory than a machine has; smaller `choices` would help.
+
+    >>> check_total(2**40, "width or depth")
+    Traceback (most recent call last):
+        ...
+    topograd.errors.ConfigError: this needs about 1.1e+12 numbers in memory, and at most 4.3e+09 ...
+    """
+    if numbers > MOST_NUMBERS:
+        raise ConfigError(
+            f"this needs about {numbers:.1e} numbers in memory, and at most {MOST_NUMBERS:.1e} are allowed; "
+            f"choose a smaller {choices}"
+        )

@@ -1,13 +1,14 @@
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from topograd.cli import progress
-from topograd.cli.progress import counted, training_progress, trainings_progress
+from topograd.cli.progress import counted, training_progress, trainings_progress, work_progress
 
-READINGS = {"bpb": {"last": 2.5}}
+READINGS: Any = SimpleNamespace(bpb=SimpleNamespace(prediction=2.5))
 
 
 def test_plain_lines_now_and_then(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +61,29 @@ def test_trainings_at_the_same_time_each_have_a_bar(monkeypatch: pytest.MonkeyPa
         lines[-2:], (("backprop", "3/9", "loss 5.000"), ("staged", "2/9", "loss 4.000 3.000")), strict=True
     ):
         assert all(word in line for word in words)
+
+
+def test_work_is_shown_at_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with work_progress("reading: batches") as on_more:
+        assert capfd.readouterr().err == "topograd: reading: batches\n"
+        for done in range(1, 9):
+            now[0] += 2
+            on_more(done, 8)
+    assert capfd.readouterr().err.splitlines() == [
+        "topograd: reading: batches: 3 of 8",
+        "topograd: reading: batches: 6 of 8",
+    ]
+
+
+def test_work_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=120))
+    with work_progress("reading [x]") as on_more:
+        assert "reading [x]" in screen.getvalue(), "before anything is known"
+        on_more(3, 8)
+    assert "3/8" in screen.getvalue()
 
 
 def test_an_error_inside_is_not_swallowed() -> None:

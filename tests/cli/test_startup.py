@@ -108,12 +108,12 @@ def without_help(kind: type) -> Iterator[str]:
     for base in kind.__mro__[:-1]:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(body, ast.ClassDef)
-        for field, after in zip(body.body, body.body[1:], strict=False):
+        for line, after in zip(body.body, body.body[1:], strict=False):
             text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and text:
-                explained.add(field.target.id)
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and text:
+                explained.add(line.target.id)
     hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
         hint = hints[field.name]
         inner, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(inner):

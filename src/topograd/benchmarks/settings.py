@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from topograd.errors import ConfigError
-from topograd.limits import BYTES, DEPTH, REPEATS, SIZE, check_numbers
+from topograd.limits import BYTES, DEPTH, REPEATS, SIZE, check_numbers, check_total
 
 MOST_TOKENS = 1_000_000
 """Tokens that one way of decoding writes."""
@@ -61,6 +61,9 @@ class KernelSettings:
     def __post_init__(self) -> None:
         check_numbers(self, examples=SIZE, width=SIZE, depth=DEPTH, growth_examples=SIZE, growth_width=SIZE)
         check_numbers(self, growth_depth=DEPTH, transport_examples=SIZE, transport_width=SIZE, rounds=REPEATS)
+        choices = "examples, width or depth"
+        check_total(self.examples * self.depth * self.width**2, choices)  # the peer's Jacobians
+        check_total(4 * self.growth_examples * self.growth_depth * self.growth_width**2, choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +83,5 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, layers=DEPTH, width=SIZE, vocab=(2, SIZE[1]), repeats=REPEATS)
+        parameters = 12 * self.layers * self.width**2 + 3 * self.vocab * self.width
+        check_total(8 * parameters, "layers, width or vocab")  # twice with gradients and two moments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers
+from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers, check_total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Kernel:
 
     def __post_init__(self) -> None:
         check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, seed=SEED)
+        check_total(self.examples * self.depth * self.width**2, "--examples, --depth or --width")  # Jacobians
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,10 @@ class Simulate:
 
     def __post_init__(self) -> None:
         check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, steps=(0, REPEATS[1]), seed=SEED)
+        check_numbers(self, eta=(1e-300, math.inf))
+        kept = self.steps if self.depth > 1 else 1  # deeper, a run remembers its past
+        numbers = self.depth * self.width * (self.width + kept * self.examples)
+        check_total(numbers, "--depth, --width, --examples or --steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.limits import DEPTH, SEED, SIZE, check_numbers
+from topograd.limits import DEPTH, SEED, SIZE, check_numbers, check_total
 
 if TYPE_CHECKING:
     from topograd.geometry.catalogue import Cell
@@ -47,6 +47,7 @@ class Ladder:
 
     def __post_init__(self) -> None:
         check_numbers(self, depth=DEPTH, width=(2, SIZE[1]), seed=SEED)
+        check_total(self.depth * self.width**2, "--depth or --width")
 
 
 @dataclass(frozen=True, kw_only=True)
