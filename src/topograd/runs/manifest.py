@@ -5,9 +5,9 @@
     config.toml, tokenizer.json         written once
     results.json, calibration.json      written again, each time for the weights that they are about
 
-What is not in it is bound by the checkpoint that it belongs to: weights and optimizer by their own SHA-256, the
-log of metrics by that of its beginning up to the checkpoint's step. A checkpoint in turn names the run that it
-belongs to (`identity`), so that neither can be exchanged alone.
+What is not in it is bound by the checkpoint that it belongs to: weights and optimizer by their own SHA-256,
+the log of metrics by that of its beginning up to the checkpoint's step. A checkpoint in turn names the run
+that it belongs to (`identity`), so that neither can be exchanged alone.
 
 How a kill is survived. Before a file is replaced the manifest allows the new content beside the old; when it
 stands, the new one alone. So at every instant the file on the disk is one that the manifest allows.
@@ -30,6 +30,7 @@ NAME = "manifest.json"
 FORMAT = "topograd-run"
 VERSION = 1
 ONCE = ("config.toml", "tokenizer.json")
+AGAIN = ("results.json", "calibration.json")
 
 
 class Manifest:
@@ -45,7 +46,7 @@ class Manifest:
     def bind(self, name: str, content: bytes | str) -> None:
         """Write a file of the run and bind it, whole or not at all."""
         content = content.encode() if isinstance(content, str) else content
-        values = self._read() if self.exists() else {"settings": None, "files": {}}
+        values = self._read() if self.exists() else self._found()
         digest = hashlib.sha256(content).hexdigest()
         before = values["files"].get(name, [])
         if name == "config.toml":
@@ -54,14 +55,24 @@ class Manifest:
         write_atomic(self.folder / name, content)
         self._write(values, name, [digest])
 
-    def adopt(self, names: tuple[str, ...]) -> None:
-        """Bind files that are there, as they are: for a run that was copied or made before version 0.2."""
-        for name in names:
-            if (self.folder / name).is_file():
-                self.bind(name, (self.folder / name).read_bytes())
+    def adopt(self) -> None:
+        """Bind the files that are there, as they are: for a run that was made before version 0.2."""
+        write_json(self.path, {"format": FORMAT, "version": VERSION, **self._found()})
+
+    def _found(self) -> dict[str, Any]:
+        """What a manifest says of the files that are there, as they are."""
+        there = [name for name in (*ONCE, *AGAIN) if (self.folder / name).is_file()]
+        settings = None
+        if ONCE[0] in there:
+            settings = tomllib.loads((self.folder / ONCE[0]).read_text(encoding="utf-8"))
+        return {"settings": settings, "files": {name: [sha256(self.folder / name)] for name in there}}
 
     def verify(self, name: str) -> None:
-        """Refuse a file that the run did not write. A file that is not there, and a run without a manifest, pass."""
+        """Refuse a file that the run did not write.
+
+        A file that is not there passes, unless it was written once and for all, and so does a run
+        without a manifest.
+        """
         if not self.exists():
             return
         values, path = self._read(), self.folder / name
@@ -74,7 +85,7 @@ class Manifest:
             raise RunError(f"{path} is not the file that this run wrote; {self._remedy(name, values)}")
 
     def identity(self) -> str | None:
-        """What checkpoints of this run name: a digest of its settings and its tokenizer; None without both."""
+        """What checkpoints of this run name: a digest of settings and tokenizer; None without both."""
         if not self.exists():
             return None
         files = self._read()["files"]
@@ -107,7 +118,7 @@ class Manifest:
 
 
 def _difference(before: Any, path: Path) -> str:
-    """The first setting that differs from what the run was made with, in words; nothing if that is not known."""
+    """The first setting that differs from those of the run, in words; nothing if that is not known."""
     try:
         now = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
