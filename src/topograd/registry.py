@@ -69,6 +69,7 @@ class Registry(Generic[T]):
                 value = getattr(value, part)
         except (ImportError, AttributeError) as problem:
             raise ConfigError(
-                f"{self.kind} {name!r} cannot be imported ({problem}); install its package or correct the name"
+                f"{self.kind} {name!r} cannot be imported ({problem}); install its package or correct the "
+                "name"
             ) from None
         return value  # type: ignore[return-value]

@@ -13,6 +13,8 @@ width² with SwiGLU, less where keys and values are grouped; and 2·context·wid
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from topograd.nn.attention import attention_mask, rotate
 from topograd.nn.config import MIXERS, GPTConfig
 from topograd.nn.layer_state import KVState, LayerState
-from topograd.nn.mixers import Mixer
+from topograd.nn.mixers import Mixer, RowMixer
 from topograd.nn.stack import Bus
 
 X0_SCALE = 0.1
@@ -149,7 +151,7 @@ class MixerBlock(nn.Module):
         if rows is None:
             h = h + self.mixer(norm(h), bus, state)
         elif getattr(self.mixer, "takes_rows", False):
-            h = h[:, rows] + self.mixer(norm(h), bus, state, rows)
+            h = h[:, rows] + cast(RowMixer, self.mixer)(norm(h), bus, state, rows)
         else:
             h = (h + self.mixer(norm(h), bus, state))[:, rows]
         return h if self.mlp is None else h + self.mlp(norm(h))

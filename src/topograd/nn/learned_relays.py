@@ -136,10 +136,10 @@ _NAME = re.compile(rf"({'|'.join(LEARNED)})-\d+(?:-beside-\d+)?")  # as `topolog
 def add_relays(stack: Stack, topology: Topology) -> None:
     """Give `stack` the learned relays that `topology` names and it lacks."""
     missing = [
-        (edge.relay, LEARNED[name[1]], i > 0)
+        (edge.relay, LEARNED[match[1]], i > 0)
         for stage in topology.stages
         for i, edge in enumerate(stage.sources)
-        if (name := _NAME.fullmatch(edge.relay)) and edge.relay not in stack.own_relays()
+        if (match := _NAME.fullmatch(edge.relay)) and edge.relay not in stack.own_relays()
     ]
     if not missing:
         return

@@ -4,8 +4,8 @@ A mixer of your own is made by `make(config, index)`, a class or a function, and
 `package.module:make` (`model.architecture`), or registered under a name (`topograd.nn.config.MIXERS`). It is
 given the normed hidden state (batch, time, width) and returns what the layer adds to it.
 
-- With a state it continues from the positions that the state has seen, for one position or many, and must give
-  what the whole sequence would have given there.
+- With a state it continues from the positions that the state has seen, for one position or many, and must
+  give what the whole sequence would have given there.
 - Its output matrix should start at zero, as those of the others do: then a new layer starts as the identity.
 - Position t may depend on nothing after t, and a row of the batch on no other row.
 
@@ -34,12 +34,17 @@ EXPAND = 2
 
 
 class Mixer(Protocol):
-    """An nn.Module with a memory. `with_mlp = False` leaves out the layer's MLP; `takes_rows = True` says that
-    it also takes `rows` (E,), the positions at which its output is wanted."""
+    """An nn.Module with a memory. `with_mlp = False` leaves out the layer's MLP."""
 
     def __call__(self, x: Tensor, bus: Bus, state: Any = None) -> Tensor: ...
 
     def new_state(self, batch: int, capacity: int) -> LayerState: ...
+
+
+class RowMixer(Mixer, Protocol):
+    """A mixer with `takes_rows = True`: `rows` (E,) are the positions at which its output is wanted."""
+
+    def __call__(self, x: Tensor, bus: Bus, state: Any = None, rows: Tensor | None = None) -> Tensor: ...
 
 
 class Mamba2(Mamba2Mixer):

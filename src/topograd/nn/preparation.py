@@ -1,7 +1,8 @@
 """Making a stack fit a topology: heads, relays and interfaces that it calls for, and what it freezes.
 
-`prepare` changes the stack once, before an optimizer is built. `check_prepared` is what everybody else calls: a
-stack that lacks something is refused there, because what is added later is in no optimizer and never learns.
+`prepare` changes the stack once, before an optimizer is built. `check_prepared` is what everybody else calls:
+a stack that lacks something is refused there, because what is added later is in no optimizer and never
+learns.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ OPTIMIZERS: Registry[Any] = Registry(
         "ddc-muon": "topograd.training.optimizers:ddc_muon",
     },
 )
-"""Makers of optimizers: `make(groups, config) -> {name: optimizer}` (`training/optimizers.py`)."""
+"""Makers of optimizers: `make(groups, config, stack) -> {name: optimizer}` (`training/optimizers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class OptimizerConfig:
         return warmup_stable_warmdown(step, steps, self.warmup, self.warmdown, self.floor)
 
     def of_stage(self, own: StageOptimizer) -> OptimizerConfig:
-        """These settings with what a stage has of its own; its rate is left to whoever makes the optimizer."""
+        """These settings with what a stage has of its own, but for its rate, which multiplies the others."""
         given = {n: getattr(own, n) for n in ("name", "warmup", "warmdown", "floor")}
         return replace(self, stages=(), **{n: value for n, value in given.items() if value is not None})
 

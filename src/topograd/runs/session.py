@@ -63,7 +63,7 @@ def read_tokenizer(run: Run) -> Tokenizer:
 
 
 def topology_at(config: TrainConfig, extra: Mapping[str, Any]) -> TrainConfig:
-    """The settings with the topology of a checkpoint's weights: a search may have changed it since the start."""
+    """The settings with the topology of a checkpoint's weights: a search may have changed it."""
     table = extra.get("topology")
     return config if table is None else replace(config, topology=build_dataclass(TopologyConfig, table))
 

@@ -35,6 +35,10 @@ _USES: dict[str, tuple[str, ...]] = {
     "soft": ("transmissivities",),
     "stages": ("stages",),
 }
+_NOT_WITH_INTERFACES = (
+    *("graph", "heads", "objective", "bus", "relay", "decoder", "source", "objectives", "weights"),
+    *("transmissivity", "transmissivities"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class TopologyConfig:
     intervals: Annotated[tuple[tuple[int, int], ...], tyro.conf.Suppress] = ()
     """Of a cover: first and last boundary of each expert's layers."""
     stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = ()
-    """Stages by themselves: start, stop, sources (source, layer, transmissivity, relay), objective, weight."""
+    """Each stage: start, stop, sources (source, layer, transmissivity, relay), objective, weight."""
     heads: Annotated[Literal["shared", "per-stage", "low-rank"], tyro.conf.arg(name="stage-heads")] = "shared"
     """One head for all stages, or one more for each, whole or of low rank."""
     head_rank: int | None = None
@@ -74,7 +78,7 @@ class TopologyConfig:
     relay_rank: int | None = None
     """Rank of learned relays; a quarter of the width if not given."""
     source: str | None = None
-    """What every later stage receives beside the stage before it: embedding, or layer:2 for an early layer."""
+    """What later stages receive beside the stage before them: embedding, or layer:2 for an early layer."""
     join: str = "identity"
     """How that source is joined: identity adds it; gate, low-rank, linear and the other relays learn to."""
     source_transmissivity: float = 0.0
@@ -112,7 +116,8 @@ class TopologyConfig:
         self._check_graph()
         if self.backward != "autograd" and self.interface is None:
             raise ConfigError(
-                f"backward is {self.backward}, which scans over interfaces, and there are none; give interface too"
+                f"backward is {self.backward}, which scans over interfaces, and there are none; "
+                "give interface too"
             )
 
     def _check_graph(self) -> None:
@@ -125,23 +130,21 @@ class TopologyConfig:
                 default = type(self).__dataclass_fields__[name].default
                 if name not in mine and getattr(self, name) != default:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which does not use it; "
-                        "leave it out, or choose another graph"
+                        f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which does not "
+                        "use it; leave it out, or choose another graph"
                     )
-        needed = {"forest": "branches", "cover": "intervals", "soft": "transmissivities", "stages": "stages"}
-        name = needed.get(self.graph)
-        if name is not None and not getattr(self, name):
-            raise ConfigError(f"the graph is {self.graph} and {name} is empty; say what its {name} are")
+        own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
+        if not getattr(self, own):
+            raise ConfigError(f"the graph is {self.graph} and {own} is empty; give its {own}")
         if self.transmissivity and self.transmissivities:
             raise ConfigError("transmissivity and transmissivities are both given; give one of them")
         if self.interface is not None:
-            only = {"graph": "chain", "heads": "shared", "objective": "cross-entropy", "bus": "live"}
-            only |= {"relay": "identity", "decoder": 0, "source": None, "objectives": (), "weights": ()}
-            only |= {"transmissivity": 0.0, "transmissivities": ()}
-            for name, value in only.items():
-                if getattr(self, name) != value:
+            for name in _NOT_WITH_INTERFACES:
+                default = type(self).__dataclass_fields__[name].default
+                if getattr(self, name) != default:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)!r}; with an interface it must be {value!r}, its default"
+                        f"{name} is {getattr(self, name)!r}; with an interface it must be {default!r}, its "
+                        "default"
                     )
 
     def build(self, layers: int) -> Topology:
@@ -202,7 +205,8 @@ class TopologyConfig:
             boundaries = len(topology.stages) - 1
             if len(self.transmissivities) != boundaries:
                 raise ConfigError(
-                    f"{len(self.transmissivities)} transmissivities for {boundaries} boundaries; give one for each"
+                    f"{len(self.transmissivities)} transmissivities for {boundaries} boundaries; "
+                    "give one for each"
                 )
             stages = list(topology.stages)
             for k, lam in enumerate(self.transmissivities, start=1):
@@ -241,7 +245,8 @@ class TopologyConfig:
         if self.objectives:
             if len(self.objectives) != len(learning):
                 raise ConfigError(
-                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss; give one for each"
+                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss; "
+                    "give one for each"
                 )
             for k, name in zip(learning, self.objectives, strict=True):
                 stages[k] = replace(stages[k], objective=name)

@@ -65,7 +65,7 @@ def branches(plan: Plan, paths: Sequence[Sequence[int]]) -> Branches:
 
 
 def predicting_plan(plan: Plan) -> Plan:
-    """The plan that computes what `plan` predicts: that of its path, where it predicts by one, else itself."""
+    """The plan that computes what `plan` predicts: that of its path, if it predicts by one, or itself."""
     return plan if plan.prediction.path is None else branches(plan, [plan.prediction.path]).plan
 
 

@@ -66,7 +66,7 @@ class Topology:
     reduction: Literal["mean", "sum"] = "mean"
     """How the stages' losses become one: the mean weighs each by weight / total weight."""
     prediction: str | tuple[float, ...] = "auto"
-    """How the stages predict together (`prediction.py`): auto, last, sum, mean, path:1,3, or a weight each."""
+    """How the stages predict (`prediction.py`): auto, last, sum, mean, path:1,3, or a weight for each."""
     head_rank: int | None = None
     """Rank of the stages' own heads; None is the stack's own choice."""
     relay_rank: int | None = None

@@ -169,7 +169,7 @@ class Plan:
 
 
 def topology_of(value: Topology | Configuration | Composition | str, layers: int) -> Topology:
-    """The topology that `value` names: itself, or the chain of a partition; "L" is one stage of all layers."""
+    """The topology that `value` names: itself, or the chain of a partition; "L" is one stage."""
     if isinstance(value, Topology):
         return value
     if isinstance(value, str) and value.strip() in ("L", "l"):

@@ -1,9 +1,9 @@
 """How the stages of a plan predict together: one sum of weighted logits, at full depth and after each exit.
 
-    last     z_K                                     the deepest stage with a loss
-    sum      Σ_j z_j                                 where stages correct the sum of those before (Log-OP)
-    pool     Σ_j w_j z_j                             branches of a forest, experts of a cover, a mean of stages
-    path     z of the last stage of a path           stages on the way that are skipped do not run
+    last     z_K                               the deepest stage with a loss
+    sum      Σ_j z_j                           where stages correct the sum of those before (Log-OP)
+    pool     Σ_j w_j z_j                       branches of a forest, experts of a cover, a mean of stages
+    path     z of the last stage of a path     stages on the way that are skipped do not run
 
 An exit after stage k predicts by what there is up to k: its own logits, the sum or the pool so far.
 
@@ -70,7 +70,8 @@ def prediction_of(topology: Topology, predicting: Sequence[int]) -> Prediction:
         return Prediction("path", ((path[-1], 1.0),), {k: ((k, 1.0),) for k in predicting}, path)
     if how not in WORDS:
         raise TopologyError(
-            f"prediction {how!r} is unknown; choose {', '.join(WORDS)}, path:1,3 or give a weight for each stage"
+            f"prediction {how!r} is unknown; choose {', '.join(WORDS)}, path:1,3 or give a weight for each "
+            "stage"
         )
     if how == "last":
         exits = {k: ((k, 1.0),) for k in predicting}

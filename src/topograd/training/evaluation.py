@@ -92,7 +92,7 @@ class _Tally:
         self.tokens = 0
 
     def add(self, alone: list[Tensor], exits: list[Tensor], full: Tensor, targets: Tensor) -> None:
-        """Logits of a chunk: of each stage alone, of each exit (the same tensor where it is), of the model."""
+        """Logits of a chunk: of each stage alone, of each exit (maybe the same tensor), of the model."""
         total = torch.zeros_like(alone[0])
         for k, (z, exit_) in enumerate(zip(alone, exits, strict=True)):
             total = total + z
@@ -227,7 +227,7 @@ def _reliability(bins: Tensor) -> dict[str, list[float | None]]:
 
 
 def activation_rank(activations: Tensor) -> float:
-    """The effective rank of activations (tokens, width), from their singular values; nan if any is not finite."""
+    """The effective rank of activations (tokens, width); nan if one of them is not finite."""
     if not activations.isfinite().all():
         return math.nan
     return effective_rank(torch.linalg.svdvals(activations.double())).item()

@@ -119,7 +119,7 @@ def _receive(
 def _close_ready(
     plan: Plan, index: int, open_stages: dict[int, _Open], waiting: dict[int, int], scale: float
 ) -> None:
-    """Run the backward of stage `index` if no more gradient will come back to it, then of whatever that frees."""
+    """Run the backward of stage `index` if no more gradient comes back to it, then of whatever that frees."""
     ready = [index] if not waiting[index] else []
     while ready:
         done = ready.pop()

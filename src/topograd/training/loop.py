@@ -1,11 +1,11 @@
 """One step of training, for everybody who trains: gradients, checks, clipping, the optimizers' step.
 
 What is done per group. Stages between which gradient passes are a group (`Plan.groups`). Where there are
-several, no gradient couples them, so nothing else shall: each group's gradient is clipped by its own norm, and
-a group whose loss or gradient is not finite is halted alone. It is run without learning from then on, its name
-is reported, and the step is repeated without it: the others never see what broke it ("Product of Experts"
-§4.4). What groups share (embedding, shared head) is clipped by its own norm. With one group, and where no
-group is left, a number that is not finite ends the training.
+several, no gradient couples them, so nothing else shall: each group's gradient is clipped by its own norm,
+and a group whose loss or gradient is not finite is halted alone. It is run without learning from then on, its
+name is reported, and the step is repeated without it: the others never see what broke it ("Product of
+Experts" §4.4). What groups share (embedding, shared head) is clipped by its own norm. With one group, and
+where no group is left, a number that is not finite ends the training.
 
 Nothing is changed by a step that fails. Cost beside the gradients: one norm of each group.
 """
@@ -87,7 +87,8 @@ class TrainingLoop:
             broken = self._broken(running, losses, norms)
             if not broken:
                 break
-            problem = problem or self._problem(running, broken, losses)  # what breaks later may follow from it
+            if not problem:  # what breaks after it may only follow from it
+                problem = self._problem(running, broken, losses)
             self.stack.zero_grad(set_to_none=True)
             asked = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
             if broken == [-1] or not asked.difference(broken):
@@ -123,7 +124,7 @@ class TrainingLoop:
         )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
-        """Parameters with a gradient: of each group, and of what they share; all in one where there is one."""
+        """Parameters with a gradient: of each group, and of what they share; all in one if there is one."""
         learning = [p for p in self.stack.parameters() if p.grad is not None]
         groups = plan.groups()
         if len(groups) < 2:

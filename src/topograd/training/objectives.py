@@ -120,7 +120,7 @@ OBJECTIVES: Registry[Objective] = Registry(
         "z-loss": Z_LOSS,
     },
 )
-"""What settings call objectives by. An entry is an objective, or a class whose instance without arguments is."""
+"""What settings call objectives by. An entry is an objective, or a class that makes one without arguments."""
 
 
 def objective_named(name: str, objectives: Mapping[str, Objective] | None = None) -> Objective:
@@ -131,15 +131,15 @@ def objective_named(name: str, objectives: Mapping[str, Objective] | None = None
 
 
 def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None) -> list[Objective]:
-    """What each stage of `plan` is asked, if the logits that it uses exist and the plan predicts with them."""
+    """What each stage of `plan` is asked, if the logits that it uses exist and the plan predicts by them."""
     asked = [objective_named(planned.stage.objective, objectives) for planned in plan.stages]
     for planned, objective in zip(plan.stages, asked, strict=True):
         if planned.scale == 0 or not objective.uses_prior:
             continue
         if plan.prediction.alone and planned.index > plan.predicting()[0]:
             raise TopologyError(
-                f"the objective {planned.stage.objective!r} corrects the sum of the stages before it, and the "
-                "plan predicts by one stage alone; give the topology prediction='sum'"
+                f"the objective {planned.stage.objective!r} corrects the sum of the stages before it, and "
+                "the plan predicts by one stage alone; give the topology prediction='sum'"
             )
         for earlier in plan.stages[: planned.index]:
             if earlier.stage.frozen and not earlier.predicts:

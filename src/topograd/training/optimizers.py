@@ -1,12 +1,12 @@
 """Which optimizer takes which parameter, and at what rate.
 
-| group      | parameters                                     | muon+adamw | adamw | sgd | ddc-adam | ddc-muon |
-|------------|------------------------------------------------|------------|-------|-----|----------|----------|
-| matrices   | 2-D weights inside the layers                  | Muon       | AdamW | SGD | DDCAdam  | DDCMuon  |
-| embeddings | weights of nn.Embedding, wherever they are     | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
-| head       | 2-D weights outside the layers                 | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
-| scalars    | everything else: gains, gates, biases          | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
-| relays     | what a stack's own relays have, of any shape   | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| group      | parameters                                 | muon+adamw | adamw | sgd | ddc-adam | ddc-muon |
+|------------|--------------------------------------------|------------|-------|-----|----------|----------|
+| matrices   | 2-D weights inside the layers              | Muon       | AdamW | SGD | DDCAdam  | DDCMuon  |
+| embeddings | weights of nn.Embedding, wherever they are | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| head       | 2-D weights outside the layers             | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| scalars    | everything else: gains, gates, biases      | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
+| relays     | what the stack's own relays have           | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
 
 Steps of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): relays go slowly. A head
 that is tied to the embedding counts as a head.
@@ -78,7 +78,7 @@ class OptimizerSet:
 
 
 def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = None) -> OptimizerSet:
-    """Optimizers for every parameter that learns. A plan is needed where stages have settings of their own."""
+    """Optimizers for every parameter that learns; the plan is needed if stages have settings of their own."""
     groups = parameter_groups(stack)
     made = OptimizerSet({}, {})
     learning = {id(p) for named in groups.values() for p in named.values()}
@@ -223,7 +223,7 @@ def mlp_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
 
 
 def head_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
-    """The shift of the output matrices: of every row by one vector, and between the shared and the own ones."""
+    """The shift of the output matrices: of every row by one vector, and between shared and own ones."""
     head = getattr(stack, "head", None)
     if not isinstance(head, Head) or head.softcap is not None or "head.weight" not in groups["head"]:
         return []

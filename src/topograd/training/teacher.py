@@ -1,4 +1,4 @@
-"""A teacher: another run, opened and frozen, whose prediction a student follows (the objective `distillation`)."""
+"""A teacher: another run, opened and frozen, whose prediction a student follows by `distillation`."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ class Trainer:
         extra = loaded.extra
         if extra.get("corpus") != self.data.digest:
             raise CheckpointError(
-                f"the corpus has changed since {loaded.path} was saved, so the run cannot be continued exactly; "
-                "restore the text or start a new run"
+                f"the corpus has changed since {loaded.path} was saved, so the run cannot be continued "
+                "exactly; restore the text or start a new run"
             )
         if self.teacher is not None and extra.get("teacher") != self.teacher.weights:
             raise CheckpointError(
@@ -221,7 +221,8 @@ class Trainer:
         names = self.run.store.names()
         if self._from is not None and self._from not in names:
             raise RunError(
-                f"{self.run.folder} was trained on by another process while it was being opened; resume it again"
+                f"{self.run.folder} was trained on by another process while it was being opened; "
+                "resume it again"
             )
 
     def _give_up_later(self) -> None:
@@ -241,8 +242,8 @@ class Trainer:
         fits = [n for n, m in marks.items() if m is not None and self.run.has_log(m)]
         earlier = f"resume with --from {fits[-1]}, which it fits, " if fits else ""
         raise RunError(
-            f"{self.run.metrics_file} is not the log that {name} was saved with: it is missing, cut or of another "
-            f"run; restore it, {earlier}or make it an empty file to go on without its records"
+            f"{self.run.metrics_file} is not the log that {name} was saved with: it is missing, cut or of "
+            f"another run; restore it, {earlier}or make it an empty file to go on without its records"
         )
 
     def _due(self, every: int) -> bool:
@@ -286,7 +287,7 @@ class Trainer:
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Within it, a first Ctrl-C or SIGTERM only sets a flag, which the function it yields reads.
 
-    A second one is raised at once: whatever is being saved is then not saved, and what was saved before stands.
+    A second one is raised at once: what is being saved is then not saved, and what was saved before stands.
     """
     received: list[int] = []
 
