@@ -1,7 +1,9 @@
 import importlib
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,3 +132,34 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 1
+
+
+def test_a_cache_that_cannot_be_written_stops_no_verb(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "text.txt").write_text("a line of text that is long enough\n" * 100)
+    size = "--model.layers 2 --model.width 16 --model.heads 2 --model.context 16 --eval-bytes 300 --batch 2"
+    words = ["train", "--preset", "tiny", *size.split(), "--steps", "1", "--data", str(tmp_path / "text.txt")]
+    done = subprocess.run(
+        [sys.executable, "-m", "topograd", *words, "--out", str(tmp_path / "run"), "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
+    (said,) = [line for line in done.stderr.splitlines() if "cache" in line]
+    assert said.startswith("topograd: the cache ")
+    assert said.endswith("cannot be written (Not a directory); going on without it")
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+@pytest.mark.parametrize("words", ["train --preset tiny --data", "search soft --data", "eval . --data"])
+def test_a_variable_that_is_not_set_is_no_folder(
+    words: str, empty: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("whatever lies here\n" * 100)
+    refusal = call(*words.split(), empty).refusal
+    assert refusal == f"topograd: --data was given nothing ({empty!r}); leave the flag out, or give a value\n"
+    assert not (tmp_path / "runs").exists()
