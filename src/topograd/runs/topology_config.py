@@ -21,8 +21,10 @@ from typing import Annotated, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
+from topograd.topology.plan import Plan
 
 HEAD_RANK = 8
 """Rank of low-rank heads where none is given."""
@@ -150,11 +152,14 @@ class TopologyConfig:
     def build(self, layers: int) -> Topology:
         """The stage DAG over a model of `layers` layers; private decoders need more, which it says."""
         try:
-            topology = self._graph(layers)
-            topology = self._edges(topology)
-            topology = self._losses(topology)
+            topology = self._build(layers)
+            predicting_plan(Plan.of(topology, topology.layers))  # refuses what could not predict
         except TopologyError as error:
             raise ConfigError(str(error)) from None
+        return topology
+
+    def _build(self, layers: int) -> Topology:
+        topology = self._losses(self._edges(self._graph(layers)))
         if topology.layers != layers:
             raise ConfigError(
                 f"{self._named()} has {topology.layers} layers and the model has {layers}; "

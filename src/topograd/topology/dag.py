@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from topograd.errors import TopologyError
-from topograd.topology.composition import Composition
+from topograd.topology.composition import MAX_LAYERS, Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.prediction import prediction_of
 
@@ -247,7 +247,8 @@ class Topology:
     def with_specialist(self, depth: int, objective: str = "cross-entropy") -> Topology:
         """A stage of `depth` new layers behind what nobody hears, everything before it frozen.
 
-        Behind a chain that is the last stage; behind a forest it is the end of every branch.
+        Behind a chain that is the last stage; behind a forest it is the end of every branch. The model then
+        predicts as the new stage's objective says, however the base did.
         """
         base = tuple(
             replace(s, frozen=True, weight=0.0, head=s.head if s.frozen else s.weight > 0)
@@ -255,7 +256,8 @@ class Topology:
         )
         heard = tuple(Edge(k) for k in self.leaves())
         stage = Stage(self.layers, self.layers + depth, heard, objective)
-        return replace(self, layers=self.layers + depth, stages=(*base, stage), heads="per-stage")
+        layers = self.layers + depth
+        return replace(self, layers=layers, stages=(*base, stage), heads="per-stage", prediction="auto")
 
     def leaves(self) -> list[int]:
         """The stages whose end no other stage hears."""
@@ -299,6 +301,8 @@ def _validate(topology: Topology) -> None:
     ):
         if getattr(topology, name) not in allowed:
             raise TopologyError(f"{name} {getattr(topology, name)!r} is unknown; choose one of {allowed}")
+    if topology.layers > MAX_LAYERS:
+        raise TopologyError(f"the topology has {topology.layers} layers; there may be at most {MAX_LAYERS}")
     for k, stage in enumerate(topology.stages):
         _validate_stage(topology, k, stage)
     for name in ("head_rank", "relay_rank"):

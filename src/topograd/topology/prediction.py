@@ -131,6 +131,11 @@ def _path(topology: Topology, predicting: Sequence[int], how: str) -> tuple[int,
     from topograd.topology.branches import parse_path
 
     path = parse_path(how.removeprefix("path:"))
+    if max(path) >= len(topology.stages):
+        raise TopologyError(
+            f"prediction {how} names stage {max(path) + 1}; the topology has stages 1 to "
+            f"{len(topology.stages)}"
+        )
     if path[-1] not in predicting:
         raise TopologyError(
             f"prediction {how} ends at stage {path[-1] + 1}, which has no loss; end elsewhere"
