@@ -237,3 +237,37 @@ def test_constructors_refuse_what_they_cannot_build() -> None:
         Topology.soft([2.0])
     with pytest.raises(TopologyError, match=r"covers layers 2\.\.2"):
         Topology.chain("2").with_specialist(0)
+    with pytest.raises(TopologyError, match="a decoder of 0 layers was asked for"):
+        Topology.chain("2").with_decoders(0)
+
+
+def test_more_layers_than_any_machine_has_are_refused_at_once() -> None:
+    for build in (
+        lambda: Topology.cover([(0, 10**15)]),
+        lambda: Topology.chain("1,1").with_decoders(10**15),
+        lambda: Topology(10**15, (Stage(0, 10**15, (ROOT,)),)),
+    ):
+        with pytest.raises(TopologyError, match="layers; there may be at most 10000"):
+            build()
+
+
+def test_private_decoders_are_stages_that_nobody_hears() -> None:
+    base = Topology.chain(Configuration.parse("2,1", heads="per-stage"), objective="residual")
+    topology = base.with_decoders(2).with_relays("gate")
+    assert topology.layers == 7
+    assert intervals(topology) == [(0, 2), (3, 5), (2, 3), (5, 7)]
+    assert [stage.weight for stage in topology.stages] == [0.0, 1.0, 0.0, 1.0]
+    assert [stage.objective for stage in topology.stages] == ["residual"] * 4
+    assert heard(topology) == [
+        [(EMBEDDING, None, 1.0)],
+        [(0, None, 1.0)],
+        [(0, None, 0.0)],
+        [(2, None, 1.0)],
+    ]
+    assert (topology.heads, topology.prediction) == ("per-stage", "sum")
+
+
+def test_a_stage_without_a_loss_gets_no_decoder() -> None:
+    topology = Topology.soft([1.0, 0.0]).with_decoders(1)
+    assert intervals(topology) == [(0, 1), (1, 2), (3, 4), (2, 3), (4, 5)]
+    assert [stage.weight for stage in topology.stages] == [0.0, 0.0, 1.0, 0.0, 1.0]
