@@ -12,6 +12,7 @@ from topograd.depth import modes
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, store
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
+from topograd.depth.drafters import PrefixDrafter
 from topograd.depth.engine import Composed, Engine, Mode, Prefix, generate_batch
 from topograd.depth.modes import MOST_DRAFT, default_depth, engine_of, mode_of
 from topograd.depth.sampling import Sampling
@@ -93,8 +94,9 @@ def test_paths_and_branches(
 ) -> None:
     mode = make(depth, session, engine)
     assert isinstance(mode, Composed)
-    assert (mode.engine.heads, mode.ends, mode.weights) == (heads, ends, weights)
-    assert mode.deepest == max(heads)
+    read = tuple(planned.head for planned in mode.engine.plan.stages)
+    assert (read, mode.ends, mode.weights) == (heads, ends, weights)
+    assert mode.exit == max(heads)
 
 
 @pytest.mark.parametrize(
@@ -141,20 +143,22 @@ def test_candidates_are_pruned_from_some_vocabulary_on(
 def test_drafts(session: Session, engine: Engine, depth: str, rule: DraftRule, stage: int) -> None:
     mode = make(depth, session, engine)
     assert isinstance(mode, Speculate)
-    assert (mode.rule, mode.stage) == (rule, stage)
+    assert isinstance(mode.drafter, PrefixDrafter)
+    assert (mode.drafter.rule, mode.drafter.exit) == (rule, stage)
 
 
 def test_greedy_text_has_a_rule_of_its_own(session: Session, engine: Engine) -> None:
     mode = mode_of("speculate", session, engine, Sampling())
     assert isinstance(mode, Speculate)
-    assert (mode.rule, mode.stage) == (DraftRule(0.25, 4), 1)
+    assert isinstance(mode.drafter, PrefixDrafter)
+    assert (mode.drafter.rule, mode.drafter.exit) == (DraftRule(0.25, 4), 1)
 
 
 def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: Session, engine: Engine) -> None:
-    store(uncalibrated.run, CALIBRATION, OFF)
+    store(uncalibrated, CALIBRATION, OFF)
     mode = make("speculate", uncalibrated, engine)
     assert isinstance(mode, Prefix)
-    assert mode.stage == engine.last
+    assert mode.exit == engine.last
     assert isinstance(make("speculate:2", uncalibrated, engine), Speculate), "unless they are asked for"
 
 
@@ -184,8 +188,8 @@ UNKNOWN = "is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or
         ("prefix:", WHOLE),
         ("prefix:two", WHOLE),
         ("prefix:1.5", WHOLE),
-        ("prefix:0", "stage 0 does not exist; the model has stages 1 to 3"),
-        ("prefix:4", "stage 4 does not exist; the model has stages 1 to 3"),
+        ("prefix:0", "exit 0 does not exist; the model has 3 stages that predict: give 1 to 3"),
+        ("prefix:4", "exit 4 does not exist; the model has 3 stages that predict: give 1 to 3"),
         ("path", "where a stage from 1 to"),
         ("path:0", "where a stage from 1 to"),
         ("path:1-x", "where a stage from 1 to"),
@@ -242,9 +246,9 @@ def test_one_stage_has_no_early_exit(session: Session, engine: Engine, depth: st
 def test_the_default_is_what_pays(session: Session, uncalibrated: Session) -> None:
     assert default_depth(session) == "speculate"
     assert default_depth(uncalibrated) == "full", "it is not calibrated"
-    store(uncalibrated.run, CALIBRATION, OFF)
+    store(uncalibrated, CALIBRATION, OFF)
     assert default_depth(uncalibrated) == "full", "drafts do not pay"
-    store(uncalibrated.run, replace(CALIBRATION, step=1), DRAFTS)
+    store(uncalibrated, replace(CALIBRATION, step=1), DRAFTS)
     assert default_depth(uncalibrated) == "full", "the weights are others"
     (uncalibrated.run.folder / "calibration.json").write_text("{")
     assert default_depth(uncalibrated) == "full", "it is damaged"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
@@ -45,7 +46,9 @@ class Generate:
     - flip-rate, NUMBER: share of tokens that may differ
     - rival-gain or sum-of-bounds, NUMBER: safety factor
     speculate: draft and verify; what full depth writes
-    speculate:N:MARGIN: N tokens, while sure by MARGIN"""
+    speculate:N:MARGIN: N tokens, while sure by MARGIN
+    speculate:lookup: drafts looked up in the text
+    speculate:lookup+N: then by the first stage"""
     stages: Annotated[int | None, tyro.conf.arg(metavar="J")] = None
     """The same as --depth prefix:J."""
     temperature: float = 0.0
@@ -76,19 +79,10 @@ def run(argv: list[str]) -> int:
     console = out()
     colours = _colours(console, exits) if asked.colour else []
     show = silent if asked.json else _coloured(console, colours) if colours else _plain
-    _note_long_prompt(asked, model)
-    show(asked.prompt, None)
-    made = model.generate(
-        asked.prompt,
-        asked.tokens,
-        depth=_depth(asked, exits),
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=asked.seed,
-        stop=asked.stop,
-        on_piece=show,
-    )
+    try:
+        made = _continue(asked, model, _depth(asked, exits), show)
+    except ConfigError as error:  # it speaks of Python's arguments
+        raise ConfigError(as_typed(str(error), flags_of(Generate), argv)) from None
     counts = made.exits(exits)
     if asked.json:
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
@@ -124,6 +118,37 @@ def _depth(asked: Generate, exits: int) -> str | None:
     return f"prefix:{asked.stages}"
 
 
+def _continue(asked: Generate, model: Model, depth: str | None, show: Show) -> Generated:
+    """Write the prompt and what follows it; nothing before it is known that all of it can be done."""
+    begun = False
+
+    def begin() -> None:
+        nonlocal begun
+        begun = True
+        _note_long_prompt(asked, model)
+        show(asked.prompt, None)
+
+    def on_piece(text: str, left: int) -> None:
+        if not begun:
+            begin()
+        show(text, left)
+
+    made = model.generate(
+        asked.prompt,
+        asked.tokens,
+        depth=depth,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        stop=asked.stop,
+        on_piece=on_piece,
+    )
+    if not begun:
+        begin()
+    return made
+
+
 def _note_long_prompt(asked: Generate, model: Model) -> None:
     tokens, context = len(model.encode(asked.prompt)), model.session.config.model.context
     if tokens > context:
@@ -137,7 +162,7 @@ def _numbers(made: Generated, counts: list[int]) -> dict[str, Any]:
     numbers |= {"seconds": made.seconds, "tokens_per_second": tokens / made.seconds}
     if made.drafted is not None and made.accepted is not None:
         share = made.accepted / made.drafted if made.drafted else None
-        numbers |= {"acceptance": share, "drafted": made.drafted, "accepted": made.accepted}
+        numbers |= {"acceptance": share, "drafts": made.drafted, "accepted": made.accepted}
     return numbers
 
 

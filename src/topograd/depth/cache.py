@@ -51,7 +51,7 @@ class Cache:
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
         self._outputs: dict[Port | int, Tensor] = {}
-        """Messages of each port and the last output of each stage, at every position: (rows, capacity + 1, ...)."""
+        """Messages of each port and last outputs of each stage, by position: (rows, capacity + 1, ...)."""
         self._bus: tuple[object, Bus] | None = None
 
     def lengths(self) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -43,6 +43,8 @@ class Emitted:
 
     token: int
     stage: int
+    drafter: str = field(default="", compare=False)
+    """Who drafted it; nobody where the model itself predicted it."""
 
 
 class Engine:

@@ -9,6 +9,8 @@ wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate
 speculate             draft and verify, exact; the run's calibration says when to draft
 speculate:N           drafts of N tokens, always
 speculate:N:MARGIN    drafts of at most N tokens, while the first stage's margin is above MARGIN
+speculate:lookup      drafts looked up in the text so far; needs no stages and no calibration
+speculate:lookup+N    lookup first; where it finds nothing, drafts of N tokens by the first stage
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from topograd.depth.autotune import DraftRule
 from topograd.depth.calibrate import Tuning
 from topograd.depth.calibrate import load as load_calibration
 from topograd.depth.calibration import Calibration
+from topograd.depth.drafters import Drafter, FirstOf, LookupDrafter, PrefixDrafter
 from topograd.depth.engine import Composed, Engine, Mode, Prefix
 from topograd.depth.exit_rules import Rule, check_exits, thresholds
 from topograd.depth.sampling import Sampling
@@ -53,7 +56,6 @@ def mode_of(depth: str, session: Session, engine: Engine, sampling: Sampling) ->
         check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session)[0], engine, sampling)
     if kind == "speculate":
-        check_exits(session.plan)
         return _speculate(depth, rest, session, engine, sampling)
     raise ConfigError(
         f"depth {depth!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
@@ -94,13 +96,24 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampl
 
 
 def _speculate(depth: str, rest: str, session: Session, engine: Engine, sampling: Sampling) -> Mode:
+    word, plus, rest_of = rest.partition("+")
+    if word == "lookup":
+        drafters: list[Drafter] = [LookupDrafter(engine)]
+        if plus:
+            drafters.append(PrefixDrafter(engine, _rule(depth, rest_of)))
+        return Speculate(engine, FirstOf(drafters), 0, sampling)
+    check_exits(session.plan)
     if not rest:
         return speculation_of(engine, load_calibration(session)[1], sampling)
+    return Speculate(engine, _rule(depth, rest), 0, sampling)
+
+
+def _rule(depth: str, rest: str) -> DraftRule:
     longest, _, margin = rest.partition(":")
     count = int(_number(depth, longest, whole=True))
     if count > MOST_DRAFT:
         raise ConfigError(f"depth {depth!r} drafts {count} tokens; at most {MOST_DRAFT} make sense")
-    return Speculate(engine, DraftRule(_number(depth, margin) if margin else 0.0, count), 0, sampling)
+    return DraftRule(_number(depth, margin) if margin else 0.0, count)
 
 
 def _number(depth: str, text: str, whole: bool = False) -> float:

@@ -49,9 +49,9 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature is {self.temperature}; it must be finite and at least 0")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top-k is {self.top_k}; it must be at least 1, or be left out")
+            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, or be left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p is {self.top_p}; it must be above 0 and at most 1, or be left out")
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1, or be left out")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
 

@@ -1,8 +1,8 @@
-"""Self-speculation: the first stages draft, the others verify the whole draft at once. Exact.
+"""Speculation: somebody drafts, the model verifies the whole draft at once. Exact.
 
-A round, in each row. While the draft stage's margin (its best logit minus its second) is above a threshold,
-its prediction becomes the next token, `longest` times at most. Those tokens are now pending before the later
-stages, which run them as one batch and say at every drafted position what the full model would have written:
+A round, in each row. A drafter (`drafters.py`) guesses the next tokens: the first stages of the model, a
+lookup in the text, or one after the other. Those tokens are now pending before the later stages, which run
+them as one batch and predict at every drafted position what the full model would have written:
 
     greedy     drafts are kept up to the first that is not the full model's own token, which replaces it
     sampled    each draft x ~ q is kept with probability min(1, p / q), else replaced from the residual
@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from topograd.depth.autotune import DraftRule
+from topograd.depth.drafters import Draft, Drafter, PrefixDrafter
 from topograd.depth.engine import AnyCache, Emitted, Engine, check_finite
 from topograd.depth.exit_rules import check_exits
 from topograd.depth.sampling import Sampling, draw, generators, probabilities, verify
-from topograd.errors import ConfigError
 
 
 @dataclass
@@ -49,25 +49,21 @@ class Tally:
         return self.accepted / self.drafted if self.drafted else math.nan
 
 
-@dataclass
-class Draft:
-    """One row's drafted tokens, each with the distribution that it was drawn from (none if greedy)."""
-
-    tokens: list[int]
-    q: list[Tensor]
-
-
 class Speculate:
-    """Draft with the stages up to exit `stage`, verify with all."""
+    """Draft by a rule with the stages up to exit `stage`, or by any drafter; verify with all stages."""
 
     def __init__(
-        self, engine: Engine, rule: DraftRule, stage: int = 0, sampling: Sampling | None = None
+        self,
+        engine: Engine,
+        drafter: Drafter | DraftRule,
+        stage: int = 0,
+        sampling: Sampling | None = None,
     ) -> None:
-        check_exits(engine.plan)
-        self.engine, self.rule = engine, rule
-        self.exit, self.stage, self.full = stage, engine.stage_of(stage), engine.exits[-1]
-        if stage == engine.last:
-            raise ConfigError(f"stage {stage + 1} is the last, so nothing is left to verify; draft with less")
+        if engine.plan.prediction.path is not None:
+            check_exits(engine.plan)
+        self.engine = engine
+        self.drafter = PrefixDrafter(engine, drafter, stage) if isinstance(drafter, DraftRule) else drafter
+        self.full = engine.exits[-1]
         self.sampling = sampling or Sampling()
         self.tally = Tally()
 
@@ -78,7 +74,7 @@ class Speculate:
     @torch.inference_mode()
     def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
         start = cache.lengths()
-        drafts = self._draft(cache, active)
+        drafts = self.drafter.draft(cache, active, self.sampling, self.generators)
         counts = [len(draft.tokens) + 1 for draft in drafts]
         self.engine.run(cache, self.full)
         verdicts = self._judge(drafts, self.engine.logits(cache, self.full, counts), active)
@@ -87,42 +83,19 @@ class Speculate:
             cache.truncate(kept)
         self.engine.append(cache, [[t] if on else [] for (_, t), on in zip(verdicts, active, strict=True)])
         self._count(drafts, verdicts, active)
+        last = self.engine.last
         return [
-            [Emitted(t, self.exit) for t in draft.tokens[:accepted]] + [Emitted(token, self.engine.last)]
+            [
+                *(
+                    Emitted(t, last if draft.exit is None else draft.exit, draft.drafter)
+                    for t in draft.tokens[:accepted]
+                ),
+                Emitted(token, last),
+            ]
             if on
             else []
             for draft, (accepted, token), on in zip(drafts, verdicts, active, strict=True)
         ]
-
-    def _draft(self, cache: AnyCache, active: Sequence[bool]) -> list[Draft]:
-        """Tokens that the draft stage is sure of, already in the cache."""
-        drafts = [Draft([], []) for _ in active]
-        drafting = list(active)
-        while True:
-            drafting = [
-                on and n < self.engine.context and len(draft.tokens) < self.rule.longest
-                for on, n, draft in zip(drafting, cache.lengths(), drafts, strict=True)
-            ]
-            if not any(drafting):
-                return drafts
-            self.engine.run(cache, self.stage)
-            logits = self.engine.logits(cache, self.stage)[:, -1]
-            best = logits.topk(2)
-            for row, ((first, second), (token, _)) in enumerate(
-                zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ):
-                drafting[row] = drafting[row] and first - second > self.rule.threshold
-                if drafting[row]:
-                    self._add(drafts[row], token, logits[row], row)
-            cache.push([draft.tokens[-1:] if on else [] for draft, on in zip(drafts, drafting, strict=True)])
-
-    def _add(self, draft: Draft, best: int, logits: Tensor, row: int) -> None:
-        if self.sampling.greedy:
-            draft.tokens.append(best)
-            return
-        q = probabilities(logits, self.sampling)
-        draft.q.append(q)
-        draft.tokens.append(draw(q, self.generators[row]))
 
     def _judge(
         self, drafts: Sequence[Draft], logits: Tensor, active: Sequence[bool]
