@@ -1,0 +1,1 @@
+"""Models made elsewhere: read, run and written back."""
