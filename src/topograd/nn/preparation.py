@@ -51,9 +51,14 @@ def check_prepared(stack: Stack, plan: Plan) -> None:
                 f"stage {missing[0] + 1} has no head of its own and the topology asks for one; call "
                 "tg.prepare(stack, topology) before you build the optimizer"
             )
-    for planned in plan.stages:
-        for port, _ in planned.inputs:
-            stack.relay(port.relay)
+    for relay in dict.fromkeys(port.relay for planned in plan.stages for port, _ in planned.inputs):
+        try:
+            stack.relay(relay)
+        except StackError as error:
+            raise StackError(
+                f"{error}; tg.prepare(stack, topology) adds learned ones and interfaces, stack.add_relay "
+                "one of your own"
+            ) from None
     if any(parameter.requires_grad for parameter in _to_freeze(stack, plan)):
         raise StackError(
             "the topology has frozen stages and the stack's parameters still learn; call "
