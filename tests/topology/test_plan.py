@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from topograd.errors import TopologyError
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan, Port
 
@@ -112,3 +115,47 @@ def test_a_frozen_stage_predicts_if_it_ever_had_a_loss() -> None:
     topology = Topology.regions("1,1").with_specialist(1)
     assert Plan.of(topology, 3).predicting() == [1, 2]
     assert Plan.of(Topology.chain("1,1").with_specialist(1), 3).predicting() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["2,2", " 2, 2 ", Composition.parse("2,2"), Configuration.parse("2,2"), Topology.chain("2,2")],
+    ids=["text", "spaces", "composition", "configuration", "topology"],
+)
+def test_whatever_names_a_partition_is_a_plan(given: str | Composition | Configuration | Topology) -> None:
+    plan = Plan.of(given, 4)
+    assert plan == Plan.of(Topology.chain("2,2"), 4)
+    assert Plan.of(plan, 4) is plan, "a plan is taken as it is"
+
+
+@pytest.mark.parametrize("whole", ["L", "l", " L ", "4"])
+def test_l_is_one_stage_of_all_layers(whole: str) -> None:
+    assert Plan.of(whole, 4) == Plan.of(Topology.chain("4"), 4)
+
+
+def test_a_configuration_brings_its_heads() -> None:
+    assert Plan.of(Configuration.parse("2,2", heads="per-stage"), 4).topology.heads == "per-stage"
+
+
+@pytest.mark.parametrize("given", [None, 4, 2.0, ["2", "2"], object()])
+def test_what_is_no_topology_is_one_clear_line(given: Any) -> None:
+    with pytest.raises(TopologyError, match='is no topology; give a partition such as "2,2"') as caught:
+        Plan.of(given, 4)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["2,3", Topology.chain("2,3"), Plan.of("2,3", 5)])
+def test_plans_of_another_depth_are_refused_however_they_come(given: str | Topology | Plan) -> None:
+    with pytest.raises(TopologyError, match="topology has 5 layers and the stack has 4"):
+        Plan.of(given, 4)
+
+
+def test_groups_are_the_stages_between_which_gradient_passes() -> None:
+    assert Plan.of("1,1,1", 3).groups() == [[0], [1], [2]]
+    assert Plan.of(Topology.chain("1,1,1", transmissivity=0.1), 3).groups() == [[0, 1, 2]]
+    assert Plan.of(Topology.soft([0.0, 0.5, 0.0]), 4).groups() == [[0], [1, 2], [3]]
+    assert Plan.of(Topology.cover([(0, 2), (1, 3), (3, 4)]), 4).groups() == [[0, 1], [2]], "a shared layer"
+    assert Plan.of(Topology.chain("1,1").with_decoders(1), 4).groups() == [[0, 1], [2, 3]]
+    assert Plan.of(Topology.chain("1,1").with_specialist(1), 3).groups() == [[2]], "frozen stages learn not"
+    halted = Plan.of("1,1,1", 3).halted([1])
+    assert halted.groups() == [[0], [2]]

@@ -294,6 +294,69 @@ def test_prepare_adds_silent_heads_once(tiny: type[Tiny]) -> None:
     assert list(map(id, stack.head.deltas.parameters())) == list(map(id, heads))
 
 
+def test_a_partition_as_text_is_a_chain(tiny: type[Tiny]) -> None:
+    stack = tiny.gpt()
+    expected = train_step(stack, Topology.chain("2,2"), *tiny.batch())
+    gradients = tiny.gradients(stack)
+    for given in ("2,2", Plan.of("2,2", 4)):
+        assert torch.equal(train_step(stack, given, *tiny.batch()), expected)
+        tiny.assert_same(tiny.gradients(stack), gradients, tolerance=0)
+
+
+def test_a_stack_that_lacks_heads_is_refused_and_stays_as_it_is(tiny: type[Tiny]) -> None:
+    """An optimizer that is built before they are added would never train them (D16)."""
+    stack = tiny.gpt()
+    names = [name for name, _ in stack.named_parameters()]
+    with pytest.raises(StackError, match=r"stage 1 has no head of its own.* call tg\.prepare\(") as raised:
+        train_step(stack, replace(HARD, heads="per-stage"), *tiny.batch())
+    assert "\n" not in str(raised.value)
+    assert [name for name, _ in stack.named_parameters()] == names
+    assert all(p.grad is None for p in stack.parameters())
+    stack.add_heads([0, 1])
+    with pytest.raises(StackError, match="stage 3 has no head of its own"):
+        train_step(stack, replace(HARD, heads="per-stage"), *tiny.batch())
+    prepare(stack, replace(HARD, heads="per-stage"))
+    train_step(stack, replace(HARD, heads="per-stage"), *tiny.batch())
+    assert all(p.grad is not None and p.grad.any() for p in stack.head.deltas.parameters())
+
+
+def test_a_stage_without_a_loss_needs_no_head(tiny: type[Tiny]) -> None:
+    topology = replace(Topology.soft([0.3, 1.0, 0.0]), heads="per-stage")
+    stack = tiny.gpt(topology)
+    assert [stack.has_head(k) for k in range(4)] == [True, False, True, True]
+    train_step(stack, topology, *tiny.batch())
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        (HARD.with_relays("gate"), r"relay 'gate-1' is unknown.*tg\.prepare\("),
+        (Topology.regions("2,2", "S=2,r=4"), r"relay 'interface-1' is unknown.*tg\.prepare\("),
+    ],
+    ids=["relay", "interface"],
+)
+def test_a_stack_that_lacks_relays_is_refused(topology: Topology, words: str, tiny: type[Tiny]) -> None:
+    stack = tiny.gpt()
+    with pytest.raises(StackError, match=words):
+        train_step(stack, topology, *tiny.batch())
+    assert not stack.own_relays()
+    prepare(stack, topology)
+    assert stack.own_relays()
+
+
+def test_a_base_that_still_learns_is_refused(tiny: type[Tiny]) -> None:
+    """Its gradients would be made and thrown away, or worse, used."""
+    topology = Topology.chain("1,1").with_specialist(2)
+    stack = tiny.gpt()
+    stack.add_heads(range(3))
+    with pytest.raises(
+        StackError, match=r"frozen stages and the stack's parameters still learn; call tg\.prep"
+    ):
+        train_step(stack, topology, *tiny.batch())
+    prepare(stack, topology)
+    train_step(stack, topology, *tiny.batch())
+
+
 def test_prepare_freezes_all_but_the_specialist(tiny: type[Tiny]) -> None:
     stack = tiny.gpt(Topology.chain("1,1").with_specialist(2))
     learning = {name for name, p in stack.named_parameters() if p.requires_grad}
