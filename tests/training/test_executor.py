@@ -298,8 +298,8 @@ def test_a_partition_as_text_is_a_chain(tiny: type[Tiny]) -> None:
     stack = tiny.gpt()
     expected = train_step(stack, Topology.chain("2,2"), *tiny.batch())
     gradients = tiny.gradients(stack)
-    for given in ("2,2", Plan.of("2,2", 4)):
-        assert torch.equal(train_step(stack, given, *tiny.batch()), expected)
+    for chain in ("2,2", Plan.of("2,2", 4)):
+        assert torch.equal(train_step(stack, chain, *tiny.batch()), expected)
         tiny.assert_same(tiny.gradients(stack), gradients, tolerance=0)
 
 
