@@ -15,7 +15,10 @@ def test_a_report_of_one_run(ours: Path, call: Any) -> None:
     page = ours / "report.html"
     expected = {"run": str(ours), "report": str(page), "staged": str(ours), "backprop": None}
     assert answer == expected
-    assert page.read_text().startswith("<!doctype html>")
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "It predicts by its last stage." in text
+    assert "bits per byte, what the model predicts" in text
     assert list((ours / "figures").glob("*.svg"))
 
 

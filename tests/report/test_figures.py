@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from topograd.report.data import RunData
-from topograd.report.data import loss_series, smooth
+from topograd.report.data import RunData, loss_series, smooth
 from topograd.report.drawing import look, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
 from topograd.report.tables import smoothing_window

@@ -9,8 +9,7 @@ import pytest
 
 from topograd.errors import RunError
 from topograd.report.data import RunData
-from topograd.report.page import write_report
-from topograd.report.page import escape
+from topograd.report.page import escape, write_report
 
 MakeRun = Callable[..., RunData]
 NAMES = ("loss", "prefixes", "gap", "reliability", "memory", "rank")
@@ -110,6 +109,28 @@ def test_one_run_of_one_stage(tmp_path: Path, make_run: MakeRun) -> None:
     assert "one stage (partition 6): plain backprop" in "".join(reader.text["p"])
     assert sorted(entry.stem for entry in (tmp_path / "figures").glob("*.svg")) == ["loss", "reliability"]
     assert "backprop</th>" not in page
+
+
+@pytest.mark.parametrize(
+    ("config", "cut"),
+    [
+        ({"topology": {"graph": "forest", "branches": ["1", "1"]}}, " (a forest)"),
+        ({"topology": {"graph": "soft"}}, " (soft)"),
+        ({"topology": {"graph": "chain", "partition": "3,3"}}, " (partition 3,3)"),
+        ({"partition": "3,3"}, " (partition 3,3)"),
+        ({"topology": 3}, ""),
+    ],
+    ids=["forest", "soft", "chain", "before 0.2", "damaged"],
+)
+def test_the_lead_says_how_it_is_cut_and_what_it_predicts_by(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], cut: str
+) -> None:
+    monkeypatch.setattr("topograd.report.page.render", lambda figure: ("<svg></svg>", b""))
+    run = make_run(2, steps=20)
+    run = replace(run, config=config, evaluation={**run.evaluation, "predicts_by": "a pool of stages 1-2"})
+    lead = "".join(Reader(write_report(tmp_path / "report.html", run, None, None).read_text()).text["p"])
+    assert f"cut into 2 stages{cut}. " in lead
+    assert "It predicts by a pool of stages 1-2." in lead
 
 
 def test_the_same_data_gives_the_same_bytes(tmp_path: Path, make_run: MakeRun) -> None:

@@ -68,6 +68,20 @@ def test_backprop_stands_beside_the_last_stage() -> None:
     assert rows["tail usefulness U, stage 2"] == ("0.0100", DASH)
 
 
+def test_what_the_model_predicts_has_a_row_of_its_own() -> None:
+    """It need not be what any exit predicts: a path is none of them."""
+    staged = run(bpb={"prediction": 1.55, "last": 1.5, "prefix": [1.7, 1.5]})
+    rows = {row[0]: row[1:] for row in all_numbers(staged, run(bpb={"last": 1.4})).rows}
+    assert rows["bits per byte, what the model predicts"] == ("1.5500", DASH)
+    old = all_numbers(run(bpb={"last": 1.4, "prefix": [1.4]}), None)
+    assert "bits per byte, what the model predicts" not in {row[0] for row in old.rows}, "before 0.2"
+
+
+def test_the_gap_is_of_what_the_models_predict() -> None:
+    residual = run(bpb={"prediction": 3.0, "last": 6.0, "prefix": [4.0, 3.0]})
+    assert gap_percent(residual, run(bpb={"prediction": 2.0, "last": 2.0}), None) == pytest.approx(50.0)
+
+
 def test_a_measured_gap_goes_before_a_computed_one() -> None:
     staged, backprop = run(bpb={"last": 1.1}), run(bpb={"last": 1.0})
     assert gap_percent(staged, backprop, {"gap": 4.0}) == 4.0

@@ -94,6 +94,7 @@ def _table(comparison: dict[str, Any]) -> Table:
         "partition": [",".join(map(str, row["partition"])) for row in rows],
         "steps": [f"{row['steps']}{'' if row['finished'] else ', unfinished'}" for row in rows],
         "seconds": [number(row["seconds"], 1) for row in rows],
+        "predicts by": [row["predicts_by"] for row in rows],
         "what it predicts": [number(row["bpb"]["prediction"]) for row in rows],
         "last stage": [number(row["bpb"]["last"]) for row in rows],
         "best prefix": [number(min(row["bpb"]["prefix"])) for row in rows],

@@ -28,7 +28,7 @@ class Report:
 def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
     asked = parse(Report, argv, "report")
-    from topograd.report import write_report  # matplotlib and torch: only once there is something to do
+    from topograd.report.page import write_report  # matplotlib: only once there is something to do
 
     stages, staged = _read(asked.folder)
     backprop = None
@@ -52,10 +52,10 @@ def run(argv: list[str]) -> int:
 
 def _read(folder: Path) -> tuple[int, RunData]:
     """How many stages a run has, and what a report reads of it."""
-    from topograd.cli.results import results_of
+    from topograd.cli.results import plan_of, predicts_by, results_of
     from topograd.report.data import RunData
 
     config, results = results_of(folder)
-    opened = Run.open(folder)
-    data = RunData(str(folder), opened.read_config(), opened.metrics(), results)
-    return len(config.build_topology().stages), data
+    opened, plan = Run.open(folder), plan_of(config)
+    results = results | {"predicts_by": predicts_by(plan)}
+    return len(plan.stages), RunData(str(folder), opened.read_config(), opened.metrics(), results)

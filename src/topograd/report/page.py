@@ -120,8 +120,10 @@ def _lead(staged: RunData, backprop: RunData | None) -> str:
         )
     else:
         what = f"This language model is one stage{cut}: plain backprop through all its layers."
+    how = staged.evaluation.get("predicts_by")
+    predicts = f" It predicts by {how}." if stages > 1 and isinstance(how, str) else ""
     other = " It is compared with the run that trains all layers by backprop." if backprop else ""
-    return f"{what}{trained}{other}"
+    return f"{what}{predicts}{trained}{other}"
 
 
 def _cut(config: Mapping[str, Any]) -> str:

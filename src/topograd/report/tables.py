@@ -106,6 +106,8 @@ def all_numbers(staged: RunData, backprop: RunData | None) -> Table:
     for stage in range(stages):
         values = [_of_stage(bpb_by_prefix(run.evaluation.get("bpb")), stage, stages) for run in runs]
         add(f"bits per byte, {prefix_name(stage + 1, stages)}", [fixed(value, 4) for value in values])
+    values = [number(entry(run.evaluation, "bpb", "prediction")) for run in runs]
+    add("bits per byte, what the model predicts", [fixed(value, 4) for value in values])
     for key, words in POOLINGS.items():
         values = [number(entry(run.evaluation, "bpb", key)) for run in runs]
         add(f"bits per byte, {words}", [fixed(value, 4) for value in values])
