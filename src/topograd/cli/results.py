@@ -11,6 +11,7 @@ from rich.table import Table
 from topograd.cli.console import DASH, note, number
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
+from topograd.topology.branches import path_name
 from topograd.topology.plan import Plan
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ POOLINGS = ("sum", "mean", "shrinkage")
 def stored_results(run: Run) -> dict[str, Any] | None:
     """What the run's last training found, unless its checkpoints have moved on or back since."""
     results = run.read_results()
-    if results is None or not isinstance(results.get("steps"), int) or "bpb" not in results:
+    if results is None or not isinstance(results.get("steps"), int):
+        return None
+    if not isinstance(results.get("bpb"), dict) or not {"last", "prefix"} <= results["bpb"].keys():
         return None
     names = run.store.names()
     if names and names[-1] != f"step-{results['steps']:08d}":
@@ -101,16 +104,27 @@ def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
     if len(exits) > 1:
         for how in POOLINGS:
             table.add_row(f"{how} of all stages", number(results["bpb"].get(how)), DASH, DASH, DASH)
-        how = {"last": "the last stage", "sum": "the sum", "pool": "a pool", "path": "a path"}
-        name = f"the model ({how[plan.prediction.kind]})"
+        name = f"the model, by {predicts_by(plan)}"
         table.add_row(name, number(results["bpb"]["prediction"]), DASH, DASH, DASH)
     return table
 
 
+def predicts_by(plan: Plan) -> str:
+    """What the model predicts by, in words."""
+    prediction = plan.prediction
+    if prediction.path is not None:
+        return f"the path {path_name(prediction.path)}"
+    if prediction.kind == "last":
+        return "its last stage"
+    read = path_name([stage for stage, _ in prediction.full])
+    return f"the sum of stages {read}" if prediction.kind == "sum" else f"a pool of stages {read}"
+
+
 def _exit_name(config: TrainConfig, plan: Plan, exits: list[int], k: int) -> str:
     if len(exits) > 1:
-        layers = sum(len(needed.layers) for needed in plan.needed(exits[k]))
-        return f"stages 1..{k + 1}, {layers} layers"
-    if config.topology.interface is None:
-        return "backprop"
-    return f"regions {config.topology.partition}, {config.topology.interface}"
+        read = [stage for stage, _ in plan.prediction.after(exits[k])]
+        run = {needed.index: len(needed.layers) for stage in read for needed in plan.needed(stage)}
+        return f"stages 1..{k + 1}, {sum(run.values())} layers"
+    if config.topology.interface is not None:
+        return f"regions {config.topology.partition}, {config.topology.interface}"
+    return "backprop" if len(plan.stages) == 1 else f"stage {exits[0] + 1} of {len(plan.stages)}"
