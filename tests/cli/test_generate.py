@@ -11,6 +11,8 @@ from rich.console import Console
 
 from topograd.cli import generate as module
 from topograd.cli.main import main
+from topograd.depth import model
+from topograd.runs.folder import Run
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -25,10 +27,10 @@ def calibrated(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_rule(folder: Path, rule: dict[str, float] | None) -> None:
-    file = folder / "calibration.json"
-    values = json.loads(file.read_text())
+    run = Run.open(folder)
+    values = json.loads(run.calibration_file.read_text())
     values["tuning"] |= {"stage": 0, "rule": rule}
-    file.write_text(json.dumps(values))
+    run.manifest.bind(run.calibration_file.name, json.dumps(values))
 
 
 def test_a_continuation_as_json(staged: Path, call: Any) -> None:
@@ -66,7 +68,7 @@ def test_depths_that_are_the_same_for_every_token(
 ) -> None:
     answer = call("generate", staged, "--depth", depth, "--tokens", 20, "--json").json
     assert (answer["depth"], answer["stages"], answer["exits"]) == (depth, stages, exits)
-    assert "drafted" not in answer
+    assert "drafts" not in answer
 
 
 def test_leaving_early(calibrated: Path, call: Any) -> None:
@@ -87,10 +89,10 @@ def test_speculation_writes_what_full_depth_writes(calibrated: Path, call: Any) 
         call(*words, "--depth", depth).json for depth in ("full", "speculate:4", "speculate:4:1e9")
     )
     assert full["text"] == drafted["text"] == never["text"]
-    assert drafted["drafted"] > 0
+    assert drafted["drafts"] > 0
     assert drafted["stages"] == 2
-    assert drafted["exits"][0] == pytest.approx(drafted["acceptance"] * drafted["drafted"], abs=4)
-    assert (never["drafted"], never["acceptance"], never["exits"]) == (0, None, [0, 40])
+    assert drafted["exits"][0] == pytest.approx(drafted["acceptance"] * drafted["drafts"], abs=4)
+    assert (never["drafts"], never["acceptance"], never["exits"]) == (0, None, [0, 40])
 
 
 def test_the_calibration_decides_the_default(
@@ -100,15 +102,16 @@ def test_the_calibration_decides_the_default(
     words = ["generate", folder, "--tokens", 9, "--json"]
     answer = call(*words).json
     assert answer["depth"] == "speculate"
-    assert answer["drafted"] >= 3
+    assert answer["drafts"] >= 3
     with_rule(folder, None)
     assert call(*words).json["depth"] == "full"
     off = call(*words, "--depth", "speculate")
     assert "drafts do not pay on this machine; this is full depth" in off.err
-    assert (off.json["depth"], off.json["drafted"], off.json["acceptance"]) == ("speculate", 0, None)
+    assert (off.json["depth"], off.json["drafts"], off.json["acceptance"]) == ("speculate", 0, None)
     (folder / "calibration.json").write_text("{")
     assert call(*words).json["depth"] == "full"
-    assert "calibration.json is damaged" in call(*words, "--depth", "wand").refusal
+    refusal = call(*words, "--depth", "wand").refusal
+    assert "calibration.json is not the file that this run wrote; delete it" in refusal
 
 
 def test_the_text_streams_to_a_terminal(staged: Path, call: Any) -> None:
@@ -230,22 +233,22 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--stages 3", "has 2: give 1 to 2"),
+        ("--stages 3", "--stages is 3; the model has 2 that predict: give 1 to 2"),
         ("--stages 0", "--stages is 0"),
-        ("--tokens -1", "tokens is -1"),
-        ("--tokens 100001", "--tokens is 100001; at most 100000"),
-        ("--tokens some", "Error parsing --tokens"),
-        ("--temperature -1", "temperature is -1.0; it must be finite and at least 0"),
-        ("--temperature nan", "temperature is nan"),
-        ("--temperature inf", "temperature is inf"),
-        ("--top-k 0", "top-k is 0"),
-        ("--top-p 0", "top-p is 0.0; it must be above 0 and at most 1"),
-        ("--seed -1", "seed is -1"),
+        ("--tokens -1", "--tokens is -1"),
+        ("--tokens 100001", "--tokens is 100001; it must be at least 0 and at most 100000"),
+        ("--tokens some", "--tokens was given 'some'; it must be a whole number"),
+        ("--temperature -1", "--temperature is -1.0; it must be finite and at least 0"),
+        ("--temperature nan", "--temperature was given 'nan'; it must be a finite number"),
+        ("--temperature inf", "--temperature was given 'inf'; it must be a finite number"),
+        ("--top-k 0", "--top-k is 0"),
+        ("--top-p 0", "--top-p is 0.0; it must be above 0 and at most 1"),
+        ("--seed -1", "--seed is -1"),
         ("--prompt", "Missing value for argument '--prompt'"),
         ("--stages 1 --depth full", "--depth and --stages are both given"),
-        ("--depth deep", "depth 'deep' is unknown; use full, prefix:J"),
-        ("--depth prefix:3", "stage 3 does not exist; the model has stages 1 to 2"),
-        ("--depth prefix:0", "stage 0 does not exist"),
+        ("--depth deep", "--depth 'deep' is unknown; use full, prefix:J"),
+        ("--depth prefix:3", "exit 3 does not exist; the model has 2 stages that predict: give 1 to 2"),
+        ("--depth prefix:0", "exit 0 does not exist"),
         ("--depth path:2", "begins with stage 2, which was trained to hear another stage"),
         ("--depth branches:1*0", "weight"),
         ("--depth wand", "is not calibrated; run: topograd calibrate"),
@@ -256,6 +259,8 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
 )
 def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: Any) -> None:
     assert why in call("generate", staged, *words.split()).refusal
+    prompted = call("generate", staged, "--prompt", "a prompt longer than the context", *words.split())
+    assert why in prompted.refusal, "nothing is shown, and nothing else is said"
     assert why in call("generate", staged, "--json", *words.split()).refusal
 
 
@@ -264,13 +269,13 @@ def test_rules_that_do_not_exist_and_runs_that_cannot_leave(
 ) -> None:
     assert "wand rule 'hope' is unknown" in call("generate", calibrated, "--depth", "wand:hope").refusal
     assert "eps 0.3 has no calibrated" in call("generate", calibrated, "--depth", "wand:flip-rate:.3").refusal
-    assert "need at least 2 stages" in call("generate", backprop, "--depth", "wand").refusal
+    assert "early exits and drafts need at least 2" in call("generate", backprop, "--depth", "wand").refusal
 
 
 def test_a_prompt_that_is_too_long_or_no_text(
     staged: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_PROMPT", 20)
+    monkeypatch.setattr(model, "MOST_PROMPT", 20)
     why = call("generate", staged, "--prompt", "x" * 21).refusal
     assert "the prompt has 21 characters; give at most 20" in why
     assert "half a surrogate pair" in call("generate", staged, "--prompt", "\udcff").refusal
