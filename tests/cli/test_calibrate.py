@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from topograd.cli import calibrate as module
 from topograd.cli import progress
 from topograd.cli.main import main
+from topograd.depth import calibrate
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, heldout_readings, load
 from topograd.depth.calibration import EPS
+from topograd.runs import session
 from topograd.runs.session import heldout_text, open_session
 
 COSTS = RowCosts(1.0, {1: 2.0, 4: 3.0}, 3.0)
@@ -26,8 +27,7 @@ def test_what_is_measured_is_printed_and_kept(folder: Path, call: Any) -> None:
     assert list(results) == [
         *("run", "step", "tokens", "transitions", "rival_gain", "agreement", "rules", "tuning")
     ]
-    session = open_session(folder)
-    kept, tuning = load(session)
+    kept, tuning = load(open_session(folder))
     assert (results["run"], results["step"], results["tokens"]) == (str(folder), 12, kept.tokens)
     assert results["transitions"] == [
         {
@@ -50,12 +50,12 @@ def test_what_is_measured_is_printed_and_kept(folder: Path, call: Any) -> None:
 
 def test_rules_are_measured_on_the_half_that_did_not_calibrate(folder: Path, call: Any) -> None:
     results = call("calibrate", folder, "--bytes", 500, "--json").json
-    session = open_session(folder)
-    readings = heldout_readings(session, heldout_text(session.config, session.tokenizer, None, 500))
+    opened = open_session(folder)
+    readings = heldout_readings(opened, heldout_text(opened, None, 500))
     odd = [i for i, row in enumerate(readings.sequence.tolist()) if row % 2]
     assert results["tokens"] == len(readings) - len(odd)
     assert len(odd) > 100
-    calibration, _ = load(session)
+    calibration, _ = load(opened)
     rows = results["rules"]
     assert [(row["rule"], row["number"]) for row in rows] == [
         ("sum-of-bounds", 1),
@@ -85,7 +85,7 @@ def test_more_text_is_more_tokens_and_the_run_is_calibrated_anew(folder: Path, c
 
 def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = DraftRule(0.25, 6)
-    monkeypatch.setattr(module, "tune", lambda *_: Tuning(0, rule, 1.374, rule, COSTS))
+    monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, rule, 1.374, rule, COSTS))
     answer = call("calibrate", folder, "--bytes", 500)
     assert answer.code == 0
     for words in ("1 → 2", "p99 |Δ|", "top-1 changes", "max gain", "top-1 agrees", "leave after 1..2, %"):
@@ -101,7 +101,7 @@ def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "tune", lambda *_: Tuning(0, None, 1.0, None, COSTS))
+    monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, None, 1.0, None, COSTS))
     tuning = call("calibrate", folder, "--bytes", 500, "--json").json["tuning"]
     assert tuning == {
         "stage": None,
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_work(
     folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, how: Path(path) != folder)
-    monkeypatch.setattr(module, "heldout_text", lambda *_: pytest.fail("the work has started"))
+    monkeypatch.setattr(session, "heldout_text", lambda *_: pytest.fail("the work has started"))
     assert f"{folder} cannot be written, so nothing can be kept there" in call("calibrate", folder).refusal
 
 
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_work(
         ("--bytes 0", "--bytes is 0; it must be at least 1"),
         ("--bytes 3", "too small for one window"),
         ("--bytes 20", "gives 1 window of 16 tokens; calibrating needs 2"),
-        ("--bytes few", "Error parsing --bytes"),
+        ("--bytes few", "--bytes was given 'few'; it must be a whole number"),
         ("--data x", "Unrecognized options: --data"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_name_with_brackets_is_a_name(
         ("--data nowhere.txt", "data path 'nowhere.txt' does not exist"),
         ("--bytes 0", "--bytes is 0"),
         ("--bytes 3", "too small for one window"),
-        ("--bytes few", "Error parsing --bytes"),
+        ("--bytes few", "--bytes was given 'few'; it must be a whole number"),
         ("--from step-7", "has no checkpoint 'step-7'; it has"),
         ("--stages 3", "Unrecognized options: --stages"),
     ],

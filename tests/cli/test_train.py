@@ -12,6 +12,7 @@ import pytest
 
 from topograd.runs.config import PRESETS, TrainConfig
 from topograd.runs.folder import Run
+from topograd.runs.session import open_session
 from topograd.training.trainer import start
 
 KEYS = {"run", "steps", "bpb", "ece", "reliability", "effective_rank", "usefulness", "tokens", "bytes"}
@@ -29,10 +30,12 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_the_results_are_one_json_object(staged: Path, call: Any) -> None:
     results = json.loads((staged / "results.json").read_text())
-    assert results.keys() == KEYS | {"finished", "seconds"}
-    assert results["bpb"].keys() == {"last", "sum", "mean", "shrinkage", "prefix"}
-    assert len(results["bpb"]["prefix"]) == len(results["ece"]) == 2
-    assert results["bpb"]["last"] == results["bpb"]["prefix"][-1]
+    assert results.keys() == KEYS | {"finished", "seconds", "weights"}
+    bpb = results["bpb"]
+    assert bpb.keys() == {"prediction", "prefix", "stages", "last", "sum", "mean", "shrinkage"}
+    assert len(bpb["prefix"]) == len(results["ece"]) == 2
+    assert bpb["prediction"] == bpb["last"] == bpb["prefix"][-1] == bpb["stages"][-1]
+    assert results["weights"] == open_session(staged).weights
     assert (results["run"], results["steps"], results["finished"]) == (str(staged), 12, True)
 
 
@@ -68,6 +71,9 @@ def test_a_finished_run_without_results_is_measured_again(staged: Path, call: An
     copy = shutil.copytree(staged, tmp_path / "run")
     recorded = json.loads((copy / "results.json").read_text())
     (copy / "results.json").write_text("{")
+    refusal = call("train", "--resume", copy, "--json").refusal
+    assert "results.json is not the file that this run wrote; delete it" in refusal
+    (copy / "results.json").unlink()
     results = call("train", "--resume", copy, "--json").json
     assert results["bpb"] == recorded["bpb"]
     assert results["finished"]
@@ -114,14 +120,16 @@ def test_flags_override_the_preset_and_reach_the_run(size: list[str], call: Any,
     )
     assert call("train", *size, *words.split(), "--out", tmp_path / "run").code == 0
     config = TrainConfig.from_dict(Run.open(tmp_path / "run").read_config())
-    assert (config.stage_heads, config.objective, config.bus) == ("per-stage", "residual", "detached")
+    table = config.topology
+    assert (table.partition, table.heads, table.objective) == ("1,1", "per-stage", "residual")
+    assert (table.bus, table.reduction) == ("detached", "sum")
     assert (config.optimizer.matrices, config.optimizer.clip, config.optimizer.betas) == (
         0.05,
         1.5,
         (0.7, 0.8),
     )
     assert (config.model.windows, config.model.smear, config.model.mlp) == ((4, 0), False, "swiglu")
-    assert (config.accumulate, config.bf16, config.reduction) == (2, True, "sum")
+    assert (config.accumulate, config.bf16) == (2, True)
     assert config.save_every == PRESETS["tiny"]().save_every, "the rest is the preset's"
 
 
@@ -138,17 +146,17 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
     [
         ("--preset huge", "preset 'huge' is unknown; choose one of tiny, small, base"),
         ("--preset", "Missing value for argument '--preset'"),
-        ("--steps x", "Error parsing --steps"),
-        ("--steps 0", "steps is 0; it must be at least 1"),
+        ("--steps x", "--steps was given 'x'; it must be a whole number"),
+        ("--steps 0", "--steps is 0; it must be at least 1"),
         ("--stpes 3", "(did you mean --steps?)"),
         ("tiny", "Unrecognized options: tiny"),
         ("--partition 3,3", "partition 3,3 has 6 layers and the model has 2; give parts that add up to 2"),
         ("--partition 1,one", "part 2 is 'one'"),
         ("--model.width 15", "width 15 does not split into 2 heads"),
-        ("--model.mlp-ratio nan", "NaN"),
+        ("--model.mlp-ratio nan", "--model.mlp-ratio was given 'nan'; it must be a finite number"),
         ("--optimizer.betas 2 0.5", "betas are"),
         ("--optimizer.matrices -1", "learning rate matrices is -1.0"),
-        ("--optimizer.momentum 2", "Muon was given"),
+        ("--optimizer.momentum 2", "--optimizer.momentum is 2.0; it must lie in 0 to below 1"),
         ("--seed 99999999999999999999", "below 2^63"),
         ("--device abacus", "device 'abacus' cannot be used"),
         ("--data nowhere.txt", "does not exist"),

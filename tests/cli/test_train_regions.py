@@ -29,8 +29,10 @@ def test_regions_train_stop_resume_and_write(
     text = call("generate", tmp_path / "run", "--prompt", "loss", "--tokens", "20")
     assert text.code == 0
     assert text.out.startswith("loss")
-    refusal = call("generate", tmp_path / "run", "--prompt", "loss", "--depth", "prefix:1").refusal
-    assert "stage 1 was not trained to predict; these were: 3" in refusal
+    only = call("generate", tmp_path / "run", "--prompt", "loss", "--tokens", "20", "--depth", "prefix:1")
+    assert only.out == text.out, "one region predicts, and it is the whole model"
+    refusal = call("generate", tmp_path / "run", "--prompt", "loss", "--depth", "prefix:2").refusal
+    assert "exit 2 does not exist; the model has 1 stage" in refusal
 
 
 def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path) -> None:
@@ -52,9 +54,12 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
         ("--interface S=4,r=4,pool=max", "pool 'max' is unknown; choose one of tail, mean, cumulative"),
         ("--interface segments=4", "write it as S=8,r=8,pool=tail"),
         ("--interface S=4,r=4 --partition 4", "is one region, so no interface joins it"),
-        ("--interface S=4,r=4 --stage-heads per-stage", "with an interface it must be shared"),
-        ("--interface S=4,r=4 --objective residual", "with an interface it must be cross-entropy"),
-        ("--model.architecture mamba2 --model.ssm-state 6", "ssm_state is 6; it must be a multiple of 4"),
+        ("--interface S=4,r=4 --stage-heads per-stage", "with an interface it must be 'shared'"),
+        ("--interface S=4,r=4 --objective residual", "with an interface it must be 'cross-entropy'"),
+        (
+            "--model.architecture mamba2 --model.ssm-state 6",
+            "--model.ssm-state is 6; it must be a multiple of 4",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(
