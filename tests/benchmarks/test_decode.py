@@ -52,7 +52,7 @@ def results(session: Session, request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def unseen(session: Session) -> Readings:
     """The odd windows, on which nothing is calibrated."""
-    return heldout_readings(session, heldout_text(session.config, session.tokenizer, None, 300)).split()[1]
+    return heldout_readings(session, heldout_text(session, None, 300)).split()[1]
 
 
 def test_every_number_is_there(session: Session, results: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from topograd.depth.engine import Engine
 from topograd.nn.blocks import Block, MixerBlock
 from topograd.nn.gpt import GPT
+from topograd.nn.mixers import Mamba2, Mamba3
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -35,6 +36,7 @@ def random_gpt(seed: int = 0, heads_of_their_own: int = 0, later: float = 1.0, *
     with torch.no_grad():
         for layer in model.layers[1:]:
             if isinstance(layer, MixerBlock):
+                assert isinstance(layer.mixer, Mamba2 | Mamba3)
                 layer.mixer.out_proj.weight.mul_(later)
                 continue
             assert isinstance(layer, Block)

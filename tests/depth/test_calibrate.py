@@ -19,6 +19,7 @@ from topograd.depth.autotune import DraftRule, RowCosts, simulate
 from topograd.depth.calibrate import Tuning, heldout_readings, load, measure_costs, store, tune
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
 from topograd.depth.engine import Engine, Prefix, generate_batch
+from topograd.depth.exit_rules import check_exits
 from topograd.depth.modes import engine_of
 from topograd.errors import ConfigError, RunError
 from topograd.nn.stack import Stack
@@ -194,25 +195,29 @@ def test_tuning_by_the_clock(session: Session, monkeypatch: pytest.MonkeyPatch) 
     assert (found.rule is None) == (found.predicted == 1)
 
 
-def test_a_chain_of_predicting_stages_is_needed(session: Session) -> None:
-    check_chain(session)
-    one = replace(session, plan=Plan.of(Topology.chain("3"), 3))
-    message = r"has 1 predicting stages of 1; early exits .* at least 2 stages that all predict: train with"
+def test_two_exits_are_needed_by_which_the_model_predicts(session: Session) -> None:
+    check_exits(session.plan)
+    message = r"^the model has 1 predicting stages of 1; early exits and drafts need at least 2: train with"
     with pytest.raises(ConfigError, match=message):
-        check_chain(one)
-    silent = replace(session, plan=Plan.of(Topology.soft([0.0, 1.0]), 3))
-    with pytest.raises(ConfigError, match="has 2 predicting stages of 3"):
-        check_chain(silent)
+        check_exits(Plan.of("3", 3))
+    with pytest.raises(ConfigError, match="has 1 predicting stages of 2"):
+        check_exits(Plan.of(Topology.soft([1.0]), 2))
+    check_exits(Plan.of(Topology.soft([0.0, 1.0]), 3))  # one stage has no loss, and is no exit
+    path = Plan.of(replace(Topology.chain("1,1,1"), prediction="path:1,3"), 3)
+    with pytest.raises(
+        ConfigError, match=r"^the model predicts by the path 1,3, of which .* use depth full$"
+    ):
+        check_exits(path)
 
 
 @pytest.mark.parametrize("rule", [DraftRule(0.25, 4), None], ids=["drafts", "off"])
 def test_what_is_kept_comes_back(here: Session, rule: DraftRule | None) -> None:
     tuning = Tuning(1, rule, 1.375, DraftRule(0.5, 2), COSTS)
-    store(here.run, CALIBRATION, tuning)
+    store(here, CALIBRATION, tuning)
     assert load(here) == (CALIBRATION, tuning)
-    store(here.run, replace(CALIBRATION, tokens=5), tuning)
+    store(here, replace(CALIBRATION, tokens=5), tuning)
     assert load(here)[0].tokens == 5, "the newer one"
-    assert [path.name for path in here.run.folder.iterdir()] == ["calibration.json"]
+    assert sorted(path.name for path in here.run.folder.iterdir()) == ["calibration.json", "manifest.json"]
 
 
 def refusal(session: Session) -> str:
@@ -227,11 +232,37 @@ def refusal(session: Session) -> str:
 def test_a_run_without_calibration_or_of_other_weights_is_refused(here: Session) -> None:
     assert "is not calibrated" in refusal(here)
     tuning = Tuning(0, None, 1.0, None, COSTS)
-    store(here.run, replace(CALIBRATION, step=6), tuning)
+    store(here, replace(CALIBRATION, step=6), tuning)
     assert "is of step 6 and 3 stages, the weights are of step 7 and 3" in refusal(here)
-    store(here.run, CALIBRATION, tuning)
-    other = replace(here, plan=Plan.of(Topology.chain("1,2"), 3))
+    store(here, CALIBRATION, tuning)
+    other = replace(here, plan=Plan.of("1,2", 3))
     assert "is of step 7 and 3 stages, the weights are of step 7 and 2" in refusal(other)
+    assert "is of other weights" in refusal(replace(here, weights="0" * 64)), "of the same step"
+
+
+def test_a_calibration_that_the_run_did_not_write_is_refused(here: Session) -> None:
+    """R5: one of another run at the same step, even with the right weights written in, is not this run's."""
+    store(here, CALIBRATION, Tuning(0, None, 1.0, None, COSTS))
+    file = here.run.folder / "calibration.json"
+    values = json.loads(file.read_text())
+    values["calibration"]["tokens"] = 5
+    file.write_text(json.dumps(values))
+    with pytest.raises(RunError, match=r"calibration\.json is not the file that this run wrote; delete it"):
+        load(here)
+    file.unlink()
+    assert "is not calibrated" in refusal(here)
+
+
+def test_a_calibration_of_before_version_0_2_is_read(here: Session) -> None:
+    """It names no weights, and its run has no manifest."""
+    tuning = Tuning(0, None, 1.0, None, COSTS)
+    store(here, CALIBRATION, tuning)
+    file = here.run.folder / "calibration.json"
+    values = json.loads(file.read_text())
+    del values["weights"]
+    file.write_text(json.dumps(values))
+    here.run.manifest.path.unlink()
+    assert load(here) == (CALIBRATION, tuning)
 
 
 def changed(path: str, value: object) -> Callable[[dict[str, Any]], object]:
@@ -271,9 +302,10 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_calibration_is_refused(here: Session, damage: Callable[[dict[str, Any]], object]) -> None:
-    store(here.run, CALIBRATION, Tuning(1, DraftRule(0.25, 4), 1.375, None, COSTS))
+    """Bound by the run all the same: so wrote a version that we do not know."""
+    store(here, CALIBRATION, Tuning(1, DraftRule(0.25, 4), 1.375, None, COSTS))
     file = here.run.folder / "calibration.json"
-    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    here.run.manifest.bind(file.name, json.dumps(damage(json.loads(file.read_text()))))
     refusal(here)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,10 +61,15 @@ def test_small_and_odd_contexts(gpt: GPT, make_engine: Callable[..., Engine], co
 
 @pytest.mark.parametrize(
     "topology",
-    [Topology.chain("1,2,1").with_input_bus(), Topology.forest(["1,1", "2"]), Topology.chain("4")],
+    [
+        Topology.chain("1,2,1").with_input_bus(),
+        replace(Topology.forest(["1,1", "2"]), prediction="last"),
+        Topology.chain("4"),
+    ],
     ids=["input bus", "forest", "one stage"],
 )
 def test_other_topologies(gpt: GPT, make_engine: Callable[..., Engine], topology: Topology) -> None:
+    """Each stage alone; `test_prediction.py` has those that predict together."""
     engine = make_engine(gpt, topology)
     for stage in range(len(topology.stages)):
         expected = [greedy(gpt, engine.plan, prompt, 6, stage, CONTEXT) for prompt in ([1, 2], [3])]
@@ -283,14 +289,15 @@ def test_what_makes_no_sense_is_refused(gpt: GPT, engine: Engine, make_engine: C
     with pytest.raises(ConfigError, match=r"^tokens is -1; it must be at least 0$"):
         generate_batch(Prefix(engine), [[1]], -1)
     for stage, shown in ((4, 5), (-1, 0)):
-        message = rf"^stage {shown} does not exist; the model has stages 1 to 4$"
+        message = rf"^exit {shown} does not exist; the model has 4 stages that predict: give 1 to 4$"
         with pytest.raises(ConfigError, match=message):
             Prefix(engine, stage)
     with pytest.raises(ConfigError, match=r"^context is 0; it must be at least 1$"):
         make_engine(gpt, context=0)
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
-    with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
-        Prefix(silent, 1)
+    assert (silent.exits, silent.last, silent.stage_of(1)) == ([0, 2, 3], 2, 2), "stage 2 is no exit"
+    with pytest.raises(ConfigError, match=r"^exit 4 does not exist; the model has 3 stages that predict"):
+        Prefix(silent, 3)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")], ids=str)
@@ -304,7 +311,8 @@ def test_paths_that_end_where_nothing_is_predicted_are_refused(
     gpt: GPT, make_engine: Callable[..., Engine]
 ) -> None:
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
-    with pytest.raises(ConfigError, match=r"^stage 2 was not trained to predict; these were: 1, 3, 4$"):
+    message = r"^path 1-2 ends at a stage that was not trained to predict; these were: 1, 3, 4$"
+    with pytest.raises(ConfigError, match=message):
         Composed(silent, {(0, 1, 2, 3): 1.0, (0, 1): 1.0})
     assert generate_batch(Composed(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
 

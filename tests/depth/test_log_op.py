@@ -196,7 +196,7 @@ def test_two_levels_are_the_stages_own_readouts(model: GPT) -> None:
     hidden = stage_outputs(model, plan, torch.randint(13, (2, 7)), range(4))
     weights = [1.0, 2.0, 0.5, 3.0]
     shared = [F.linear(norm(hidden[k]), model.head.weight) for k in range(4)]
-    specific = [F.linear(norm(hidden[k]), model.head.deltas[k](None)) for k in range(4)]
+    specific = [F.linear(norm(hidden[k]), model.head.deltas[str(k)](None)) for k in range(4)]
     own = compose([model.readout(hidden[k], k) for k in range(4)], weights)
     close(two_level(shared, specific, weights), own)
     silent = [torch.zeros_like(z) for z in specific]
@@ -214,7 +214,7 @@ def test_branches_of_a_model_composed(model: GPT) -> None:
     found = branches(Plan.of(Topology.chain("1,1,1,1"), 4), list(weights))
     inputs = torch.randint(13, (2, 7))
     hidden = stage_outputs(model, found.plan, inputs, found.ends)
-    logits = [model.readout(hidden[node], found.heads[node]) for node in found.ends]
+    logits = [model.readout(hidden[node], found.plan.stages[node].head) for node in found.ends]
     x0 = model.embed(inputs)
     bus = model.bus(x0, inputs)
     skip = model.readout(model.layers[2](model.layers[0](x0, bus), bus), 2)

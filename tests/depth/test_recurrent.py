@@ -90,5 +90,6 @@ def test_regions_write_what_teacher_forcing_says(
         inputs = torch.tensor([[*prompt, *row]])
         logits = model.readout(stage_outputs(model, engine.plan, inputs, [LAST])[LAST], LAST)
         assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == row
-    with pytest.raises(ConfigError, match="stage 1 was not trained to predict"):
-        Prefix(engine, 0)
+    assert engine.exits == [LAST], "one region predicts"
+    with pytest.raises(ConfigError, match="exit 2 does not exist; the model has 1 stage"):
+        Prefix(engine, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_writing_is_reading_the_whole_again(
     make_engine: Callable[..., Engine],
 ) -> None:
     model = make_gpt(width=16)
-    add_relays(model, topology, 16, rank=3)
+    add_relays(model, replace(topology, relay_rank=3))
     for relay in model.own_relays().values():
         for parameter in relay.parameters():
             nn.init.normal_(parameter, std=0.4)

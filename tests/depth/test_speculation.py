@@ -153,7 +153,7 @@ def test_drafting_with_a_stage_that_cannot_is_refused(mild_engine: Engine) -> No
     rule = DraftRule(0.0, 1)
     with pytest.raises(ConfigError, match=r"^stage 4 is the last, so nothing is left to verify; draft with"):
         Speculate(mild_engine, rule, LAST)
-    with pytest.raises(ConfigError, match="stage 5 does not exist"):
+    with pytest.raises(ConfigError, match="exit 5 does not exist"):
         Speculate(mild_engine, rule, 4)
 
 
