@@ -305,3 +305,21 @@ def test_a_stack_without_memory_is_refused() -> None:
     assert not can_decode(Forgetful())
     with pytest.raises(StackError, match="Linear layers lack new_state, so they keep no memory"):
         Cache(Forgetful(), Plan.of(Topology.chain("1"), 1), CAPACITY)
+
+
+def test_buffers_grow_past_their_first_size_in_ragged_rows(make_gpt: Callable[..., GPT]) -> None:
+    model = make_gpt(context=600)
+    plan = Plan.of("2,2", 4)
+    together = Cache(model.for_decoding(), plan, 600, rows=2)
+    tokens = torch.randint(VOCAB, (2, 520)).tolist()
+    with torch.inference_mode():
+        for step in range(0, 520, 64):  # across 256 and 512, where buffers double, one row one token ahead
+            together.push([tokens[0][step : step + 64], tokens[1][step + (step > 0) : step + 65]])
+            together.run(1)
+            ends = [min(step + 64, 520), min(step + 65, 520)]
+            if max(ends) < 520:
+                assert together.lengths() == ends
+        found = together.hidden(1, [1, 1])
+        for row in range(2):
+            alone = stage_outputs(model, plan, torch.tensor([tokens[row]]), [1])[1][0, -1]
+            torch.testing.assert_close(found[row, 0], alone, rtol=1e-9, atol=1e-9)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+from topograd.nn.layer_state import grown
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, Port
@@ -51,7 +52,7 @@ class Cache:
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
         self._outputs: dict[Port | int, Tensor] = {}
-        """Messages of each port and last outputs of each stage, by position: (rows, capacity + 1, ...)."""
+        """Messages of each port and last outputs of each stage, by position: (rows, positions, ...)."""
         self._bus: tuple[object, Bus] | None = None
 
     def lengths(self) -> list[int]:
@@ -145,8 +146,9 @@ class Cache:
 
     def _keep(self, key: Port | int, where: _Where, values: Tensor) -> None:
         if key not in self._outputs:
-            shape = (self.rows, self.capacity + 1, *values.shape[2:])
-            self._outputs[key] = torch.zeros(shape, dtype=values.dtype, device=values.device)
+            self._outputs[key] = values.new_zeros(self.rows, 0, *values.shape[2:])
+        room = min(where.end + 1, self.capacity + 1)  # ragged rows read one slot behind the longest
+        self._outputs[key] = grown(self._outputs[key], 1, room, self.capacity + 1)
         where.write(self._outputs[key], values)
 
 
@@ -169,6 +171,11 @@ class _Where:
         ]
         real = torch.tensor(counts, device=device)
         return cls(0, 0, torch.tensor(slots, device=device), real, (tuple(starts), tuple(counts)))
+
+    @property
+    def end(self) -> int:
+        """How many positions a buffer needs to hold them."""
+        return self.stop if self.slots is None else int(self.slots.max()) + 1
 
     @property
     def offset(self) -> int | Tensor:

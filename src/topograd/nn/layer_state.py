@@ -1,6 +1,6 @@
 """What decoding remembers of positions: keys and values of an attention layer, messages of a relay.
 
-Buffers are preallocated, and entry t belongs to position t. So going back is free: `rewind(marks)` forgets
+Buffers grow by doubling, and entry t belongs to position t. So going back is free: `rewind(marks)` forgets
 what lies behind, later entries are overwritten, and each row is just where it was asked to be. A recurrent
 layer's state is another thing (`recurrent.py`).
 """
@@ -23,20 +23,46 @@ class LayerState(Protocol):
         """Go back, in each row to its mark or before it; returns to where. The rest is replayed."""
 
 
+FIRST = 256
+"""Positions that a buffer has room for at first; it doubles until its capacity."""
+
+
+def grown(buffer: Tensor, dim: int, wanted: int, capacity: int) -> Tensor:
+    """`buffer` with room for `wanted` positions along `dim`: itself, or a larger copy whose rest is zero.
+
+    Zeros: a slot that no query may see has weight 0, and 0 times whatever was there could be NaN.
+    """
+    room = buffer.shape[dim]
+    if wanted <= room:
+        return buffer
+    shape = list(buffer.shape)
+    shape[dim] = min(capacity, max(wanted, 2 * room, FIRST))
+    larger = buffer.new_zeros(shape)
+    larger.narrow(dim, 0, room).copy_(buffer)
+    return larger
+
+
 class KVState:
-    """Keys and values of shape (batch, heads, capacity, head width), filled up to `length`."""
+    """Keys and values of shape (batch, heads, positions, head width), filled up to `length`."""
 
     def __init__(
         self, batch: int, heads: int, capacity: int, width: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        # Zeros: a slot that no query may see has weight 0, and 0 times whatever was there could be NaN.
-        self.keys = torch.zeros(batch, heads, capacity, width, device=device, dtype=dtype)
+        self.capacity = capacity
+        room = min(capacity, FIRST)
+        self.keys = torch.zeros(batch, heads, room, width, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.length = 0
 
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2]
+    def _reserve(self, stop: int) -> None:
+        """Room for positions up to `stop`."""
+        if stop > self.capacity:
+            raise StackError(
+                f"the state holds {self.capacity} positions and {stop} are needed; make it with more capacity"
+            )
+        if stop > self.keys.shape[2]:
+            self.keys = grown(self.keys, 2, stop, self.capacity)
+            self.values = grown(self.values, 2, stop, self.capacity)
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Store new positions; returns all the keys and values so far (views).
@@ -46,10 +72,7 @@ class KVState:
         if positions is not None and positions.dim() == 2:
             return self._scatter(keys, values, positions)
         stop = self.length + keys.shape[2]
-        if stop > self.capacity:
-            raise StackError(
-                f"the state holds {self.capacity} positions and {stop} are needed; make it with more capacity"
-            )
+        self._reserve(stop)
         self.keys[:, :, self.length : stop] = keys
         self.values[:, :, self.length : stop] = values
         self.length = stop
@@ -57,10 +80,7 @@ class KVState:
 
     def _scatter(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         stop = int(positions.max()) + 1
-        if stop > self.capacity:
-            raise StackError(
-                f"the state holds {self.capacity} positions and {stop} are needed; make it with more capacity"
-            )
+        self._reserve(stop)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         self.keys[rows, :, positions] = keys.transpose(1, 2)
         self.values[rows, :, positions] = values.transpose(1, 2)
@@ -83,11 +103,14 @@ class History:
     def append(self, values: Tensor, positions: Tensor) -> Tensor:
         """Store new positions, as `KVState.append` does; returns all so far (a view)."""
         if self._values is None:
-            self._values = values.new_zeros(len(values), self.capacity, *values.shape[2:])
-        if positions.dim() == 2:
+            self._values = values.new_zeros(len(values), min(self.capacity, FIRST), *values.shape[2:])
+        ragged = positions.dim() == 2
+        stop = int(positions.max()) + 1 if ragged else self.length + values.shape[1]
+        self._values = grown(self._values, 1, stop, self.capacity)
+        if ragged:
             rows = torch.arange(len(positions), device=positions.device)[:, None]
             self._values[rows, positions] = values
-            self.length = max(self.length, int(positions.max()) + 1)
+            self.length = max(self.length, stop)
         else:
             self._values[:, self.length : self.length + values.shape[1]] = values
             self.length += values.shape[1]
