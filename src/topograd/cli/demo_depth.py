@@ -13,7 +13,7 @@ from topograd.benchmarks.decode import bench_decode
 from topograd.benchmarks.settings import DecodeSettings
 from topograd.cli.bench import decode_table
 from topograd.cli.console import note
-from topograd.cli.generate import continue_text, silent
+from topograd.depth.model import continue_text
 from topograd.depth.modes import engine_of, mode_of
 from topograd.depth.sampling import Sampling
 from topograd.depth.text import TextStream
@@ -49,7 +49,7 @@ def picture(session: Session) -> dict[str, Any]:
     """A text that leaves early, token by token, and the stage at which each left."""
     mode = mode_of(DEPTH, session, engine_of(session), Sampling())
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
-    pieces = continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer), silent)
+    pieces = list(continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer)))
     return {"prompt": PROMPT, "depth": DEPTH, "stages": len(session.plan.stages), "pieces": pieces}
 
 
