@@ -1,0 +1,178 @@
+"""The shape of a published transformer, as settings. Nothing here needs torch.
+
+A family says what its models have in common (kind of norm, gated MLP, learned positions); the settings say in
+what they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from topograd.errors import StackError
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text"]
+Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+RopeScaling = Literal["none", "linear", "llama3"]
+Norm = Literal["rms", "rms-around-one", "layer"]
+MOST_LAYERS = 4096
+MOST = 2**24
+"""No width or vocabulary is larger than this: what is, is damage or a slip of the keyboard."""
+MOST_POSITIONS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What all models of a family have in common."""
+
+    norm: Norm = "rms"
+    """RMSNorm, RMSNorm whose gain is 1 + weight, or LayerNorm."""
+    gated: bool = True
+    """The MLP is down(act(gate x) ⊙ up x), or else down(act(up x))."""
+    learned_positions: bool = False
+    """A table of positions instead of rotations; queries, keys and values are then one matrix."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(width)."""
+    post_norms: bool = False
+    """Attention and MLP are normed again before they are added."""
+    softcapped_attention: bool = False
+    """Scores may be capped, so attention is written out instead of fused."""
+
+
+TRAITS: Mapping[str, Traits] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Traits()),
+    "gpt2": Traits(norm="layer", gated=False, learned_positions=True),
+    "gemma": Traits(norm="rms-around-one", scaled_embedding=True),
+    "gemma2": Traits(
+        norm="rms-around-one", scaled_embedding=True, post_norms=True, softcapped_attention=True
+    ),
+    "gemma3_text": Traits(norm="rms-around-one", scaled_embedding=True, post_norms=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The shape of a transformer of one of the families."""
+
+    family: Family
+    """llama, mistral, qwen2, qwen3, gpt2, gemma, gemma2 or gemma3_text."""
+    layers: int
+    """Layers of the stack."""
+    width: int
+    """Numbers in the hidden state of a token."""
+    heads: int
+    """Heads of queries."""
+    kv_heads: int
+    """Heads of keys and values; a divisor of heads."""
+    head_width: int
+    """Numbers in a head."""
+    mlp_width: int
+    """Numbers in the MLP's hidden state."""
+    vocab: int
+    """Tokens that there are."""
+    context: int
+    """Positions that the model was made for."""
+    norm_eps: float = 1e-6
+    """ε of every norm."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    local_rope_base: float | None = None
+    """Base of the rotary frequencies in layers with a window; None is rope_base, scaling included."""
+    rope_scaling: RopeScaling = "none"
+    """How the frequencies were stretched for a longer context."""
+    rope_factor: float = 1.0
+    """By how much."""
+    rope_low_factor: float = 1.0
+    """llama3: wavelengths above rope_original_context over this are stretched."""
+    rope_high_factor: float = 4.0
+    """llama3: wavelengths below rope_original_context over this are not."""
+    rope_original_context: int = 8192
+    """llama3: the context before it was stretched."""
+    qkv_bias: bool = False
+    """Queries, keys and values have biases."""
+    output_bias: bool = False
+    """Attention's output has a bias."""
+    mlp_bias: bool = False
+    """The MLP's matrices have biases."""
+    qk_norm: bool = False
+    """Queries and keys are normed, head by head."""
+    tied: bool = False
+    """The head's matrix is the embedding's."""
+    activation: Activation = "silu"
+    """The MLP's nonlinearity."""
+    windows: tuple[int, ...] = ()
+    """Attention spans, repeated over the layers; 0 is the whole context."""
+    query_scalar: float | None = None
+    """Scores are divided by the root of this; None is head_width."""
+    attention_softcap: float | None = None
+    """Scores are kept within this bound by tanh (gemma2)."""
+    softcap: float | None = None
+    """Logits are kept within this bound by tanh."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("family", get_args(Family)),
+            ("activation", get_args(Activation)),
+            ("rope_scaling", get_args(RopeScaling)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise StackError(
+                    f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                )
+        self._check_sizes()
+        self._check_numbers()
+
+    def _check_sizes(self) -> None:
+        most = {"layers": MOST_LAYERS, "context": MOST_POSITIONS, "rope_original_context": MOST_POSITIONS}
+        sizes = ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab", "context")
+        for name in (*sizes, "rope_original_context"):
+            value, bound = getattr(self, name), most.get(name, MOST)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
+                raise StackError(f"{name} is {value!r}; it must be a whole number in 1..{bound}")
+        if self.heads % self.kv_heads:
+            raise StackError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads; use a divisor")
+        if self.heads * self.head_width > MOST:
+            raise StackError(f"{self.heads} heads of {self.head_width} are more than {MOST} numbers")
+        if not self.traits.learned_positions and self.head_width % 2:
+            raise StackError(f"head_width is {self.head_width}; rotary positions need an even one")
+        if self.traits.learned_positions and (
+            self.kv_heads != self.heads or self.heads * self.head_width != self.width
+        ):
+            raise StackError(
+                f"{self.family} has heads of its own for keys and values that fill the width, and not "
+                f"{self.kv_heads} for {self.heads} of {self.head_width} in a width of {self.width}"
+            )
+        for window in self.windows:
+            if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MOST_POSITIONS:
+                raise StackError(f"windows hold {window!r}; a span is at least 0, and 0 is the whole context")
+
+    def _check_numbers(self) -> None:
+        positive = ("norm_eps", "rope_base", "rope_factor", "rope_low_factor", "rope_high_factor")
+        optional = ("local_rope_base", "query_scalar", "attention_softcap", "softcap")
+        for name in (*positive, *optional):
+            value = getattr(self, name)
+            if not (value is None and name in optional) and not 0 < value < math.inf:
+                raise StackError(f"{name} is {value}; it must be finite and above 0")
+        if self.rope_scaling == "llama3" and self.rope_low_factor >= self.rope_high_factor:
+            raise StackError(
+                f"rope_low_factor is {self.rope_low_factor} and rope_high_factor {self.rope_high_factor}; "
+                "the first must be smaller"
+            )
+        if self.attention_softcap is not None and not self.traits.softcapped_attention:
+            raise StackError(f"attention_softcap is for gemma2, and the family is {self.family}")
+
+    @property
+    def traits(self) -> Traits:
+        """What the family has in common."""
+        return TRAITS[self.family]
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return (self.head_width if self.query_scalar is None else self.query_scalar) ** -0.5
+
+    def window(self, index: int) -> int:
+        """The attention span of layer `index`; 0 is the whole context."""
+        return self.windows[index % len(self.windows)] if self.windows else 0
