@@ -181,12 +181,38 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
         checkpoint, weights, tensors, saved = _read(path, model, optimizers)
     except _Unusable as problem:
         raise CheckpointError(f"checkpoint {path} {problem}; {_advice(path, model, optimizers)}") from None
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, assign=is_empty(model))
+    _tie_again(model, _read_state(path)["aliases"])
     if optimizers is not None:
         for name, optimizer in optimizers.items():
             _restore(optimizer, _decode(saved[name]["state_dict"], tensors))
         torch.set_rng_state(tensors["rng"])
     return checkpoint
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether a model was built on the meta device, without memory; its weights are then put in place."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def fill(model: nn.Module, weights: Tensors, where: str) -> None:
+    """Give a model weights from outside: all of its own, of its shapes, tied ones once or by every name."""
+    own = _tensors_of(model)
+    aliases = _aliases(own)
+    weights = weights | {alias: weights[name] for alias, name in aliases.items() if name in weights}
+    try:
+        _check_model({n: t for n, t in weights.items() if n not in aliases}, aliases, own, exact=False)
+    except _Unusable as problem:
+        raise CheckpointError(f"{where} {problem}; import the model again") from None
+    model.load_state_dict(weights, assign=is_empty(model))
+    _tie_again(model, aliases)
+
+
+def _tie_again(model: nn.Module, aliases: Mapping[str, str]) -> None:
+    """Assigned tensors are apart; names of one tensor become one parameter again."""
+    for alias, name in aliases.items():
+        owner, _, last = alias.rpartition(".")
+        setattr(model.get_submodule(owner), last, model.get_parameter(name))
 
 
 # Saving
@@ -247,7 +273,8 @@ def _aliases(tensors: Tensors) -> dict[str, str]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():  # empty tensors have no memory to share
-            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            storage = tensor.untyped_storage()._cdata  # also of tensors on the meta device
+            memory = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             groups.setdefault(memory, []).append(name)
     return {name: min(names) for names in groups.values() for name in names if name != min(names)}
 

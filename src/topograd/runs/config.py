@@ -14,6 +14,7 @@ import tyro
 
 from topograd.errors import ConfigError
 from topograd.nn.config import MOST, GPTConfig, SegmentInterface
+from topograd.nn.transformer_config import TransformerConfig
 from topograd.registry import Registry
 from topograd.runs.reading import build_dataclass
 from topograd.runs.schedule import warmup_stable_warmdown
@@ -151,8 +152,8 @@ class TrainConfig:
     """Of the weights and of the order of the data."""
     data: str | None = None
     """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
-    tokenizer: Literal["bytes", "bpe"] = "bpe"
-    """Bytes, or byte pairs learned from the text."""
+    tokenizer: Literal["bytes", "bpe", "imported"] = "bpe"
+    """Bytes, or byte pairs learned from the text; an imported model brings its own."""
     eval_every: int = 250
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_bytes: int = 200_000
@@ -175,6 +176,8 @@ class TrainConfig:
     """The optimizers and their rates."""
     search: Annotated[SearchConfig, tyro.conf.Suppress] = field(default_factory=SearchConfig)
     """What is searched for while the weights learn."""
+    imported: Annotated[TransformerConfig | None, tyro.conf.Suppress] = None
+    """The shape of a model from outside; `model` then only says its sizes."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "keep", "eval_bytes"):
@@ -203,9 +206,10 @@ class TrainConfig:
         """The stage DAG that these settings name."""
         return self.topology.build(self.model.layers)
 
-    def stack_config(self) -> GPTConfig:
+    def stack_config(self) -> GPTConfig | TransformerConfig:
         """The model's shape with the layers of private decoders, which lie behind its own."""
-        return replace(self.model, layers=self.build_topology().layers)
+        layers = self.build_topology().layers
+        return replace(self.model if self.imported is None else self.imported, layers=layers)
 
     def changed(self, **changes: Any) -> TrainConfig:
         """These settings with some replaced; those of the topology may be given by their own names.

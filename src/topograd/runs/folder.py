@@ -89,8 +89,11 @@ class Run:
     def store(self) -> CheckpointStore:
         """Where its checkpoints are kept."""
         from topograd.runs.checkpoint import FolderStore  # brings torch, which a folder does not need
+        from topograd.runs.referenced import NAME, ReferencedStore
 
-        return FolderStore(self.checkpoints)
+        return (
+            ReferencedStore(self.folder) if (self.folder / NAME).is_file() else FolderStore(self.checkpoints)
+        )
 
     @property
     def figures(self) -> Path:

@@ -30,6 +30,8 @@ NAME = "manifest.json"
 FORMAT = "topograd-run"
 VERSION = 1
 ONCE = ("config.toml", "tokenizer.json")
+IMPORTED = ("weights.json", "chat.json")
+"""What the run of a model from outside has too."""
 AGAIN = ("results.json", "calibration.json")
 
 
@@ -61,7 +63,7 @@ class Manifest:
 
     def _found(self) -> dict[str, Any]:
         """What a manifest says of the files that are there, as they are."""
-        there = [name for name in (*ONCE, *AGAIN) if (self.folder / name).is_file()]
+        there = [name for name in (*ONCE, *IMPORTED, *AGAIN) if (self.folder / name).is_file()]
         settings = None
         if ONCE[0] in there:
             settings = tomllib.loads((self.folder / ONCE[0]).read_text(encoding="utf-8"))
@@ -78,7 +80,7 @@ class Manifest:
         values, path = self._read(), self.folder / name
         allowed = values["files"].get(name)
         if not path.is_file():
-            if allowed and name in ONCE:
+            if allowed and name in (*ONCE, *IMPORTED):
                 raise RunError(f"{path} is missing, and it belongs to the run; restore it")
             return
         if allowed is None or sha256(path) not in allowed:

@@ -39,6 +39,8 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         return build_dataclass(hint, value, f"{name}.")  # type: ignore[arg-type]
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
+        if is_dataclass(option) and isinstance(value, Mapping):
+            return build_dataclass(option, value, f"{name}.")  # type: ignore[arg-type]
         origin = get_origin(option)
         if origin is Literal and type(value) is str and value in get_args(option):
             return value

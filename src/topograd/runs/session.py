@@ -14,11 +14,15 @@ import torch
 
 from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windows
 from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare as prepare_stack
+from topograd.nn.stack import Stack
+from topograd.nn.transformer import Transformer
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
+from topograd.runs.manifest import IMPORTED
 from topograd.runs.reading import build_dataclass
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
@@ -30,7 +34,7 @@ class Session:
 
     run: Run
     config: TrainConfig
-    stack: GPT
+    stack: Stack
     plan: Plan
     tokenizer: Tokenizer
     step: int
@@ -44,7 +48,9 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
     tokenizer = read_tokenizer(run)
     found = find_checkpoint(run, name)
     config = topology_at(read_settings(run), run.store.extra(found))
-    stack, plan = build_stack(config)
+    for name_ in IMPORTED:
+        run.manifest.verify(name_)
+    stack, plan = build_stack(config, empty=True)
     loaded = run.store.load(found, stack)
     check_owner(run, loaded)
     stack.eval()
@@ -92,10 +98,19 @@ def find_checkpoint(run: Run, name: str | None) -> str:
     return name
 
 
-def build_stack(config: TrainConfig) -> tuple[GPT, Plan]:
-    """A new model from the seed, with the heads, relays and interfaces that its topology wants."""
+def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
+    """A new model from the seed, with the heads, relays and interfaces that its topology wants.
+
+    With `empty`, one from outside has no memory yet: its weights are put in place when they are loaded.
+    """
     torch.manual_seed(config.seed)
-    stack = GPT(config.stack_config()).to(device_of(config))
+    shape, device = config.stack_config(), device_of(config)
+    stack: Stack
+    if isinstance(shape, GPTConfig):
+        stack = GPT(shape).to(device)
+    else:
+        with torch.device("meta" if empty else device):
+            stack = Transformer(shape)
     return stack, prepare_stack(stack, config.build_topology())
 
 

@@ -1,0 +1,131 @@
+"""Weights that stay where they are: a run of an imported model refers to them by path, size and SHA-256.
+
+    weights.json     format, version, the files, and for each tensor of the model where it lies
+
+A tensor may lie transposed or be some rows of a larger one, as published formats have it. What is read is
+memory-mapped; a tensor that is float32 and needs no change is not copied. Half precision becomes float32.
+
+Cost: the files are hashed on opening. Limits: safetensors only; nothing is saved here, so a run of this kind
+does not learn: `topograd train --init` starts one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from topograd.errors import CheckpointError
+from topograd.files import read_json, sha256
+from topograd.runs.checkpoint import Checkpoint, Optimizers, fill
+
+NAME = "weights.json"
+FORMAT = "topograd-weights"
+VERSION = 1
+CHECKPOINT = "imported"
+"""What the one checkpoint of such a run is called."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: in which file, under which name, and what is taken of it."""
+
+    file: int
+    name: str
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    """First and last row that are taken, after transposing; None is all."""
+
+
+def describe(files: list[Path], places: Mapping[str, Place]) -> dict[str, Any]:
+    """The content of weights.json."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": [
+            {"path": str(file.absolute()), "bytes": file.stat().st_size, "sha256": sha256(file)}
+            for file in files
+        ],
+        "tensors": {name: vars(place) for name, place in places.items()},
+    }
+
+
+@dataclass(frozen=True)
+class ReferencedStore:
+    """A checkpoint store with one checkpoint, whose weights lie elsewhere."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        return [CHECKPOINT]
+
+    def weights(self, name: str) -> str:
+        return sha256(self.folder / NAME)
+
+    def extra(self, name: str) -> dict[str, Any]:
+        return {}
+
+    def save(
+        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+    ) -> str:
+        raise CheckpointError(
+            f"{self.folder} refers to weights that are not its own; train on with: "
+            f"topograd train --init {self.folder}"
+        )
+
+    def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
+        if optimizers is not None:
+            raise CheckpointError(f"{self.folder} has no optimizers; use topograd train --init {self.folder}")
+        described = self._read()
+        files = [self._verified(file) for file in described["files"]]
+        places = {key: Place(**value) for key, value in described["tensors"].items()}
+        fill(model, _tensors(files, places), str(self.folder / NAME))
+        return Checkpoint(self.folder / NAME, 0, self.weights(name), {})
+
+    def _read(self) -> dict[str, Any]:
+        described = read_json(self.folder / NAME, CheckpointError)
+        if not isinstance(described, dict) or described.get("format") != FORMAT:
+            raise CheckpointError(f"{self.folder / NAME} is foreign; import the model again")
+        if described.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self.folder / NAME} has version {described.get('version')!r}, this program reads {VERSION}"
+            )
+        return described
+
+    def _verified(self, file: Mapping[str, Any]) -> Path:
+        path = Path(file["path"])
+        if not path.is_file():
+            raise CheckpointError(f"the weights {path} are gone; put them back, or import with --copy")
+        if path.stat().st_size != file["bytes"] or sha256(path) != file["sha256"]:
+            raise CheckpointError(
+                f"the weights {path} have changed since {self.folder} was imported; restore them, or import again"
+            )
+        return path
+
+
+def _tensors(files: list[Path], places: Mapping[str, Place]) -> dict[str, Tensor]:
+    """The tensors of a model, each read once from its memory-mapped file."""
+    found: dict[str, Tensor] = {}
+    try:
+        for index, file in enumerate(files):
+            with safe_open(file, framework="pt") as opened:
+                whole: dict[str, Tensor] = {}
+                for key, place in places.items():
+                    if place.file == index:
+                        if place.name not in whole:
+                            whole[place.name] = opened.get_tensor(place.name)
+                        found[key] = _taken(whole[place.name], place)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"the weights {file} cannot be read ({problem}); import again") from None
+    return found
+
+
+def _taken(tensor: Tensor, place: Place) -> Tensor:
+    tensor = tensor.t() if place.transposed else tensor
+    tensor = tensor if place.rows is None else tensor[place.rows[0] : place.rows[1]]
+    return tensor.to(torch.float32).contiguous()
