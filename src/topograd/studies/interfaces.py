@@ -7,22 +7,26 @@ for the same number of steps. They are plain GPTs: with an embedding of the prev
 and x0 in every layer, two layers come so close to eight that there is little left to measure.
 
     python -m topograd.studies.interfaces OUT.jsonl [ARCHITECTURE ...] [sweeps]
+                                          [--steps N] [--seeds N] [--optimizer NAME] [--relays RATE]
 
-trains every case that OUT.jsonl does not hold yet, appends a line for each, and prints the table. Cost: about
-a minute for each case on one core. CE is in nats per byte on held-out text; `early` is that of the first 16
+trains every case that OUT.jsonl does not hold yet, appends a line for each, and prints the table. Without
+words after the file, all architectures and the sweeps. `--optimizer` and `--relays` change the recipe: which
+optimizer takes the layers' matrices, and the learning rate of the interfaces. Cost: about a minute for each
+case of 400 steps on one core. CE is in nats per byte on held-out text; `early` is that of the first 16
 positions of a window, where there is least to read.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +35,24 @@ from rich.table import Table
 from torch import Tensor
 
 from topograd.data import Loader, Prepared, windows
-from topograd.nn.gpt import ARCHITECTURES, Architecture, GPTConfig
+from topograd.nn.config import ARCHITECTURES, Architecture, GPTConfig
 from topograd.nn.stack import Stack
-from topograd.runs.config import TrainConfig
+from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.session import build_stack, load_data
+from topograd.runs.topology_config import TopologyConfig
+from topograd.studies.fit import Watch, fit
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 from topograd.training.forward import stage_outputs
-from topograd.training.optimizer import OptimizerConfig, make_optimizers, set_learning_rates
 
 WIDTH, CONTEXT, STEPS = 64, 128, 400
 EARLY = 16
 HELDOUT_BYTES = 60_000
 COARSE, FINE = "S=8,r=8,pool=tail", "S=128,r=32,pool=tail"
+
+
+Key = tuple[str, str, str, int, int]
+KEY = ("architecture", "name", "recipe", "seed", "steps")
+"""What makes a training another one."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,19 @@ class Case:
     partition: str = "2,2,2,2"
     interface: str | None = None
     seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def key(self, steps: int) -> Key:
+        """The values of `KEY`."""
+        recipe = f"{self.optimizer.name}, relays {self.optimizer.relays:g}"
+        return self.architecture, self.name, recipe, self.seed, steps
 
     def config(self, steps: int = STEPS) -> TrainConfig:
         layers = sum(int(part) for part in self.partition.split(","))
         return TrainConfig(
-            partition=str(layers) if self.interface is None else self.partition,
-            interface=self.interface,
+            topology=TopologyConfig(
+                partition=str(layers) if self.interface is None else self.partition, interface=self.interface
+            ),
             steps=steps,
             batch=8,
             seed=self.seed,
@@ -77,6 +93,7 @@ class Case:
                 x0_blend=False,
                 value_embeddings="none",
             ),
+            optimizer=self.optimizer,
         )
 
 
@@ -93,7 +110,7 @@ def headline(architecture: Architecture, seeds: Iterable[int] = range(3)) -> lis
 
 
 def sweeps(architecture: Architecture) -> list[Case]:
-    """Segments, rank and region size with one seed; on the transformer also pools, maps and the leak."""
+    """Segments, rank and region size with its control, one seed; on transformers also pools, maps, the leak."""
     words = ["S=32,r=32,pool=tail", "S=128,r=4,pool=tail"]
     partitions = ["4,4"]
     if architecture == "transformer":
@@ -104,11 +121,7 @@ def sweeps(architecture: Architecture) -> list[Case]:
     cases = [Case(word, architecture, interface=word) for word in words]
     for partition in partitions:
         cases.append(Case(f"{FINE}, regions {partition}", architecture, partition, interface=FINE))
-    return cases
-
-
-Watch = Callable[[int, Stack, Plan, Tensor, Tensor], None]
-"""Called before each step with its number, the model and the batch."""
+    return [*cases, Case("4 layers alone", architecture, "4")]
 
 
 def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> tuple[Stack, Plan, Prepared]:
@@ -118,26 +131,6 @@ def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> tuple
     loader = Loader(data.train, CONTEXT, config.batch, config.seed)
     fit(stack, plan, loader, steps, config.optimizer, watch)
     return stack, plan, data
-
-
-def fit(
-    stack: Stack,
-    plan: Plan,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    steps: int,
-    config: OptimizerConfig,
-    watch: Watch | None = None,
-) -> None:
-    """`steps` steps on as many batches."""
-    optimizers = make_optimizers(stack, config)
-    for step, (inputs, targets) in zip(range(steps), batches, strict=False):
-        set_learning_rates(optimizers, config.multiplier(step, steps))
-        if watch is not None:
-            watch(step, stack, plan, inputs, targets)
-        train_step(stack, plan.topology, inputs, targets)
-        for optimizer in optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
 
 def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:
@@ -167,28 +160,23 @@ def position_losses(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -
     return torch.cat(parts)
 
 
-def read(file: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """What is there, by architecture, name and seed."""
+def read(file: Path) -> dict[Key, dict[str, Any]]:
+    """The trainings that are there."""
     if not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {(row["architecture"], row["name"], row["seed"]): row for row in rows}
+    return {(*(row[name] for name in KEY),): row for row in rows}  # type: ignore[misc]
 
 
-def run(file: Path, cases: Sequence[Case], steps: int = STEPS) -> dict[tuple[str, str, int], dict[str, Any]]:
+def run(file: Path, cases: Sequence[Case], steps: int = STEPS) -> dict[Key, dict[str, Any]]:
     """Train what is missing, one line of JSON for each; a killed study goes on where it was."""
     done = read(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     for i, case in enumerate(cases, 1):
-        key = (case.architecture, case.name, case.seed)
+        key = case.key(steps)
         if key in done:
             continue
-        row = {
-            "architecture": case.architecture,
-            "name": case.name,
-            "seed": case.seed,
-            **train_case(case, steps),
-        }
+        row = dict(zip(KEY, key, strict=True)) | train_case(case, steps)
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         done[key] = row
@@ -199,37 +187,55 @@ def run(file: Path, cases: Sequence[Case], steps: int = STEPS) -> dict[tuple[str
 
 
 def table(rows: Iterable[dict[str, Any]]) -> Table:
-    """Mean over seeds and their spread, with the distance to dense and to shallow."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Mean over seeds and their spread, with the distance to dense and to shallow trained alike."""
+    groups: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["architecture"], row["name"]), []).append(row)
+        group = (row["architecture"], row["name"], row["recipe"], row["steps"])
+        groups.setdefault(group, []).append(row)
     mean = {key: statistics.fmean(row["ce"] for row in group) for key, group in groups.items()}
     shown = Table(title="Held-out CE in nats per byte")
-    for column in ("architecture", "model", "CE", "±", "early", "seeds", "to dense", "to shallow"):
-        shown.add_column(column, justify="left" if column in ("architecture", "model") else "right")
-    for (architecture, name), group in groups.items():
-        here = mean[architecture, name]
+    words, numbers = ("architecture", "model", "recipe"), ("steps", "CE", "±", "early", "seeds")
+    for column in (*words, *numbers, "to dense", "to shallow"):
+        shown.add_column(column, justify="left" if column in words else "right")
+    for key, group in groups.items():
+        architecture, name, recipe, steps = key
         values = [row["ce"] for row in group]
-        gaps = [mean.get((architecture, other)) for other in ("dense", "shallow")]
+        gaps = [mean.get((architecture, other, recipe, steps)) for other in ("dense", "shallow")]
         shown.add_row(
             architecture,
             name,
-            f"{here:.4f}",
+            recipe,
+            str(steps),
+            f"{mean[key]:.4f}",
             f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–",
             f"{statistics.fmean(row['early'] for row in group):.4f}",
             str(len(values)),
-            *("–" if gap is None else f"{here - gap:+.4f}" for gap in gaps),
+            *("–" if gap is None else f"{mean[key] - gap:+.4f}" for gap in gaps),
         )
     return shown
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the study, or the architectures that are named."""
-    chosen = [a for a in ARCHITECTURES if a in argv[1:] or len(argv) == 1]
-    cases = [case for architecture in chosen for case in headline(architecture)]
-    if "sweeps" in argv[1:] or len(argv) == 1:
+    """Run the study, or the parts of it that are named."""
+    parser = argparse.ArgumentParser(prog="python -m topograd.studies.interfaces")
+    parser.add_argument("file", type=Path, help="lines of JSON, one for each training")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(ARCHITECTURES)} or sweeps")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of every training")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of dense, shallow and the two interfaces")
+    parser.add_argument("--optimizer", default=OptimizerConfig().name, help="as muon+adamw or adamw")
+    parser.add_argument("--relays", type=float, default=OptimizerConfig().relays, help="rate of interfaces")
+    asked = parser.parse_args(argv)
+    if unknown := set(asked.parts) - {*ARCHITECTURES, "sweeps"}:
+        parser.error(f"{sorted(unknown)[0]!r} is no part; choose from {', '.join(ARCHITECTURES)}, sweeps")
+    if asked.steps < 1 or asked.seeds < 1:
+        parser.error(f"--steps is {asked.steps} and --seeds {asked.seeds}; both must be at least 1")
+    chosen = [a for a in get_args(Architecture) if a in asked.parts or not asked.parts]
+    cases = [case for architecture in chosen for case in headline(architecture, range(asked.seeds))]
+    if "sweeps" in asked.parts or not asked.parts:
         cases += [case for architecture in chosen for case in sweeps(architecture)]
-    Console().print(table(run(Path(argv[0]), cases).values()))
+    optimizer = OptimizerConfig(name=asked.optimizer, relays=asked.relays)
+    cases = [replace(case, optimizer=optimizer) for case in cases]
+    Console().print(table(run(asked.file, cases, asked.steps).values()))
 
 
 if __name__ == "__main__":

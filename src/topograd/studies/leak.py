@@ -1,7 +1,7 @@
 """The published interface sees the future, and how much that flatters it.
 
 "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.1 (eqs. 4-5) pools a whole output
-into one state and adds it to every position of the next region. So a prediction at position t has heard the
+into one state and adds it to every position of the next region. So a prediction at position t has read the
 tokens after t. Two experiments show what follows, each beside a causal interface of the same rank:
 
     i.i.d. tokens    uniform over 16, fresh in every batch: nothing can be predicted, and no honest model can
@@ -25,14 +25,16 @@ from rich.table import Table
 from torch import Tensor
 
 from topograd.data import windows
+from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
+from topograd.nn.interface import add_interfaces
+from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
-from topograd.studies.interfaces import CONTEXT, EARLY, Case, fit, position_losses, trained
+from topograd.runs.config import OptimizerConfig
+from topograd.studies.fit import fit
+from topograd.studies.interfaces import CONTEXT, EARLY, Case, position_losses, trained
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import prepare
-from topograd.training.optimizer import OptimizerConfig
 
 VOCAB, LENGTH, RANK = 16, 16, 16
 FLOOR = math.log(VOCAB)
