@@ -79,7 +79,7 @@ class Tokenizer:
             show_progress=False,
         )
         learner = _byte_level(models.BPE())
-        with _without_pool():
+        with without_pool():
             learner.train_from_iterator(_sample([_checked(text) for text in texts]), trainer)
         return cls(_renumber(json.loads(learner.to_str())["model"]["merges"]))
 
@@ -116,9 +116,9 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as a uint32 array. Long texts are encoded in parts, with the same result."""
         if not self.merges:
-            return [np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]
+            return [np.frombuffer(utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]
         parts = [(index, part) for index, text in enumerate(texts) for part in _parts(_checked(text))]
-        with _without_pool():
+        with without_pool():
             if len(parts) <= 1:
                 arrays = [self._encode_part(part) for _, part in parts]
             else:
@@ -154,8 +154,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Read what `save` wrote."""
+        """Read what `save` wrote, or Hugging Face's tokenizer.json."""
         content = read_json(path, DataError)
+        from topograd.data.foreign_tokenizer import (
+            ForeignTokenizer,
+            is_foreign,
+        )  # which builds on this module
+
+        if is_foreign(content):
+            return ForeignTokenizer.load(path)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise _refused(path, "is not a tokenizer of this package")
         if content.get("version") != _VERSION:
@@ -216,6 +223,12 @@ def _byte_alphabet() -> tuple[str, ...]:
 
 
 _ALPHABET = _byte_alphabet()
+_BYTES = {character: value for value, character in enumerate(_ALPHABET)}
+
+
+def byte_of(character: str) -> int | None:
+    """The byte that a character of a byte-level token stands for; None if it stands for none."""
+    return _BYTES.get(character)
 
 
 def _printable(piece: bytes) -> str:
@@ -243,7 +256,8 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
+    """The text's bytes; half a surrogate pair, which has none, is refused."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -253,12 +267,12 @@ def _utf8(text: str) -> bytes:
 
 
 def _checked(text: str) -> str:
-    _utf8(text)
+    utf8(text)
     return text
 
 
 @contextmanager
-def _without_pool() -> Iterator[None]:
+def without_pool() -> Iterator[None]:
     """Keep the library from starting its thread pool, and leave the environment as it was."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)

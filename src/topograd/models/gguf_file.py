@@ -44,7 +44,7 @@ _MOST_HEADER_BYTES = 2**26
 _MOST_ENTRIES = 2**16
 _MOST_TENSORS = 2**17
 _MOST_DIMENSIONS = 4
-_CHUNK_ELEMENTS = 2**20
+_CHUNK_ELEMENTS = 2**17  # what is in work then stays in the cache
 _SCALARS = {  # GGUF's number of a type: its letter for `struct`, which is numpy's too
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip

@@ -1,0 +1,298 @@
+"""Tokenizers of other people's models: Hugging Face's tokenizer.json, run by the `tokenizers` library.
+
+`ForeignTokenizer` has the interface of `Tokenizer`. Its file is the given tokenizer.json, byte for byte; what
+that file does not say (which token ends a text, whether one is put before it, the chat template) is in
+tokenizer_config.json, which is read and saved beside it where there is one.
+
+Three ways to encode:
+
+    encode(text)                  a document: nothing is added, and text that spells a special token is text
+    encode(text, special=True)    a prompt: as transformers does by default; the special tokens that it spells
+                                  are recognised, and those that the tokenizer adds are added
+    encode_chat(text)             what a chat template gave: recognised, none added
+
+`pieces` are the bytes of each token, so a text can be decoded token by token. They exist for tokenizers whose
+decoder takes each token by itself: byte-level, and SentencePiece's "▁" with bytes as a fallback. The decoder
+of the second kind drops the space before a text, and so does `decode`; a stream that continues a text must
+not, and does not. Bytes that are not UTF-8 decode to U+FFFD as in Python; transformers differs there for the
+fallback (it replaces every byte of such a run, the valid ones too).
+
+Limits. The bytes of the tokens are those of the normalised text: where a tokenizer normalises (NFC, a space
+before the text), they can differ from the document's by a few. Patterns in a tokenizer.json are run as they
+are: a hostile one can be slow.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import processors
+
+from topograd.data.tokenizer import Tokenizer, byte_of, utf8, without_pool
+from topograd.errors import DataError
+from topograd.files import dump_json, read_json, write_atomic
+
+CONFIG_FILE = "tokenizer_config.json"
+ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+MOST_TOKENS = 2**21
+_MOST_BYTES = 2**28
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Tokens by which known models end a document or their turn, the ends of documents first.
+_ENDS = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>",
+    "<end_of_turn>", "<|end|>",
+)  # fmt: skip
+
+
+class ForeignTokenizer(Tokenizer):
+    """A tokenizer given by the text of a tokenizer.json and the content of a tokenizer_config.json."""
+
+    config: dict[str, Any]
+    """What tokenizer_config.json holds; empty where there is none."""
+
+    def __init__(self, text: str, config: Mapping[str, Any] | None = None) -> None:
+        # The base is a frozen dataclass of merges: this one has none of its own, and sets what it has once.
+        put = object.__setattr__
+        put(self, "merges", ())
+        put(self, "_text", text)
+        put(self, "config", dict(config or {}))
+        put(self, "_prompts", _built(text, self.config))
+        content = json.loads(text)
+        put(self, "_kind", str(content["model"].get("type") or "BPE").lower())
+        put(self, "_decoder", _Decoder(content.get("decoder")))
+        put(self, "pieces", _pieces(self._prompts, self._decoder))
+        put(self, "_separator", self._find_separator())
+
+    # Set above; declared for those who read and for mypy.
+    _text: str
+    _kind: str
+    _prompts: tokenizers.Tokenizer
+    _decoder: "_Decoder"
+    _separator: int
+
+    @property
+    def kind(self) -> str:
+        """The library's kind of model: "bpe" mostly."""
+        return self._kind
+
+    @property
+    def separator(self) -> int:
+        """The id before each document: what the tokenizer itself puts there, or else what ends a text."""
+        return self._separator
+
+    def special(self, role: str) -> int | None:
+        """The id of the token with a role, such as "eos"; None if the model has none."""
+        if role not in ROLES:
+            raise DataError(f"a tokenizer has no role {role!r}; the roles are {', '.join(ROLES)}")
+        token = _token(self.config, role)
+        return None if token is None else self._prompts.token_to_id(token)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the tokens with a role, as chat templates know them: {"eos_token": "</s>", ...}."""
+        ids = {f"{role}_token": self.special(role) for role in ROLES}
+        return {name: str(self._prompts.id_to_token(i)) for name, i in ids.items() if i is not None}
+
+    @cached_property
+    def stop_tokens(self) -> frozenset[int]:
+        """The ids behind which generation ends: the config's eos, and what known models end with."""
+        ends = [self._special_ids[name] for name in _ENDS if name in self._special_ids]
+        eos = self.special("eos")
+        return frozenset(ends if eos is None else [*ends, eos])
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 (hex) of the file and of what the config changes about it."""
+        what = {key: self.config[key] for key in ("add_bos_token", "add_eos_token") if key in self.config}
+        settings = json.dumps([what, self.special_tokens], sort_keys=True)
+        return hashlib.sha256(f"{settings}\n{self._text}".encode()).hexdigest()
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of a document, or with `special` of a prompt, as transformers gives them by default."""
+        with without_pool():
+            return _ids(self._prompts, text, add=True) if special else _ids(self._documents, text)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of what a chat template gave: special tokens are recognised, and none is added."""
+        with without_pool():
+            return _ids(self._prompts, text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each document as a uint32 array."""
+        documents = self._documents  # made here, not by several threads at once
+        with without_pool(), ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda text: np.array(_ids(documents, text), dtype=np.uint32), texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
+        given = [int(i) for i in ids]
+        text = super().decode(given)
+        first = next((i for i in given if 0 <= i < self.vocab and self.pieces[i]), None)
+        return text if first is None else self._decoder.begin(text, str(self._prompts.id_to_token(first)))
+
+    def to_text(self) -> str:
+        """The tokenizer.json, byte for byte as it was given."""
+        return self._text
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json, and its tokenizer_config.json beside it if it has one."""
+        if self.config:
+            write_atomic(path.with_name(CONFIG_FILE), dump_json(self.config, indent=2) + "\n")
+        write_atomic(path, self._text)
+
+    @classmethod
+    def load(cls, path: Path) -> "ForeignTokenizer":
+        """Read a tokenizer.json, and the tokenizer_config.json beside it if there is one."""
+        try:
+            if path.stat().st_size > _MOST_BYTES:
+                raise DataError(f"{path} has more than {_MOST_BYTES} bytes: that is no tokenizer.json")
+            text = path.read_bytes().decode()
+        except OSError as problem:
+            raise DataError(f"{path} cannot be read ({problem.strerror}); give a tokenizer.json") from None
+        except UnicodeDecodeError:
+            raise _refused("it is not UTF-8") from None
+        beside = path.with_name(CONFIG_FILE)
+        config = read_json(beside, DataError) if beside.is_file() else {}
+        if not isinstance(config, dict):
+            raise DataError(f"{beside} is damaged, it holds no JSON object; restore it or remove it")
+        return cls(text, config)
+
+    @cached_property
+    def _documents(self) -> tokenizers.Tokenizer:
+        tokenizer = _built(self._text, self.config)
+        tokenizer.encode_special_tokens = True  # the library's name for: spelled ones are encoded as text
+        return tokenizer
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        added = self._prompts.get_added_tokens_decoder()
+        return {token.content: i for i, token in sorted(added.items()) if token.special}
+
+    def _find_separator(self) -> int:
+        before = _ids(self._prompts, "", add=True)
+        if before and before[0] in self._special_ids.values():
+            return before[0]
+        ends = [self._special_ids[name] for name in _ENDS if name in self._special_ids]
+        roles = [i for role in ("eos", "bos") if (i := self.special(role)) is not None]
+        found = next(iter([*ends, *roles, *self._special_ids.values()]), None)
+        if found is None:
+            raise _refused("it has no special token that could stand between documents")
+        return found
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add: bool = False) -> list[int]:
+    utf8(text)
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def is_foreign(content: object) -> bool:
+    """Whether the content of a JSON file is that of a tokenizer.json."""
+    return isinstance(content, dict) and isinstance(content.get("model"), dict) and "added_tokens" in content
+
+
+class _Decoder:
+    """What a tokenizer.json's decoder does to each token: text replacements, and bytes of one kind."""
+
+    def __init__(self, content: Any) -> None:
+        self._strip = 0
+        self._mark = ""
+        self._replace: list[tuple[str, str]] = []
+        self._bytes = ""
+        steps = content.get("decoders") if _kind(content) == "Sequence" else [content]
+        for step in steps if isinstance(steps, list) else [None]:
+            self._add(_kind(step), step)
+
+    def piece(self, token: str) -> bytes:
+        if self._bytes == "ByteLevel":
+            values = [byte_of(character) for character in token]
+            return token.encode() if None in values else bytes(v for v in values if v is not None)
+        for old, new in self._replace:
+            token = token.replace(old, new)
+        if self._bytes == "ByteFallback" and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.encode()
+
+    def begin(self, text: str, token: str) -> str:
+        """A whole text as the decoder begins it, given its first token: without the space put before it."""
+        if self._mark and self._mark in token:  # Metaspace drops every one of the first token
+            return token.replace(self._mark, "") + text[len(token) :]
+        lead = len(text) - len(text.lstrip(" "))
+        return text[min(lead, self._strip) :]
+
+    def _add(self, kind: str, step: Any) -> None:
+        if kind in ("ByteLevel", "ByteFallback"):
+            self._bytes = kind
+        elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
+            self._replace.append((step["pattern"]["String"], step["content"]))
+        elif kind == "Strip" and step["content"] == " " and step["stop"] == 0:
+            self._strip = step["start"]
+        elif kind == "Metaspace":
+            self._replace.append((step["replacement"], " "))
+            self._mark = step["replacement"] if step.get("prepend_scheme", "always") != "never" else ""
+        elif kind != "Fuse":
+            raise _refused(f"its decoder {kind} does not take each token by itself")
+
+
+def _kind(step: Any) -> str:
+    return str(step.get("type")) if isinstance(step, dict) else "None"
+
+
+def _pieces(tokenizer: tokenizers.Tokenizer, decoder: _Decoder) -> tuple[bytes, ...]:
+    """The bytes of each id up to the last; nothing for special tokens, and for ids that nothing has."""
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    last = max(tokens.values(), default=-1)
+    if not 0 <= last < MOST_TOKENS:
+        raise _refused(f"its ids go up to {last}; at least one and at most {MOST_TOKENS} ids are allowed")
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    pieces = [b""] * (last + 1)
+    for token, i in tokens.items():
+        if i not in special:
+            pieces[i] = decoder.piece(token)
+    return tuple(pieces)
+
+
+def _built(text: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The library's tokenizer, without cutting and padding, with the config's own choice of bos and eos."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except BaseException as problem:  # the library panics on some damaged files, and that is no Exception
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        raise _refused(" ".join(str(problem).split())[:200]) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if "add_bos_token" in config or "add_eos_token" in config:
+        tokenizer.post_processor = _processor(tokenizer, config)
+    return tokenizer
+
+
+def _processor(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> processors.TemplateProcessing:
+    parts, ids = ["$A"], []
+    for role, place in (("bos", 0), ("eos", 2)):
+        token = _token(config, role)
+        number = None if token is None else tokenizer.token_to_id(token)
+        if config.get(f"add_{role}_token") is True and token is not None and number is not None:
+            parts.insert(place, token)
+            ids.append((token, number))
+    return processors.TemplateProcessing(single=parts, special_tokens=ids)
+
+
+def _token(config: Mapping[str, Any], role: str) -> str | None:
+    """The text of the token with a role: given as such, or as the content of a table."""
+    given = config.get(f"{role}_token")
+    content = given.get("content") if isinstance(given, dict) else given
+    return content if isinstance(content, str) else None
+
+
+def _refused(reason: str) -> DataError:
+    return DataError(f"this tokenizer.json cannot be used: {reason}; give one of a byte-level or ▁ tokenizer")

@@ -1,0 +1,277 @@
+"""Tokenizers of other models, against transformers' own on hostile Unicode."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from topograd.data.foreign_tokenizer import MOST_TOKENS, ForeignTokenizer
+from topograd.data.shards import Shards, write_shards
+from topograd.data.tokenizer import Tokenizer
+from topograd.depth.text import TextStream
+from topograd.errors import DataError
+
+CORPUS = [
+    "The capital of France is Paris. It's 1234567 times as old as you think, they've said.",
+    "def f(x):\n    return x ** 2  # naïve café, œuvre\n\n\n\tif x:\r\n        pass",
+    "Привет, мир! 日本語のテキスト。 안녕하세요 🙂👩‍👩‍👧‍👦 e\u0301 \u00e9",
+] * 3
+SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+FRAGMENTS = [
+    "<s>", "</s>", "<|im_start|>", "<|im_", "<tool>", "▁", "▁▁", " ", "   ", "\n\n", "\r\n", "\t", "\0",
+    "e\u0301", "\u200d", "\u202e", "\ufeff", "\ufffd", "<0x41>", "<0xE2>", "Ġ", "🙂", "１２", "'RE", "'s",
+    "The capital", " of France", "1234",
+]  # fmt: skip
+HOSTILE = st.lists(
+    st.one_of(
+        st.text(max_size=12),
+        st.sampled_from(FRAGMENTS),
+    ),
+    max_size=8,
+).map("".join)
+
+
+def _specials(tokenizer: tokenizers.Tokenizer) -> None:
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+
+
+def _byte_level(vocab: int = 400) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
+    )
+    _specials(tokenizer)
+    return tokenizer
+
+
+def _normalised_byte_level() -> tokenizers.Tokenizer:
+    """In the manner of Qwen2: NFC, and a pattern of its own."""
+    tokenizer = _byte_level()
+    pattern = tokenizers.Regex(r"(?i:'s|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    return tokenizer
+
+
+def _fallback(prefix: str) -> tokenizers.Tokenizer:
+    """In the manner of Llama 2 ("prepend"), its later form ("metaspace") and Gemma ("none")."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(
+        CORPUS[:2] * 3, trainers.BpeTrainer(vocab_size=200, show_progress=False, limit_alphabet=60)
+    )
+    content = json.loads(trained.to_str())["model"]
+    first = ["<unk>", *(f"<0x{value:02X}>" for value in range(256))]
+    vocab = {token: i for i, token in enumerate([*first, *content["vocab"]])}
+    merges = [tuple(pair) for pair in content["merges"]]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif prefix == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    if prefix != "none":
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    _specials(tokenizer)
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    return tokenizer
+
+
+def _metaspace_decoder() -> tokenizers.Tokenizer:
+    tokenizer = _fallback("metaspace")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte-level": _byte_level,
+    "nfc": _normalised_byte_level,
+    "prepend": lambda: _fallback("prepend"),
+    "metaspace": lambda: _fallback("metaspace"),
+    "no prefix": lambda: _fallback("none"),
+    "metaspace decoder": _metaspace_decoder,
+}
+CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
+
+
+@cache
+def _pair(kind: str) -> tuple[ForeignTokenizer, PreTrainedTokenizerFast]:
+    text = KINDS[kind]().to_str()
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(text), bos_token="<s>", eos_token="</s>"
+    )
+    return ForeignTokenizer(text, CONFIG), theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(text=HOSTILE)
+def test_encodes_and_decodes_as_transformers(kind: str, text: str) -> None:
+    ours, theirs = _pair(kind)
+    ids = ours.encode(text, special=True)
+    assert ids == theirs.encode(text)
+    assert ours.encode_chat(text) == theirs.encode(text, add_special_tokens=False)
+    document = ours.encode(text)
+    assert document == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+    theirs.backend_tokenizer.encode_special_tokens = False
+    assert ours.encode_batch([text, ""])[0].tolist() == document
+    for tokens in (ids, document):
+        plain = theirs.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(tokens) == plain
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "nfc", "no prefix"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_stream_of_any_tokens_gives_what_decode_gives(kind: str, data: st.DataObject) -> None:
+    ours, theirs = _pair(kind)
+    tokens = data.draw(st.lists(st.integers(0, ours.vocab - 1), max_size=20))
+    stream = TextStream(ours)
+    text = "".join(stream.feed(token) for token in tokens) + stream.finish()
+    assert text == ours.decode(tokens)
+    if kind != "no prefix":  # there, transformers replaces every byte of a run that is not UTF-8
+        assert text == theirs.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace", "metaspace decoder"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_stream_keeps_the_space_that_decode_drops_before_a_text(kind: str, data: st.DataObject) -> None:
+    ours, _ = _pair(kind)
+    tokens = data.draw(st.lists(st.integers(0, ours.vocab - 1), max_size=20))
+    before = ours.encode("The capital")
+    stream = TextStream(ours)
+    text = "".join(stream.feed(token) for token in tokens) + stream.finish()
+    assert ours.decode([*before, *tokens]) == "The capital" + text
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=HOSTILE)
+def test_byte_lengths_are_those_of_the_text(text: str) -> None:
+    ours, _ = _pair("byte-level")
+    ids = ours.encode(text)
+    assert ours.byte_lengths[ids].sum() == len(text.encode())
+    assert ours.decode(ids) == text
+    assert not set(ids) & {ours.separator, *ours.stop_tokens}, "a document cannot spell a special token"
+
+
+def test_what_the_rest_of_the_program_reads(tmp_path: Path) -> None:
+    text = json.dumps(json.loads(_byte_level().to_str()), indent=3).replace("\n", "\r\n")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(text.encode())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(CONFIG))
+    ours = Tokenizer.load(path)
+    assert isinstance(ours, ForeignTokenizer)
+    ids = {name: i for i, name in enumerate(SPECIALS, ours.vocab - 5)}
+    assert ours.kind == "bpe"
+    assert ours.special("bos") == ids["<s>"]
+    assert ours.special("eos") == ids["</s>"]
+    assert ours.special("pad") is None
+    assert ours.stop_tokens == {ids["</s>"], ids["<|im_end|>"]}
+    assert ours.separator == ids["</s>"]
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert len(ours.pieces) == len(ours.byte_lengths) == ours.vocab
+    assert ours.pieces[ids["<s>"]] == b""
+    assert ours.pieces[-1] == b"<tool>"
+    other = tmp_path / "copy"
+    other.mkdir()
+    ours.save(other / "tokenizer.json")
+    assert (other / "tokenizer.json").read_bytes() == text.encode()
+    again = Tokenizer.load(other / "tokenizer.json")
+    assert isinstance(again, ForeignTokenizer)
+    assert (again.digest, again.config, again.to_text()) == (ours.digest, ours.config, ours.to_text())
+    assert again.digest != ForeignTokenizer(text).digest
+    with pytest.raises(DataError, match="no role"):
+        ours.special("end")
+    with pytest.raises(DataError, match="is not in this vocabulary"):
+        ours.decode([ours.vocab])
+    with pytest.raises(DataError, match="surrogate"):
+        ours.encode("\ud800")
+
+
+def test_the_separator_is_what_the_tokenizer_puts_before_a_text() -> None:
+    llama, _ = _pair("prepend")
+    assert llama.separator == llama.special("bos") == llama.encode("", special=True)[0]
+    without = json.loads(_byte_level().to_str())
+    without["added_tokens"] = [token for token in without["added_tokens"] if not token["special"]]
+    with pytest.raises(DataError, match="no special token"):
+        ForeignTokenizer(json.dumps(without))
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("eos", [True, False])
+def test_the_config_decides_on_bos_and_eos(bos: bool, eos: bool) -> None:
+    text = _fallback("prepend").to_str()
+    config = CONFIG | {"add_bos_token": bos, "add_eos_token": eos}
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(text),
+        bos_token="<s>", eos_token="</s>", add_bos_token=bos, add_eos_token=eos,
+    )  # fmt: skip
+    ours = ForeignTokenizer(text, config)
+    assert ours.encode("The capital", special=True) == theirs.encode("The capital")
+    assert ours.separator == ours.special("bos" if bos else "eos")
+
+
+def test_cutting_and_padding_in_the_file_are_ignored() -> None:
+    tokenizer = _byte_level()
+    whole = tokenizer.encode(CORPUS[0]).ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=500)
+    assert ForeignTokenizer(tokenizer.to_str()).encode(CORPUS[0]) == whole
+
+
+def _refusals() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
+    def decoder(kind: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda content: content | {"decoder": {"type": kind, "prefix": "##", "cleanup": True}}
+
+    def far(content: dict[str, Any]) -> Any:
+        content["model"]["vocab"]["far"] = MOST_TOKENS
+        return content
+
+    return {
+        "words": (decoder("WordPiece"), "decoder WordPiece"),
+        "no decoder": (lambda content: content | {"decoder": None}, "decoder None"),
+        "model": (lambda content: content | {"model": {"type": "New"}}, "cannot be used"),
+        "merges": (lambda c: c | {"model": c["model"] | {"merges": [["a", "zzz"]]}}, "cannot be used"),
+        "ids": (far, "ids go up to"),
+    }
+
+
+@pytest.mark.parametrize("case", _refusals())
+def test_what_cannot_be_used_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    change, message = _refusals()[case]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(_byte_level().to_str()))))
+    with pytest.raises(DataError, match=message) as caught:
+        Tokenizer.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_shards_hold_vocabularies_of_more_than_65536_ids(tmp_path: Path) -> None:
+    documents = [[0, 151_935, 65_536], np.array([70_000], dtype=np.uint32)]
+    write_shards(tmp_path / "shards", documents, 151_936, separator=151_643)
+    shards = Shards.open(tmp_path / "shards")
+    assert [document.tolist() for document in shards] == [[0, 151_935, 65_536], [70_000]]
