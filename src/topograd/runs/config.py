@@ -243,13 +243,17 @@ class TrainConfig:
         version = values.get("version", VERSION)
         if version != VERSION:
             raise ConfigError(f"the settings have version {version!r}; write them as version {VERSION}")
-        merged = self.as_dict()
-        for name, value in values.items():
-            if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
-                merged[name] = {**merged[name], **value}
-            else:
-                merged[name] = value
-        return TrainConfig.from_dict({name: _without_none(value) for name, value in merged.items()})
+        return TrainConfig.from_dict(_without_none(_merged(self.as_dict(), values)))
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, with what is above where both have it; tables within them likewise."""
+    merged = dict(below)
+    for name, value in above.items():
+        before = merged.get(name)
+        tables = isinstance(value, Mapping) and isinstance(before, Mapping)
+        merged[name] = _merged(before, value) if tables else value
+    return merged
 
 
 def _without_none(value: Any) -> Any:

@@ -103,7 +103,8 @@ class ReferencedStore:
             raise CheckpointError(f"the weights {path} are gone; put them back, or import with --copy")
         if path.stat().st_size != file["bytes"] or sha256(path) != file["sha256"]:
             raise CheckpointError(
-                f"the weights {path} have changed since {self.folder} was imported; restore them, or import again"
+                f"the weights {path} have changed since {self.folder} was imported; restore them, or import "
+                "again"
             )
         return path
 

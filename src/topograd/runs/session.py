@@ -53,7 +53,7 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
     stack, plan = build_stack(config, empty=True)
     loaded = run.store.load(found, stack)
     check_owner(run, loaded)
-    stack.eval()
+    stack.to(device_of(config)).eval()
     return Session(run, config, stack, plan, tokenizer, loaded.step, loaded.weights)
 
 
