@@ -110,7 +110,7 @@ def headline(architecture: Architecture, seeds: Iterable[int] = range(3)) -> lis
 
 
 def sweeps(architecture: Architecture) -> list[Case]:
-    """Segments, rank and region size with its control, one seed; on transformers also pools, maps, the leak."""
+    """Segments, rank and region size with its control, one seed; on transformers pools, maps, the leak."""
     words = ["S=32,r=32,pool=tail", "S=128,r=4,pool=tail"]
     partitions = ["4,4"]
     if architecture == "transformer":
@@ -165,7 +165,7 @@ def read(file: Path) -> dict[Key, dict[str, Any]]:
     if not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {(*(row[name] for name in KEY),): row for row in rows}  # type: ignore[misc]
+    return {(*(row[name] for name in KEY),): row for row in rows}
 
 
 def run(file: Path, cases: Sequence[Case], steps: int = STEPS) -> dict[Key, dict[str, Any]]:
@@ -190,8 +190,8 @@ def table(rows: Iterable[dict[str, Any]]) -> Table:
     """Mean over seeds and their spread, with the distance to dense and to shallow trained alike."""
     groups: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        group = (row["architecture"], row["name"], row["recipe"], row["steps"])
-        groups.setdefault(group, []).append(row)
+        alike = (row["architecture"], row["name"], row["recipe"], row["steps"])
+        groups.setdefault(alike, []).append(row)
     mean = {key: statistics.fmean(row["ce"] for row in group) for key, group in groups.items()}
     shown = Table(title="Held-out CE in nats per byte")
     words, numbers = ("architecture", "model", "recipe"), ("steps", "CE", "±", "early", "seeds")
