@@ -7,9 +7,9 @@ from rich.console import Console
 
 from topograd.cli.fields import kernel_table, simulation_table
 from topograd.fields import checks
-from topograd.report import fields as fields_page
-from topograd.report.fields_figures import drift_panel
-from topograd.studies import fields as fields_study
+from topograd.report import study as study_page
+from topograd.report.field_figures import drift_panel
+from topograd.studies import listing
 
 
 def test_the_kernel_is_the_tangent_kernel(call: Any) -> None:
@@ -78,14 +78,18 @@ def test_tables_fit_a_terminal() -> None:
 def test_a_study_writes_a_page_and_says_what_came_out(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fields_page, "study_panels", lambda record: (drift_panel(record),))  # one is fast
+    monkeypatch.setattr(study_page, "study_panels", lambda record: (drift_panel(record),))  # one is fast
     words = ("fields", "study", "--preset", "tiny", "--out", tmp_path / "new" / "folder")
     told = call(*words)
     assert told.code == 0, told.err
     assert "The conjecture of section 10.3." in told.out
     assert "- From the first layer to the last, the layers carried" in told.out
-    page = tmp_path / "new" / "folder" / "teacher.html"
+    page = tmp_path / "new" / "folder" / "fields.html"
     assert page.is_file()
+    assert {file.name for file in (page.parent / "figures").iterdir()} == {
+        "fields-drift.svg",
+        "fields-drift.png",
+    }
     assert f"Page: {page}" in told.out
 
 
@@ -96,7 +100,7 @@ def test_a_study_as_json(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked.append((folder, record["data"]))
         return folder / "page.html"
 
-    monkeypatch.setattr(fields_page, "write_study", write)
+    monkeypatch.setattr(study_page, "write_study", write)
     answer = call("fields", "study", "--data", "digits", "--preset", "tiny", "--out", tmp_path, "--json").json
     assert answer.keys() >= {"layers", "drift", "geometry", "staged", "findings", "verdict", "seconds"}
     assert (answer["data"], answer["preset"], answer["page"]) == (
@@ -108,7 +112,7 @@ def test_a_study_as_json(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_study_refuses_before_it_works(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields_study, "study", lambda *given: pytest.fail("it worked"))
+    monkeypatch.setattr(listing, "run_study", lambda *given: pytest.fail("it worked"))
     (tmp_path / "file").write_text("")
     said = call("fields", "study", "--out", tmp_path / "file").refusal
     assert "cannot be a folder" in said

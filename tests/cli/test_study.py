@@ -8,7 +8,7 @@ import pytest
 from topograd.cli import main
 from topograd.cli import study as module
 from topograd.report import study as study_page
-from topograd.studies.registry import STUDIES
+from topograd.studies.listing import STUDIES
 from topograd.studies.staged_runs import PRESETS
 
 
@@ -32,7 +32,7 @@ def test_the_depth_sweep_as_json(call: Any, tmp_path: Path) -> None:
     assert answer["verdict"] == "undecided at this size"
     page = Path(answer["page"])
     assert page == tmp_path / "a" / "b" / "stage0-depth.html"
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for claim in answer["claims"]:
         assert claim["name"] in text
     assert "<script" not in text
@@ -42,7 +42,11 @@ def test_the_depth_sweep_as_json(call: Any, tmp_path: Path) -> None:
 
 def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = {
-        "table": {"caption": "A caption", "header": ["arm", "BPB"], "rows": [["2,2,2 residual-gate", "2.5"]]},
+        "tables": [
+            {"caption": "A caption", "header": ["arm", "BPB"], "rows": [["2,2,2 residual-gate", "2.5"]]},
+            {"caption": "Another", "header": ["arm"], "rows": [["6"]]},
+        ],
+        "findings": ["What came out [of it]."],
         "claims": [{"name": "trend", "measured": "+0.1", "verdict": "held"}],
         "prediction": "It falls.",
         "verdict": "held",
@@ -57,15 +61,43 @@ def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(study_page, "write_study", lambda folder, record: folder / "page.html")
     said = call("study", "run", "experiment-a", "--seeds", 5, "--out", tmp_path).out
     assert asked == [("experiment-a", "small", 5)]
-    for words in ("A caption", "2,2,2 residual-gate", "trend", "The paper: It falls.", "Verdict: held"):
+    said_of = ("A caption", "2,2,2 residual-gate", "Another", "trend", "- What came out [of it].")
+    for words in (*said_of, "The paper: It falls.", "Verdict: held"):
         assert words in said
     assert f"Page: {tmp_path / 'page.html'}" in said
+
+
+def test_a_study_without_claims_or_a_figure(call: Any, tmp_path: Path) -> None:
+    words = ("study", "run", "chain-rates", "--preset", "tiny", "--out", tmp_path)
+    said = call(*words).out
+    assert "The slope of G_1 along training" in said
+    assert "Verdict" not in said
+    text = (tmp_path / "chain-rates.html").read_text(encoding="utf-8")
+    assert text.count("<figure>") == 0
+    assert "The slope of G_1 along training" in text
+    assert "<script" not in text
+    assert not list((tmp_path / "figures").iterdir())
+
+
+def test_seeds_where_there_is_no_choice(call: Any, tmp_path: Path) -> None:
+    said = call("study", "run", "leak", "--preset", "tiny", "--seeds", 2, "--out", tmp_path).refusal
+    assert "--seeds is 2; study leak has seeds of its own, leave --seeds out" in said
 
 
 def test_list(call: Any) -> None:
     listed = call("study", "list", "--json").json["studies"]
     assert [study["name"] for study in listed] == list(STUDIES)
     assert all(study["prediction"].endswith(".") for study in listed)
+    hidden = {
+        "interfaces",
+        "leak",
+        "jacobians",
+        "learning-coefficient",
+        "minilm",
+        "chain-rates",
+        "optimizers",
+    }
+    assert {study["name"] for study in listed} >= {*hidden, "fields", "fields-digits"}
     assert "experiment-e" in call("study", "list").out
 
 

@@ -16,7 +16,7 @@ Invent = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
-    (tmp_path / "corpus.txt").write_text(" ".join(words))
+    (tmp_path / "corpus.txt").write_text(" ".join(words), encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return replace(PRESETS["tiny"], eval_bytes=200, data=str(tmp_path / "corpus.txt"))
 

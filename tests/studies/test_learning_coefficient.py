@@ -81,7 +81,11 @@ def test_the_comparison_in_small() -> None:
         assert len(one.estimates) == 2
         assert 0 < one.error < exact
     assert samplings[1].example_gradients > 100 * reading.example_gradients
-    assert table(model, reading, samplings).row_count == 3
+    assert [row[0] for row in table(model, reading, samplings).rows] == [
+        "rates, m = 2",
+        "SGLD 40",
+        "SGLD 120",
+    ]
 
 
 def test_the_verdict_takes_the_first_budget_that_is_good_enough() -> None:

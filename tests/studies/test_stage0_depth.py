@@ -55,9 +55,17 @@ def test_one_seed_decides_nothing(invent: Any) -> None:
 
 def test_the_table_stands_beside_the_papers(invent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = invent(ARMS, bpb=lambda arm: 3 - 0.1 * arm.depth)
-    monkeypatch.setattr(module, "train_arms", lambda *given: rows)
+    trained: list[Arm] = []
+
+    def train_arms(arms: list[Arm], *rest: Any) -> list[dict[str, Any]]:
+        trained.extend(arms)
+        return rows
+
+    monkeypatch.setattr(module, "train_arms", train_arms)
     found = module.run(None, 3, lambda *done: None)  # type: ignore[arg-type]
     assert [row[0] for row in found.cells] == [*SWEEP, "6"]
+    assert [arm.topology.heads for arm in trained] == ["per-stage"] * 5 + ["shared"], "backprop has one head"
+    assert len(trained[-1].topology.stages) == 1
     shallow = found.cells[1]
     assert shallow[:2] == ("2,2,2", "2.8000")
     assert shallow[3:] == ("+7.69", "4,4,4", "0.9340", "+3.28", "+4.41")

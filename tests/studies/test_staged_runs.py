@@ -1,14 +1,17 @@
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from topograd.data import windows
+from topograd.data import Text, windows
 from topograd.errors import ConfigError, DivergenceError
+from topograd.runs.config import OptimizerConfig
 from topograd.runs.session import load_data
 from topograd.studies import staged_runs as module
+from topograd.studies.experiment_c import forest
 from topograd.studies.experiment_e import behind_root
 from topograd.studies.staged_runs import (
     PRESETS,
@@ -25,7 +28,6 @@ from topograd.studies.staged_runs import (
     train_arms,
     values,
 )
-from topograd.training.evaluation import Text
 
 
 def silent(done: int, total: int) -> None:
@@ -46,10 +48,12 @@ def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.Mon
     seen: list[Any] = []
 
     def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any) -> None:
+        assert config.relays == (0.5 if seen[1:] else OptimizerConfig().relays)
         seen.append((stack.layers[0].state_dict(), stack.embedding.weight, list(batches), steps))
 
     monkeypatch.setattr(module, "fit", fit)
-    train_arms([chain("6"), behind_root("gate"), chain("1,3,2", objective="residual")], sizes, 1, silent)
+    own_rate = replace(chain("1,3,2", objective="residual"), relays=0.5)
+    train_arms([chain("6"), behind_root("gate"), own_rate], sizes, 1, silent)
     first, *others = seen
     for weights, embedding, batches, steps in others:
         assert steps == len(batches) == sizes.steps
@@ -62,11 +66,24 @@ def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.Mon
         )
 
 
-def test_an_arm_is_read_by_its_pooling(sizes: Sizes) -> None:
-    plain, corrected = train_arms([chain("2,2,2"), chain("2,2,2", "r", "residual")], sizes, 1, silent)
-    assert plain["bpb"] == plain["bpb_last"] == plain["bpb_prefix"][-1]
-    assert corrected["bpb"] == corrected["bpb_sum"] != corrected["bpb_last"]
+def test_an_arm_is_read_by_what_its_topology_predicts(sizes: Sizes) -> None:
+    arms = [chain("2,2,2"), chain("2,2,2", "r", "residual"), forest("2,2,2")]
+    plain, corrected, parallel = train_arms(arms, sizes, 1, silent)
+    assert [row["prediction"] for row in (plain, corrected, parallel)] == ["last", "sum", "pool"]
+    assert plain["bpb"] == plain["bpb_last"] == plain["bpb_prefix"][-1] == plain["bpb_stages"][-1]
+    assert corrected["bpb"] == corrected["bpb_sum"] == corrected["bpb_prefix"][-1] != corrected["bpb_last"]
+    assert parallel["bpb"] == pytest.approx(parallel["bpb_mean"]) != pytest.approx(parallel["bpb_last"])
     assert len(plain["usefulness"]) == len(plain["effective_rank"]) == 3
+
+
+def test_the_first_weights_of_relays_may_be_set(sizes: Sizes) -> None:
+    seen: list[Any] = []
+
+    def start(stack: Any) -> None:
+        seen.append(sorted(stack.own_relays()))
+
+    train_arms([replace(behind_root("gate"), start=start)], sizes, 1, silent)
+    assert seen == [["gate-1"]], "its relays are there, and nothing was trained yet"
 
 
 def test_no_way_around_the_stage_before(sizes: Sizes) -> None:
@@ -95,14 +112,23 @@ def test_a_probe_adds_its_readings(sizes: Sizes) -> None:
     assert told == [(1, 2), (2, 2)]
 
 
-def test_a_loss_that_is_not_finite(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(stack: Any, *rest: Any) -> None:
-        with torch.no_grad():
-            stack.embedding.weight.fill_(math.nan)
+@pytest.mark.parametrize(
+    ("partition", "layer", "why"),
+    [
+        ("6", 0, "arm 6 with seed 0: the loss of stage 1 is nan at step 1"),
+        ("2,2,2", 5, "arm 2,2,2 with seed 0: stage 3 broke at step 1; take other sizes"),
+    ],
+)
+def test_a_loss_that_is_not_finite(partition: str, layer: int, why: str, sizes: Sizes) -> None:
+    """A stage that breaks is not left out in silence: the others would be another arm."""
 
-    monkeypatch.setattr(module, "fit", spoil)
-    with pytest.raises(DivergenceError, match="arm 6 with seed 0 has weights that are not finite"):
-        train_arms([chain("6")], sizes, 1, silent)
+    @torch.no_grad()
+    def spoil(stack: Any) -> None:
+        for parameter in stack.layers[layer].parameters():
+            parameter.fill_(math.nan)
+
+    with pytest.raises(DivergenceError, match=why):
+        train_arms([replace(chain(partition), start=spoil)], sizes, 1, silent)
 
 
 def test_no_seeds(sizes: Sizes) -> None:

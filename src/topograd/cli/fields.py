@@ -69,7 +69,7 @@ class Study:
     preset: Literal["tiny", "small"] = "small"
     """Sizes; tiny takes seconds and shows little."""
     out: Path = Path("runs/fields-study")
-    """Where DATA.html, DATA.json and figures go; those of an earlier study of the same data are replaced."""
+    """Where the page, its numbers and its figures go; those of an earlier study of that data are replaced."""
     json: Json = False
 
 
@@ -106,13 +106,14 @@ def run(argv: list[str]) -> int:
 
 
 def _study(asked: Study) -> dict[str, Any]:
-    from topograd.report.fields import write_study
-    from topograd.studies.fields import study
+    from topograd.report.study import write_study
+    from topograd.studies.listing import run_study
 
     make_folder(asked.out)
     if asked.preset == "small":
         note(f"a study of {asked.data}: a minute or two")
-    record = study(asked.data, asked.preset, counted)
+    name = "fields" if asked.data == "teacher" else f"fields-{asked.data}"
+    record = run_study(name, asked.preset, None, counted("runs"))
     return {**record, "page": str(write_study(asked.out, record))}
 
 
@@ -149,8 +150,7 @@ def simulation_table(answer: Mapping[str, Any]) -> Table:
 def _show_study(answer: Mapping[str, Any]) -> None:
     """Every finding, the verdict, and where the page lies."""
     console = out()
-    for part in answer["findings"].values():
-        for words in part:
-            console.print(f"- {words}")
+    for words in answer["findings"]:
+        console.print(f"- {words}")
     console.print(f"\nThe conjecture of section 10.3. {answer['verdict']}")
     console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)

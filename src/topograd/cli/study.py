@@ -1,4 +1,4 @@
-"""`topograd study`: the experiments of "Stage-Partitioned Learning", run here and judged."""
+"""`topograd study`: the experiments and tables of the papers, run here."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from rich.table import Table
 from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.cli.progress import counted
 from topograd.limits import REPEATS, check_numbers
-from topograd.studies.registry import STUDIES, Preset, run_study, study_named
+from topograd.studies.listing import STUDIES, run_study, study_named
+from topograd.studies.results import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Every study, with what the paper predicts."""
+    """Every study, with what its paper predicts."""
 
     json: Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run a study: a table, a page with its figure, and whether the prediction held."""
+    """Run a study: its tables, a page with figures, and what came of the prediction."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """One of those that `study list` names."""
     preset: Preset = "small"
-    """tiny takes seconds and decides little, small some minutes."""
+    """tiny takes seconds and decides little, small minutes, and more than an hour for `interfaces`."""
     seeds: int | None = None
-    """Seeds of every arm; by default the preset's, 2 or 3."""
+    """Seeds of every arm, where a study has a choice; by default the preset's."""
     out: Path = Path("runs/studies")
     """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
     json: Json = False
@@ -74,23 +75,22 @@ def _run(asked: Run) -> dict[str, Any]:
     make_folder(asked.out)
     if asked.preset == "small":
         note(f"{asked.name}: some minutes")
-    record = run_study(asked.name, asked.preset, asked.seeds, counted(f"{asked.name}: trainings"))
+    record = run_study(asked.name, asked.preset, asked.seeds, counted(asked.name))
     return {**record, "page": str(write_study(asked.out, record))}
 
 
 def list_table(answer: Mapping[str, Any]) -> Table:
     """Names and predictions."""
     table = Table()
-    for column in ("name", "what the paper predicts"):
+    for column in ("name", "what its paper predicts"):
         table.add_column(column, no_wrap=column == "name")
     for study in answer["studies"]:
         table.add_row(study["name"], study["prediction"])
     return table
 
 
-def result_table(answer: Mapping[str, Any]) -> Table:
-    """The study's table."""
-    found = answer["table"]
+def result_table(found: Mapping[str, Any]) -> Table:
+    """One of the study's tables."""
     table = Table(title=found["caption"], title_justify="left")
     for i, column in enumerate(found["header"]):
         table.add_column(column, justify="right" if i else "left", no_wrap=not i)
@@ -111,8 +111,13 @@ def claims_table(answer: Mapping[str, Any]) -> Table:
 
 def _show(answer: Mapping[str, Any]) -> None:
     console = out()
-    console.print(result_table(answer))
-    console.print(claims_table(answer))
+    for found in answer["tables"]:
+        console.print(result_table(found))
+    if answer["claims"]:
+        console.print(claims_table(answer))
+    for words in answer["findings"]:
+        console.print(f"- {words}", highlight=False)
     console.print(f"The paper: {answer['prediction']}")
-    console.print(f"Verdict: {answer['verdict']}")
+    if answer["verdict"] is not None:
+        console.print(f"Verdict: {answer['verdict']}")
     console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)

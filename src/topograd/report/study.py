@@ -1,12 +1,12 @@
-"""The page of one study of staged learning: the prediction, every claim with its verdict, figure and table.
+"""The page of one study: what was predicted, every claim with its verdict, findings, figures and tables.
 
-It stands alone, as a report does: no script, nothing loaded. FOLDER/NAME.html is written last, after
-FOLDER/NAME.json and FOLDER/figures/NAME.svg and .png.
+It stands alone, as a report does: no script, nothing loaded, every figure described and with its numbers in a
+table. FOLDER/NAME.html is written last, after FOLDER/NAME.json and FOLDER/figures/NAME*.svg and .png.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,23 @@ from matplotlib.figure import Figure
 from topograd.errors import RunError
 from topograd.files import write_atomic, write_json
 from topograd.report.drawing import legend_below, look, new_figure, panels, render, style
+from topograd.report.field_figures import field_panels
 from topograd.report.figures import Panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
+from topograd.report.optimizer_figures import optimizer_panels
 from topograd.report.page import figure_html
 from topograd.report.tables import Table, fixed, read_row
 
 Record = Mapping[str, Any]
 BARS = "Bars are 90 % intervals of the mean over seeds; a point without one has a single value."
+FIGURES: Mapping[str, Callable[[Record], tuple[Panel, ...]]] = {
+    "fields": field_panels,
+    "fields-digits": field_panels,
+    "optimizers": optimizer_panels,
+}
+"""Studies with figures of their own; the others have the one that their record describes, or none."""
+SHORT = 24
+"""Letters of a verdict that still fits a tile."""
 
 
 def write_study(folder: Path, record: Record) -> Path:
@@ -31,22 +41,30 @@ def write_study(folder: Path, record: Record) -> Path:
     try:
         figures.mkdir(parents=True, exist_ok=True)
         with style():
-            panel = study_panel(record)
-            assert panel.figure is not None, "a study always has points"
-            svg, png = render(panel.figure)
-        write_atomic(figures / f"{name}.svg", svg)
-        write_atomic(figures / f"{name}.png", png)
+            drawn = study_panels(record)
+            images = {panel.name: render(panel.figure) for panel in drawn if panel.figure is not None}
+        for panel, (svg, png) in images.items():
+            stem = name if panel == name else f"{name}-{panel}"
+            write_atomic(figures / f"{stem}.svg", svg)
+            write_atomic(figures / f"{stem}.png", png)
         write_json(folder / f"{name}.json", dict(record))
-        write_atomic(page, _page(record, panel, svg))
+        write_atomic(page, _page(record, drawn, {panel: svg for panel, (svg, _) in images.items()}))
     except OSError as problem:
         reason = problem.strerror
         raise RunError(f"cannot write {page} ({reason}); pass --out with a folder you can write") from None
     return page
 
 
-def study_panel(record: Record) -> Panel:
-    """The figure of a study, with its points as a table; inside `drawing.style()`."""
-    drawing = record["figure"]
+def study_panels(record: Record) -> tuple[Panel, ...]:
+    """The figures of a study, inside `drawing.style()`."""
+    own = FIGURES.get(record["study"])
+    if own is not None:
+        return own(record)
+    return () if record["figure"] is None else (points_panel(record["study"], record["figure"]),)
+
+
+def points_panel(name: str, drawing: Record) -> Panel:
+    """Series of points with intervals, and the same as a table."""
     table = Table(
         drawing["title"],
         ("series", drawing["across"], drawing["up"], "from", "to"),
@@ -57,10 +75,10 @@ def study_panel(record: Record) -> Panel:
         ),
     )
     alt = f"{drawing['title']}. {read_row(table, 0)}"
-    return Panel(record["study"], drawing["title"], BARS, _draw(drawing), alt, table)
+    return Panel(name, drawing["title"], BARS, _draw(drawing), alt, table)
 
 
-def _draw(drawing: Mapping[str, Any]) -> Figure:
+def _draw(drawing: Record) -> Figure:
     """Every series as points with bars, joined by a line along x."""
     figure = new_figure(3.8)
     (axes,) = panels(figure, 1)
@@ -86,32 +104,33 @@ def _draw(drawing: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _page(record: Record, panel: Panel, svg: str) -> str:
-    sizes = record["sizes"]
-    lead = (
-        f"GPTs of six layers of width {sizes['width']} on bytes, {sizes['steps']} steps of "
-        f"{sizes['batch']} × {sizes['context']} tokens ({sizes['soft_steps']} where boundaries are learned). "
-        "All arms of a seed start from the same weights and see the same data in the same order."
-    )
-    links = [("claims", "What was predicted, and what came out"), (panel.name, panel.title)]
-    links.append(("numbers", "The table"))
-    table = record["table"]
-    numbers = Table(table["caption"], tuple(table["header"]), tuple(map(tuple, table["rows"])))
-    tiles = tiles_html([("verdict", record["verdict"]), ("seeds", str(record["seeds"]))])
+def _page(record: Record, drawn: Sequence[Panel], svgs: Mapping[str, str]) -> str:
+    first = "What was predicted, and what came out"
+    links = [("outcome", first), *((panel.name, panel.title) for panel in drawn), ("numbers", "The numbers")]
+    tables = [Table(t["caption"], tuple(t["header"]), tuple(map(tuple, t["rows"]))) for t in record["tables"]]
+    verdict = record["verdict"] or ""
+    tiles = [("verdict", verdict)] if 0 < len(verdict) <= SHORT else []
+    tiles += [] if record["seeds"] is None else [("seeds", str(record["seeds"]))]
     parts = [
-        section("claims", links[0][1], _claims(record)),
-        figure_html(panel, svg),
-        section("numbers", "The table", table_html(numbers)),
+        section("outcome", first, _outcome(record)),
+        *(figure_html(panel, svgs.get(panel.name)) for panel in drawn),
+        section("numbers", "The numbers", "\n".join(map(table_html, tables))),
     ]
-    return document(f"{record['title']} ({record['study']})", lead, links, parts, tiles)
+    title = f"{record['title']} ({record['study']})"
+    return document(title, record["setting"], links, parts, tiles_html(tiles) if tiles else "")
 
 
-def _claims(record: Record) -> str:
-    """The prediction in words, and a table of claims."""
-    rows = tuple(
-        (claim["name"], claim["prediction"], claim["measured"], claim["verdict"], claim["rule"])
-        for claim in record["claims"]
-    )
-    header = ("claim", "what the paper says", "measured", "verdict", "rule")
-    words = f"<p>{escape(record['prediction'])}</p>"
-    return words + table_html(Table("Each claim, judged by its rule", header, rows))
+def _outcome(record: Record) -> str:
+    """The prediction, what was found, the claims, and the verdict, as far as there are any."""
+    body = [f"<p>{escape(record['prediction'])}</p>"]
+    if record["findings"]:
+        said = "".join(f"<li>{escape(words)}</li>" for words in record["findings"])
+        body.append(f"<ul>{said}</ul>")
+    if record["claims"]:
+        header = ("claim", "what the paper says", "measured", "verdict", "rule")
+        keys = ("name", "prediction", "measured", "verdict", "rule")
+        rows = tuple(tuple(claim[key] for key in keys) for claim in record["claims"])
+        body.append(table_html(Table("Each claim, judged by its rule", header, rows)))
+    if record["verdict"] is not None:
+        body.append(f"<p><strong>Verdict.</strong> {escape(record['verdict'])}</p>")
+    return "\n".join(body)

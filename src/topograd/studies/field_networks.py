@@ -1,4 +1,4 @@
-"""Networks, tasks and runs of the study of fields.
+"""The networks, tasks and runs of gradient descent in which fields are studied.
 
 Networks are He-initialised with rows of length √N as inputs, so that Q^{(0)}, and all of K, is of order one
 at any width. Y is a mean of ReLUs and so never negative: two classes have the targets LOW and a higher one.
@@ -8,7 +8,7 @@ gradient taken from the fields, which is exact. A step costs as much as a forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +20,7 @@ from topograd.errors import ConfigError, DivergenceError
 from topograd.fields.field_state import Fields, State, state_of
 
 Data = Literal["teacher", "digits"]
-Preset = Literal["tiny", "small"]
 Weights = list[Tensor]
-OnMore = Callable[[int, int], None]
 LOW, HIGH = 0.2, 1.0
 TEACHER_INPUTS, TEACHER_NEURONS = 16, 4
 LEADING = 8
@@ -40,6 +38,9 @@ class Sizes:
     steps: int = 500
     readings: int = 24
     """Moments of a run at which kernels are read, spaced by ratios."""
+    depths: tuple[int, ...] = (3, 4, 6)
+    """Depths at which the shares of the layers are compared."""
+    depth_seeds: int = 3
     widths: tuple[int, ...] = (32, 64, 128, 256, 512)
     drift_examples: int = 64
     drift_steps: int = 200
@@ -52,11 +53,11 @@ class Sizes:
     """Pairs of examples, of either kind, whose G is decomposed."""
 
 
-PRESETS: dict[Preset, Sizes] = {
+PRESETS: Mapping[str, Sizes] = {
     "small": Sizes(),
     "tiny": Sizes(
-        width=24, examples=24, unseen=40, steps=30, readings=6, widths=(8, 16, 32), drift_examples=12,
-        drift_steps=20, highs=(1.0, 2.0), seeds=3, pairs=4,
+        width=24, examples=24, unseen=40, steps=30, readings=6, depths=(3, 4), depth_seeds=2,
+        widths=(8, 16, 32), drift_examples=12, drift_steps=20, highs=(1.0, 2.0), seeds=3, pairs=4,
     ),
 }  # fmt: skip
 
@@ -103,7 +104,7 @@ def _digits(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError("--data digits needs scikit-learn; install topograd[studies]") from None
+        raise ConfigError("the digits need scikit-learn; install topograd[studies]") from None
     found = load_digits()
     x, digits = torch.from_numpy(found.data).double(), torch.from_numpy(found.target)
     chosen = torch.randperm(len(x), generator=generator)[:rows]

@@ -1,7 +1,5 @@
 """Does it help to respect a network's symmetries? Six ways to train on three tasks, with equal budgets.
 
-    python -m topograd.studies.optimizers [--task NAME ...] [--seeds N] [--out FOLDER]
-
 Tasks are those of `optimizer_tasks.py`. All arms of a task see the same first weights, the same batches in
 the same order and the same number of steps, with one schedule (a short warm-up, then a line down to zero).
 The learning rate of each arm is the one with the least loss on unseen examples at the end (`memorise`: on
@@ -21,7 +19,21 @@ What is reported, over seeds, at the end of training:
 
     learnt, unseen, gap    cross-entropy in nats on either set, and their difference
     shift, rescale         how far the weights went along the orbits of translations, and of rescalings
-    alignment, rates       whether a rate can be read along the trajectory (`optimizer_rates.py`)
+    alignment, rates       whether a rate can be read along the trajectory
+
+A rate is that of the bottom of a hidden layer. Between two linear maps with an activation between them, let h
+be the activations that enter the second, and δ the gradients that reach the outputs of the first, for labels
+drawn from the model itself:
+
+    u          the right singular vector of H (n, h) of the least singular value;  t = σ_min(H) / σ_max(H)
+    v          the same of the gradients' matrix (n, h)
+    G          mean (δ · u)² over that of all directions: projected sample by sample
+    alignment  |⟨u, v⟩|: 1 where activations and gradients vanish in one direction
+
+and the rate is the slope of log G on log t over the trajectory (`geometry/rates.py`), with the least
+alignment of all moments: G along a direction in which only H vanishes mixes powers. A unit that never fires
+makes t zero; such moments are left out. u, v and this t are our choice for networks whose dead direction
+nobody has set by hand; the conditions are those of §12.
 
 A companion paper of "Dead Directions: Geometric Singular Learning" reports gaps of 0.67 and 5.88 for DDCAdam
 and AdamW, in a setting that we do not know; this is no repetition of it.
@@ -35,28 +47,24 @@ Cost: about 25 minutes on one core for all tasks; gpt takes half of it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from topograd.geometry.rates import Rate, fit_rate
 from topograd.optim.ddc_adam import DDCAdam
+from topograd.optim.equivariance import GOAL64, equivariance
 from topograd.optim.gauges import Gauge
 from topograd.optim.gauges.translation import Translation
 from topograd.optim.z_loss import z_loss
-from topograd.studies.optimizer_rates import Moment, read_moment, readable
-from topograd.studies.optimizer_tasks import TASKS, Task, losses
+from topograd.studies.optimizer_tasks import TASKS, Task, losses, modular
+from topograd.studies.results import OnMore, Preset, Result, ResultTable
 
 WARMUP, READINGS = 20, 12
 ROWS = 1024
@@ -70,6 +78,8 @@ TUNING = 100
 """The seed on which learning rates are chosen."""
 ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SGD_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+FLOOR = 1e-12
+"""Smaller t are rounding."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +265,53 @@ def _outcome(task: Task, arm: Arm, lr: float, seed: int, rows: Sequence[Mapping[
     )
 
 
+@dataclass(frozen=True)
+class Moment:
+    """t, G along the activations' bottom, and the alignment of the two bottoms."""
+
+    t: float
+    G: float
+    alignment: float
+
+
+def read_moment(model: nn.Module, pair: tuple[str, str], inputs: Tensor) -> Moment:
+    """What the layer between two maps says now, on some inputs, with the model's own labels."""
+    first, second = (model.get_submodule(name) for name in pair)
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        first.register_forward_hook(lambda module, given, out: seen.__setitem__("z", out)),
+        second.register_forward_hook(lambda module, given, out: seen.__setitem__("h", given[0])),
+    ]
+    try:
+        with torch.enable_grad():
+            logits = model(inputs).flatten(0, -2)
+            generator = torch.Generator(logits.device).manual_seed(0)
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+            (delta,) = torch.autograd.grad(
+                nn.functional.cross_entropy(logits, drawn, reduction="sum"), seen["z"]
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return _moment(seen["h"].detach().flatten(0, -2), delta.flatten(0, -2))
+
+
+def _moment(H: Tensor, delta: Tensor) -> Moment:
+    H, delta = H.double(), delta.double()
+    _, activations, right = torch.linalg.svd(H, full_matrices=False)
+    u, v = right[-1], torch.linalg.svd(delta, full_matrices=False).Vh[-1]
+    G = (delta @ u).square().mean() / delta.square().sum(1).mean()
+    return Moment((activations[-1] / activations[0]).item(), G.item(), (u @ v).abs().clamp(max=1).item())
+
+
+def readable(moments: Sequence[Moment]) -> Rate:
+    """The rate over a trajectory, or why there is none."""
+    held = {moment.t: moment for moment in moments if moment.t > FLOOR}
+    alignment = min(moment.alignment for moment in moments)
+    t, values = (list(held), [moment.G for moment in held.values()]) if held else ([1.0], [0.0])
+    return fit_rate(t, values, estimator="Fisher, one draw of the labels", noise="noisy", alignment=alignment)
+
+
 def tune(task: Task, arm: Arm, seed: int = TUNING) -> tuple[float, dict[float, float]]:
     """The rate with the least loss on the task's choice of examples, and all losses; what diverges is inf."""
     tried = {}
@@ -265,58 +322,63 @@ def tune(task: Task, arm: Arm, seed: int = TUNING) -> tuple[float, dict[float, f
     return min(tried, key=lambda lr: tried[lr]), tried
 
 
-def study(task: Task, seeds: int = 3, arms: Sequence[Arm] = ARMS) -> dict[str, Any]:
-    """Every arm of one task, as plain numbers."""
-    tried, runs = {}, []
-    for arm in arms:
-        lr, tried[arm.name] = tune(task, arm)
-        runs += [train(task, arm, lr, seed) for seed in range(seeds)]
-        print(
-            f"{task.name}, {arm.name}: lr {lr:g}, unseen {runs[-1].unseen:.4f}", file=sys.stderr, flush=True
-        )
-    return {"task": task.name, "tried": tried, "runs": [{**asdict(run), "gap": run.gap} for run in runs]}
+def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+    """Every arm on every task; with the preset tiny, on one small task."""
+    tiny = preset == "tiny"
+    tasks = [modular(steps=10, p=7, hidden=16)] if tiny else [make() for make in TASKS.values()]
+    seeds = seeds or (1 if tiny else 3)
+    done, by_task = 0, []
+    for task in tasks:
+        found: dict[str, Any] = {"task": task.name, "tried": {}, "runs": []}
+        for arm in ARMS:
+            tried, runs = compare(task, arm, seeds)
+            found["tried"][arm.name] = tried
+            found["runs"] += [{**asdict(one), "gap": one.gap} for one in runs]
+            done += 1
+            on_more(done, len(tasks) * len(ARMS))
+        by_task.append(found)
+    return Result(
+        setting=(
+            f"Tasks: {', '.join(task.name for task in tasks)}. All arms of a task see the same first "
+            "weights, batches and number of steps; each has the best of as many learning rates."
+        ),
+        rows=[{k: v for k, v in one.items() if k != "curves"} for found in by_task for one in found["runs"]],
+        tables=tuple(table(found) for found in by_task),
+        seeds=seeds,
+        record={
+            "arms": [arm.name for arm in ARMS],
+            "by_task": by_task,
+            "equivariance": {**equivariance(5 if tiny else 200), "goal": GOAL64},
+        },
+    )
+
+
+def compare(task: Task, arm: Arm, seeds: int) -> tuple[dict[float, float], list[Outcome]]:
+    """An arm on a task: the losses of the rates that were tried, and its runs with the best of them."""
+    lr, tried = tune(task, arm)
+    return tried, [train(task, arm, lr, seed) for seed in range(seeds)]
 
 
 COLUMNS = ("learnt", "unseen", "gap", "accuracy", "shift", "rescale", "alignment")
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(found: Mapping[str, Any]) -> ResultTable:
     """Mean ± standard deviation over seeds for each arm; a rate counts where it was not refused."""
-    shown = Table(title=f"{found['task']}: cross-entropy in nats, mean ± sd over seeds")
-    for column in ("", "lr", *COLUMNS, "rates"):
-        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+    rows = []
     for arm, tried in found["tried"].items():
         runs = [run for run in found["runs"] if run["arm"] == arm]
         lr = runs[0]["lr"]
         edge = "*" if lr in (min(tried), max(tried)) else ""
         cells = [_spread([run[column] for run in runs]) for column in COLUMNS]
         read = sum(run["refused"] is None for run in runs)
-        shown.add_row(arm, f"{lr:g}{edge}", *cells, f"{read}/{len(runs)}")
-    shown.caption = "* at an end of the rates that were tried"
-    return shown
+        rows.append((arm, f"{lr:g}{edge}", *cells, f"{read}/{len(runs)}"))
+    caption = (
+        f"{found['task']}: cross-entropy in nats, mean ± standard deviation over seeds; "
+        "* is an end of the rates that were tried"
+    )
+    return ResultTable(caption, ("arm", "lr", *COLUMNS, "rates"), tuple(rows))
 
 
 def _spread(values: Sequence[float]) -> str:
     mean = statistics.fmean(values)
     return f"{mean:.3g} ± {statistics.stdev(values):.1g}" if len(values) > 1 else f"{mean:.3g}"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study, print a table for each task, and keep the numbers if there is a folder for them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m topograd.studies.optimizers", description="Does it help?"
-    )
-    parser.add_argument("--task", choices=list(TASKS), action="append", help="one task instead of all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="a folder for TASK.json")
-    given = parser.parse_args(argv)
-    for name in given.task or TASKS:
-        found = study(TASKS[name](), given.seeds)
-        Console(width=170).print(table(found))
-        if given.out is not None:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / f"{name}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
-"""The study of fields: its runs against autograd, its measures, its sentences, its figures and page."""
+"""The study of fields: its runs against autograd, its measures, its sentences and its figures."""
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +8,14 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from topograd.errors import ConfigError, DivergenceError, RunError
+from topograd.errors import ConfigError, DivergenceError
 from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
 from topograd.reference.fields import descend, projectors, staged_step
-from topograd.report.fields import write_study
-from topograd.report.fields_figures import study_panels
-from topograd.studies import fields as module
-from topograd.studies import fields_runs
-from topograd.studies.fields import staged_residuals, study
-from topograd.studies.fields_geometry import links, rank_correlations, shares, tails
-from topograd.studies.fields_runs import (
+from topograd.report.drawing import style
+from topograd.report.field_figures import field_panels
+from topograd.studies import field_training as module
+from topograd.studies.field_networks import (
     PRESETS,
     Sizes,
     descent,
@@ -28,16 +23,23 @@ from topograd.studies.fields_runs import (
     make_weights,
     reading_steps,
 )
-from topograd.studies.fields_summary import verdict
+from topograd.studies.field_training import staged_residuals, study
+from topograd.studies.results import Result
+from topograd.studies.tail_conjecture import links, rank_correlations, shares, tails, verdict
 
 
-def silent(part: str) -> Any:
-    return lambda done, total: None
+def silent(done: int, total: int) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")
-def record() -> dict[str, Any]:
+def found() -> Result:
     return study("teacher", "tiny", silent)
+
+
+@pytest.fixture(scope="module")
+def record(found: Result) -> dict[str, Any]:
+    return dict(found.record)
 
 
 def small_run(width: int = 8, examples: int = 6) -> tuple[Any, Any]:
@@ -59,7 +61,7 @@ def test_rows_have_the_length_that_makes_kernels_of_order_one(data: Any) -> None
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(ConfigError, match=r"needs scikit-learn; install topograd\[studies\]"):
+    with pytest.raises(ConfigError, match=r"need scikit-learn; install topograd\[studies\]"):
         make_task("digits", 4, 0, 8, seed=0)
 
 
@@ -198,22 +200,39 @@ def test_a_stage_is_moved_by_the_stages_below() -> None:
         assert row["missed_together"][1] < 0.1
 
 
-def test_a_record_says_what_its_numbers_say(record: dict[str, Any]) -> None:
-    text = " ".join(words for part in record["findings"].values() for words in part)
-    assert record["findings"].keys() == {"layers", "drift", "geometry", "tails", "staged"}
+def test_findings_say_what_the_numbers_say(found: Result, record: dict[str, Any]) -> None:
+    text = " ".join(found.findings)
     assert f"{record['layers']['rows'][0]['speed']:.2f} times as fast" in text
     assert f"to the power {record['drift']['slopes']['plain']:.2f}" in text
     assert f"{record['geometry']['links']['alpha']['all_runs']['rho']:+.2f} [" in text
+    assert found.verdict == verdict(record["geometry"]["links"])
     json.dumps(record, allow_nan=False)
 
 
-def test_the_same_study_twice(record: dict[str, Any]) -> None:
-    again = study("teacher", "tiny", silent)
-    assert {**again, "seconds": 0} == {**record, "seconds": 0}
+def test_what_layers_carry_at_several_depths_and_seeds(found: Result, record: dict[str, Any]) -> None:
+    sizes = PRESETS["tiny"]
+    assert [(row["depth"], row["seed"]) for row in found.rows] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert all(sum(row["carried"]) == pytest.approx(1) for row in found.rows)
+    same = next(row for row in found.rows if (row["depth"], row["seed"]) == (sizes.depth, 0))
+    assert same["carried"] == pytest.approx(record["layers"]["carried"])
+    (table,) = found.tables
+    assert table.header[-1] == "layer 4"
+    assert table.rows[0][-1] == "–"
+    falling = {"depth": 2, "seed": 0, "carried": [0.6, 0.4]}
+    rising = {"depth": 2, "seed": 1, "carried": [0.4, 0.6]}
+    assert "Of 2 runs with 2 layers and 2 seeds each" in module._depths([falling, rising])
+    assert module._depths([falling, rising]).endswith("to the last in 1.")
+
+
+def test_the_same_study_twice_and_how_far_it_is(found: Result) -> None:
+    told: list[tuple[int, int]] = []
+    assert study("teacher", "tiny", lambda *done: told.append(done)) == found
+    assert told == [(i + 1, len(told)) for i in range(len(told))]
 
 
 def test_every_figure_has_words_and_numbers(record: dict[str, Any]) -> None:
-    drawn = study_panels(record)
+    with style():
+        drawn = field_panels(record)
     names = ["layers", "alignment", "drift", "projectors", "tails", "staged"]
     assert [panel.name for panel in drawn] == names
     for panel in drawn:
@@ -223,26 +242,14 @@ def test_every_figure_has_words_and_numbers(record: dict[str, Any]) -> None:
         assert "{" not in panel.caption
 
 
-def test_the_page_and_its_files(record: dict[str, Any], tmp_path: Path) -> None:
-    page = write_study(tmp_path, record)
-    assert page == tmp_path / "teacher.html"
-    text = page.read_text()
-    assert record["verdict"] in text
-    assert text.count("<figure>") == 6
-    assert not re.search(r"<script|src=|https?://(?!www\.w3\.org)", re.sub(r'xmlns[^"]*"[^"]*"', "", text))
-    assert len(list((tmp_path / "figures").iterdir())) == 12
-    assert json.loads((tmp_path / "teacher.json").read_text())["verdict"] == record["verdict"]
-
-
-def test_a_folder_that_cannot_be_written(record: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "figures").write_text("in the way")
-    with pytest.raises(RunError, match="pass --out with a folder you can write"):
-        write_study(tmp_path, record)
-    assert not (tmp_path / "teacher.html").exists()
+def test_seeds_are_the_studys_own() -> None:
+    with pytest.raises(ConfigError, match="--seeds is 2; study fields-digits has seeds of its own"):
+        module.digits("tiny", 2, silent)
 
 
 def test_presets_are_as_documented() -> None:
-    small = fields_runs.PRESETS["small"]
+    small = PRESETS["small"]
     assert (small.depth, small.width, small.drift_seeds) == (4, 128, 3)
+    assert (small.depths, small.depth_seeds) == ((3, 4, 6), 3)
     assert small.seeds >= 3
     assert len(small.widths) >= 4

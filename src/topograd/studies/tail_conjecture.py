@@ -1,4 +1,4 @@
-"""Projectors, pullback metrics and spectral tails during training, and whether they are linked.
+"""The conjecture that concentrated projectors make heavy-tailed spectra: both measured, and their link.
 
 The conjecture (§10.3): inputs of a class come to share their active neurons, so that D_l^{αβ} concentrates;
 G_l^{αβ} = W_{l+1}ᵀ D_l^{αβ} W_{l+1} then carries gradients along few directions, the steps add up along
@@ -15,7 +15,14 @@ these, and W_{l+1}ᵀ W_{l+1} gets a heavy tail. Read in every run, for l = 1..L
 
 The link is the rank correlation between the growth of the contrast and the change of each tail measure,
 after each layer's mean is taken off: over all runs, where further targets may drive both, and among runs with
-the same targets. The intervals are those of 1000 resamplings of whole runs.
+the same targets. The intervals are those of 1000 resamplings of whole runs. The conjecture expects exponents
+to fall where the contrast grows. It is called
+
+    supported        the exponent falls with the contrast, also among runs with the same targets
+    in part          it does over all runs only, so that the targets may drive both
+    not supported    otherwise
+
+for the fitted exponent and for that of the largest quarter alike: the verdict is that of the weaker one.
 
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio), §10.3,
 which names no measure: these are ours. Limits. Small networks and full batches; no claim about large ones.
@@ -23,7 +30,7 @@ which names no measure: these are ours. Limits. Small networks and full batches;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +44,9 @@ from topograd.fields.field_state import State
 from topograd.fields.kernel import kernel
 from topograd.fields.tails import fit_tail, largest_tail
 from topograd.fields.transport import metric
-from topograd.studies.fields_runs import (
+from topograd.studies.field_networks import (
     Data,
     Moment,
-    OnMore,
     Sizes,
     Task,
     Weights,
@@ -58,14 +64,13 @@ PART = 16
 RESAMPLES = 1000
 
 
-def geometry(data: Data, sizes: Sizes, on_more: OnMore) -> dict[str, Any]:
-    """All runs, and the links between what they show."""
-    total = len(sizes.highs) * sizes.seeds
+def geometry(data: Data, sizes: Sizes, on_run: Callable[[], None]) -> dict[str, Any]:
+    """All runs, and the links between what they show; `on_run` is called after each."""
     rows: list[dict[str, Any]] = []
     for high in sizes.highs:
         for seed in range(sizes.seeds):
             rows.append(one_run(data, sizes, high, seed))
-            on_more(len(rows), total)
+            on_run()
     return {"runs": rows, "links": links(rows), "alpha_without_tail": _without_tail(sizes)}
 
 
@@ -212,3 +217,105 @@ def _without_tail(sizes: Sizes, draws: int = 100) -> dict[str, float]:
     ]
     low, median, high = np.quantile(found, [0.05, 0.5, 0.95])
     return {"low": float(low), "median": float(median), "high": float(high)}
+
+
+def projector_findings(geometry: Mapping[str, Any]) -> list[str]:
+    """What the projectors and metrics did, in sentences."""
+    top = max(run["high"] for run in geometry["runs"])
+    runs = [run for run in geometry["runs"] if run["high"] == top]
+    last = [run["layers"][-1] for run in runs]
+
+    def mean(end: str, key: str) -> float:
+        return float(np.mean([layer[end][key] for layer in last]))
+
+    spread = {
+        kind: float(np.mean([layer["end"]["G"][kind]["effective"] for layer in last]))
+        for kind in ("within", "across")
+    }
+    changes = [layer["changes"]["contrast"] for run in geometry["runs"] for layer in run["layers"]]
+    grew = sum(change > 0 for change in changes)
+    before = float(np.mean([layer["start"]["G"]["within"]["effective"] for layer in last]))
+    return [
+        f"Projectors under the readout, targets up to {top:g}, means of {len(runs)} seeds: two inputs of one "
+        f"class share {percent(mean('start', 'within'))} of the neurons at the start and "
+        f"{percent(mean('end', 'within'))} at the end; two of unlike classes "
+        f"{percent(mean('start', 'across'))} and {percent(mean('end', 'across'))}. Over all runs and "
+        f"layers the contrast grew in {grew} of {len(changes)} cases.",
+        f"G's effective rank there is {percent(before)} of the width at the start; at the end "
+        f"{percent(spread['within'])} within a class and {percent(spread['across'])} across.",
+    ]
+
+
+def tail_findings(geometry: Mapping[str, Any]) -> list[str]:
+    """What the spectra did, and whether the projectors drove it, in sentences."""
+    layers = [layer for run in geometry["runs"] for layer in run["layers"]]
+    chance, n = geometry["alpha_without_tail"], len(layers)
+    plain = {
+        end: sum(chance["low"] <= layer[end]["alpha"] <= chance["high"] for layer in layers)
+        for end in ("start", "end")
+    }
+    beyond = [layer["end"]["outlier"] for layer in layers]
+    links = geometry["links"]
+    along = {key: float(np.mean([layer[key] for layer in layers])) for key in ("along_G", "along_u")}
+    first = float(np.mean([layer["first_direction"] for layer in layers]))
+    return [
+        f"The fitted exponent of a random matrix of this size, which has no tail, is {chance['median']:.1f} "
+        f"({chance['low']:.1f} to {chance['high']:.1f} for nine in ten). {plain['start']} of {n} "
+        f"matrices are within that range before training and {plain['end']} after.",
+        "Rank correlation of the exponent's change with the growth of the contrast: "
+        f"{_link(links['alpha'])}. For the exponent of the largest quarter: {_link(links['alpha_quarter'])}.",
+        f"The largest eigenvalue ends at {min(beyond):.2f} to {max(beyond):.2f} times the edge of a random "
+        f"matrix's bulk. The correlation of its change with the contrast: {_link(links['outlier'])}.",
+        f"One direction holds {percent(first)} of the squared change of a weight matrix, on average. "
+        f"{percent(along['along_G'])} of it lies in the leading sixteenth of the eigenvectors of the mean G "
+        f"at the start, and {percent(along['along_u'])} in that of the activations' second moments; chance "
+        "is 6 %.",
+    ]
+
+
+def verdict(links: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """What the correlations say of the conjecture."""
+    words = {"alpha": "the fitted exponent", "alpha_quarter": "the exponent of the largest quarter"}
+    grades = {measure: _grade(links[measure]) for measure in words}
+    if max(grades.values()) == 0:
+        return (
+            "Supported here: where the classes' projectors come apart more, exponents fall more, also among "
+            "runs with the same targets."
+        )
+    if max(grades.values()) == 1:
+        return (
+            "Supported in part: exponents fall with the contrast over all runs, but not among runs with the "
+            "same targets, so that both may follow from how much there is to learn."
+        )
+    failed = " nor ".join(words[measure] for measure, grade in grades.items() if grade == 2)
+    neither = "neither " if min(grades.values()) == 2 else ""
+    follows = "falls" if neither else "does not fall"
+    said = f"Not supported here: {neither}{failed} {follows} as the contrast between classes grows."
+    return said + _outlier(links["outlier"])
+
+
+def _outlier(link: Mapping[str, Mapping[str, float]]) -> str:
+    """What the largest eigenvalue does, where it follows the contrast at all."""
+    if link["all_runs"]["low"] <= 0:
+        return ""
+    alone = "" if link["same_targets"]["low"] > 0 else ", though not among runs with the same targets"
+    return f" What grows with it is the largest eigenvalue, one outlier and no tail{alone}."
+
+
+def _grade(link: Mapping[str, Mapping[str, float]]) -> int:
+    """0: falls with the contrast among equals; 1: over all runs only; 2: neither."""
+    falls = {name: found["high"] < 0 for name, found in link.items()}
+    return 0 if all(falls.values()) else 1 if falls["all_runs"] else 2
+
+
+def _link(found: Mapping[str, Mapping[str, float]]) -> str:
+    words = {"all_runs": "over all runs", "same_targets": "among runs with the same targets"}
+    return ", ".join(
+        f"{found[key]['rho']:+.2f} [{found[key]['low']:+.2f}, {found[key]['high']:+.2f}] {words[key]}"
+        for key in words
+    )
+
+
+def percent(share: float) -> str:
+    """With one digit below ten percent."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"

@@ -1,23 +1,20 @@
 """The study of optimizers in miniature: equal terms for all arms, and readings that can fail."""
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
-from topograd.errors import RunError
 from topograd.optim import find_gauges
 from topograd.optim.gauges.translation import Translation
-from topograd.report.optimizers import draw
-from topograd.studies import optimizers as study
-from topograd.studies.optimizer_rates import Moment, read_moment, readable
-from topograd.studies.optimizer_sweep import simplex
-from topograd.studies.optimizer_tasks import TASKS, Task, digits, gpt, losses, modular
+from topograd.report.drawing import style
+from topograd.report.optimizer_figures import optimizer_panels
+from topograd.studies import optimizer_comparison as study
+from topograd.studies.chain_rates import simplex
+from topograd.studies.optimizer_comparison import Moment, read_moment, readable
+from topograd.studies.optimizer_tasks import Task, digits, gpt, losses, modular
 
 ADAMW, RELATIVE, ZLOSS, DDC, RETRACT, SGD = study.ARMS
 
@@ -119,34 +116,32 @@ def test_rates_are_chosen_by_what_the_task_says(task: Task) -> None:
     assert tried[1e-2] == (run.unseen if task.shrink else run.learnt) != run.gap
 
 
-def test_the_study_becomes_a_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_study_becomes_tables_and_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "ADAM_RATES", (1e-3, 1e-2))
-    monkeypatch.setitem(TASKS, "modular", lambda: small(steps=12, shrink=1e-3))
-    monkeypatch.setattr("topograd.report.optimizers.equivariance", _equivariance)
     monkeypatch.setattr(study, "ARMS", (ADAMW, DDC))
-    monkeypatch.setattr(study.study, "__defaults__", (2, (ADAMW, DDC)))
-    study.main(["--task", "modular", "--seeds", "2", "--out", str(tmp_path)])
-    assert (tmp_path / "modular.json").exists()
-    draw(tmp_path, tmp_path / "out")
-    pictures = sorted(file.name for file in (tmp_path / "out").iterdir())
-    assert pictures == ["optim-drift.png", "optim-equivariance.png", "optim-unseen.png"]
-    with pytest.raises(RunError, match="run the study first"):
-        draw(tmp_path / "out", tmp_path)
-
-
-def _equivariance() -> dict[str, object]:
-    return {"steps": 2, "gauges": [{"name": "a", "frozen64": 0.0, "frozen32": 1e-7, "adamw64": 0.5}]}
+    found = study.run("tiny", 2, lambda done, total: None)
+    (table,) = found.tables
+    assert [row[0] for row in table.rows] == ["AdamW", "DDCAdam"]
+    assert all(len(row) == len(table.header) for row in table.rows)
+    assert [(row["arm"], row["seed"]) for row in found.rows] == [
+        (arm, seed) for arm in ("AdamW", "DDCAdam") for seed in (0, 1)
+    ]
+    with style():
+        drawn = optimizer_panels(found.record)
+    assert [panel.name for panel in drawn] == ["equivariance", "drift", "unseen"]
+    ends = [
+        run["curves"]["unseen"][-1] for run in found.record["by_task"][0]["runs"] if run["arm"] == "AdamW"
+    ]
+    shown = drawn[2].table
+    assert shown is not None
+    assert shown.rows[0] == ("AdamW", f"{sum(ends) / 2:.3f}")
 
 
 def test_a_table_marks_rates_at_the_end_of_the_grid() -> None:
     run = study.train(small(steps=6), ADAMW, 1e-2, 0, readings=1)
     runs = [{**vars(run), "gap": run.gap}] * 2
-    for tried, mark in (({1e-3: 2.0, 1e-2: 1.0}, "0.01*"), ({1e-3: 2.0, 1e-2: 1.0, 0.1: 3.0}, "0.01 ")):
-        shown = io.StringIO()
-        Console(file=shown, width=200).print(
-            study.table({"task": "t", "tried": {"AdamW": tried}, "runs": runs})
-        )
-        assert mark in shown.getvalue()
+    for tried, mark in (({1e-3: 2.0, 1e-2: 1.0}, "0.01*"), ({1e-3: 2.0, 1e-2: 1.0, 0.1: 3.0}, "0.01")):
+        assert study.table({"task": "t", "tried": {"AdamW": tried}, "runs": runs}).rows[0][1] == mark
 
 
 class TestRates:

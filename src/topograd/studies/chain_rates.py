@@ -1,7 +1,5 @@
 """Where a trained chain still shows its rate: 22 variations of one experiment, and three of our optimizers.
 
-    python -m topograd.studies.optimizer_sweep [--seeds N] [--out FILE]
-
 Statement. A chain of L maps starts on the canonical approach to a singularity, W_l = diag(1, ..., 1, t_0),
 and learns from n samples, all of them in every step, what the chain with t = 0 says. While it descends,
 
@@ -34,18 +32,11 @@ t^{L-1}, so that a must be far below t^{L-2}. DDCAdam at its larger ε passes 0.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -56,6 +47,7 @@ from topograd.geometry.rates import Rate, fit_rate
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import ChainedReLURescale
+from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row
 
 SAMPLES, WIDTH, SIGMA = 1000, 8, 0.1
 START, RATE, STEPS, READINGS = 0.3, 0.3, 3000, 40
@@ -228,60 +220,57 @@ def rates(moments: Sequence[Moment]) -> list[Rate]:
     return found
 
 
-def sweep(
-    seeds: int = 3, steps: int = STEPS, which: Sequence[Variation] | None = None
-) -> list[dict[str, Any]]:
-    """Every variation, as plain numbers."""
-    rows = []
-    for variation in which or variations():
-        moments = descend(variation, seeds, steps)
-        found = rates(moments)
-        rows.append(
-            {
-                "name": variation.name,
-                "predicted": variation.predicted,
-                "t": [float(moments[0].t.mean()), float(moments[-1].t.mean())],
-                "rates": [asdict(rate) for rate in found],
-            }
-        )
-        print(f"{variation.name}: {found[0]}", file=sys.stderr, flush=True)
-    return rows
+def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+    """Every variation; with the preset tiny, three of them for some steps."""
+    every, steps = variations(), STEPS
+    if preset == "tiny":
+        every, steps = every[:3], READINGS // 4
+    seeds = seeds or (1 if preset == "tiny" else 3)
+    rows: list[Row] = []
+    for variation in every:
+        rows.append(descended(variation, seeds, steps))
+        on_more(len(rows), len(every))
+    return Result(
+        setting=(
+            f"Chains of width {WIDTH} that start on the canonical approach to a singularity and learn from "
+            f"{SAMPLES} samples for {steps} steps."
+        ),
+        rows=rows,
+        tables=(table(rows),),
+        seeds=seeds,
+    )
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
+def descended(variation: Variation, seeds: int, steps: int = STEPS) -> Row:
+    """One variation, as plain numbers."""
+    moments = descend(variation, seeds, steps)
+    return {
+        "name": variation.name,
+        "predicted": variation.predicted,
+        "t": [float(moments[0].t.mean()), float(moments[-1].t.mean())],
+        "rates": [asdict(rate) for rate in rates(moments)],
+    }
+
+
+def table(rows: Sequence[Row]) -> ResultTable:
     """Slopes over the seeds that may report one; why the others may not."""
-    shown = Table(title="The slope of G_1 along training")
-    for column in ("variation", "predicted", "slope", "least R²", "least alignment", "t", "read", "else"):
-        shown.add_column(column, justify="left" if column in ("variation", "else") else "right")
+    cells = []
     for row in rows:
         read = [rate for rate in row["rates"] if rate["refused"] is None]
         slopes = [rate["slope"] for rate in read]
         spread = f" ± {statistics.stdev(slopes):.1g}" if len(slopes) > 1 else ""
         why = next((rate["refused"].split(":")[0] for rate in row["rates"] if rate["refused"]), "")
-        shown.add_row(
-            row["name"],
-            f"{row['predicted']:g}",
-            f"{statistics.fmean(slopes):.3f}{spread}" if slopes else "–",
-            f"{min(rate['r_squared'] for rate in read):.5f}" if read else "–",
-            f"{min(rate['alignment'] for rate in row['rates']):.4f}",
-            f"{row['t'][0]:.3f} → {row['t'][1]:.3f}",
-            f"{len(read)}/{len(row['rates'])}",
-            why,
+        cells.append(
+            (
+                row["name"],
+                f"{row['predicted']:g}",
+                f"{statistics.fmean(slopes):.3f}{spread}" if slopes else "–",
+                f"{min(rate['r_squared'] for rate in read):.5f}" if read else "–",
+                f"{min(rate['alignment'] for rate in row['rates']):.4f}",
+                f"{row['t'][0]:.3f} → {row['t'][1]:.3f}",
+                f"{len(read)}/{len(row['rates'])}",
+                why,
+            )
         )
-    return shown
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the sweep, print its table, and keep the numbers if there is a file for them."""
-    parser = argparse.ArgumentParser(prog="python -m topograd.studies.optimizer_sweep")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="a file for the numbers, JSON")
-    given = parser.parse_args(argv)
-    rows = sweep(given.seeds)
-    if given.out is not None:
-        given.out.write_text(json.dumps(rows))
-    Console(width=150).print(table(rows))
-
-
-if __name__ == "__main__":
-    main()
+    header = ("variation", "predicted", "slope", "least R²", "least alignment", "t", "read", "else")
+    return ResultTable("The slope of G_1 along training", header, tuple(cells))

@@ -1,0 +1,177 @@
+"""Every study by name: what it asks, and one run of one of them.
+
+This table needs no torch, so that studies can be listed at once: the module of a study is imported when it
+runs. A study is `run(preset, seeds, on_more) -> Result`. Those of "Stage-Partitioned Learning" have arms,
+seeds and claims with verdicts: the paper states its Experiments A to E as an agenda (§10.7) and has run none;
+its depth sweep (§8) it has run, with one seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from topograd.errors import ConfigError
+from topograd.studies.results import OnMore, Preset, Result
+
+Run = Callable[[Preset, int | None, OnMore], Result]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study asks, and how it is run."""
+
+    title: str
+    prediction: str
+    """What the paper says should come out, or what is asked where it says nothing."""
+    run: Run
+
+
+def _in(module: str, function: str = "run") -> Run:
+    """A study that is a function of a module of this folder."""
+
+    def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+        found: Result = getattr(import_module(f"topograd.studies.{module}"), function)(preset, seeds, on_more)
+        return found
+
+    return run
+
+
+def _staged(module: str) -> Run:
+    """An experiment in staged learning: arms, seeds, claims."""
+
+    def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+        from topograd.studies.staged_runs import judged
+
+        return judged(import_module(f"topograd.studies.{module}").run, preset, seeds, on_more)
+
+    return run
+
+
+STUDIES: Mapping[str, Study] = {
+    "stage0-depth": Study(
+        "The depth of the first stage",
+        "At a fixed number of stages, BPB falls with the depth of the first one, the tails behind it are "
+        "exchangeable, and no partition beats backprop (Lemma 8.1, Obs. 2, Corollary 8.12).",
+        _staged("stage0_depth"),
+    ),
+    "experiment-a": Study(
+        "Residual Log-OP objective",
+        "Under the residual Log-OP the fall of BPB with the depth of the first stage weakens, later stages "
+        "become more useful, and tails of another order are no longer the same (§10.5.4, §10.7 A).",
+        _staged("experiment_a"),
+    ),
+    "experiment-b": Study(
+        "Detached input bus",
+        "A detached input bus improves BPB where the first stage is shallow, flattens the slope by its "
+        "depth, and makes later stages more useful (§10.5.1, §10.7 B).",
+        _staged("experiment_b"),
+    ),
+    "experiment-c": Study(
+        "Stage forest against chain",
+        "A forest has no single root: its BPB does not hang on the depth of the first branch as a chain's "
+        "does, its branches are independent experts, and pooled they compete with the chain (Prop. 10.12, "
+        "§10.7 C).",
+        _staged("experiment_c"),
+    ),
+    "experiment-d": Study(
+        "Soft boundaries, two objectives",
+        "With the expected number of boundaries fixed at two, learning under the losses alone hardens at a "
+        "large first stage, and with U_cap in the objective at an interior partition (Prop. 8.11, Prop. "
+        "10.2, §10.7 D).",
+        _staged("experiment_d"),
+    ),
+    "experiment-e": Study(
+        "Bandwidth: rank and gates",
+        "The effective rank at the end of the first stage goes with a better BPB, a multiplicative gate "
+        "there lowers BPB, and a bounded relay narrows what it passes on and raises it (§8.9, §10.5.5, "
+        "§10.7 E).",
+        _staged("experiment_e"),
+    ),
+    "interfaces": Study(
+        "What a bounded interface costs in quality",
+        "A model of regions with bounded interfaces comes close to the dense model, on four architectures "
+        "(LBI, Tables 2 and 6).",
+        _in("bounded_interfaces", "run_interfaces"),
+    ),
+    "leak": Study(
+        "The published interface sees the future",
+        "The published interface adds a summary of a whole sequence to every position. A causal one cannot "
+        "beat chance on random tokens, and predicts text as well from prefixes alone (LBI, §3.1).",
+        _in("bounded_interfaces", "run_leak"),
+    ),
+    "jacobians": Study(
+        "Interface Jacobians in training",
+        "Jacobians from message to message have norms of 1.3 to 1.9 and 0.6 to 0.75 per direction while a "
+        "model of regions learns (LBI, appendix F).",
+        _in("bounded_interfaces", "run_jacobians"),
+    ),
+    "learning-coefficient": Study(
+        "The learning coefficient, read and sampled",
+        "A reading of Fisher rates replaces posterior sampling, at a small part of its cost (Dead "
+        "Directions, §13.5).",
+        _in("learning_coefficient"),
+    ),
+    "minilm": Study(
+        "Kernels of a pretrained model's norms",
+        "At every LayerNorm, trained or fresh, the inverse gain is the flattest direction of the outputs; "
+        "RMSNorm has no such direction (Dead Directions, §9.2).",
+        _in("minilm"),
+    ),
+    "chain-rates": Study(
+        "Where a trained chain still shows its rate",
+        "A chain that descends toward a singularity shows the exponent of its rate under other activations, "
+        "optimizers, norms, losses, residuals, depths and starts (Dead Directions, appendix B.4).",
+        _in("chain_rates"),
+    ),
+    "optimizers": Study(
+        "Does it help to respect a network's symmetries?",
+        "DDCAdam, whose steps do not depend on the gauge, generalises better than AdamW at equal budgets; a "
+        "companion paper reports gaps of 0.67 and 5.88 (Dead Directions, §11).",
+        _in("optimizer_comparison"),
+    ),
+    "fields": Study(
+        "Fields during training, a generated teacher",
+        "What kernels, projectors and spectra do during training, which the paper leaves open; concentrated "
+        "projectors make the spectra of WᵀW heavy-tailed (Gram Metrics, §9, §10.3).",
+        _in("field_training", "teacher"),
+    ),
+    "fields-digits": Study(
+        "Fields during training, scikit-learn's digits",
+        "The same questions as in `fields`, on digits.",
+        _in("field_training", "digits"),
+    ),
+}
+
+
+def study_named(name: str) -> Study:
+    """The study called `name`."""
+    if name not in STUDIES:
+        raise ConfigError(f"study {name!r} is unknown; choose one of {', '.join(STUDIES)}")
+    return STUDIES[name]
+
+
+def run_study(name: str, preset: Preset, seeds: int | None, on_more: OnMore) -> dict[str, Any]:
+    """Run a study and give everything that it found as plain numbers and words."""
+    study = study_named(name)
+    began = time.perf_counter()
+    found = study.run(preset, seeds, on_more)
+    return {
+        "study": name,
+        "title": study.title,
+        "preset": preset,
+        "seeds": found.seeds,
+        "prediction": study.prediction,
+        "setting": found.setting,
+        "rows": found.rows,
+        "tables": [asdict(table) for table in found.tables],
+        "findings": list(found.findings),
+        "figure": None if found.drawing is None else asdict(found.drawing),
+        "claims": [asdict(claim) for claim in found.claims],
+        "verdict": found.verdict,
+        **found.record,
+        "seconds": time.perf_counter() - began,
+    }

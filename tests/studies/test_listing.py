@@ -1,0 +1,76 @@
+"""Every study by name, and all of them in miniature through the same door."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from topograd.errors import ConfigError
+from topograd.studies import interfaces
+from topograd.studies.listing import STUDIES, run_study, study_named
+from topograd.studies.staged_runs import PRESETS, Sizes
+from topograd.studies.verdicts import UNDECIDED
+
+STAGED = [name for name in STUDIES if name.startswith(("stage", "experiment"))]
+ELSEWHERE = {
+    "experiment-c": "its probes take most of a minute; its parts are tested in test_experiments.py",
+    "fields": "test_field_training.py runs it",
+    "optimizers": "test_optimizer_comparison.py runs it",
+    "minilm": "it needs weights that are not installed here",
+}
+"""Studies that are not run here, and why."""
+
+
+@pytest.fixture
+def record(
+    name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """The study in miniature, with how far it said that it was."""
+    monkeypatch.setitem(PRESETS, "tiny", sizes)
+    monkeypatch.setattr(interfaces, "HELDOUT_BYTES", 2000)
+    told: list[tuple[int, int]] = []
+    found = run_study(name, "tiny", 1 if name in STAGED else None, lambda *done: told.append(done))
+    assert told, "it says how far it is"
+    assert told[-1][0] == told[-1][1]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name not in ELSEWHERE])
+def test_every_study_has_one_shape(name: str, record: dict[str, Any]) -> None:
+    assert record.keys() >= {
+        "study",
+        "title",
+        "prediction",
+        "setting",
+        "rows",
+        "tables",
+        "verdict",
+        "seconds",
+    }
+    assert record["tables"]
+    for table in record["tables"]:
+        assert table["caption"]
+        assert table["rows"]
+        assert all(len(row) == len(table["header"]) for row in table["rows"]), table["caption"]
+        assert all(isinstance(cell, str) for row in table["rows"] for cell in row)
+    assert record["setting"].endswith(".")
+    if name in STAGED:
+        assert record["verdict"] == UNDECIDED, "one seed"
+        assert {"partition", "bpb", "seed"} <= record["rows"][-1].keys()
+        assert record["seeds"] == 1
+        assert record["sizes"]["width"] == 8
+
+
+def test_an_unknown_study() -> None:
+    with pytest.raises(ConfigError, match="study 'f' is unknown; choose one of stage0-depth, experiment-a"):
+        study_named("f")
+
+
+def test_studies_are_listed_without_torch() -> None:
+    said = (
+        "import sys, topograd.studies.listing as listing;"
+        "print(len(listing.STUDIES), 'torch' in sys.modules, 'scipy' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [str(len(STUDIES)), "False", "False"]
