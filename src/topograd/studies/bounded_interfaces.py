@@ -20,7 +20,7 @@ from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, r
 
 
 def run_interfaces(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
-    """Dense, shallow and bounded models of all architectures, and the sweeps; tiny: two of them, two steps."""
+    """Dense, shallow and bounded models of all architectures, and the sweeps; tiny: two of them, briefly."""
     tiny = preset == "tiny"
     seeds = seeds or (1 if tiny else 3)
     kinds = get_args(Architecture)
