@@ -271,7 +271,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(case: str, tmp_path: Path) -
 
 
 def test_shards_hold_vocabularies_of_more_than_65536_ids(tmp_path: Path) -> None:
-    documents = [[0, 151_935, 65_536], np.array([70_000], dtype=np.uint32)]
+    documents = [np.array([0, 151_935, 65_536]), np.array([70_000], dtype=np.uint32)]
     write_shards(tmp_path / "shards", documents, 151_936, separator=151_643)
     shards = Shards.open(tmp_path / "shards")
     assert [document.tolist() for document in shards] == [[0, 151_935, 65_536], [70_000]]
