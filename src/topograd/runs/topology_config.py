@@ -116,6 +116,7 @@ class TopologyConfig:
         if self.teacher is not None and not self.teacher.strip():
             raise ConfigError("teacher is empty; give the folder of a run, or leave it out")
         self._check_graph()
+        self._check_idle()
         if self.backward != "autograd" and self.interface is None:
             raise ConfigError(
                 f"backward is {self.backward}, which scans over interfaces, and there are none; "
@@ -148,6 +149,23 @@ class TopologyConfig:
                         f"{name} is {getattr(self, name)!r}; with an interface it must be {default!r}, its "
                         "default"
                     )
+
+    def _check_idle(self) -> None:
+        """Every setting that goes with another one has it."""
+        learned = self.graph == "stages" or not {self.relay, self.join} <= set(PLAIN_RELAYS)
+        for name, used, needs in (
+            ("head_rank", self.heads != "shared", "heads per-stage or low-rank"),
+            ("join", self.source is not None, "a source"),
+            ("source_transmissivity", self.source is not None, "a source"),
+            ("relay_rank", learned, "a relay or a join that learns"),
+        ):
+            if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, which nothing uses; give {needs} too, or leave it "
+                    "out"
+                )
+        if self.objectives and self.objective != "cross-entropy":
+            raise ConfigError("objective and objectives are both given; give one of them")
 
     def build(self, layers: int) -> Topology:
         """The stage DAG over a model of `layers` layers; private decoders need more, which it says."""
