@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +7,10 @@ import pytest
 
 from topograd.errors import ConfigError, StackError, TopogradError
 from topograd.nn.config import GPTConfig
-from topograd.runs.config import PRESETS, OptimizerConfig, TrainConfig, preset
+from topograd.pretrained import REFERENCE
+from topograd.runs.config import PRESETS, OptimizerConfig, SearchConfig, StageOptimizer, TrainConfig, preset
 from topograd.runs.folder import Run
+from topograd.runs.search_config import SoftConfig
 from topograd.runs.topology_config import TopologyConfig
 
 ODD = TrainConfig(
@@ -77,6 +80,35 @@ def test_the_topology_has_everything_that_was_asked() -> None:
         ({"topology": {"bus": "loud"}}, "setting topology.bus is 'loud'"),
         ({"optimizer": {"betas": 0.9}}, "setting optimizer.betas is 0.9"),
         ({"optimizer": {"clip": "hard"}}, "setting optimizer.clip is 'hard'"),
+        ({"model": {"windows": ["a"]}}, r"setting model.windows\[0\] is 'a'; it must be a whole number"),
+        ({"model": {"windows": [4, True]}}, r"setting model.windows\[1\] is True"),
+        ({"model": {"windows": 4}}, "setting model.windows is 4; it must be a list, each a whole number"),
+        ({"optimizer": {"betas": ["x", 0.9]}}, r"setting optimizer.betas\[0\] is 'x'; it must be a number"),
+        ({"optimizer": {"betas": [0.8, 0.9, 0.9]}}, "it must have 2 entries"),
+        ({"optimizer": {"betas": [[0.8], 0.9]}}, r"setting optimizer.betas\[0\] is \[0.8\]"),
+        ({"model": {"width": [16]}}, r"setting model.width is \[16\]; it must be a whole number"),
+        ({"model": {"mlp_ratio": [4.0]}}, r"setting model.mlp_ratio is \[4.0\]; it must be a number"),
+        ({"model": {"mlp_ratio": True}}, "setting model.mlp_ratio is True"),
+        ({"model": {"layers": False}}, "setting model.layers is False"),
+        ({"model": {"smear": 0}}, "setting model.smear is 0; it must be true or false"),
+        ({"model": {"kv_heads": "two"}}, "is 'two'; it must be a whole number or left out"),
+        ({"model": {"mlp_ratio": 10**400}}, "setting model.mlp_ratio has 401 digits"),
+        ({"seed": {"value": 1}}, "setting seed is {'value': 1}; it must be a whole number"),
+        (
+            {"topology": {"branches": "2,2", "graph": "forest"}},
+            "topology.branches is '2,2'; it must be a list",
+        ),
+        (
+            {"topology": {"intervals": [[0, 2], [2]], "graph": "cover"}},
+            r"intervals\[1\] is \[2\]; .* 2 entries",
+        ),
+        (
+            {"topology": {"stages": [{"start": 0}], "graph": "stages"}},
+            "setting topology.stages.*stop is missing",
+        ),
+        ({"topology": {"stages": [3], "graph": "stages"}}, r"topology.stages\[0\] is 3; it must be a table"),
+        ({"optimizer": {"stages": [{"stage": "1"}]}}, r"optimizer.stages\[0\].stage is '1'"),
+        ({"search": {"soft": {"hot": "very"}}}, "setting search.soft.hot is 'very'"),
     ],
 )
 def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, Any], words: str) -> None:
@@ -106,6 +138,230 @@ def test_settings_outside_their_range(change: dict[str, Any], error: type[Topogr
         preset("tiny", **change)
 
 
-def test_a_model_that_cannot_be_built() -> None:
-    with pytest.raises(StackError, match="width is 0"):
-        preset("tiny", model=dataclasses.replace(preset("tiny").model, width=0))
+HUGE = 99999999999999999999
+
+
+@pytest.mark.parametrize("name", ["steps", "batch", "accumulate", "keep", "eval_bytes", "save_every", "seed"])
+def test_huge_numbers_are_slips_of_the_keyboard(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is {HUGE}; it must be .*(at most|below)"):
+        preset("tiny", **{name: HUGE})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 0}, "width is 0"),
+        ({"width": HUGE}, f"width is {HUGE}; it must lie in 1.."),
+        ({"context": HUGE}, f"context is {HUGE}"),
+        ({"vocab": HUGE}, f"vocab is {HUGE}"),
+        ({"ssm_state": HUGE}, f"ssm_state is {HUGE}"),
+        ({"mlp_ratio": math.inf}, "mlp_ratio is inf; the MLP's width"),
+        ({"mlp_ratio": math.nan}, "mlp_ratio is nan"),
+        ({"mlp_ratio": -1.0}, "mlp_ratio is -1.0"),
+        ({"mlp_ratio": 1e300}, "mlp_ratio is 1e"),
+        ({"rope_base": 0.0}, "rope_base is 0.0; it must be finite and above 0"),
+        ({"rope_base": math.inf}, "rope_base is inf"),
+        ({"rope_base": math.nan}, "rope_base is nan"),
+        ({"head_std": math.nan}, "head_std is nan"),
+        ({"softcap": math.inf}, "softcap is inf"),
+        ({"windows": (HUGE,)}, "windows are"),
+        (
+            {"architecture": "perceptron"},
+            "architecture 'perceptron' is unknown; choose one of transformer, mamba2",
+        ),
+        ({"architecture": "my package:make"}, "architecture 'my package:make' is unknown"),
+        ({"count_from": "middle"}, "count_from 'middle' is unknown; choose one of first, last"),
+    ],
+)
+def test_a_model_that_cannot_be_built(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(StackError, match=words) as caught:
+        dataclasses.replace(preset("tiny").model, **change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.5])
+@pytest.mark.parametrize("name", ["transmissivity", "source_transmissivity"])
+def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is {value}; it must lie in \[0, 1\]"):
+        preset("tiny", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"graph": "tree"}, "graph 'tree' is unknown; choose one of chain, forest"),
+        ({"graph": "forest"}, "the graph is forest and branches is empty; give its branches"),
+        ({"graph": "cover"}, "intervals is empty"),
+        ({"graph": "soft"}, "transmissivities is empty"),
+        ({"graph": "stages"}, "stages is empty"),
+        ({"branches": ("2", "2")}, "branches is .* and the graph is chain, which does not use it"),
+        ({"graph": "forest", "branches": ("2", "2"), "partition": "2,2"}, "partition is '2,2' and the graph"),
+        (
+            {"graph": "forest", "branches": ("2", "3")},
+            r"forest \('2', '3'\) has 5 layers and the model has 4",
+        ),
+        ({"graph": "soft", "transmissivities": (0.5,)}, "has 2 layers and the model has 4"),
+        ({"graph": "cover", "intervals": ((0, 2), (3, 4))}, "interval 3..4 starts after layer 3"),
+        ({"partition": "2,2", "transmissivities": (0.1, 0.2)}, "2 transmissivities for 1 boundaries"),
+        ({"partition": "2,2", "transmissivities": (math.nan,)}, "transmissivity nan"),
+        (
+            {"partition": "2,2", "transmissivity": 0.1, "transmissivities": (0.1,)},
+            "transmissivity and transmissivities are both given",
+        ),
+        ({"partition": "2,2", "weights": (1.0,)}, "1 weights for 2 stages"),
+        ({"partition": "2,2", "weights": (1.0, math.nan)}, "weight nan"),
+        ({"partition": "2,2", "weights": (0.0, 0.0)}, "every stage has weight 0"),
+        ({"partition": "2,2", "objectives": ("residual",)}, "1 objectives for 2 stages with a loss"),
+        ({"relay": "pigeon"}, "relay 'pigeon' is unknown; choose one of identity, pre-norm, gate"),
+        ({"source": "embedding", "join": "pigeon"}, "join 'pigeon' is unknown"),
+        ({"source": "layer"}, "source is 'layer'; it must be embedding, or layer:N"),
+        ({"source": "layer:9"}, "source is 'layer:9'; the model has layers 1 to 4"),
+        ({"partition": "2,2", "source": "layer:4"}, "behind which no stage lies"),
+        ({"decoder": -1}, "decoder is -1"),
+        ({"decoder": 10**9}, "there may be at most 10000"),
+        ({"relay": "gate", "relay_rank": 0}, "relay_rank is 0"),
+        ({"relay_rank": 4}, "relay_rank is 4, which nothing uses; give a relay or a join that learns too"),
+        ({"head_rank": 4}, "head_rank is 4, which nothing uses; give heads per-stage or low-rank too"),
+        ({"join": "gate"}, "join is 'gate', which nothing uses; give a source too"),
+        ({"source_transmissivity": 0.5}, "source_transmissivity is 0.5, which nothing uses"),
+        (
+            {"partition": "2,2", "objective": "residual", "objectives": ("residual", "residual")},
+            "objective and objectives are both given",
+        ),
+        ({"prediction": "best"}, "prediction 'best' is unknown"),
+        ({"partition": "2,2", "prediction": "1,2,3"}, "3 weights for 2 stages"),
+        ({"partition": "2,2", "prediction": "nan,1"}, "give finite ones"),
+        ({"partition": "2,2", "prediction": "path:2"}, "begins with stage 2"),
+        ({"objective": "distillation"}, "the objective distillation needs a teacher"),
+        ({"teacher": " "}, "teacher is empty"),
+        ({"teacher_mix": 1.5}, "teacher_mix is 1.5"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature is 0.0"),
+        ({"backward": "scan"}, "backward is scan, which scans over interfaces, and there are none"),
+        ({"interface": "S=4,r=4"}, "partition L is one region"),
+        ({"interface": "S=4,r=4", "partition": "2,2", "heads": "per-stage"}, "heads is 'per-stage'; with an"),
+        ({"interface": "S=3,r=4", "partition": "2,2"}, "S must divide the context"),
+    ],
+)
+def test_topologies_that_do_not_exist_are_one_line(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        preset("tiny", **table)
+    assert "\n" not in str(caught.value)
+
+
+def test_stages_with_their_own_optimizers_must_exist() -> None:
+    own = OptimizerConfig(stages=(StageOptimizer(stage=3),))
+    with pytest.raises(ConfigError, match=r"optimizer\.stages names stage 3; the topology has 2"):
+        preset("tiny", partition="2,2", optimizer=own)
+    with pytest.raises(ConfigError, match="names a stage twice"):
+        OptimizerConfig(stages=(StageOptimizer(stage=1), StageOptimizer(stage=1)))
+    for change, words in (
+        ({"stage": 0}, "stages are counted from 1"),
+        ({"stage": 1, "rate": math.nan}, "has the rate nan"),
+        ({"stage": 1, "name": "adam"}, "optimizer 'adam' is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            StageOptimizer(**change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="their sum is at most 1"):
+        OptimizerConfig(warmdown=0.5, stages=(StageOptimizer(stage=1, warmup=0.9),))
+
+
+def test_an_empty_data_path_is_not_the_current_folder() -> None:
+    for empty in ("", "  "):
+        with pytest.raises(ConfigError, match="data is empty; give a file or a folder, or leave it out"):
+            preset("tiny", data=empty)
+
+
+def test_changed_settings_find_their_table() -> None:
+    config = preset("tiny").changed(partition="2,2", heads="per-stage", steps=3)
+    assert (config.steps, config.topology.partition, config.topology.heads) == (3, "2,2", "per-stage")
+    again = config.changed(topology=TopologyConfig(partition="1,3"), bus="detached")
+    assert again.topology == TopologyConfig(partition="1,3", bus="detached")
+    with pytest.raises(TypeError, match="partitoin"):
+        config.changed(partitoin="2,2")
+
+
+def test_private_decoders_make_the_stack_deeper() -> None:
+    config = preset("tiny", partition="2,2", decoder=2)
+    assert config.model.layers == 4
+    assert config.stack_config() == dataclasses.replace(config.model, layers=8)
+
+
+def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
+    base = preset(
+        "tiny", heads="per-stage", search=SearchConfig(kind="soft", soft=SoftConfig(stages=3, hot=4.0))
+    )
+    found = base.overlaid(
+        {
+            "steps": 7,
+            "topology": {"graph": "forest", "branches": ["2", "2"]},
+            "model": {"width": 32},
+            "search": {"soft": {"stages": 2}},
+        }
+    )
+    expected = base.changed(steps=7, graph="forest", branches=("2", "2"))
+    expected = expected.changed(
+        model=dataclasses.replace(base.model, width=32),
+        search=SearchConfig(kind="soft", soft=SoftConfig(stages=2, hot=4.0)),
+    )
+    assert found == expected
+    assert found.topology.heads == "per-stage", "what the part does not name stays"
+    assert base.overlaid({}) == base
+    for bad, words in (
+        ({"topology": {"grph": "forest"}}, "unknown setting topology.grph"),
+        ({"topology": "forest"}, "setting topology is 'forest'; it must be a table"),
+        ({"version": 1}, "the settings have version 1; write them as version 2"),
+        ({"version": "new"}, "the settings have version 'new'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            base.overlaid(bad)
+
+
+def test_an_unknown_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the settings have version 3; this program reads 1 and 2"):
+        TrainConfig.from_dict({"version": 3})
+
+
+OLD = {
+    "partition": "1,2",
+    "stage_heads": "per-stage",
+    "objective": "residual",
+    "transmissivity": 0.25,
+    "bus": "detached",
+    "reduction": "sum",
+    "steps": 9,
+    "model": {"layers": 3, "width": 8, "heads": 2},
+    "optimizer": {"matrices": 0.01},
+}
+"""As version 0.1 wrote them: no version, no [topology] table."""
+
+
+def test_settings_of_version_1_are_read() -> None:
+    found = TrainConfig.from_dict(OLD)
+    assert found.topology == ODD.topology
+    assert (found.steps, found.optimizer.matrices, found.optimizer.name) == (9, 0.01, "muon+adamw")
+    assert found.model == GPTConfig(layers=3, width=8, heads=2, count_from="last")
+    assert TrainConfig.from_dict({"version": 1, **OLD}) == found
+    assert TrainConfig.from_dict(found.as_dict() | {"data": "x"}).model == found.model, "written as version 2"
+    with pytest.raises(ConfigError, match="unknown setting bus"):
+        TrainConfig.from_dict({"version": 2, **OLD})
+    with pytest.raises(ConfigError, match="setting model is 3; it must be a table"):
+        TrainConfig.from_dict({"model": 3})
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 5])
+def test_version_1_alternates_from_the_last_layer(layers: int) -> None:
+    """The last layer had a value embedding, whatever the number of layers; hybrids ended with attention."""
+    old = TrainConfig.from_dict({"model": {"layers": layers}}).model
+    valued = [old.has_value_embedding(i) for i in range(layers)]
+    assert valued == [(layers - 1 - i) % 2 == 0 for i in range(layers)]
+    new = TrainConfig.from_dict({"version": 2, "model": {"layers": layers}}).model
+    assert [new.has_value_embedding(i) for i in range(layers)] == [i % 2 == 1 for i in range(layers)]
+    hybrid = TrainConfig.from_dict({"model": {"layers": layers, "architecture": "hybrid"}}).model
+    assert hybrid.mixer(layers - 1) == "attention"
+
+
+def test_the_reference_runs_settings_are_read() -> None:
+    """Of version 1, as they were written; its model has the layers that its weights are of."""
+    found = TrainConfig.from_dict(Run.open(REFERENCE).read_config())
+    assert (found.topology.partition, found.topology.heads) == ("2,2,2,2", "shared")
+    assert (found.model.layers, found.model.count_from) == (8, "last")
