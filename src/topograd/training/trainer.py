@@ -67,6 +67,7 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     """The run in `folder`, from its newest checkpoint or the one called `name`; from the start if none."""
     run = Run.open(folder)
     config = read_settings(run)
+    run.manifest.verify(run.tokenizer_file.name)
     saved = read_tokenizer(run) if run.tokenizer_file.exists() else None
     config, data = load_data(config, saved)
     if saved is None:  # the run of an earlier version, killed before it wrote one
@@ -176,6 +177,8 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self.run.lock())
             self._still_here()
+            if not self.run.manifest.exists():  # of a run that version 0.1 made
+                self.run.manifest.adopt()
             interrupted = stack.enter_context(_interrupts())
             watching = stack.enter_context(self._watched(on_step))
             self._give_up_later()
