@@ -12,6 +12,7 @@ import os
 import sys
 
 VERBS = {
+    "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "demo": "train a staged model and its backprop twin, compare them, write a report",
     "train": "train a model, or continue a run",
     "eval": "measure a run: bits per byte, calibration, rank",
@@ -94,7 +95,8 @@ def _dispatch(argv: list[str]) -> int:
         return _fail(f"{verb!r} is not a verb; choose one of {', '.join(VERBS)}")
     import importlib
 
-    code: int = importlib.import_module(f"topograd.cli.{verb}").run(argv[1:])
+    module = {"import": "import_model"}.get(verb, verb)  # a word of Python's own
+    code: int = importlib.import_module(f"topograd.cli.{module}").run(argv[1:])
     return code
 
 

@@ -59,7 +59,7 @@ def prepare(
     `tokenizer` that is given is used instead. `cache` is by default $XDG_CACHE_HOME/topograd or
     ~/.cache/topograd.
     """
-    if tokenizer_kind not in ("bytes", "bpe"):
+    if tokenizer is None and tokenizer_kind not in ("bytes", "bpe"):
         raise ConfigError(f"tokenizer {tokenizer_kind!r} does not exist: choose 'bytes' or 'bpe'")
     cache = default_cache() if cache is None else cache
     corpus = read_corpus(path)

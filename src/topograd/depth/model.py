@@ -10,13 +10,14 @@ model.evaluate()                                     bits per byte and the rest,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.windows import Text
 from topograd.depth.engine import Composed, Engine, Mode, Prefix, generate_tokens
 from topograd.depth.modes import default_depth, engine_of, mode_of
@@ -89,15 +90,20 @@ class Model:
         stream = TextStream(self.session.tokenizer, stop)
         began = time.perf_counter()
         pieces = []
-        for piece in continue_text(mode, self.encode(prompt), tokens, stream):
+        tokenizer = self.session.tokenizer
+        ends = tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else ()
+        for piece in continue_text(mode, self.encode(prompt), tokens, stream, ends):
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(*piece)
         return _generated(stream.text, prompt, named, mode, pieces, time.perf_counter() - began)
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens; the document separator where there is none."""
-        return self.session.tokenizer.encode(prompt) or [self.session.tokenizer.separator]
+        """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
+        tokenizer = self.session.tokenizer
+        foreign = isinstance(tokenizer, ForeignTokenizer)
+        tokens = tokenizer.encode(prompt, special=True) if foreign else tokenizer.encode(prompt)
+        return tokens or [tokenizer.separator]
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
@@ -144,8 +150,12 @@ def check_request(prompt: str, tokens: int) -> None:
         )
 
 
-def continue_text(mode: Mode, prompt: list[int], tokens: int, stream: TextStream) -> Iterator[Piece]:
+def continue_text(
+    mode: Mode, prompt: list[int], tokens: int, stream: TextStream, ends: Collection[int] = ()
+) -> Iterator[Piece]:
     """For each token the text that can be shown since it came, and the exit that it left after.
+
+    A token of `ends` is the last: an imported model says by it that it is done.
 
     What was held back, the beginning of a character or of a stop string, comes with the token that releases
     it; what is held back at the end, as one more piece of the last exit.
@@ -154,7 +164,7 @@ def continue_text(mode: Mode, prompt: list[int], tokens: int, stream: TextStream
     for _, emitted in generate_tokens(mode, [prompt], tokens):
         left = emitted.stage
         yield stream.feed(emitted.token), left
-        if stream.stopped:
+        if stream.stopped or emitted.token in ends:
             break
     if rest := stream.finish():
         yield rest, left

@@ -48,7 +48,8 @@ class TextStream:
 
     def feed(self, token: int) -> str:
         """Take a token; the text that can be shown now, after all that was shown before."""
-        return self._take(self._decoder.decode(self._pieces[token]), last=False)
+        piece = self._pieces[token] if token < len(self._pieces) else b""  # a head may have more rows
+        return self._take(self._decoder.decode(piece), last=False)
 
     def finish(self) -> str:
         """What was held back, for when no token follows; nothing after a stop."""

@@ -30,7 +30,7 @@ NAME = "manifest.json"
 FORMAT = "topograd-run"
 VERSION = 1
 ONCE = ("config.toml", "tokenizer.json")
-IMPORTED = ("weights.json", "chat.json")
+IMPORTED = ("weights.json", "tokenizer_config.json")
 """What the run of a model from outside has too."""
 AGAIN = ("results.json", "calibration.json")
 

@@ -129,6 +129,8 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
     """The corpus of the settings, prepared, and the settings with its true vocabulary."""
     path = None if config.data is None else Path(config.data)
     data = prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
+    if config.imported is not None:  # its head may have rows that no token has
+        return config, data
     return replace(config, model=replace(config.model, vocab=data.tokenizer.vocab)), data
 
 

@@ -1,0 +1,49 @@
+"""`topograd import`: make a run of a model from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from topograd.cli.console import Json, note, out, parse, print_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Make a run of a Hugging Face folder or a GGUF file; every verb works on it."""
+
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    """A folder with config.json, *.safetensors and tokenizer.json, or a .gguf file (extra `models`)."""
+    out: Path
+    """The run's folder."""
+    partition: str = "L"
+    """Layers per stage, as "10,10,10": where it may be left early; "L" is one stage."""
+    context: int | None = None
+    """Positions that the run sees; by default those of the model, at most 2048."""
+    copy: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Copy the weights into the run, instead of referring to them by path and hash."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Import, say what came of it, return the exit code."""
+    asked = parse(Import, argv, "import")
+    from topograd.models.importing import import_model
+
+    note(f"reading {asked.source}")
+    found = import_model(
+        asked.source, asked.out, partition=asked.partition, context=asked.context, copy=asked.copy
+    )
+    if asked.json:
+        print_json(found)
+    else:
+        millions = found["parameters"] / 1e6
+        out().print(
+            f"{found['run']}: {found['architecture']}, {found['layers']} layers, {millions:.1f} M parameters,"
+            f" weights {found['weights']}, {found['seconds']:.1f} s",
+            soft_wrap=True,
+        )
+    return 0
