@@ -144,6 +144,12 @@ STUDIES: Mapping[str, Study] = {
         "The same questions as in `fields`, on digits.",
         _in("field_training", "digits"),
     ),
+    "tail-fits": Study(
+        "Exponents of tails by two programs",
+        "The paper speaks of exponents and names no estimator. Ours and weightwatcher's should agree, but for "
+        "the distance by which the threshold is chosen (Gram Metrics, §10.3).",
+        _in("tail_fits"),
+    ),
 }
 
 
