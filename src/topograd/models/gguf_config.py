@@ -46,7 +46,7 @@ def config_dict(file: GGUFFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{file.path} has the architecture {ascii(architecture)[:60]}; read are {', '.join(ARCHITECTURES)}"
+            f"{file.path} has the architecture {ascii(architecture)[:60]}; read: {', '.join(ARCHITECTURES)}"
         )
     given = _Given(file, architecture)
     kind, name = ARCHITECTURES[architecture]

@@ -1,0 +1,99 @@
+"""Chat templates: from the messages of a conversation to the text that the model was trained on.
+
+A template is a Jinja program that comes with a model, so it is treated as a stranger's: it is rendered in
+Jinja's immutable sandbox, as transformers does, and in a process of its own (`chat_worker`) whose time,
+memory and output are bounded. The text is that of transformers' `apply_chat_template`; it is to be encoded
+with `ForeignTokenizer.encode_chat`, since it spells the special tokens itself.
+
+Cost. One process for each rendering, which imports Jinja: little beside an answer.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from topograd.errors import CheckpointError, ConfigError
+
+MOST_TEMPLATE_CHARACTERS = 2**20
+MOST_MESSAGE_CHARACTERS = 2**24
+MOST_OUTPUT_CHARACTERS = 2**24
+SECONDS = 10
+_MEMORY = 2**29
+_WORKER = Path(__file__).with_name("chat_worker.py")
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    special_tokens: Mapping[str, str] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """The text of a conversation, ready for the assistant's answer.
+
+    `messages` are {"role": ..., "content": ...}; `special_tokens` are a tokenizer's, by their names in
+    templates ("bos_token"); `variables` are whatever else a template reads, such as `enable_thinking`.
+    """
+    given = {"documents": None, **(special_tokens or {}), **variables}
+    given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    answer = _ask(_request(template, given))
+    if "refused" in answer:
+        raise ConfigError(f"the chat template refuses this conversation: {_line(answer['refused'])}")
+    if "error" in answer:
+        raise _failed(_line(answer["error"]))
+    return answer["text"]
+
+
+def chat_template(config: Mapping[str, Any], name: str = "default") -> str | None:
+    """The template in a tokenizer_config.json, which may have several by name; None if it has none."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == name]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
+
+
+def _request(template: str, variables: Mapping[str, Any]) -> bytes:
+    if len(template) > MOST_TEMPLATE_CHARACTERS:
+        raise _failed(f"it has {len(template)} characters of {MOST_TEMPLATE_CHARACTERS} at most")
+    limits = {"most": MOST_OUTPUT_CHARACTERS, "memory": _MEMORY, "seconds": SECONDS}
+    try:
+        text = json.dumps({"template": template, "variables": variables, **limits})
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(
+            f"these messages are not plain text, numbers, lists and tables: {problem}"
+        ) from None
+    if len(text) > MOST_MESSAGE_CHARACTERS:
+        raise ConfigError(
+            f"this conversation has {len(text)} characters; give {MOST_MESSAGE_CHARACTERS} at most"
+        )
+    return text.encode()
+
+
+def _ask(request: bytes) -> dict[str, str]:
+    if importlib.util.find_spec("jinja2") is None:
+        raise ConfigError("chat templates need the package jinja2: pip install 'topograd[models]'")
+    try:
+        # -I: nothing of the caller's environment and folder is imported there
+        command = [sys.executable, "-I", str(_WORKER)]
+        done = subprocess.run(command, input=request, capture_output=True, timeout=SECONDS, check=False)
+        answer: dict[str, str] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise _failed(f"it takes longer than {SECONDS} s") from None
+    except ValueError:  # it was ended by the system, or its sandbox did not hold
+        raise _failed("it needs too much memory or time") from None
+    return answer
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _failed(reason: str) -> CheckpointError:
+    return CheckpointError(f"the model's chat template cannot be rendered: {reason}; give another template")
