@@ -146,8 +146,8 @@ STUDIES: Mapping[str, Study] = {
     ),
     "tail-fits": Study(
         "Exponents of tails by two programs",
-        "The paper speaks of exponents and names no estimator. Ours and weightwatcher's should agree, but for "
-        "the distance by which the threshold is chosen (Gram Metrics, §10.3).",
+        "The paper speaks of exponents and names no estimator. Ours and weightwatcher's should agree, but "
+        "for the distance by which the threshold is chosen (Gram Metrics, §10.3).",
         _in("tail_fits"),
     ),
 }
