@@ -96,13 +96,20 @@ class Model:
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(*piece)
+        if rest := stream.finish():  # it belongs to the last token: a piece is a token
+            text, left = pieces[-1]
+            pieces[-1] = text + rest, left
+            if on_piece is not None:
+                on_piece(rest, left)
         return _generated(stream.text, prompt, named, mode, pieces, time.perf_counter() - began)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
         tokenizer = self.session.tokenizer
-        foreign = isinstance(tokenizer, ForeignTokenizer)
-        tokens = tokenizer.encode(prompt, special=True) if foreign else tokenizer.encode(prompt)
+        if isinstance(tokenizer, ForeignTokenizer):
+            tokens = tokenizer.encode(prompt, special=True)
+        else:
+            tokens = tokenizer.encode(prompt)
         return tokens or [tokenizer.separator]
 
     @torch.no_grad()
@@ -158,16 +165,12 @@ def continue_text(
     A token of `ends` is the last: an imported model says by it that it is done.
 
     What was held back, the beginning of a character or of a stop string, comes with the token that releases
-    it; what is held back at the end, as one more piece of the last exit.
+    it; what is held back at the end, `stream.finish` gives.
     """
-    left = 0
     for _, emitted in generate_tokens(mode, [prompt], tokens):
-        left = emitted.stage
-        yield stream.feed(emitted.token), left
+        yield stream.feed(emitted.token), emitted.stage
         if stream.stopped or emitted.token in ends:
             break
-    if rest := stream.finish():
-        yield rest, left
 
 
 def _generated(
