@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -59,13 +59,15 @@ def config_of(settings: Mapping[str, Any]) -> TransformerConfig:
 
 def _family(settings: Mapping[str, Any]) -> str:
     kind, classes = settings.get("model_type"), settings.get("architectures") or []
+    if not isinstance(classes, list | tuple):
+        raise ConfigError(f"the model's config has architectures {classes!r}; it must be a list of names")
     supported = "supported are " + ", ".join(sorted(ARCHITECTURES.values()))
     if settings.get("is_encoder_decoder"):
         raise ConfigError(f"{kind} is an encoder and a decoder; only decoders can be imported: {supported}")
     if kind not in ARCHITECTURES.values():
         raise ConfigError(f"architecture {classes[0] if classes else kind!r} is not supported; {supported}")
     for name in classes:
-        if ARCHITECTURES.get(name) != kind:
+        if not isinstance(name, str) or ARCHITECTURES.get(name) != kind:
             expected = next(one for one, of in ARCHITECTURES.items() if of == kind)
             raise ConfigError(f"architecture {name!r} is not supported; of {kind} only {expected} is")
     refused = {
@@ -152,7 +154,7 @@ def _fields(given: _Settings, family: str) -> dict[str, Any]:
     if not gpt2:
         fields |= _rope(given, family, fields["context"])
     if family in ("gemma2", "gemma3_text"):
-        fields["query_scalar"] = given.number("query_pre_attn_scalar", 256)
+        fields["query_scalar"] = given.size("query_pre_attn_scalar", 256)
         settings = given.settings
         capped = family == "gemma2" and "final_logit_softcapping" not in settings
         fields["softcap"] = 30.0 if capped else given.optional("final_logit_softcapping")
@@ -392,8 +394,11 @@ def tensor_names(config: TransformerConfig, naming: Naming = "hugging-face") -> 
     """For each parameter of ours, the tensor that it is; a tied head is the embedding alone."""
     if naming not in get_args(Naming):
         raise ConfigError(f"naming {naming!r} is unknown; choose one of {', '.join(get_args(Naming))}")
-    with torch.device("meta"):
-        own = [name for name, _ in Transformer(config).named_parameters()]
+    with torch.device("meta"):  # layers are alike, but for the first
+        few = Transformer(replace(config, layers=min(config.layers, 2)))
+    own = [name for name, _ in few.named_parameters()]
+    for index in range(2, config.layers):
+        own += [f"layers.{index}{name[8:]}" for name in own if name.startswith("layers.1.")]
     return {name: Source(_renamed(name, config, naming), *_transform(name, config, naming)) for name in own}
 
 
@@ -502,9 +507,23 @@ def stack_of(model: Any) -> Transformer:
     if not isinstance(model, nn.Module) or not hasattr(found, "to_dict"):
         raise ConfigError(f"a {type(model).__name__} is not a model of transformers")
     config = config_of({**found.to_dict(), "architectures": [type(model).__name__]})
+    for name, module in model.named_modules():
+        _refuse_changed(name, module, config.norm_eps)
     tensors = dict(model.named_parameters(remove_duplicate=False))
     like = next(iter(tensors.values()))
     with torch.device("meta"):
         stack = Transformer(config).to(like.dtype)
     load_tensors(stack, tensors.__getitem__, tensors)
     return stack.train(model.training)
+
+
+def _refuse_changed(name: str, module: nn.Module, epsilon: float) -> None:
+    """Refuse a module that somebody has put in another's place: it may compute something else."""
+    if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
+        raise ConfigError(
+            f"{name} is a {type(module).__name__}, which is not of transformers; merge adapters, undo "
+            "quantization"
+        )
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
+    if found != epsilon:
+        raise ConfigError(f"{name} has ε {found} and the config {epsilon}; make them equal")

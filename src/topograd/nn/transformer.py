@@ -163,7 +163,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.positions: nn.Embedding | None = None
         if config.traits.learned_positions and index == 0:
-            self.positions = nn.Embedding(config.context, config.width)
+            self.positions = table(config.context, config.width)
         self.attention_norm = norm_of(config, config.width)
         self.attention = TransformerAttention(config, index)
         self.mlp_norm = norm_of(config, config.width)
@@ -191,14 +191,13 @@ class Transformer(Stack):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab, config.width)
+        self.embedding = table(config.vocab, config.width)
         self.layers = nn.ModuleList(TransformerLayer(config, i) for i in range(config.layers))
         self.norm = norm_of(config, config.width)
         if config.tied:
             weight = self.embedding.weight
         else:
-            weight = nn.Parameter(torch.empty(config.vocab, config.width))
-            nn.init.normal_(weight, std=INIT_STD)
+            weight = table(config.vocab, config.width).weight
         self.head = Head(weight, softcap=config.softcap)
         self.apply(_initialize)
         # Not buffers: converting the stack to half precision must not round them.
@@ -264,8 +263,16 @@ class Transformer(Stack):
         return self.head.last_stage
 
 
+def table(rows: int, width: int) -> nn.Embedding:
+    """An embedding with small random weights."""
+    weight = torch.empty(rows, width)
+    if not weight.is_meta:  # where drawing nothing takes seconds
+        nn.init.normal_(weight, std=INIT_STD)
+    return nn.Embedding(rows, width, _weight=weight)
+
+
 def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(module, nn.Linear) and not module.weight.is_meta:
         nn.init.normal_(module.weight, std=INIT_STD)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

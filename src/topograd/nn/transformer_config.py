@@ -104,7 +104,7 @@ class TransformerConfig:
     """The MLP's nonlinearity."""
     windows: tuple[int, ...] = ()
     """Attention spans, repeated over the layers; 0 is the whole context."""
-    query_scalar: float | None = None
+    query_scalar: int | None = None
     """Scores are divided by the root of this; None is head_width."""
     attention_softcap: float | None = None
     """Scores are kept within this bound by tanh (gemma2)."""
