@@ -128,7 +128,7 @@ ENDLESS = {
     "quiet loop": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
     "power": "{{ 9 ** (9 ** (9 ** 9)) }}",
     "string": "{{ 'a' * 10 ** 12 }}",
-    "doubling": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s * 2 %}{% endfor %}",
     "filter": "{{ 'a' | center(10 ** 11) }}",
     "join": "{{ range(99999) | map('string') | join('a' * 10 ** 5) | length }}",
     "output": "{% for a in range(99999) %}{{ 'a' * 10000 }}{% endfor %}",
