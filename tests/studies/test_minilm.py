@@ -1,11 +1,14 @@
 """The study of MiniLM in miniature: a tiny random BERT, and a run of ours as the negative."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from topograd.errors import ConfigError
 from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.topology_config import TopologyConfig
@@ -38,9 +41,8 @@ def test_layernorms_pass_trained_or_fresh(tmp_path: Path) -> None:
 def test_the_rmsnorm_of_our_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = tmp_path / "text.txt"
-    text.write_text(
-        " ".join(random.Random(0).choices(["fish", "swim", "in", "rivers", "and", "seas"], k=900))
-    )
+    words = random.Random(0).choices(["fish", "swim", "in", "rivers", "and", "seas"], k=900)
+    text.write_text(" ".join(words), encoding="utf-8")
     model = GPTConfig(layers=2, width=16, heads=2, context=16)
     config = TrainConfig(
         model=model,
@@ -54,7 +56,33 @@ def test_the_rmsnorm_of_our_run_fails(tmp_path: Path, monkeypatch: pytest.Monkey
     found = study.without_kernel(tmp_path / "run")
     assert list(found) == ["layers.0", "layers.1"]
     assert all(not reading.exact and reading.cosine < 0.5 for reading in found.values())
-    assert [row[:2] for row in study.kernel_table({"ours": found}).rows] == [
-        ("ours, layers.0", "none"),
-        ("ours, layers.1", "none"),
-    ]
+    table = study.kernel_table("ours", found)
+    assert [row[:2] for row in table.rows] == [("layers.0", "none"), ("layers.1", "none")]
+
+
+def test_the_study_joins_its_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = study.KernelReading(dimensions=1, cosine=1.0, share=0.0, samples=3, exact=True)
+    stream = SimpleNamespace(
+        names=("a",), sigma=(2.0, 1.0), effective_ranks=(3.0, 2.0), rank=2, verdict="kept"
+    )
+    models = {name: study.Reading({"norm": reading}, stream) for name in ("trained", "fresh")}  # type: ignore[arg-type]
+    asked: list[int] = []
+
+    def without(run: Path, limit_bytes: int) -> dict[str, study.KernelReading]:
+        asked.append(limit_bytes)
+        return {"layers.0": replace(reading, exact=False, cosine=0.1)}
+
+    monkeypatch.setattr(study, "weights_folder", lambda: tmp_path)
+    monkeypatch.setattr(study, "trained_and_fresh", lambda folder, rank: models)
+    monkeypatch.setattr(study, "without_kernel", without)
+    found = study.run("tiny", None, lambda *done: None)
+    assert asked == [study.TEXT_BYTES // 10]
+    assert [row["model"] for row in found.rows] == ["trained", "fresh", "RMSNorm GPT"]
+    assert [len(table.rows) for table in found.tables] == [1, 1, 1, 2]
+    assert found.tables[-1].rows[1] == ("a", "0.5", "2.0", "0.5", "2.0")
+
+
+def test_without_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "PACKAGE", "a_package_that_nobody_has")
+    with pytest.raises(ConfigError, match=r"not installed; install topograd\[studies\]"):
+        study.run("tiny", None, lambda *done: None)

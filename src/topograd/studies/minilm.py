@@ -91,15 +91,14 @@ def without_kernel(run: Path, limit_bytes: int = TEXT_BYTES) -> dict[str, Kernel
     return {name: kernel_cosine(gain, torch.cat(outputs)) for name, outputs in seen.items()}
 
 
-def kernel_table(models: dict[str, dict[str, KernelReading]]) -> ResultTable:
-    """One line for each norm of each model."""
+def kernel_table(model: str, norms: dict[str, KernelReading]) -> ResultTable:
+    """One line for each norm of a model."""
     rows = []
-    for model, norms in models.items():
-        for name, found in norms.items():
-            size = str(found.dimensions) if found.exact else "none"
-            rows.append((f"{model}, {name}", size, f"{found.cosine:.6f}", f"{found.share:.1e}"))
-    caption = "γ's direction against the flattest direction of the outputs"
-    return ResultTable(caption, ("model and norm", "kernel", "|cos|", "share"), tuple(rows))
+    for name, found in norms.items():
+        size = str(found.dimensions) if found.exact else "none"
+        rows.append((name, size, f"{found.cosine:.6f}", f"{found.share:.1e}"))
+    caption = f"{model}: γ's direction against the flattest direction of the outputs"
+    return ResultTable(caption, ("norm", "kernel", "|cos|", "share"), tuple(rows))
 
 
 def stream_table(models: dict[str, Reading]) -> ResultTable:
@@ -143,5 +142,5 @@ def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
     return Result(
         setting="all-MiniLM-L6-v2, trained and as it begins, and the reference run of this package.",
         rows=rows,
-        tables=(kernel_table(norms), stream_table(models)),
+        tables=(*(kernel_table(model, found) for model, found in norms.items()), stream_table(models)),
     )
