@@ -6,7 +6,7 @@ import argparse
 import shlex
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -70,6 +70,7 @@ def _read(argv: list[str]) -> Train:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset", nargs="?")
     first.add_argument("--config", nargs="?")
+    first.add_argument("--init", nargs="?")
     known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     if "--resume" in flags:
@@ -84,7 +85,18 @@ def _read(argv: list[str]) -> Train:
     base = preset(known.preset or Train.preset)
     if known.config is not None:
         base = base.overlaid(read_config_file(Path(known.config)))
+    if known.init is not None:
+        base = _shaped_like(base, Path(known.init))
     return parse(Train, argv, "train", Train(settings=base))
+
+
+def _shaped_like(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The settings with the model and the tokenizer of the run to begin with; its topology is not taken."""
+    from topograd.runs.folder import Run
+
+    base = TrainConfig.from_dict(Run.open(folder).read_config())
+    config = replace(config, model=base.model, imported=base.imported, tokenizer=base.tokenizer)
+    return replace(config, init=str(folder), data=config.data or base.data)
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.referenced import NAME as WEIGHTS
 from topograd.runs.referenced import Place, describe
+from topograd.runs.session import bind_tokenizer
 from topograd.runs.topology_config import TopologyConfig
 
 CONTEXT = 2048
@@ -54,7 +55,6 @@ class Source:
     """With its weights in place, as views of the files where they need no change."""
     references: dict[str, Any] | None
     """What weights.json would say; None where the weights must be copied."""
-    kind: str
 
 
 def import_model(
@@ -113,14 +113,14 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
     tokenizer = ForeignTokenizer.load(folder / "tokenizer.json")
     _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
     names = {file: index for index, file in enumerate(files)}
-    places: dict[str, Place] | None = {}
-    for own, elsewhere in tensor_names(config).items():
-        if elsewhere.read not in (None, torch.t):
-            places = None
-            break
-        turned = elsewhere.read is torch.t
-        places[own] = Place(names[where[elsewhere.name][0]], elsewhere.name, turned)
-    return Source(config, tokenizer, stack, None if places is None else describe(files, places), "folder")
+    sources = tensor_names(config)
+    if any(there.read not in (None, torch.t) for there in sources.values()):
+        return Source(config, tokenizer, stack, None)
+    places = {
+        own: Place(names[where[there.name][0]], there.name, there.read is torch.t)
+        for own, there in sources.items()
+    }
+    return Source(config, tokenizer, stack, describe(files, places))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def _tensor_files(folder: Path, opened: ExitStack) -> tuple[list[Path], dict[str
 
 
 def _open_gguf(file: Path) -> Source:
-    from topograd.models.gguf_file import GGUFFile
     from topograd.models.gguf_config import config_dict
+    from topograd.models.gguf_file import GGUFFile
     from topograd.models.gguf_tokenizer import tokenizer_config, tokenizer_json
 
     gguf = GGUFFile(file)
@@ -174,7 +174,7 @@ def _open_gguf(file: Path) -> Source:
     tokenizer = ForeignTokenizer(tokenizer_json(gguf.metadata), tokenizer_config(gguf.metadata))
     _check_tokenizer(tokenizer, config, file)
     stack = _filled(config, gguf.tensor, gguf.tensors, "gguf")
-    return Source(config, tokenizer, stack, None, "gguf")
+    return Source(config, tokenizer, stack, None)
 
 
 def _filled(
@@ -219,9 +219,7 @@ def _settings(found: Source, partition: str, context: int | None) -> TrainConfig
 
 def _write(run: Run, found: Source, config: TrainConfig, copy: bool) -> None:
     """Write the run; its settings come last, since they are what makes the folder a run."""
-    if found.tokenizer.config:
-        run.manifest.bind("tokenizer_config.json", dump_json(found.tokenizer.config, indent=2) + "\n")
-    run.manifest.bind(run.tokenizer_file.name, found.tokenizer.to_text())
+    bind_tokenizer(run, found.tokenizer)
     if found.references is not None and not copy:
         run.manifest.bind(WEIGHTS, dump_json(found.references, indent=1) + "\n")
         run.write_config(config.as_dict())

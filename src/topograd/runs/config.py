@@ -150,6 +150,8 @@ class TrainConfig:
     """Batches whose gradients add up before a step."""
     seed: int = 0
     """Of the weights and of the order of the data."""
+    init: str | None = None
+    """The folder of a run whose weights and tokenizer to begin with; new heads and layers start fresh."""
     data: str | None = None
     """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
     tokenizer: Literal["bytes", "bpe", "imported"] = "bpe"
@@ -190,6 +192,8 @@ class TrainConfig:
             raise ConfigError(
                 "data is empty; give a file or a folder, or leave it out for the embedded corpus"
             )
+        if self.init is not None and not self.init.strip():
+            raise ConfigError("init is empty; give the folder of a run, or leave it out")
         topology = self.build_topology()
         if self.topology.interface is not None:
             SegmentInterface.parse(self.topology.interface).segment(self.model.context)

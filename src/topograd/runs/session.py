@@ -14,6 +14,7 @@ import torch
 
 from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windows
 from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.files import dump_json
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare as prepare_stack
@@ -66,6 +67,14 @@ def read_tokenizer(run: Run) -> Tokenizer:
     """The tokenizer of a run, if it is its own."""
     run.manifest.verify(run.tokenizer_file.name)
     return Tokenizer.load(run.tokenizer_file)
+
+
+def bind_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """Write a run's tokenizer; an imported model's comes with what it says of special tokens and chats."""
+    config = getattr(tokenizer, "config", None)
+    if config:
+        run.manifest.bind("tokenizer_config.json", dump_json(config, indent=2) + "\n")
+    run.manifest.bind(run.tokenizer_file.name, tokenizer.to_text())
 
 
 def topology_at(config: TrainConfig, extra: Mapping[str, Any]) -> TrainConfig:

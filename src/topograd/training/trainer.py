@@ -16,16 +16,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from topograd.data import Loader, Prepared, Text, windows
 from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.nn.stack import Stack
 from topograd.registry import Registry
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import (
+    Session,
+    bind_tokenizer,
     build_stack,
     check_owner,
     find_checkpoint,
     load_data,
+    open_session,
     read_settings,
     read_tokenizer,
     topology_at,
@@ -56,9 +62,17 @@ def start(config: TrainConfig, folder: Path | str) -> Trainer:
         config = replace(config, data=str(Path(config.data).absolute()))
     if config.topology.teacher is not None:
         config = config.changed(teacher=str(Path(config.topology.teacher).absolute()))
-    config, data = load_data(config)
+    base = None
+    if config.init is not None:
+        base = open_session(Path(config.init).absolute())
+        config = replace(config, init=str(base.run.folder))
+    elif config.tokenizer == "imported":
+        raise ConfigError("an imported model's tokenizer is asked for; give init, the run to begin with")
+    config, data = load_data(config, None if base is None else base.tokenizer)
     trainer = TRAINERS[config.search.kind](run, config, data)  # first: what does not fit is refused here
-    run.manifest.bind(run.tokenizer_file.name, data.tokenizer.to_text())
+    if base is not None:
+        begin_from(trainer.stack, base)
+    bind_tokenizer(run, data.tokenizer)
     run.write_config(config.as_dict())
     return trainer
 
@@ -71,7 +85,7 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     saved = read_tokenizer(run) if run.tokenizer_file.exists() else None
     config, data = load_data(config, saved)
     if saved is None:  # the run of an earlier version, killed before it wrote one
-        run.manifest.bind(run.tokenizer_file.name, data.tokenizer.to_text())
+        bind_tokenizer(run, data.tokenizer)
     found = find_checkpoint(run, name) if name is not None or run.store.names() else None
     if found is not None:
         config = topology_at(config, run.store.extra(found))
@@ -79,6 +93,24 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     if found is not None:
         trainer.load(found)
     return trainer
+
+
+@torch.no_grad()
+def begin_from(stack: Stack, base: Session) -> None:
+    """Give a stack the weights of a run; heads, relays and layers that the run lacks stay as they are."""
+    own, given = stack.state_dict(), base.stack.state_dict()
+    foreign = sorted(name for name in given if name not in own)
+    if foreign:
+        raise ConfigError(
+            f"{base.run.folder} has {foreign[0]!r}, which the new model does not; give it the same [model]"
+        )
+    for name, tensor in given.items():
+        if own[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{name!r} is {tuple(tensor.shape)} in {base.run.folder} and {tuple(own[name].shape)} in the "
+                "new model; give it the same [model]"
+            )
+        own[name].copy_(tensor)
 
 
 class Trainer:
