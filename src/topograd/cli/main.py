@@ -21,6 +21,7 @@ VERBS = {
     "generate": "continue a text with the first stages of a run, or all of them",
     "bench": "measure ways of running a model, and of training one",
     "report": "explain a run in one HTML page",
+    "export": "write a run's model for transformers or for llama.cpp",
     "search": "choose where gradients stop: dynamic programming, soft boundaries, surgery, the Pareto front",
     "study": "run an experiment of the papers, with its prediction and a verdict",
     "space": "look around the space of partitions",

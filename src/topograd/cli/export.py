@@ -1,0 +1,37 @@
+"""`topograd export`: write a run's model for transformers or for llama.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from topograd.cli.console import Folder, Json, out, parse, print_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the plain model of a run: a folder that transformers loads, or a GGUF file for llama.cpp."""
+
+    folder: Folder
+    """The run's folder."""
+    out: Path
+    """The new folder to write."""
+    format: Literal["hf", "gguf"] = "hf"
+    """hf: config.json, safetensors, tokenizer.json; gguf: one file (extra `models`)."""
+    weights: Literal["F32", "F16", "Q8_0"] = "F32"
+    """How a GGUF file keeps matrices."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Export, say what was written, return the exit code."""
+    asked = parse(Export, argv, "export")
+    from topograd.models.export import export_model
+
+    found = export_model(asked.folder, asked.out, asked.format, asked.weights)
+    if asked.json:
+        print_json(found)
+    else:
+        out().print(f"{found['out']}: {', '.join(found['files'])}", soft_wrap=True)
+    return 0
