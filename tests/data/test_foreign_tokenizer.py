@@ -270,6 +270,40 @@ def test_what_cannot_be_used_is_refused_in_one_line(case: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
+def _places(content: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    found = []
+    for key, value in items:
+        found.append((content, key))
+        if isinstance(value, dict | list) and len(value) < 50:
+            found += _places(value)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_refused_or_work(data: st.DataObject) -> None:
+    content = json.loads(_pair(data.draw(st.sampled_from(sorted(KINDS))))[0].to_text())
+    junk: st.SearchStrategy[Any] = st.sampled_from(
+        [None, "", "▁", -1, 2**40, 1e300, [], {}, True, "ByteLevel", "Sequence", "Strip"]
+    )
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = data.draw(st.sampled_from(_places(content)))
+        if data.draw(st.booleans()):
+            container[key] = data.draw(junk)
+        else:
+            del container[key]
+    try:
+        ours = ForeignTokenizer(json.dumps(content), CONFIG)
+        ours.decode([*ours.encode("The é 日 <s>"), *ours.encode("The é 日 <s>", special=True)])
+    except DataError as error:
+        lines = str(error).splitlines()
+    else:
+        lines = ["it works"]
+    assert len(lines) == 1
+
+
 def test_shards_hold_vocabularies_of_more_than_65536_ids(tmp_path: Path) -> None:
     documents = [np.array([0, 151_935, 65_536]), np.array([70_000], dtype=np.uint32)]
     write_shards(tmp_path / "shards", documents, 151_936, separator=151_643)

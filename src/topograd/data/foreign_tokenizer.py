@@ -26,8 +26,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,21 @@ class ForeignTokenizer(Tokenizer):
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add: bool = False) -> list[int]:
     utf8(text)
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add)
+    with _library():
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add)
     ids: list[int] = encoding.ids
     return ids
+
+
+@contextmanager
+def _library() -> Iterator[None]:
+    """What the library says of a damaged file as one line; it panics on some, which is no Exception."""
+    try:
+        yield
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        raise _refused(" ".join(str(problem).split())[:200]) from None
 
 
 def is_foreign(content: object) -> bool:
@@ -263,12 +276,8 @@ def _pieces(tokenizer: tokenizers.Tokenizer, decoder: _Decoder) -> tuple[bytes, 
 
 def _built(text: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The library's tokenizer, without cutting and padding, with the config's own choice of bos and eos."""
-    try:
+    with _library():
         tokenizer = tokenizers.Tokenizer.from_str(text)
-    except BaseException as problem:  # the library panics on some damaged files, and that is no Exception
-        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
-            raise
-        raise _refused(" ".join(str(problem).split())[:200]) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if "add_bos_token" in config or "add_eos_token" in config:
