@@ -17,7 +17,8 @@ name. The learning rate that a param group is made with is its peak; the schedul
 
 The gauges of the ddc optimizers are those of the GPT that hold by construction: the rescaling of each ReLU²
 MLP (degree 2), and the shift of the output matrices that no softmax sees. A rescaling needs a norm above
-zero, and MLP outputs start at zero: those that are zero are given a small spread first.
+zero, and MLP outputs start at zero: those that are zero are given a small spread first. With the objective
+z-loss the shift is no symmetry of the loss; the ddc optimizers hold it where it started all the same.
 """
 
 from __future__ import annotations
