@@ -16,6 +16,7 @@ from topograd import files
 from topograd.data import Tokenizer
 from topograd.errors import CheckpointError, RunError
 from topograd.runs import manifest
+from topograd.runs.checkpoint import _digest
 from topograd.runs.config import TrainConfig
 from topograd.runs.export import export
 from topograd.runs.folder import Run
@@ -238,8 +239,6 @@ def as_version_01(run: Run) -> None:
         for key in ("run", "metrics", "halted"):
             del state["extra"][key]
         body = {key: value for key, value in state.items() if key not in ("format", "version", "sha256")}
-        from topograd.runs.checkpoint import _digest
-
         path.write_text(json.dumps(state | {"sha256": _digest(body)}))
 
 
