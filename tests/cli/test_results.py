@@ -84,7 +84,7 @@ def test_the_table_has_a_row_for_each_prefix_and_pooling(run: Run) -> None:
     assert labels == [
         *("stages 1..1, 1 layers", "stages 1..2, 2 layers"),
         *("sum of all stages", "mean of all stages", "shrinkage of all stages"),
-        "the model, by its last stage",
+        "model: its last stage",
     ]
 
 

@@ -104,7 +104,7 @@ def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
     if len(exits) > 1:
         for how in POOLINGS:
             table.add_row(f"{how} of all stages", number(results["bpb"].get(how)), DASH, DASH, DASH)
-        name = f"the model, by {predicts_by(plan)}"
+        name = f"model: {predicts_by(plan)}"
         table.add_row(name, number(results["bpb"]["prediction"]), DASH, DASH, DASH)
     return table
 
