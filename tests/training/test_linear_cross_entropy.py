@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.reference.cross_entropy import plain_cross_entropy
@@ -185,3 +186,26 @@ def test_bfloat16_autocast_is_close() -> None:
     )
     assert_close(actual, exact, 0.03)
     assert float(torch.sub(actual["loss"], plain["loss"]).abs()) < 1e-4, "the loss itself is float32 in both"
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 1000])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_z_loss_is_that_of_all_logits_at_once(chunk: int, softcap: float | None) -> None:
+    """log Z of each counted target, squared, by autograd; value and every gradient."""
+    x, weight, bias, targets = inputs()
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    z = F.linear(leaves[0], leaves[1], leaves[2])
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    counted = targets != -100
+    nats = F.cross_entropy(z, targets)
+    expected = nats + 0.3 * z[counted].exp().sum(-1).log().square().mean()
+    expected.backward()
+    again = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    loss = linear_cross_entropy(
+        again[0], again[1], targets, again[2], softcap=softcap, z_weight=0.3, chunk=chunk
+    )
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    assert loss > nats + 0.1
+    for found, leaf in zip(again, leaves, strict=True):
+        torch.testing.assert_close(found.grad, leaf.grad, rtol=1e-11, atol=1e-14)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopologyError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Projection
+from topograd.registry import Registry
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 from topograd.training import linear_cross_entropy
 from topograd.training.forward import Predictor
 from topograd.training.objectives import (
@@ -23,6 +28,7 @@ from topograd.training.objectives import (
     Objective,
     Residual,
     objective_named,
+    objectives_of,
     stage_loss,
     teacher_logits,
 )
@@ -82,6 +88,42 @@ def test_residual_corrects_the_sum_of_the_stages_before() -> None:
     assert torch.equal(Residual()(z, None, None, y), CrossEntropy()(z, None, None, y))
 
 
+def test_the_z_loss_by_its_definition(tiny: type[Tiny], small_chunks: None) -> None:
+    """CE + c mean (log Z)² of the counted targets, with its gradients, by the fast path and by autograd."""
+    objective = CrossEntropy(z_weight=0.3)
+    z, y = random_logits(1), torch.tensor([1, 2, -100, 4, 5, -100, 7])
+    log_z = z[y != -100].exp().sum(-1).log()
+    expected = CrossEntropy()(z, None, None, y) + 0.3 * log_z.square().sum()
+    torch.testing.assert_close(objective(z, None, None, y), expected, rtol=1e-14, atol=0)
+
+    found = []
+    for fast in (True, False):
+        stack, h = tiny.gpt(PER_STAGE), hidden()
+        targets = targets_for(h)
+        if fast:
+            loss = stage_loss(stack, h, 1, objective, targets)
+        else:
+            logits = stack.readout(h, 1)[targets != -100]
+            loss = F.cross_entropy(logits, targets[targets != -100])
+            loss = loss + 0.3 * logits.logsumexp(-1).square().mean()
+        loss.backward()
+        assert h.grad is not None
+        found.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
+    tiny.assert_same(found[0], found[1])
+
+
+def test_the_named_z_loss_is_small_and_counts() -> None:
+    z, y = random_logits(1), torch.arange(7)
+    plain = OBJECTIVES["cross-entropy"](z, None, None, y)
+    assert OBJECTIVES["z-loss"](z, None, None, y) == plain + 1e-4 * z.logsumexp(-1).square().sum()
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_a_z_loss_that_cannot_be_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match=f"z_weight is {weight}; it must be finite and at least 0"):
+        CrossEntropy(z_weight=weight)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
 def test_distillation_by_its_definition(mix: float, temperature: float) -> None:
@@ -108,9 +150,10 @@ def test_distillation_at_its_extremes() -> None:
     assert float(gradient.abs().max()) < 1e-12
 
 
+@pytest.mark.parametrize("objective", [CrossEntropy(), CrossEntropy(z_weight=0.3)], ids=["plain", "z-loss"])
 @pytest.mark.parametrize("settings", [{}, {"softcap": 5.0}, {"tied": True}, {"head_rank": 3}])
 def test_generic_path_equals_the_fast_path(
-    settings: dict[str, Any], tiny: type[Tiny], small_chunks: None
+    settings: dict[str, Any], objective: Objective, tiny: type[Tiny], small_chunks: None
 ) -> None:
     """Cross-entropy through checkpointed chunks of `readout` and through the matrix give the same."""
     found = []
@@ -118,7 +161,7 @@ def test_generic_path_equals_the_fast_path(
         stack = tiny.gpt(PER_STAGE, **settings)
         stack.__class__ = WithoutProjection if hide else GPT
         h = hidden()
-        loss = stage_loss(stack, h, 1, OBJECTIVES["cross-entropy"], targets_for(h))
+        loss = stage_loss(stack, h, 1, objective, targets_for(h))
         loss.backward()
         assert h.grad is not None
         found.append({"loss": loss.detach(), "h": h.grad, **tiny.gradients(stack)})
@@ -211,6 +254,57 @@ def test_unknown_objective_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"'hinge'.*cross-entropy, residual, distillation, z-loss, or pack"):
         objective_named("hinge")
     assert objective_named("residual") is OBJECTIVES["residual"]
+
+
+class Hinge:
+    """An objective of somebody else's."""
+
+    uses_prior = False
+
+    def __call__(
+        self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        return F.multi_margin_loss(logits, targets, reduction="sum")
+
+
+def test_an_objective_by_its_address_is_made_where_it_is_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("somebodys_objectives")
+    module.Hinge, module.hinge = Hinge, (ready := Hinge())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert isinstance(objective_named("somebodys_objectives:Hinge"), Hinge)
+    assert objective_named("somebodys_objectives:hinge") is ready
+    with pytest.raises(
+        ConfigError, match=r"objective 'somebodys_objectives:other' cannot be imported \(.*other"
+    ):
+        objective_named("somebodys_objectives:other")
+    given = {"cross-entropy": ready}
+    assert objective_named("cross-entropy", given) is ready, "what is passed is looked through first"
+    assert objective_named("residual", given) is OBJECTIVES["residual"]
+
+
+def test_a_registered_name_is_known_and_taken() -> None:
+    registry: Registry[Objective] = Registry("objective", {"old": Hinge()})
+    registry.register("new", ready := Hinge())
+    assert registry["new"] is ready
+    assert list(registry) == ["old", "new"]
+    for name, words in (("old", "exists already"), ("a:b", "cannot be a name"), (" ", "cannot be a name")):
+        with pytest.raises(ConfigError, match=words):
+            registry.register(name, ready)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "refused"), [("last", True), ("path:1,2", True), ("sum", False), ("mean", False)]
+)
+def test_a_correction_needs_a_sum_to_predict_by(prediction: str, refused: bool) -> None:
+    chain = Topology.chain("1,1", objective="residual")
+    plan = Plan.of(replace(chain, prediction=prediction), 2)
+    if refused:
+        with pytest.raises(TopologyError, match=r"corrects the sum of the stages before it.*prediction='sum'"):
+            objectives_of(plan)
+    else:
+        assert objectives_of(plan) == [OBJECTIVES["residual"]] * 2
+    first = replace(chain, stages=(chain.stages[0], replace(chain.stages[1], objective="z-loss")))
+    objectives_of(Plan.of(first, 2))  # nothing comes before it, so it corrects nothing
 
 
 def test_distillation_needs_a_teacher(tiny: type[Tiny]) -> None:
