@@ -59,6 +59,8 @@ class Generate:
     """Draw among the fewest likeliest tokens that have this probability together."""
     seed: int = 0
     """Of the draws, with a temperature."""
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Talk with an imported model, by its own template: --prompt is the first message, or each line typed."""
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """End before this text."""
     colour: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -79,6 +81,8 @@ def run(argv: list[str]) -> int:
     console = out()
     colours = _colours(console, exits) if asked.colour else []
     show = silent if asked.json else _coloured(console, colours) if colours else _plain
+    if asked.chat:
+        return _chat(asked, model, show)
     try:
         made = _continue(asked, model, _depth(asked, exits), show)
     except ConfigError as error:  # it speaks of Python's arguments
@@ -96,6 +100,49 @@ def run(argv: list[str]) -> int:
     if asked.html is not None:
         _write_page(asked.html, model, made)
     return 0
+
+
+def _chat(asked: Generate, model: Model, show: Show) -> int:
+    """A conversation: one answer to --prompt, or one to each line of the terminal, until it ends."""
+    from topograd.data.foreign_tokenizer import ForeignTokenizer
+    from topograd.models.chat import chat_template, render_chat
+
+    tokenizer = model.session.tokenizer
+    template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
+    if template is None or not isinstance(tokenizer, ForeignTokenizer):
+        raise ConfigError(f"{model.session.run.folder} has no chat template; leave --chat out")
+    messages: list[dict[str, str]] = []
+    for words in [asked.prompt] if asked.prompt else iter(_typed, None):
+        messages.append({"role": "user", "content": words})
+        text = render_chat(template, messages, special_tokens=tokenizer.special_tokens)
+        made = model.generate(
+            tokenizer.encode_chat(text),
+            asked.tokens,
+            depth=_depth(asked, len(model.session.plan.predicting())),
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            stop=asked.stop,
+            on_piece=show,
+        )
+        messages.append({"role": "assistant", "content": str(made)})
+        if not asked.json:
+            print(flush=True)
+    if asked.json:
+        counts = made.exits(len(model.session.plan.predicting())) if messages else []
+        answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "messages": messages}
+        numbers = _numbers(made, counts) if messages else {}
+        print_json(answer | {"text": messages[-1]["content"] if messages else ""} | numbers)
+    return 0
+
+
+def _typed() -> str | None:
+    """A line that was typed; None at the end of the input."""
+    try:
+        return input("> ")
+    except EOFError:
+        return None
 
 
 def _check(asked: Generate) -> None:

@@ -68,7 +68,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str = "",
+        prompt: str | Sequence[int] = "",
         tokens: int = 200,
         *,
         depth: str | None = None,
@@ -79,7 +79,7 @@ class Model:
         stop: Sequence[str] = (),
         on_piece: Callable[[str, int], None] | None = None,
     ) -> Generated:
-        """Continue a text by at most `tokens` tokens; `on_piece` gets each part of it as it comes.
+        """Continue a text, or the tokens of one, by at most `tokens`; `on_piece` gets each part as it comes.
 
         By default the likeliest token each time, speculating where the run's calibration says that it pays.
         """
@@ -92,7 +92,8 @@ class Model:
         pieces = []
         tokenizer = self.session.tokenizer
         ends = tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else ()
-        for piece in continue_text(mode, self.encode(prompt), tokens, stream, ends):
+        begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for piece in continue_text(mode, begin, tokens, stream, ends):
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(*piece)
@@ -101,7 +102,8 @@ class Model:
             pieces[-1] = text + rest, left
             if on_piece is not None:
                 on_piece(rest, left)
-        return _generated(stream.text, prompt, named, mode, pieces, time.perf_counter() - began)
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        return _generated(stream.text, text, named, mode, pieces, time.perf_counter() - began)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
@@ -147,13 +149,14 @@ def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **s
     return opened.generate(prompt, tokens, **settings)  # type: ignore[arg-type]
 
 
-def check_request(prompt: str, tokens: int) -> None:
+def check_request(prompt: str | Sequence[int], tokens: int) -> None:
     """Refuse what nobody can have meant."""
     if not 0 <= tokens <= MOST_TOKENS:
         raise ConfigError(f"tokens is {tokens}; it must be at least 0 and at most {MOST_TOKENS}")
     if len(prompt) > MOST_PROMPT:
+        unit = "characters" if isinstance(prompt, str) else "tokens"
         raise ConfigError(
-            f"the prompt has {len(prompt)} characters; give at most {MOST_PROMPT}, the end of the text"
+            f"the prompt has {len(prompt)} {unit}; give at most {MOST_PROMPT}, the end of the text"
         )
 
 

@@ -64,11 +64,10 @@ def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:
             f"{where} is a model of our own kind, which no other program knows; only imported models are "
             "exported: keep the run's folder"
         )
-    own = [name for name in (*stack.head.deltas, *stack.own_relays())]
-    if own or session.plan.prediction.kind != "last":
+    if len(stack.head.deltas) or stack.own_relays() or session.plan.prediction.kind != "last":
         raise ConfigError(
-            f"{where} has heads or relays of its own, or predicts by several stages, which these formats cannot "
-            "say; keep the run's folder"
+            f"{where} has heads or relays of its own, or predicts by several stages, which these formats "
+            "cannot say; keep the run's folder"
         )
     return stack, tokenizer
 
@@ -173,7 +172,7 @@ def card(session: Session, name: str) -> str:
         lines.append(f"It was trained on from another model, in stages {config.topology.partition}.")
     lines += [
         "",
-        "The licence is that of the model that it comes from: look it up before you pass it on.",
+        "Its licence is that of the model it comes from: look it up before you pass it on.",
         "",
     ]
     if results is not None and "bpb" in results:
