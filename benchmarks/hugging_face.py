@@ -37,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from topograd.benchmarks.decode import heldout_prompts
 from topograd.data import Loader, Prepared, windows
+from topograd.data.windows import Text
 from topograd.depth.agreement import distinct, is_tie
 from topograd.depth.autotune import DraftRule
 from topograd.depth.calibrate import Tuning, tune
@@ -45,16 +46,16 @@ from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch
 from topograd.depth.readings import Readings, join, read
 from topograd.depth.speculation import Speculate
 from topograd.errors import ConfigError
-from topograd.nn.llama import Llama
+from topograd.models.families import stack_of
+from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.session import load_data
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.data.windows import Text
 from topograd.training.executor import train_step
 from topograd.training.forward import stage_outputs
-from topograd.training.optimizers import make_optimizers, set_learning_rates
+from topograd.training.optimizers import make_optimizers
 
 Texts = list[list[int]]
 Way = Callable[[Texts, int], Texts]
@@ -187,22 +188,21 @@ def full_depth(settings: Settings) -> dict[str, Any]:
     model = llama(settings, settings.width, settings.layers, settings.vocab)
     prompts = torch.randint(settings.vocab, (settings.prompts, settings.prompt_tokens)).tolist()
     plan = Plan.of(Topology.chain(str(settings.layers)), settings.layers)
-    engine = Engine(Llama.of(model), plan, settings.prompt_tokens + settings.tokens)
+    engine = Engine(stack_of(model), plan, settings.prompt_tokens + settings.tokens)
     ways = {"hugging face": partial(theirs, model), "ours": partial(ours, Prefix(engine))}
     return measure(model, prompts, ways, settings)
 
 
-def train(stack: Llama, topology: Topology, config: TrainConfig, data: Prepared) -> list[float]:
+def train(stack: Stack, topology: Topology, config: TrainConfig, data: Prepared) -> list[float]:
     """Train in stages; return each stage's loss, the mean of the last steps."""
     optimizers = make_optimizers(stack, config.optimizer)
     loader = Loader(data.train, config.model.context, config.batch, config.seed)
     losses = []
     for step in range(config.steps):
-        set_learning_rates(optimizers, config.optimizer.multiplier(step, config.steps))
+        optimizers.set_rates(step, config.steps)
         losses.append(train_step(stack, topology, *next(loader)))
-        for optimizer in optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizers.step()
+        optimizers.zero_grad()
         if (step + 1) % 50 == 0:
             print(f"trained {step + 1} of {config.steps} steps", file=sys.stderr)
     mean: list[float] = torch.stack(losses[-20:]).mean(0).tolist()
@@ -210,7 +210,7 @@ def train(stack: Llama, topology: Topology, config: TrainConfig, data: Prepared)
 
 
 @torch.no_grad()
-def readings(stack: Llama, plan: Plan, text: Text, batch: int = 4) -> Readings:
+def readings(stack: Stack, plan: Plan, text: Text, batch: int = 4) -> Readings:
     """What every stage predicts on the text, a window a sequence."""
     parts = []
     for start in range(0, len(text.inputs), batch):
@@ -229,7 +229,7 @@ def speculation(settings: Settings) -> dict[str, Any]:
     if wanted > context:
         raise ConfigError(f"prompt-tokens and tokens are {wanted} together; give at most {context}")
     model = llama(settings, settings.train_width, settings.train_layers, config.model.vocab)
-    stack, stages = Llama.of(model), settings.train_layers // LAYERS_PER_STAGE
+    stack, stages = stack_of(model), settings.train_layers // LAYERS_PER_STAGE
     topology = Topology.chain(",".join([str(LAYERS_PER_STAGE)] * stages))
     plan = Plan.of(topology, settings.train_layers)
     losses = train(stack, topology, config, data)
@@ -239,7 +239,8 @@ def speculation(settings: Settings) -> dict[str, Any]:
     engine = Engine(stack, plan, context)
     calibration = Calibration.of(readings(stack, plan, text).split()[0], config.steps)
     tuning = tune(engine, calibration.sample, calibration.sample)
-    drafting = Speculate(engine, tuning.rule or DraftRule(0.0, 4), tuning.stage)
+    rule = tuning.rule or DraftRule(0.0, 4)
+    drafting = Speculate(engine, rule, tuning.stage)
     exits = early_exits(model, prompts, settings.tokens)
     ways: dict[str, Way] = {
         "hugging face": partial(theirs, model),
@@ -250,7 +251,7 @@ def speculation(settings: Settings) -> dict[str, Any]:
         ways |= {name: partial(theirs, model, leave=leave) for name, leave in exits.items()}
     found = measure(model, prompts, ways, settings)
     found |= {"losses": losses, "agreement": calibration.agreement}
-    found["ours, drafts"] = our_drafts(drafting, tuning, prompts, settings.tokens)
+    found["ours, drafts"] = our_drafts(drafting, rule, tuning, prompts, settings.tokens)
     if isinstance(exits, str):
         return found | {EXIT: exits}
     return found | {
@@ -274,7 +275,9 @@ def early_exits(model: Any, prompts: Texts, tokens: int) -> dict[str, Exit] | st
     return {EXIT: default, TUNED: grid[min(grid, key=lambda name: statistics.median(seconds[name]))]}
 
 
-def our_drafts(mode: Speculate, tuning: Tuning, prompts: Texts, tokens: int) -> dict[str, Any]:
+def our_drafts(
+    mode: Speculate, rule: DraftRule, tuning: Tuning, prompts: Texts, tokens: int
+) -> dict[str, Any]:
     """Our rule and its acceptance."""
     drafted = accepted = 0
     for prompt in prompts:
@@ -282,8 +285,8 @@ def our_drafts(mode: Speculate, tuning: Tuning, prompts: Texts, tokens: int) -> 
         drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
     return {
         "on": tuning.rule is not None,
-        "layers": (mode.stage + 1) * LAYERS_PER_STAGE,
-        "rule": asdict(mode.rule),
+        "layers": (tuning.stage + 1) * LAYERS_PER_STAGE,
+        "rule": asdict(rule),
         "predicted_speedup": tuning.predicted,
         "acceptance": accepted / drafted if drafted else None,
     }

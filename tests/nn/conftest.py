@@ -14,6 +14,8 @@ from topograd.nn.adapt import Adapted, adapt
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
+from topograd.nn.transformer import Transformer
+from topograd.nn.transformer_config import Family, TransformerConfig
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 
@@ -51,6 +53,14 @@ def qwen2(**settings: Any) -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": LAYERS // 2}
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes | heads | windows | settings))
+
+
+def transformer(family: Family, **settings: Any) -> Transformer:
+    """A transformer of a published family, of our own making."""
+    sizes = {"layers": LAYERS, "width": 16, "heads": 4, "kv_heads": 2, "head_width": 4, "mlp_width": 24}
+    return Transformer(
+        TransformerConfig(family=family, **{**sizes, "vocab": VOCAB, "context": TIME, **settings})
+    )
 
 
 def own() -> Stack:
@@ -107,6 +117,23 @@ CASES = (
     ),
     Case("gpt2", lambda: adapt(gpt2(), **GPT2)),
     Case("qwen2-windows", lambda: adapt(qwen2(), **LLAMA), tolerance=ROUNDED),
+    Case("native-llama", lambda: transformer("llama"), decodes=True),
+    Case(
+        "native-gpt2",
+        lambda: transformer("gpt2", kv_heads=4, qkv_bias=True, output_bias=True, mlp_bias=True, tied=True),
+        decodes=True,
+    ),
+    Case("native-qwen3", lambda: transformer("qwen3", qk_norm=True, tied=True), decodes=True),
+    Case(
+        "native-gemma2",
+        lambda: transformer("gemma2", windows=(3, 0), attention_softcap=5.0, softcap=4.0, tied=True),
+        decodes=True,
+    ),
+    Case(
+        "native-gemma3",
+        lambda: transformer("gemma3_text", windows=(3, 0), local_rope_base=50.0, qk_norm=True),
+        decodes=True,
+    ),
     Case("own", own, tokens=False, own_heads=False),
 )
 

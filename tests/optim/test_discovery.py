@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from topograd.errors import OptimError
+from topograd.models.families import stack_of
 from topograd.nn.gpt import GPT
-from topograd.nn.llama import Llama
 from topograd.optim import DDCAdam, find_gauges
 from topograd.optim.discovery import TOLERANCE, Found, SetAside, _Choice
 from topograd.optim.gauges import (
@@ -102,7 +102,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hybrid": lambda: filled(gpt(architecture="hybrid")),
     "llama": llama,
     "llama grouped": lambda: llama(kv_heads=1),
-    "stack of a llama": lambda: Llama.of(llama()),
+    "stack of a llama": lambda: stack_of(llama()),
     "gpt2": gpt2,
     "mlp": relu_mlp,
     "functional": Functional,
@@ -222,13 +222,13 @@ def test_norms_of_queries_and_keys_make_their_sizes_invisible() -> None:
 
 def test_our_llama_is_as_the_one_it_is_made_of() -> None:
     model = llama(kv_heads=1)
-    stack = Llama.of(model)
+    stack = stack_of(model)
     kinds = [type(gauge) for gauge in find_gauges(stack).gauges]
     assert kinds == [type(gauge) for gauge in find_gauges(model).gauges] == [LNScale] * 5
-    stack.add_heads(2)
+    stack.add_heads(range(2))
     found = find_gauges(stack)
     assert isinstance(found.gauges[0], HeadShift)
-    assert found.set_aside[0].gauge.names[0] == "gain"
+    assert found.set_aside[0].gauge.names[0] == "norm.weight"
 
 
 def test_gpt2_keeps_its_matrices_the_other_way() -> None:

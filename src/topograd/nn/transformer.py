@@ -194,10 +194,7 @@ class Transformer(Stack):
         self.embedding = table(config.vocab, config.width)
         self.layers = nn.ModuleList(TransformerLayer(config, i) for i in range(config.layers))
         self.norm = norm_of(config, config.width)
-        if config.tied:
-            weight = self.embedding.weight
-        else:
-            weight = table(config.vocab, config.width).weight
+        weight = self.embedding.weight if config.tied else table(config.vocab, config.width).weight
         self.head = Head(weight, softcap=config.softcap)
         self.apply(_initialize)
         # Not buffers: converting the stack to half precision must not round them.
