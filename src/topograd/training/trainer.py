@@ -39,6 +39,7 @@ from topograd.runs.session import (
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Evaluation, evaluate
 from topograd.training.loop import Step, TrainingLoop
+from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
 from topograd.training.teacher import Teacher, objectives_of_config, open_teacher
 
@@ -92,6 +93,8 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     trainer = TRAINERS[config.search.kind](run, config, data)
     if found is not None:
         trainer.load(found)
+    elif config.init is not None:
+        begin_from(trainer.stack, open_session(config.init))
     return trainer
 
 
@@ -118,6 +121,8 @@ class Trainer:
 
     def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
         self.run, self.config, self.data = run, config, data
+        self._known = run.store.names()
+        """The run's checkpoints as this trainer knows them."""
         self.loader = Loader(data.train, config.model.context, config.batch, config.seed)
         self.text = Text(*windows(data.heldout, data.tokenizer, config.model.context, config.eval_bytes))
         self.teacher: Teacher | None = open_teacher(config, data.tokenizer)
@@ -131,9 +136,9 @@ class Trainer:
             teacher=None if self.teacher is None else self.teacher.predictor,
             objectives=objectives_of_config(config),
         )
+        objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
         self.step = 0
         self.seconds = 0.0
-        self._from: str | None = None
         if config.compile:
             for layer in self.stack.layers:
                 layer.compile()
@@ -158,7 +163,6 @@ class Trainer:
         self.seconds = extra["seconds"]
         self.loader.seek(extra["loader"])
         self.loop.halted = set(extra.get("halted", ()))
-        self._from = name
 
     def save(self) -> str:
         """Save a checkpoint and return its name."""
@@ -173,13 +177,15 @@ class Trainer:
         }
         if self.teacher is not None:
             extra["teacher"] = self.teacher.weights
-        return self.run.store.save(
+        name = self.run.store.save(
             step=self.step,
             model=self.stack,
             optimizers=self.loop.optimizers.optimizers,
             extra=extra,
             keep=self.config.keep,
         )
+        self._known = self.run.store.names()
+        return name
 
     # What a search changes
 
@@ -223,7 +229,6 @@ class Trainer:
                 if watching:
                     watching(self.step, self.config.steps, losses, reading)
             name = self.save()
-            self._from = name
             result = self._summary(reading or evaluate(self.stack, self.plan, self.text), name)
             self.run.write_results(result)
         return result
@@ -252,9 +257,8 @@ class Trainer:
             yield log
 
     def _still_here(self) -> None:
-        """Refuse to go on from a checkpoint that somebody has trained past since it was read."""
-        names = self.run.store.names()
-        if self._from is not None and self._from not in names:
+        """Refuse to go on where somebody else has trained since this trainer was made."""
+        if self.run.store.names() != self._known:
             raise RunError(
                 f"{self.run.folder} was trained on by another process while it was being opened; "
                 "resume it again"
