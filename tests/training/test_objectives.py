@@ -299,7 +299,7 @@ def test_a_correction_needs_a_sum_to_predict_by(prediction: str, refused: bool) 
     chain = Topology.chain("1,1", objective="residual")
     plan = Plan.of(replace(chain, prediction=prediction), 2)
     if refused:
-        with pytest.raises(TopologyError, match=r"corrects the sum of the stages before it.*prediction='sum'"):
+        with pytest.raises(TopologyError, match=r"corrects the sum of the stages before.*prediction='sum'"):
             objectives_of(plan)
     else:
         assert objectives_of(plan) == [OBJECTIVES["residual"]] * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.errors import ConfigError, DataError, DivergenceError, RunError
+from topograd.errors import ConfigError, DataError, DivergenceError, RunError, StackError, TopologyError
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.training.trainer import resume, start
@@ -168,9 +168,15 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
         (replace(config, data=str(tmp_path / "nowhere")), DataError),
         (replace(config, device="abacus"), ConfigError),
         (replace(config, eval_bytes=3), DataError),
+        (config.changed(objective="hinge"), ConfigError),
+        (config.changed(objective="math:no_such_objective"), ConfigError),
+        (config.changed(objective="residual", prediction="last"), TopologyError),
+        (config.changed(heads="low-rank", head_rank=99), StackError),
+        (replace(config, model=replace(config.model, architecture="nowhere:mixer")), ConfigError),
     ):
         with pytest.raises(error):
             start(bad, tmp_path / "run")
+        assert not (tmp_path / "run" / "config.toml").exists()
     start(config, tmp_path / "run").train(stop_after=1)
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from topograd.errors import CheckpointError, ConfigError
+from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.runs import checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
+from topograd.runs.session import open_session
 from topograd.training.evaluation import Evaluation
 from topograd.training.trainer import OnStep, resume, start
 
@@ -142,6 +145,92 @@ def test_an_interrupt_saves_and_the_handlers_come_back(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     trainer.train()
     assert_same(trainer.run, straight)
+
+
+class Hammer:
+    """Ctrl-C again and again: the first within step 6, the second within the save that follows it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+        self.pressed = 0
+        self.before = getattr(checkpoint, at)
+        monkeypatch.setattr(checkpoint, at, self.during)
+
+    def on_step(self, step: int, *_: object) -> None:
+        if step == 6:
+            self.press()
+
+    def press(self) -> None:
+        self.pressed += 1
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def during(self, *arguments: Any) -> Any:
+        result = self.before(*arguments)
+        if self.pressed == 1:
+            self.press()
+        return result
+
+
+@pytest.mark.parametrize("at", ["_tensors_of", "_write", "_put_in_place"])
+def test_a_second_interrupt_ends_the_last_save_and_the_checkpoint_before_it_loads(
+    at: str, config: TrainConfig, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is impatient waits for no disk, and loses what was not saved, and nothing else."""
+    trainer = start(config, tmp_path / "run")
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        hammer = Hammer(patch, at)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(on_step=hammer.on_step)
+    assert hammer.pressed == 2
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    stands = 6 if at == "_put_in_place" else 4
+    assert open_session(tmp_path / "run").step == stands
+    again = resume(tmp_path / "run")
+    assert again.step == stands
+    again.train()
+    assert_same(again.run, straight)
+    assert not list(again.run.checkpoints.glob(".*"))
+
+
+def test_a_run_that_somebody_trained_on_meanwhile_is_not_taken_back(
+    config: TrainConfig, straight: Run, tmp_path: Path
+) -> None:
+    """The checkpoint that was read is still there, so only a look at the others can tell (R11)."""
+    start(replace(config, keep=9), tmp_path / "run").train(stop_after=5)
+    slow, quick = resume(tmp_path / "run"), resume(tmp_path / "run")
+    quick.train(stop_after=11)
+    with pytest.raises(
+        RunError, match=r"was trained on by another process while it was being opened; resume"
+    ):
+        slow.train()
+    assert quick.run.store.names()[-1] == "step-00000011", "nothing was lost"
+    quick.train(stop_after=13)
+    resume(tmp_path / "run").train()
+    assert losses(quick.run) == losses(straight)
+    assert weights(quick.run) == weights(straight)
+
+
+def test_a_new_run_that_somebody_trained_meanwhile_is_not_begun_again(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    trainer = start(config, tmp_path / "run")
+    resume(tmp_path / "run").train(stop_after=3)
+    with pytest.raises(RunError, match="was trained on by another process"):
+        trainer.train()
+
+
+def test_a_run_that_begins_with_anothers_weights_begins_so_again(
+    config: TrainConfig, straight: Run, tmp_path: Path
+) -> None:
+    """Killed before its first checkpoint, it is begun again from them and not from its seed."""
+    chosen = replace(config, init=str(straight.folder), seed=5)
+    trainer = start(chosen, tmp_path / "run")
+    with pytest.raises(Crash):
+        trainer.train(on_step=crash_at(2))
+    again = resume(tmp_path / "run")
+    assert again.step == 0
+    given = open_session(straight.folder).stack.state_dict()
+    assert all(torch.equal(tensor, given[name]) for name, tensor in again.stack.state_dict().items())
 
 
 def test_a_finished_run_has_nothing_left_to_train(straight: Run, tmp_path: Path) -> None:
