@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from topograd.nn.gpt import GPTConfig
+from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 
 

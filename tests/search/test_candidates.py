@@ -3,19 +3,32 @@ import itertools
 import pytest
 
 from topograd.errors import ConfigError, TopologyError
-from topograd.search.candidates import Space
+from topograd.runs.topology_config import TopologyConfig
+from topograd.search.candidates import Candidate, Space
 from topograd.topology.composition import Composition
+from topograd.topology.dag import EMBEDDING
+
+EVERYTHING = {
+    "heads": ("shared", "per-stage"),
+    "graph": ("chain", "forest"),
+    "relay": ("identity", "gate"),
+    "source": ("none", "embedding", "layer:1", "layer:2"),
+    "join": ("identity", "low-rank"),
+    "objective": ("cross-entropy", "residual"),
+    "decoder": ("0", "1"),
+}
 
 
 @pytest.mark.parametrize(("min_depth", "max_stages"), [(1, None), (2, None), (1, 2), (2, 3)])
 def test_bits_are_mended_into_the_space(min_depth: int, max_stages: int | None) -> None:
-    space = Space(6, min_depth, max_stages, {"stage_heads": ("shared", "per-stage")})
+    space = Space(6, min_depth, max_stages, {"heads": ("shared", "per-stage")})
     inside = {candidate.key for candidate in space}
-    assert len(inside) == len(space)
+    assert len(inside) == space.size
     mended = {
-        space.mended(bits, {"stage_heads": heads}).key
+        candidate.key
         for bits in itertools.product((False, True), repeat=5)
         for heads in ("shared", "per-stage")
+        if (candidate := space.mended(bits, {"heads": heads})) is not None
     }
     assert mended == inside
     for candidate in space:  # what keeps the rules is left alone
@@ -24,8 +37,48 @@ def test_bits_are_mended_into_the_space(min_depth: int, max_stages: int | None) 
 
 
 def test_mending_leaves_out_what_does_not_fit() -> None:
-    assert Space(6, 2).mended([True, True, True, True, True], {}).composition == Composition.parse("2,2,2")
-    assert Space(6, 1, 2).mended([False, True, True, True, True], {}).composition == Composition.parse("2,4")
+    def parts(space: Space, bits: list[bool]) -> Composition:
+        candidate = space.mended(bits, {})
+        assert candidate is not None
+        return candidate.composition
+
+    assert parts(Space(6, 2), [True, True, True, True, True]) == Composition.parse("2,2,2")
+    assert parts(Space(6, 1, 2), [False, True, True, True, True]) == Composition.parse("2,4")
+
+
+@pytest.mark.parametrize(("min_depth", "max_stages"), [(1, None), (2, None), (1, 2), (1, 3)])
+def test_every_proposal_is_a_topology_or_nothing(min_depth: int, max_stages: int | None) -> None:
+    """All bits and all settings: what is mended can be built, and no two candidates mean one topology."""
+    space = Space(5, min_depth, max_stages, EVERYTHING)
+    found, skipped = {}, 0
+    for bits in itertools.product((False, True), repeat=4):
+        for values in itertools.product(*EVERYTHING.values()):
+            candidate = space.mended(bits, dict(zip(EVERYTHING, values, strict=True)))
+            if candidate is None:
+                skipped += 1
+            else:
+                found[candidate.key] = candidate
+    assert skipped
+    assert set(found) == {candidate.key for candidate in space}
+    assert len(found) == space.size
+    built = [candidate.topology(TopologyConfig()).build(5) for candidate in found.values()]
+    assert len(set(built)) == len(built)
+
+
+def test_what_a_candidate_means() -> None:
+    chain = {"graph": "chain", "source": "embedding", "join": "gate", "decoder": "0"}
+    topology = Candidate(Composition.parse("2,2"), chain).topology(TopologyConfig()).build(4)
+    assert [edge.source for edge in topology.stages[1].sources] == [0, EMBEDDING]
+    assert topology.stages[1].sources[1].relay.startswith("gate")
+    forest = {"graph": "forest", "source": "none", "decoder": "1"}
+    topology = Candidate(Composition.parse("2,2"), forest).topology(TopologyConfig()).build(4)
+    assert topology.layers == 6, "two branches of two layers, and a private decoder of one layer each"
+    assert len(topology.leaves()) == 2
+
+
+def test_a_large_space_is_counted_without_walking_through_it() -> None:
+    assert Space(200, 1, None, {"heads": ("shared", "per-stage")}).size == 2**200
+    assert Space(60, 2, 5, {"source": ("none", "layer:9")}).size > 10**5
 
 
 def test_impossible_spaces() -> None:
@@ -35,3 +88,7 @@ def test_impossible_spaces() -> None:
         Space(4, 1, 0)
     with pytest.raises(ConfigError, match="the choice bus has the values"):
         Space(4, choices={"bus": ("live", "live")})
+    with pytest.raises(ConfigError, match="the choice stage_heads is no setting of a topology"):
+        Space(4, choices={"stage_heads": ("shared",)})
+    with pytest.raises(ConfigError, match="source is layer:4; early layers here are layer:1 to layer:3"):
+        Space(4, choices={"source": ("layer:4",)})

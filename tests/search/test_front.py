@@ -6,7 +6,7 @@ import pytest
 from topograd.errors import ConfigError, TopologyError
 from topograd.reference.partitions import undominated_by_pairs
 from topograd.search.front import AllCompositions, best_first, crowding, front_ranks, pareto_front
-from topograd.search.utility import coupling_cost, hard
+from topograd.search.utility import coordination, hard
 from topograd.topology.composition import enumerate_compositions
 from topograd.topology.configuration import Configuration
 
@@ -52,7 +52,7 @@ def test_every_composition_has_its_properties() -> None:
         assert found.stages[i] == pi.stages
         assert found.gradient_depth[i] == configuration.gradient_depth
         assert (found.least_depth[i], found.first_depth[i]) == (min(pi.parts), pi.parts[0])
-        assert found.coupling[i] == pytest.approx(coupling_cost(hard(pi), costs), abs=1e-15)
+        assert found.coordination[i] == pytest.approx(coordination(hard(pi), costs), abs=1e-15)
     assert seen == set(enumerate_compositions(6))
     assert AllCompositions.of(1).gradient_depth.tolist() == [1]
 
@@ -61,7 +61,7 @@ def test_a_million_configurations_in_less_than_ten_seconds() -> None:
     began = time.perf_counter()
     every = AllCompositions.of(20, np.random.default_rng(0).random(19).tolist())
     both = [
-        np.stack((every.gradient_depth, -every.least_depth, every.coupling, heads * every.stages), axis=1)
+        np.stack((every.gradient_depth, -every.least_depth, every.coordination, heads * every.stages), axis=1)
         for heads in (0, 1)
     ]
     points = np.concatenate(both)

@@ -9,11 +9,13 @@ import pytest
 
 from topograd.errors import ConfigError, DivergenceError
 from topograd.search.candidates import Candidate, Space
-from topograd.search.pareto import Direction, ParetoConfig, Tried, explore
+from topograd.search.pareto import Tried, explore
+from topograd.search.properties import Direction
+from topograd.search.settings import ParetoConfig
 
 pytest.importorskip("optuna")
 OBJECTIVES: dict[str, Direction] = {"loss": "minimize", "stages": "maximize"}
-HEADS = {"stage_heads": ("shared", "per-stage")}
+HEADS = {"heads": ("shared", "per-stage")}
 SPACE = Space(4, choices=HEADS)
 SMALL = Space(3, choices=HEADS)
 
@@ -26,7 +28,7 @@ class Recorder:
 
     def __call__(self, candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
         self.calls.append((candidate.key, steps))
-        extra = 0.5 * (candidate.settings["stage_heads"] == "per-stage")
+        extra = 0.5 * (candidate.settings["heads"] == "per-stage")
         stages = candidate.composition.stages
         return {"loss": stages + extra + candidate.composition.parts[0] / 10 + 1 / steps, "stages": stages}
 
@@ -64,7 +66,7 @@ def test_going_on_repeats_nothing_and_ends_with_the_space(tmp_path: Path) -> Non
     first, second, third = Recorder(), Recorder(), Recorder()
     explore(SMALL, OBJECTIVES, first, tmp_path, config(trials=3))
     found = explore(SMALL, OBJECTIVES, second, tmp_path, config(trials=100))
-    assert len(found) == len(SMALL) == 8
+    assert len(found) == SMALL.size == 8
     assert not set(first.calls) & set(second.calls)
     assert {key for key, _ in first.calls + second.calls} == {candidate.key for candidate in SMALL}
     assert explore(SMALL, OBJECTIVES, third, tmp_path, config(trials=100)) == found
@@ -94,8 +96,9 @@ def test_a_killed_process_loses_only_the_rung_under_way(tmp_path: Path) -> None:
         """
         import os, signal, sys
         from pathlib import Path
-        from topograd.search.pareto import ParetoConfig, explore
         from topograd.search.candidates import Space
+        from topograd.search.pareto import explore
+        from topograd.search.settings import ParetoConfig
 
         def train(candidate, steps, folder):
             with open(Path(sys.argv[1]) / "calls", "a") as file:
@@ -104,7 +107,7 @@ def test_a_killed_process_loses_only_the_rung_under_way(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return {"loss": float(candidate.composition.stages), "stages": candidate.composition.stages}
 
-        space = Space(4, choices={"stage_heads": ("shared", "per-stage")})
+        space = Space(4, choices={"heads": ("shared", "per-stage")})
         objectives = {"loss": "minimize", "stages": "maximize"}
         explore(space, objectives, train, Path(sys.argv[1]), ParetoConfig(trials=4, rungs=(2, 4)))
         """
@@ -140,15 +143,28 @@ def test_a_trial_that_another_process_works_on_is_left_alone(tmp_path: Path) -> 
 
 def test_a_diverging_candidate_stops_and_the_study_goes_on(tmp_path: Path) -> None:
     def train(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
-        if candidate.settings["stage_heads"] == "shared":
+        if candidate.settings["heads"] == "shared":
             raise DivergenceError("not finite")
         return Recorder()(candidate, steps, folder)
 
     found = explore(SMALL, OBJECTIVES, train, tmp_path, config(trials=8))
-    shared = [tried for tried in found if tried.candidate.settings["stage_heads"] == "shared"]
+    shared = [tried for tried in found if tried.candidate.settings["heads"] == "shared"]
     assert len(shared) == 4
     assert {(tried.state, tried.steps) for tried in shared} == {("stopped", 0)}
     assert any(tried.on_front for tried in found)
+
+
+def test_a_space_whose_proposals_are_mended_or_skipped_is_tried_to_its_end(tmp_path: Path) -> None:
+    """Most proposals mean a candidate that was tried, or none; the study still finds every one, once."""
+    choices = {"graph": ("forest",), "heads": ("shared",), "source": ("embedding", "layer:1")}
+    space = Space(3, choices=choices)
+    train = Recorder()
+    found = explore(space, OBJECTIVES, train, tmp_path, config(trials=99))
+    assert len(found) == space.size == len({tried.candidate.key for tried in found})
+    assert {tried.candidate.key for tried in found} == {candidate.key for candidate in space}
+    whole = [t.candidate.settings for t in found if t.candidate.composition.stages == 1]
+    assert {settings["graph"] for settings in whole} == {"chain"}, "one stage is no forest"
+    assert {settings["source"] for t in found for settings in [t.candidate.settings]} == {"none"}
 
 
 def test_a_study_may_live_in_a_database_elsewhere(tmp_path: Path) -> None:
@@ -167,6 +183,9 @@ def test_a_study_may_live_in_a_database_elsewhere(tmp_path: Path) -> None:
         (lambda: config(rungs=()), "give rising numbers"),
         (lambda: config(trials=0), "trials is 0"),
         (lambda: config(reduction=1.0), "reduction is 1.0"),
+        (lambda: config(reduction=float("inf")), "reduction is inf"),
+        (lambda: config(rungs=(1, 10**12)), "give rising numbers"),
+        (lambda: config(sampler_seed=-1), "sampler_seed is -1"),
     ],
 )
 def test_bad_settings(change: Callable[[], ParetoConfig], why: str) -> None:
@@ -176,8 +195,12 @@ def test_bad_settings(change: Callable[[], ParetoConfig], why: str) -> None:
 
 def test_bad_studies(tmp_path: Path) -> None:
     explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(trials=1))
-    with pytest.raises(ConfigError, match=r"study 'pareto' has the objectives .* and rungs \[2, 4\]"):
+    with pytest.raises(ConfigError, match=r"study 'pareto' has other rungs \(\[2, 4\], not \[2, 8\]\)"):
         explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(rungs=(2, 8)))
+    with pytest.raises(ConfigError, match="study 'pareto' has other space"):
+        explore(SMALL, OBJECTIVES, Recorder(), tmp_path, config())
+    with pytest.raises(ConfigError, match="study 'pareto' has trainings with other settings"):
+        explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(), base="width 99")
     with pytest.raises(ConfigError, match="the storage 'nosuch://x' cannot be used"):
         explore(SPACE, OBJECTIVES, Recorder(), tmp_path, config(storage="nosuch://x"))
     with pytest.raises(ConfigError, match="objective 'speed' was not measured; measured are loss, stages"):

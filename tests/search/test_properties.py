@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
+from topograd.data.windows import Text
 from topograd.depth.readings import Readings, read
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
-from topograd.nn.interface import SegmentInterface, add_interfaces
-from topograd.nn.learned_relays import add_relays
+from topograd.nn.preparation import prepare
+from topograd.search import property_probes
 from topograd.search.properties import (
-    composition_gain,
+    LESS,
+    MORE,
+    PROPERTIES,
+    TABLES,
+    measure,
+    named_objectives,
+    read_numbers,
+    read_properties,
+)
+from topograd.search.property_readings import (
     edge_ranks,
+    head,
     head_parameters,
     information,
-    measure,
-    prefix,
+    pooling_gain,
+    skipped,
     step_bytes,
     union_layers,
-    wand,
+    within_budget,
 )
+from topograd.search.trained import Trained
+from topograd.search.utility import capability
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import prepare
+from topograd.training.evaluation import BitsPerByte, activation_rank, evaluate
 from topograd.training.forward import stage_outputs
 
 VOCAB, TIME, WIDTH = 12, 16, 16
@@ -46,12 +60,18 @@ def model(topology: Topology, **settings: Any) -> tuple[GPT, Plan]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"width": WIDTH, "heads": 2, "vocab": VOCAB, "context": TIME}
     stack = GPT(**sizes | {"layers": topology.layers} | settings)
-    add_relays(stack, topology, WIDTH, rank=3)
-    add_interfaces(stack, SegmentInterface(segments=4, rank=4), len(topology.stages), WIDTH, TIME)
-    plan = prepare(stack, topology)
+    plan = prepare(stack, replace(topology, relay_rank=3))
     for parameter in stack.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return stack, plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_probes() -> Iterator[None]:
+    """What the probes find is for their own tests; here they need only run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(property_probes, "STEPS", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,37 +80,111 @@ def measured() -> dict[str, Any]:
 
 
 def test_every_property_is_there_and_is_json(measured: dict[str, Any]) -> None:
-    named = "bpb information_bits gradient_depth target_alignment activation_layers peak_bytes "
-    named += (
-        "pipeline_granularity coordination coupling_cost update head_matrices head_parameters wand prefix "
-    )
-    named += "exit_layers composition_gain specialist_capacity effective_rank edge_ranks ece"
-    assert set(measured) == set(named.split())
+    assert set(measured) == set(PROPERTIES) == {*LESS, *MORE, *TABLES}
     assert json.loads(json.dumps(measured, allow_nan=False)) == measured
 
 
 def test_the_properties_of_a_hard_chain(measured: dict[str, Any]) -> None:
     stack, plan = model(Topology.chain(Configuration.parse("2,2", heads="per-stage")))
-    readings = evaluate(stack, plan, text())
-    assert measured["bpb"] == readings["bpb"]
-    assert measured["ece"] == readings["ece"]
-    assert measured["effective_rank"] == readings["effective_rank"]
+    reading = evaluate(stack, plan, text())
+    assert measured["bpb"] == asdict(reading.bpb)
+    assert measured["prefix_bpb"] == reading.bpb.prefix[0]
+    assert measured["ece"] == reading.ece
+    assert measured["calibration"] == pytest.approx(sum(reading.ece) / 2)
+    assert measured["effective_rank"] == reading.effective_rank
     assert (measured["gradient_depth"], measured["pipeline_granularity"]) == (2, 2)
+    assert (measured["coupling_cost"], measured["coupling"]) == (2, 2 / 3)
     assert measured["update"]["others"] == 0
     assert measured["update"]["own"] > 0
     assert measured["head_parameters"] == 3 * VOCAB * WIDTH
+    assert measured["head"] == 2.0
     assert 0 < measured["target_alignment"] < 1
 
 
-def test_backprop_has_none_of_the_capabilities() -> None:
-    """Remark 7.7: with one stage there is no exit, no composition and no specialist."""
-    alone = measure(*model(Topology.chain("4")), text())
+def test_the_capability_is_the_mean_of_four_measured_shares(measured: dict[str, Any]) -> None:
+    right = measured["prefix"]["accuracy"]
+    gain, price = measured["specialist_capacity"], measured["specialist_price"]
+    assert measured["capability"] == capability(
+        prefix_exit=min(measured["prefix"]["within_budget"] / right[-1], 1.0),
+        wand=measured["wand"]["gain"],
+        specialist=max(gain - max(price, 0), 0) / max(gain, measured["specialist_reference"]),
+        composition=max(measured["composition_gain"], 0) / min(measured["bpb"]["stages"]),
+    )
+    assert 0 < measured["capability"] < 1
+
+
+def test_one_stage_has_no_exits_and_what_it_learns_is_measured() -> None:
+    """With one stage there is no early exit and no pool; what it learns and forgets is read as any is."""
+    stack, plan = model(Topology.chain("4"))
+    alone = measure(stack, plan, text())
     assert alone["wand"] == {"gain": 0.0, "agreement": 1.0}
     assert alone["prefix"]["within_budget"] == 0.0
-    assert (alone["composition_gain"], alone["specialist_capacity"]) == (0.0, 0.0)
+    assert alone["composition_gain"] == 0.0
+    assert alone["specialist_capacity"] == alone["specialist_reference"] != 0
+    assert alone["specialist_price"] != 0
     assert alone["edge_ranks"] == []
+    assert alone["bandwidth"] == 0.0
     assert alone["target_alignment"] == pytest.approx(1.0, abs=1e-5)
     assert alone["coordination"] == 1.0
+
+
+def test_heads_and_private_decoders_are_counted_in_vocabulary_matrices() -> None:
+    stack, plan = model(Topology.chain("2,2").with_decoders(1))
+    layer = sum(p.numel() for p in stack.layers[4].parameters())
+    other = sum(p.numel() for p in stack.layers[5].parameters())
+    assert head(Trained(stack, plan, text(), layers=4)) == (layer + other) / (VOCAB * WIDTH)
+    low = model(Topology.chain(Configuration.parse("2,2", heads="per-stage")), head_rank=2)
+    assert head(Trained(*low, text())) == pytest.approx(2 * 2 * (VOCAB + WIDTH) / (VOCAB * WIDTH))
+    assert head(Trained(*model(Topology.chain("2,2")), text())) == 0
+
+
+def test_the_bandwidth_is_that_of_what_a_stage_receives() -> None:
+    """A boundary of rank 3 is narrow; a bus beside it widens it, and gradient that crosses makes it none."""
+
+    def bandwidth(topology: Topology, floor: float) -> float:
+        found = read_numbers(Trained(*model(topology), text(), floor=floor), ["bandwidth"])
+        return found["bandwidth"]
+
+    narrow = Topology.chain("2,2").with_relays("low-rank")
+    stack, plan = model(narrow)
+    (edge,) = edge_ranks(stack, plan, text().inputs)
+    assert edge.after <= 3
+    assert bandwidth(narrow, 0.5) == pytest.approx(0.5 - edge.after / WIDTH)
+    assert bandwidth(narrow, 0.05) == 0.0
+    x0 = stack.embed(text().inputs)
+    assert activation_rank(x0.flatten(0, 1)) > 8
+    assert bandwidth(narrow.with_input_bus(), 0.5) < bandwidth(narrow, 0.5)
+    assert bandwidth(Topology.chain("2,2", transmissivity=1.0).with_relays("low-rank"), 0.5) == 0.0
+
+
+def squared_layers(trained: Trained) -> float:
+    """A property of somebody else."""
+    return float(len(trained.stack.layers) ** 2)
+
+
+def test_a_property_of_somebody_else() -> None:
+    trained = Trained(*model(Topology.chain("2,2")), text())
+    name = f"{__name__}:squared_layers"
+    assert read_properties(trained, [name, "gradient_depth"]) == {name: 16.0, "gradient_depth": 2}
+    assert named_objectives([name]) == {name: "minimize"}
+    assert named_objectives([f"max:{name}", "min:bpb"]) == {name: "maximize", "bpb": "minimize"}
+    with pytest.raises(ConfigError, match=r"property 'no\.such:thing' cannot be imported"):
+        read_properties(trained, ["no.such:thing"])
+
+
+def test_objectives_by_name() -> None:
+    assert named_objectives(["bpb", "capability"]) == {"bpb": "minimize", "capability": "maximize"}
+    with pytest.raises(ConfigError, match="property 'speed' is unknown; choose one of bpb"):
+        named_objectives(["speed"])
+    with pytest.raises(ConfigError, match="objective 'wand' is a table and not a number; choose among bpb"):
+        named_objectives(["wand"])
+    with pytest.raises(ConfigError, match="objective 'bpb' is given twice"):
+        named_objectives(["bpb", "max:bpb"])
+    with pytest.raises(ConfigError, match="there is no objective"):
+        named_objectives([])
+    frozen = Trained(*model(Topology.chain("1,1").with_specialist(2)), text())
+    with pytest.raises(ConfigError, match="property 'target_alignment' is None here, no finite number"):
+        read_numbers(frozen, ["target_alignment"])
 
 
 EVERY_KIND = {
@@ -100,8 +194,9 @@ EVERY_KIND = {
     "gated-bus": (Topology.chain("2,2").with_input_bus(Edge(EMBEDDING, relay="gate")), 2, 2, True),
     "hierarchical": (Topology.chain("2,2", transmissivity=1.0).with_relays("sigmoid"), 2, 1, False),
     "soft": (Topology.soft([1.0, 0.5, 1.0]), 2, 1, False),
-    "regions": (Topology.regions("2,2"), 1, 1, False),
-    "specialist": (Topology.regions("1,2").with_specialist(1), 2, 1, True),
+    "regions": (Topology.regions("2,2", "S=4,r=4"), 1, 1, True),
+    "specialist": (Topology.regions("1,2", "S=4,r=4").with_specialist(1), 2, 1, True),
+    "decoders": (Topology.chain("1,1").with_decoders(1), 2, 2, True),
 }
 
 
@@ -144,9 +239,11 @@ def test_information_is_what_is_known_beyond_frequencies() -> None:
 
 def test_head_parameters_count_the_shared_matrix_and_the_deltas() -> None:
     own = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))
-    assert head_parameters(*model(Topology.chain("1,1,2"))) == VOCAB * WIDTH
-    assert head_parameters(*model(own)) == 4 * VOCAB * WIDTH
-    assert head_parameters(*model(own, head_rank=2)) == VOCAB * WIDTH + 3 * 2 * (VOCAB + WIDTH)
+    assert head_parameters(Trained(*model(Topology.chain("1,1,2")), text())) == VOCAB * WIDTH
+    assert head_parameters(Trained(*model(own), text())) == 4 * VOCAB * WIDTH
+    assert head_parameters(Trained(*model(own, head_rank=2), text())) == VOCAB * WIDTH + 3 * 2 * (
+        VOCAB + WIDTH
+    )
 
 
 def said(unsure: torch.Tensor) -> Readings:
@@ -163,15 +260,15 @@ def said(unsure: torch.Tensor) -> Readings:
 
 def test_wand_skips_what_sure_tokens_do_not_need() -> None:
     """Sure rows leave after 2 of 4 layers; unsure ones are below the margins of the wrong ones and go on."""
-    found = wand(said(torch.arange(40) % 4 == 1), [2, 4], eps=0.01)
+    found = skipped(said(torch.arange(40) % 4 == 1), [2, 4], eps=0.01)
     assert found == {"gain": 0.25, "agreement": 1.0}, "half of the odd rows skip half of the layers"
-    assert wand(said(torch.arange(40) < 0), [2, 4], eps=0.01)["gain"] == 0.5, "all of them"
+    assert skipped(said(torch.arange(40) < 0), [2, 4], eps=0.01)["gain"] == 0.5, "all of them"
 
 
 def test_wand_needs_rows_on_both_sides() -> None:
     one = said(torch.arange(40) < 0).take(torch.arange(40) == 0)
     with pytest.raises(ConfigError, match="one row"):
-        wand(one, [2, 4], eps=0.01)
+        skipped(one, [2, 4], eps=0.01)
 
 
 def test_an_exit_of_parallel_branches_pays_for_those_before() -> None:
@@ -181,16 +278,22 @@ def test_an_exit_of_parallel_branches_pays_for_those_before() -> None:
 
 
 def test_a_budget_buys_the_best_exit_within_it() -> None:
-    found = prefix([0.3, 0.2, 0.6], [2, 4, 6], 6, 0.7)
+    found = within_budget([0.3, 0.2, 0.6], [2, 4, 6], 6, 0.7)
     assert found == {"accuracy": [0.3, 0.2, 0.6], "budget": 0.7, "within_budget": 0.3}
-    assert prefix([0.3], [6], 6, 0.5)["within_budget"] == 0.0
-    assert prefix([0.3, 0.6], [3, 6], 6, 1.0)["within_budget"] == 0.6
+    assert within_budget([0.3], [6], 6, 0.5)["within_budget"] == 0.0
+    assert within_budget([0.3, 0.6], [3, 6], 6, 1.0)["within_budget"] == 0.6
 
 
 def test_composition_gain_is_over_the_best_stage() -> None:
-    assert composition_gain({"prefix": [3.0, 2.5], "sum": 2.75, "mean": 2.25}) == 0.25
-    assert composition_gain({"prefix": [3.0, 2.5], "sum": 2.75, "mean": 3.0}) == -0.25
-    assert composition_gain({"prefix": [3.0], "sum": 3.0, "mean": 3.0}) == 0.0
+    def bpb(stages: list[float], total: float, mean: float) -> BitsPerByte:
+        last = stages[-1]
+        return BitsPerByte(
+            prediction=last, prefix=stages, stages=stages, last=last, sum=total, mean=mean, shrinkage=9.0
+        )
+
+    assert pooling_gain(bpb([3.0, 2.5], 2.75, 2.25)) == 0.25
+    assert pooling_gain(bpb([3.0, 2.5], 2.75, 3.0)) == -0.25
+    assert pooling_gain(bpb([3.0], 3.0, 3.0)) == 0.0
 
 
 def test_edges_show_what_their_relay_does_to_the_rank() -> None:

@@ -7,22 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from topograd.data.windows import Text
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
-from topograd.nn.learned_relays import add_relays
+from topograd.nn.preparation import prepare
 from topograd.search import property_probes
 from topograd.search.property_probes import (
+    Specialist,
     backwards,
-    prediction,
-    specialist_capacity,
+    specialist,
     target_alignment,
+    unit_of,
     update_discipline,
 )
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text
-from topograd.training.executor import prepare
+from topograd.training.evaluation import evaluate
 
 VOCAB, TIME = 12, 16
 
@@ -43,8 +44,16 @@ def model(topology: Topology) -> tuple[GPT, Plan]:
     for layer in stack.layers:
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-    add_relays(stack, topology, 16)
     return stack, prepare(stack, topology)
+
+
+@pytest.fixture
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what must be so from the first step on."""
+    monkeypatch.setattr(property_probes, "STEPS", 2)
+
+
+few = pytest.mark.usefixtures("_few_steps")
 
 
 def test_backwards_has_the_same_targets_in_the_other_order() -> None:
@@ -58,6 +67,7 @@ def test_backwards_has_the_same_targets_in_the_other_order() -> None:
     assert torch.equal(backwards(turned).targets, here.targets)
 
 
+@few
 @pytest.mark.parametrize(
     "topology",
     [
@@ -76,12 +86,14 @@ def test_where_no_gradient_leaves_a_stage_the_others_do_not_move_at_all(topology
     assert update.own > 1e-3
 
 
+@few
 @pytest.mark.parametrize("transmissivity", [0.1, 1.0])
 def test_where_gradient_crosses_the_others_move(transmissivity: float) -> None:
     stack, plan = model(Topology.chain("1,1,2", transmissivity=transmissivity))
     assert update_discipline(stack, plan, text(), backwards(text())).others > 1e-3
 
 
+@few
 def test_backprop_has_no_others() -> None:
     stack, plan = model(Topology.chain("4"))
     update = update_discipline(stack, plan, text(), backwards(text()))
@@ -92,23 +104,76 @@ def test_backprop_has_no_others() -> None:
 def test_learning_the_opposite_forgets() -> None:
     """After learning the text the model is worse at it once it has learned it backwards, and not before."""
     stack, plan = model(Topology.chain("2,2"))
-    property_probes._train(stack, plan.topology, text())
+    stack = property_probes._taught(stack, plan.topology, text())
     assert update_discipline(stack, plan, text(), backwards(text())).forgetting > 0.1
     assert update_discipline(stack, plan, text(), text()).forgetting < 0
 
 
-def test_a_stage_can_specialise_and_one_stage_alone_cannot() -> None:
-    new = backwards(text())
-    assert specialist_capacity(*model(Topology.chain("2,2")), new) > 0.1
-    assert specialist_capacity(*model(Topology.chain("4")), new) == 0
+@pytest.mark.parametrize("partition", ["4", "2,2"])
+def test_a_specialist_is_measured_whatever_the_number_of_stages(partition: str) -> None:
+    """Worked out again by hand: the probe is read on the new text, and at every exit on the old one."""
+    stack, plan = model(Topology.chain(partition))
+    stack = property_probes._taught(stack, plan.topology, text())
+    assert isinstance(stack, GPT)
+    old, (lesson, exam) = text(), property_probes._halves(backwards(text()))
+    found = specialist(stack, plan, old, backwards(text()))
+    stages = plan.topology.stages
+    frozen = tuple(replace(s, frozen=True, weight=0.0) for s in stages[:-1])
+    pupil = property_probes._taught(stack, replace(plan.topology, stages=(*frozen, stages[-1])), lesson)
+    gain = evaluate(stack, plan, exam).bpb.prediction - evaluate(pupil, plan, exam).bpb.prediction
+    assert found.gain == pytest.approx(gain)
+    assert found.gain > 0.05
+    now, before = evaluate(pupil, plan, old).bpb, evaluate(stack, plan, old).bpb
+    assert found.price == pytest.approx(min(now.prefix) - before.prediction)
+    if partition == "4":
+        assert found.reference == found.gain
+        assert found.price > 0.05, "the only exit was trained, and forgot"
+    else:
+        assert now.prefix[0] == before.prefix[0], "the first exit stands still"
+        assert found.reference > found.gain, "every layer learns more than the last two"
 
 
+def test_the_share_of_a_specialist() -> None:
+    assert Specialist(gain=0.5, price=0.1, reference=0.8).share == pytest.approx(0.5)
+    assert Specialist(gain=0.5, price=-0.1, reference=0.5).share == 1.0
+    assert Specialist(gain=0.5, price=0.9, reference=0.5).share == 0.0
+    assert Specialist(gain=-0.1, price=0.0, reference=-0.2).share == 0.0
+
+
+def test_a_stage_brings_what_serves_it_alone() -> None:
+    assert unit_of(Plan.of(Topology.chain("2,2"), 4), 1) == {1}
+    assert unit_of(Plan.of(Topology.chain("2,2", transmissivity=1.0), 4), 1) == {1}
+    decoded = Topology.chain("2,2").with_decoders(1)
+    assert unit_of(Plan.of(decoded, 6), 3) == {2, 3}
+    assert unit_of(Plan.of(Topology.regions("1,1,2"), 4), 2) == {0, 1, 2}
+
+
+@few
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.forest(["2", "2"]).with_decoders(1),
+        Topology.chain("2,2", objective="residual"),
+        Topology.chain("2,2", objective="distillation"),
+        replace(Topology.chain("2,2"), prediction=(0.5, 0.5)),
+    ],
+    ids=["decoders", "residual", "taught", "pool"],
+)
+def test_every_kind_can_be_probed(topology: Topology) -> None:
+    stack, plan = model(topology)
+    found = specialist(stack, plan, text(), backwards(text()))
+    assert found.gain > 0
+    assert update_discipline(stack, plan, text(), backwards(text())).others == 0
+    assert target_alignment(stack, plan, text().inputs, text().targets) is not None
+
+
+@few
 def test_probes_leave_the_model_as_it_was() -> None:
     stack, plan = model(Topology.chain("2,2"))
     before = {name: value.clone() for name, value in stack.state_dict().items()}
     learning = {name: p.requires_grad for name, p in stack.named_parameters()}
     update_discipline(stack, plan, text(), text())
-    specialist_capacity(stack, plan, text())
+    specialist(stack, plan, text(), text())
     target_alignment(stack, plan, text().inputs, text().targets)
     assert all(torch.equal(before[name], value) for name, value in stack.state_dict().items())
     assert learning == {name: p.requires_grad for name, p in stack.named_parameters()}
@@ -129,20 +194,16 @@ def test_a_frozen_base_has_no_alignment() -> None:
     assert target_alignment(*model(topology), text().inputs, text().targets) is None
 
 
+@few
 def test_a_specialist_can_be_probed_again() -> None:
     stack, plan = model(Topology.chain("1,1").with_specialist(2))
     update = update_discipline(stack, plan, text(), backwards(text()))
     assert (update.stage, update.others) == (2, 0.0)
-    assert specialist_capacity(stack, plan, backwards(text())) > 0
-
-
-def test_stages_that_correct_each_other_predict_by_their_sum() -> None:
-    assert prediction(model(Topology.chain("2,2", objective="residual"))[1]) == "sum"
-    assert prediction(model(Topology.chain("2,2"))[1]) == "last"
+    assert specialist(stack, plan, text(), backwards(text())).gain > 0
 
 
 def test_one_row_is_too_little_for_a_probe() -> None:
     stack, plan = model(Topology.chain("2,2"))
     one = replace(text(), inputs=text().inputs[:1], targets=text().targets[:1])
     with pytest.raises(ConfigError, match="new text has 1 rows; a probe needs 2"):
-        specialist_capacity(stack, plan, one)
+        specialist(stack, plan, text(), one)

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from topograd.data.windows import Text
 from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
 from topograd.search.salience import Costs, Measured, measure, merge_pressures, split_pressures, terms
 from topograd.search.surgery import neighbours
 from topograd.search.utility import Weights
@@ -12,8 +14,7 @@ from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import prepare
+from topograd.training.evaluation import evaluate
 
 HERE = Composition.parse("1,1,2")
 WEIGHTS = Weights(coupling=0.3, head=0.1, capability=0.5, bandwidth=0.2, calibration=0.4)
@@ -72,11 +73,11 @@ def test_the_readings_of_the_stages_are_those_of_the_evaluation(
 ) -> None:
     said = evaluate(stack, Plan.of(Topology.chain(Configuration(HERE, "per-stage")), 4), text)  # type: ignore[arg-type]
     ends = [end - 1 for end in HERE.terminals]
-    assert [found.layer_ece[i] for i in ends] == pytest.approx(said["ece"], rel=1e-5)
-    assert [16 * found.layer_rank[i] for i in ends] == pytest.approx(said["effective_rank"], rel=1e-5)
+    assert [found.layer_ece[i] for i in ends] == pytest.approx(said.ece, rel=1e-5)
+    assert [16 * found.layer_rank[i] for i in ends] == pytest.approx(said.effective_rank, rel=1e-5)
     assert found.usefulness[0] is None
-    assert found.usefulness[1:] == pytest.approx(said["usefulness"][1:], rel=1e-4, abs=1e-5)
-    assert found.bpb[HERE] == pytest.approx(said["bpb"]["mean"], rel=1e-5)
+    assert found.usefulness[1:] == pytest.approx(said.usefulness[1:], rel=1e-4, abs=1e-5)
+    assert found.bpb[HERE] == pytest.approx(said.bpb.mean, rel=1e-5)
 
 
 def test_the_pressures(found: Measured) -> None:

@@ -1,20 +1,23 @@
 import math
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from topograd.errors import ConfigError
-from topograd.runs.config import TrainConfig
-from topograd.search.learner import Learner
-from topograd.search.surgery import SurgeryConfig, choose, neighbours, operate, train_with_surgery
+from topograd.runs.config import OptimizerConfig, TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.search_config import SurgeryConfig
+from topograd.runs.session import open_session
+from topograd.search.surgery import SurgeryTrainer, choose, neighbours, surgery_outcome, surgery_run
 from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
+from topograd.training.trainer import resume, start
 
 HERE, BETTER, BEST, WORSE = map(Composition.parse, ("2,2", "4", "1,3", "3,1"))
 SCORES = {HERE: 1.0, BETTER: 0.9, BEST: 0.8, WORSE: 1.1}
+WALK = SurgeryConfig(every=3, deployment="datacenter", acceptance="stochastic", temperature=1e3, min_depth=1)
+"""Hot enough to accept anything: every operation goes to a neighbour, and the seed decides which."""
 
 
 def test_the_neighbours_keep_the_least_depth() -> None:
@@ -40,61 +43,113 @@ def test_stochastic_takes_a_worse_one_as_often_as_it_should() -> None:
     assert {choose(HERE, SCORES, config, generator) for _ in range(200)} == set(SCORES)
 
 
-def test_an_operation_changes_boundaries_and_nothing_that_was_learned(config: TrainConfig) -> None:
-    configuration = Configuration.parse("4", heads="per-stage")
-    learner = Learner(config, Topology.chain(configuration))
-    for _ in range(3):
-        learner.advance(Topology.chain(configuration))
-    layers = {name: value.clone() for name, value in learner.stack.layers.state_dict().items()}
-    head = learner.stack.head.matrix(0).clone()
-    modular = SurgeryConfig(deployment="modular", min_depth=2)
-    after, done = operate(learner, configuration, modular, np.random.default_rng(0))
-    assert after.composition.parts == (2, 2)  # the only neighbour, and coupling and capability speak for it
-    assert (done.before, done.after) == (Composition.parse("4"), after.composition)
+def begun(config: TrainConfig, surgery: SurgeryConfig, folder: Path) -> SurgeryTrainer:
+    trainer = start(surgery_run(config, surgery), folder)
+    assert isinstance(trainer, SurgeryTrainer)
+    return trainer
+
+
+def test_an_operation_changes_boundaries_and_nothing_that_was_learned(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    modular = SurgeryConfig(every=100, deployment="modular", min_depth=2)
+    trainer = begun(config.changed(heads="per-stage"), modular, tmp_path / "run")
+    trainer.train(stop_after=3)
+    layers = {name: value.clone() for name, value in trainer.stack.layers.state_dict().items()}
+    head = trainer.stack.head.matrix(0).clone()
+    done = trainer.operate()
+    assert done.after.parts == (2, 2)  # the only neighbour, and coupling and capability speak for it
+    assert (done.before, trainer.config.topology.partition) == (Composition.parse("4"), "2,2")
     assert done.gain > 0
     assert done.merge == {}
     assert set(done.split) == {2}
-    assert all(torch.equal(layers[n], v) for n, v in learner.stack.layers.state_dict().items())
-    assert torch.equal(learner.stack.head.matrix(0), head)
-    assert torch.equal(learner.stack.head.matrix(1), head)
-    losses = learner.advance(Topology.chain(after))
-    assert losses.isfinite().all()
-    assert not torch.equal(learner.stack.head.matrix(0), learner.stack.head.matrix(1))
+    assert all(torch.equal(layers[n], v) for n, v in trainer.stack.layers.state_dict().items())
+    assert torch.equal(trainer.stack.head.matrix(0), head)
+    assert torch.equal(trainer.stack.head.matrix(1), head)
+    trainer.train(stop_after=4)
+    assert not torch.equal(trainer.stack.head.matrix(0), trainer.stack.head.matrix(1))
 
 
 @pytest.mark.parametrize("heads", ["shared", "per-stage"])
-def test_training_with_surgery(config: TrainConfig, heads: str) -> None:
-    config = replace(config, partition="L", stage_heads=heads)  # type: ignore[arg-type]
-    seen: list[Composition] = []
+def test_training_with_surgery(config: TrainConfig, heads: str, tmp_path: Path) -> None:
     surgery = SurgeryConfig(every=4, deployment="modular")
-    found = train_with_surgery(config, surgery, lambda step, steps, losses, pi: seen.append(pi))
-    assert [done.step for done in found.operations] == [4, 8]  # none in the last 4 steps
-    assert [str(pi) for pi in seen[:4]] == ["4"] * 4
-    assert seen[4] == found.operations[0].after == found.operations[1].before
-    assert found.operations[0].after.stages == 2
-    assert found.composition == seen[-1]
-    assert len(found.readings["bpb"]["prefix"]) == found.composition.stages
-    assert found.readings["bpb"]["last"] < 8
+    trainer = begun(config.changed(heads=heads), surgery, tmp_path / "run")
+    results = trainer.train()
+    session = open_session(tmp_path / "run")
+    outcome = surgery_outcome(session.config, trainer.run.store.extra(trainer.run.store.names()[-1]))
+    steps = [done["step"] for done in outcome["operations"]]
+    assert steps == [4, 8]  # none in the last 4 steps
+    assert outcome["operations"][0]["before"] == [4]
+    assert outcome["operations"][0]["after"] == outcome["operations"][1]["before"] == [2, 2]
+    assert outcome["partition"] == outcome["operations"][-1]["after"]
+    assert [len(planned.layers) for planned in session.plan.stages] == outcome["partition"]
+    losses = [len(r["loss"]) for r in trainer.run.metrics() if r["kind"] == "train"]
+    assert losses[:8] == [1] * 4 + [2] * 4
+    assert len(results["bpb"]["prefix"]) == len(outcome["partition"])
+    assert results["bpb"]["prediction"] < 8
 
 
-def test_a_random_walk_is_recorded_and_repeatable(config: TrainConfig) -> None:
-    """Hot enough to accept anything: every step goes to a neighbour, and the seed decides which."""
-    config = replace(config, partition="1,1,2", stage_heads="shared")
-    surgery = SurgeryConfig(
-        every=4, deployment="datacenter", acceptance="stochastic", temperature=1e3, min_depth=1
+def records(run: Run) -> list[dict[str, object]]:
+    return [record | {"seconds": 0} for record in run.metrics()]
+
+
+@pytest.mark.parametrize(
+    ("heads", "optimizer"),
+    [("per-stage", "muon+adamw"), ("low-rank", "adamw"), ("per-stage", "ddc-adam")],
+)
+def test_a_surgery_run_goes_on_as_if_it_had_not_stopped(
+    config: TrainConfig, tmp_path: Path, heads: str, optimizer: str
+) -> None:
+    """Stopped right behind an operation, between two, right behind another, and killed without a save."""
+    config = config.changed(
+        partition="1,1,2", heads=heads, head_rank=3, save_every=4, optimizer=OptimizerConfig(name=optimizer)
     )
-    found = train_with_surgery(config, surgery)
-    for done in found.operations:
-        assert done.after in {done.before, *neighbours(done.before, 1)}
-    assert found.operations == train_with_surgery(config, surgery).operations
+    whole = begun(config, WALK, tmp_path / "whole")
+    whole.train()
+    moves = [(done["before"], done["after"]) for done in whole.operations]
+    assert [done["step"] for done in whole.operations] == [3, 6, 9]
+    assert len({tuple(after) for _, after in moves} | {tuple(before) for before, _ in moves}) > 2
+    for before, after in moves:
+        near = [list(pi.parts) for pi in neighbours(Composition.of(before), 1)]
+        assert after in (before, *near)
+    begun(config, WALK, tmp_path / "parts").train(stop_after=3)
+
+    def kill(step: int, steps: int, losses: list[float], reading: object) -> None:
+        if step == 10:
+            raise InterruptedError
+
+    for stop in (5, 6):
+        resume(tmp_path / "parts").train(stop_after=stop)
+    with pytest.raises(InterruptedError):
+        resume(tmp_path / "parts").train(on_step=kill)
+    trainer = resume(tmp_path / "parts")
+    assert isinstance(trainer, SurgeryTrainer)
+    trainer.train()
+    assert trainer.operations == whole.operations
+    assert records(trainer.run) == records(whole.run)
+    name = whole.run.store.names()[-1]
+    assert trainer.run.store.weights(name) == whole.run.store.weights(name)
 
 
-def test_bad_settings(config: TrainConfig) -> None:
+def test_a_broken_stage_keeps_its_boundaries(config: TrainConfig, tmp_path: Path) -> None:
+    trainer = begun(config.changed(partition="2,2", heads="per-stage"), WALK, tmp_path / "run")
+    trainer.train(stop_after=2)
+    with torch.no_grad():
+        trainer.stack.head_parameters(1)[0].fill_(math.nan)
+    trainer.train(stop_after=4)
+    assert trainer.loop.halted == {1}
+    assert trainer.operations == []
+
+
+def test_bad_settings(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'moon' is unknown"):
-        SurgeryConfig(deployment="moon")
+        SurgeryConfig(deployment="moon")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every is 0"):
         SurgeryConfig(every=0)
     with pytest.raises(ConfigError, match="temperature is 0"):
         SurgeryConfig(temperature=0)
     with pytest.raises(ConfigError, match="partition 1,3 has a stage below 2 layers"):
-        train_with_surgery(replace(config, partition="1,3"), SurgeryConfig(min_depth=2))
+        begun(config.changed(partition="1,3"), SurgeryConfig(min_depth=2), tmp_path / "a")
+    residual = config.changed(partition="2,2", heads="per-stage", objective="residual")
+    with pytest.raises(ConfigError, match="surgery reads those of each layer alone; use cross-entropy"):
+        begun(residual, SurgeryConfig(), tmp_path / "b")

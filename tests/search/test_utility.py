@@ -8,14 +8,17 @@ from topograd.search.utility import (
     bandwidth_cost,
     calibration_cost,
     capability,
-    coupling_cost,
+    coordination,
     deployment,
     hard,
     head_cost,
     structural_capability,
     utility,
 )
+from topograd.topology import closed_forms
 from topograd.topology.composition import Composition, enumerate_compositions
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 
 
 def test_each_term_enters_with_its_sign() -> None:
@@ -28,17 +31,29 @@ def test_each_term_enters_with_its_sign() -> None:
 
 
 def test_the_terms() -> None:
-    assert coupling_cost([1, 1, 1]) == 1.0
-    assert coupling_cost([0.5, 0.0], [3.0, 7.0]) == 1.5
-    assert coupling_cost([]) == 0.0
+    assert coordination([1, 1, 1]) == 1.0
+    assert coordination([0.5, 0.0], [3.0, 7.0]) == 0.15
+    assert coordination([]) == coordination([1.0], [0.0]) == 0.0
     assert head_cost([0.0, 1.0], "shared", 100, 10) == 0.0
     assert head_cost([0.0, 1.0], "per-stage", 100, 10) == 2.0
     assert head_cost([0.0, 1.0], "per-stage", 100, 10, rank=2) == pytest.approx(2 * 2 * 110 / 1000)
     assert bandwidth_cost([0.0, 0.5, 1.0], [0.1, 0.2, 0.0], 0.3) == pytest.approx(0.2 + 0.05)
     assert bandwidth_cost([0.0], [0.9], 0.3) == 0.0
     assert calibration_cost([0.1, 0.3]) == pytest.approx(0.2)
-    assert capability(prefix_exit=1, wand=0, specialist=0.5, composition=0.5) == 0.5
+    assert capability(prefix_exit=1, wand=0, specialist=0.5, composition=0.1) == pytest.approx(0.4)
     assert hard(Composition.parse("2,1")) == [1.0, 0.0]
+
+
+def test_coupling_has_one_definition() -> None:
+    """Of a plan and of transmissivities; the cost counts joints, the coordination is a share of them."""
+    assert coordination(hard(Composition.parse("2,2,2"))) == 0.6
+    for pi in enumerate_compositions(6):
+        plan = Plan.of(Topology.chain(pi), 6)
+        assert coordination(hard(pi)) == pytest.approx(closed_forms.coordination(plan))
+        assert closed_forms.coupling_cost(plan) == sum(hard(pi)) == pi.layers - pi.stages
+    soft = [0.1, 0.9, 0.5]
+    plan = Plan.of(Topology.soft(soft), 4)
+    assert coordination(soft) == pytest.approx(closed_forms.coordination(plan))
 
 
 def test_the_structural_capability_vanishes_at_both_ends() -> None:
@@ -55,7 +70,7 @@ def test_deployments_choose_different_partitions() -> None:
         def score(pi: Composition) -> float:
             terms = Terms(
                 bpb=1.0 + 0.05 * (pi.stages - 1),
-                coupling=coupling_cost(hard(pi)),
+                coupling=coordination(hard(pi)),
                 capability=structural_capability(pi, 2),
             )
             return utility(terms, deployment(name))
@@ -73,12 +88,16 @@ def test_bad_input() -> None:
     with pytest.raises(ConfigError, match=r"weight of head is -1"):
         Weights(head=-1)
     with pytest.raises(ConfigError, match=r"after layer 2 is 1.5; it must lie in \[0, 1\]"):
-        coupling_cost([0.0, 1.5])
+        coordination([0.0, 1.5])
     with pytest.raises(ConfigError, match="1 effective ranks for 2 places"):
         bandwidth_cost([0.0, 0.0], [1.0], 1.0)
     with pytest.raises(ConfigError, match="costs are at least 0"):
-        coupling_cost([0.0], [-1.0])
+        coordination([0.0], [-1.0])
     with pytest.raises(ConfigError, match="heads 'two' are unknown"):
         head_cost([0.0], "two", 10, 10)
     with pytest.raises(ConfigError, match="no calibration error"):
         calibration_cost([])
+    with pytest.raises(
+        ConfigError, match=r"composition is 1.5; a reading of the capability lies in \[0, 1\]"
+    ):
+        capability(prefix_exit=0, wand=0, specialist=0, composition=1.5)

@@ -1,28 +1,34 @@
-"""`topograd search`: choose where gradients stop. By costs, by learning, by surgery, or by a Pareto study."""
+"""`topograd search`: choose where gradients stop. By costs, by learning, by surgery, by a Pareto study, or
+among runs that are trained."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.table import Table
 
-from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
-from topograd.cli.progress import counted, training_progress
+from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.errors import ConfigError
+from topograd.limits import BYTES, DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.runs.config import TrainConfig, preset
-from topograd.search.candidates import Space
-from topograd.search.dynamic import best_partition, parse_costs, stage_counts
-from topograd.search.pareto import ParetoConfig, Tried, explore
-from topograd.search.soft import SoftConfig, learn_boundaries
-from topograd.search.surgery import Operation, SurgeryConfig, train_with_surgery
-from topograd.search.trained import as_runs, named_objectives
+from topograd.runs.search_config import SoftConfig, SurgeryConfig
+from topograd.search.settings import ParetoConfig
+
+if TYPE_CHECKING:
+    from topograd.runs.folder import Run
+    from topograd.search.candidates import Space
+    from topograd.search.pareto import Tried
 
 Preset = Literal["tiny", "small", "base"]
+Deployment = Literal["datacenter", "on-device", "serving", "modular"]
+BATCHES = 8
+"""Steps of a probe of `search dp`, if not given."""
+_SAME_TEXT = ("data", "tokenizer", "eval_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +38,29 @@ class Size:
     preset: Preset = "tiny"
     """tiny takes seconds, small minutes, base hours."""
     layers: int | None = None
+    """Layers of the model."""
     width: int | None = None
+    """Numbers in the hidden state of a token."""
     heads: int | None = None
     """Attention heads."""
     context: int | None = None
+    """Positions that the model sees."""
     steps: int | None = None
+    """Length of the schedule."""
     batch: int | None = None
+    """Sequences in a step."""
     eval_bytes: int | None = None
     """Held-out bytes that an evaluation reads."""
     data: str | None = None
     """A text file, a JSONL file or a folder of them; nothing means the embedded corpus."""
     seed: int = 0
+    """Of the weights and of the order of the data."""
     device: str = "cpu"
+    """Where torch computes: cpu, cuda, mps."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, layers=DEPTH, width=SIZE, heads=SIZE, context=SIZE, batch=SIZE)
+        check_numbers(self, steps=REPEATS, eval_bytes=BYTES, seed=SEED)
 
     def config(self, **more: Any) -> TrainConfig:
         """The settings of a training, with `more` of them changed."""
@@ -52,46 +69,103 @@ class Size:
         model = replace(base.model, **{n: v for n, v in shape.items() if v is not None})
         given = {n: getattr(self, n) for n in ("steps", "batch", "eval_bytes", "data")}
         given = {n: v for n, v in given.items() if v is not None}
-        return replace(base, model=model, seed=self.seed, device=self.device, **given, **more)
+        return base.changed(model=model, seed=self.seed, device=self.device, **given, **more)
+
+
+_Size = Annotated[Size, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dp:
-    """The cheapest partition for given costs of its stages."""
+    """The cheapest partition, for the stage costs of a file or for those that short probes find on a run."""
 
-    layers: int
-    costs: Path
-    """JSON: {"a,b": cost of a stage of layers a+1..b, ...}."""
+    run: Path | None = None
+    """A trained run, whose stage costs are probed on its own text."""
+    costs: Path | None = None
+    """JSON: {"a,b": cost of a stage of layers a+1..b, ...}; give --layers too."""
+    layers: int | None = None
+    """Layers that the costs are of."""
     stages: int | None = None
     """Exactly this many stages; by default as many as are cheapest."""
     min_stages: int = 1
+    """At least this many stages."""
     max_stages: int | None = None
+    """At most this many stages."""
     min_depth: int = 1
     """No stage has fewer layers."""
+    batches: int | None = None
+    """With --run: training steps of each probe; 8 if not given."""
+    seed: int | None = None
+    """With --run: of the order of the probes' text; 0 if not given."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, batches=REPEATS, seed=SEED)
+        if (self.run is None) == (self.costs is None):
+            raise ConfigError("give either --run, a trained run, or --costs, a JSON file, with --layers")
+        if self.costs is not None and self.layers is None:
+            raise ConfigError("--costs needs --layers too, the number of layers that the costs are of")
+        for name in ("layers",) if self.costs is None else ("batches", "seed"):
+            if getattr(self, name) is not None:
+                other = "--run, which has its own" if self.costs is None else "--costs, which need no probes"
+                raise ConfigError(f"--{name} was given with {other}; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soft:
-    """Learn where the boundaries are, together with the weights."""
+    """Learn where the boundaries are, together with the weights, as a run that can be resumed."""
 
-    size: Annotated[Size, tyro.conf.arg(name="")] = field(default_factory=Size)
+    out: Path | None = None
+    """The run's folder; by default a new one in runs/."""
+    resume: Path | None = None
+    """Continue the run in this folder; its settings stay as they are."""
+    size: _Size = field(default_factory=Size)
     soft: Annotated[SoftConfig, tyro.conf.arg(name="")] = field(default_factory=SoftConfig)
     json: Json = False
+
+    def __post_init__(self) -> None:
+        self.size.config()  # says what cannot be while flags are read
+
+    @property
+    def kind(self) -> str:
+        return "soft"
+
+    def config(self) -> TrainConfig:
+        """The settings of the run."""
+        from topograd.search.soft import soft_run
+
+        return soft_run(self.size.config(), self.soft)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surgery:
-    """Train under a partition and change one of its boundaries every so often."""
+    """Train and change a boundary every so often, as a run that can be resumed."""
 
+    out: Path | None = None
+    """The run's folder; by default a new one in runs/."""
+    resume: Path | None = None
+    """Continue the run in this folder; its settings stay as they are."""
     partition: str = "L"
     """The partition at first, as 2,2; L is one stage."""
-    stage_heads: Literal["shared", "per-stage"] = "per-stage"
-    size: Annotated[Size, tyro.conf.arg(name="")] = field(default_factory=Size)
-    surgery: Annotated[SurgeryConfig, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: SurgeryConfig(every=20)
-    )
+    stage_heads: Literal["shared", "per-stage", "low-rank"] = "per-stage"
+    """One head for all stages, or one more for each, whole or of low rank."""
+    size: _Size = field(default_factory=Size)
+    surgery: Annotated[SurgeryConfig, tyro.conf.arg(name="")] = field(default_factory=SurgeryConfig)
     json: Json = False
+
+    def __post_init__(self) -> None:
+        self.size.config(partition=self.partition)
+
+    @property
+    def kind(self) -> str:
+        return "surgery"
+
+    def config(self) -> TrainConfig:
+        """The settings of the run."""
+        from topograd.search.surgery import surgery_run
+
+        config = self.size.config(partition=self.partition, heads=self.stage_heads)
+        return surgery_run(config, self.surgery)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,119 +175,243 @@ class Pareto:
     out: Path
     """The study's folder; pareto.html there shows the front."""
     objectives: tuple[str, ...] = ("bpb", "gradient_depth")
-    """Among bpb, prefix_bpb, calibration, gradient_depth, activation_layers, projections,
-    pipeline_granularity, capability."""
+    """Properties by name, as bpb, coupling, head, capability, bandwidth, calibration, prefix_bpb, peak_bytes,
+    or package.module:attribute of your own; max:NAME makes it large."""
     min_depth: int = 1
     """No stage has fewer layers."""
     max_stages: int | None = None
-    stage_heads: tuple[Literal["shared", "per-stage"], ...] = ("shared", "per-stage")
+    """No partition has more stages."""
+    graph: tuple[Literal["chain", "forest"], ...] = ("chain",)
+    """Graphs to choose from: stages one behind the other, or each a branch from the input."""
+    stage_heads: tuple[Literal["shared", "per-stage", "low-rank"], ...] = ("shared", "per-stage")
     """Head structures to choose from."""
-    objective: tuple[Literal["cross-entropy", "residual"], ...] = ("cross-entropy",)
-    """Objectives of the stages to choose from."""
-    size: Annotated[Size, tyro.conf.arg(name="")] = field(default_factory=Size)
+    objective: tuple[str, ...] = ("cross-entropy",)
+    """Objectives of the stages to choose from: cross-entropy, residual, z-loss, or your own."""
+    relay: tuple[str, ...] = ("identity",)
+    """Relays to choose from: identity, pre-norm, gate, residual-gate, low-rank, linear, sigmoid."""
+    source: tuple[str, ...] = ("none",)
+    """Input buses to choose from: none, embedding, or layer:N for an early layer."""
+    join: tuple[str, ...] = ("identity",)
+    """How an input bus is joined, to choose from: identity, or one of the relays."""
+    decoder: tuple[int, ...] = (0,)
+    """Numbers of layers of private decoders to choose from."""
+    size: _Size = field(default_factory=Size)
     study: Annotated[ParetoConfig, tyro.conf.arg(name="")] = field(default_factory=ParetoConfig)
     json: Json = False
 
+    def __post_init__(self) -> None:
+        from topograd.search.properties import named_objectives
 
-_WAYS: dict[str, type[Dp | Soft | Surgery | Pareto]] = {
+        named_objectives(self.objectives)
+        self.config()
+        self.space()
+
+    def config(self) -> TrainConfig:
+        """The settings that all candidates share; the last rung is the whole schedule."""
+        if self.size.steps not in (None, self.study.rungs[-1]):
+            last = self.study.rungs[-1]
+            raise ConfigError(f"--steps {self.size.steps} is not the last of the rungs, {last}; leave it out")
+        return replace(self.size.config(), steps=self.study.rungs[-1])
+
+    def space(self) -> Space:
+        """The candidates; settings of which there is only the default are left out of them."""
+        from topograd.search.candidates import Space
+
+        config = self.config()
+        given = {"graph": self.graph, "heads": self.stage_heads, "objective": self.objective}
+        given |= {"relay": self.relay, "source": self.source, "join": self.join}
+        given |= {"decoder": tuple(map(str, self.decoder))}
+        default = {"graph": "chain", "objective": "cross-entropy", "relay": "identity", "source": "none"}
+        default |= {"join": "identity", "decoder": "0"}
+        choices = {name: values for name, values in given.items() if values != (default.get(name),)}
+        space = Space(config.model.layers, self.min_depth, self.max_stages, choices)
+        for candidate in space.samples():
+            replace(config, topology=candidate.topology(config.topology))
+        return space
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choose:
+    """Rank trained runs by their measured utility J for a deployment; less is better."""
+
+    folders: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR ...]")]]
+    """The runs' folders."""
+    deployment: Deployment
+    """What the weights of J are: datacenter (bits per byte alone), on-device, serving or modular."""
+    properties: tuple[str, ...] = ()
+    """More properties to measure, by name or as package.module:attribute of your own."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        from topograd.search.properties import PROPERTIES
+
+        for name in self.properties:
+            PROPERTIES.check(name)
+
+
+_WAYS: dict[str, type[Dp | Soft | Surgery | Pareto | Choose]] = {
     "dp": Dp,
     "soft": Soft,
     "surgery": Surgery,
     "pareto": Pareto,
+    "choose": Choose,
 }
 
 
 def run(argv: list[str]) -> int:
     """Search in one way and return the exit code."""
+    _check_resumed(argv)
     asked = parse_one_of(_WAYS, argv, "search")
+    from topograd.cli import search_tables as tables
+
+    code = 0
     match asked:
         case Dp():
-            answer = _dp(asked)
-            table = _pairs([("partition", _written(answer["partition"])), ("cost", f"{answer['cost']:g}")])
+            answer, table = _dp(asked), tables.dp_table
         case Soft():
-            answer = _soft(asked)
-            table = _soft_table(answer)
+            (answer, code), table = _searched(asked), tables.soft_table
         case Surgery():
-            answer = _surgery(asked)
-            table = _surgery_table(answer)
+            (answer, code), table = _searched(asked), tables.surgery_table
         case Pareto():
-            answer = _pareto(asked)
-            table = _pareto_table(answer)
+            answer, table = _pareto(asked), tables.pareto_table
+        case Choose():
+            answer, table = _choose(asked), tables.choice_table
     if asked.json:
         print_json(answer)
     else:
-        out().print(table)
-    return 0
+        out().print(table(answer))
+    return code
+
+
+def _check_resumed(argv: list[str]) -> None:
+    """Refuse settings for a run that has its own."""
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    if "--resume" in flags:
+        foreign = next((flag for flag in flags if flag not in ("--resume", "--json", "--help")), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with; "
+                "leave it out, or start another run"
+            )
 
 
 def _dp(asked: Dp) -> dict[str, Any]:
-    stage_counts(asked.layers, asked.stages, asked.min_stages, asked.max_stages, asked.min_depth)
-    try:
-        values = json.loads(asked.costs.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(f"{asked.costs} cannot be read ({problem.strerror}); give a JSON file") from None
-    except ValueError as problem:
-        raise ConfigError(f'{asked.costs} is not JSON ({problem}); write {{"0,1": 2.5, ...}}') from None
+    from topograd.search.dynamic import best_partition, parse_costs, stage_counts
+
+    request = (asked.stages, asked.min_stages, asked.max_stages, asked.min_depth)
+    if asked.costs is not None:
+        assert asked.layers is not None
+        stage_counts(asked.layers, *request)
+        layers, costs = asked.layers, parse_costs(_read_costs(asked.costs), asked.layers)
+        more: dict[str, Any] = {}
+    else:
+        layers, costs, more = _probed(asked)
     found = best_partition(
-        parse_costs(values, asked.layers),
-        asked.layers,
+        costs,
+        layers,
         stages=asked.stages,
         min_stages=asked.min_stages,
         max_stages=asked.max_stages,
         min_depth=asked.min_depth,
     )
-    return {"partition": list(found.composition.parts), "cost": found.cost}
+    return {"partition": list(found.composition.parts), "cost": found.cost, **more}
 
 
-def _soft(asked: Soft) -> dict[str, Any]:
-    progress = counted("soft boundaries: steps")
-    found = learn_boundaries(asked.size.config(), asked.soft, lambda step, steps, _: progress(step, steps))
-    return {
-        "partition": list(found.composition.parts),
-        "transmissivities": found.transmissivities,
-        "expected_boundaries": found.expected_boundaries,
-        "multiplier": found.multiplier,
-        "losses": found.losses,
-        "bpb": found.readings["bpb"],
-    }
+def _read_costs(file: Path) -> object:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"{file} cannot be read ({problem.strerror}); give a JSON file") from None
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f'{file} is not JSON ({problem}); write {{"0,1": 2.5, ...}}') from None
 
 
-def _surgery(asked: Surgery) -> dict[str, Any]:
-    config = asked.size.config(partition=asked.partition, stage_heads=asked.stage_heads)
-    with training_progress("surgery", config.batch * config.model.context) as on_step:
-        found = train_with_surgery(
-            config, asked.surgery, lambda step, steps, losses, _: on_step(step, steps, losses, None)
-        )
-    return {
-        "partition": list(found.composition.parts),
-        "operations": [_told(operation) for operation in found.operations],
-        "bpb": found.readings["bpb"],
-    }
+def _probed(asked: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:
+    from topograd.cli.progress import work_progress
+    from topograd.runs.session import open_session
+    from topograd.search.dynamic import stage_counts
+    from topograd.search.stage_costs import costs_of_run
+
+    assert asked.run is not None
+    session = open_session(asked.run)
+    layers = session.config.model.layers
+    stage_counts(layers, asked.stages, asked.min_stages, asked.max_stages, asked.min_depth)
+    batches, seed = asked.batches or BATCHES, asked.seed or 0
+    with work_progress(f"probing the stages of {asked.run.name}") as on_probe:
+        costs = costs_of_run(session, batches, seed, asked.min_depth, on_probe)
+    written = {f"{a},{b}": cost for (a, b), cost in costs.items()}
+    about = {"run": str(session.run.folder), "steps": session.step, "batches": batches, "seed": seed}
+    return layers, costs, about | {"costs": written}
 
 
-def _told(operation: Operation) -> dict[str, Any]:
-    return asdict(operation) | {
-        "before": list(operation.before.parts),
-        "after": list(operation.after.parts),
-        "merge": {str(i): value for i, value in operation.merge.items()},
-        "split": {str(i): value for i, value in operation.split.items()},
-    }
+def _searched(asked: Soft | Surgery) -> tuple[dict[str, Any], int]:
+    """Train a run that searches, or go on with one, and say what it found."""
+    from topograd.cli.main import INTERRUPTED
+    from topograd.cli.progress import training_progress
+    from topograd.cli.results import stored_results
+    from topograd.cli.train import fresh_folder
+    from topograd.runs.folder import Run
+    from topograd.runs.session import read_settings
+    from topograd.training.trainer import resume, start
+
+    if asked.resume is None:
+        config = asked.config()
+        trainer = start(config, asked.out or fresh_folder(f"{asked.size.preset}-{asked.kind}", config))
+        results = None
+    else:
+        run = Run.open(asked.resume)
+        config = read_settings(run)
+        if config.search.kind != asked.kind:
+            raise ConfigError(
+                f"{asked.resume} is no run of search {asked.kind}; continue it with: "
+                f"topograd train --resume {shlex.quote(str(asked.resume))}"
+            )
+        results = stored_results(run)
+        if results is not None and results.get("finished"):
+            return _outcome(run, results), 0
+        trainer = resume(asked.resume)
+    tokens = config.batch * config.accumulate * config.model.context
+    with training_progress(trainer.run.folder.name, tokens) as on_step:
+        results = trainer.train(on_step=on_step)
+    if not results["finished"]:
+        again = f"topograd search {asked.kind} --resume {shlex.quote(str(trainer.run.folder))}"
+        note(f"stopped and saved at step {results['steps']} of {config.steps}; continue with: {again}")
+    return _outcome(trainer.run, results), 0 if results["finished"] else INTERRUPTED
+
+
+def _outcome(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+    """What the newest checkpoint of a search knows, beside the results of its run."""
+    from topograd.runs.session import read_settings, topology_at
+    from topograd.search.soft import soft_outcome
+    from topograd.search.surgery import surgery_outcome
+
+    extra = run.store.extra(run.store.names()[-1])
+    config = topology_at(read_settings(run), extra)
+    found: Callable[..., dict[str, Any]] = soft_outcome if config.search.kind == "soft" else surgery_outcome
+    about = {name: results[name] for name in ("run", "steps", "finished", "bpb", "ece")}
+    return {**found(config, extra), **about}
 
 
 def _pareto(asked: Pareto) -> dict[str, Any]:
-    from topograd.report.pareto import write_pareto  # matplotlib: most of a second that only a study needs
+    import hashlib
 
-    config = replace(asked.size.config(), steps=asked.study.rungs[-1])
-    if asked.size.steps not in (None, config.steps):
-        raise ConfigError(
-            f"--steps {asked.size.steps} is not the last of the rungs, {config.steps}; leave it out"
-        )
-    choices = {"stage_heads": asked.stage_heads, "objective": asked.objective}
-    space = Space(config.model.layers, asked.min_depth, asked.max_stages, choices)
-    objectives = named_objectives(asked.objectives)
-    depth = max(asked.min_depth, 2)
-    found = explore(space, objectives, as_runs(config, depth), asked.out, asked.study, _say)
-    record = {"trials": [_row(tried) for tried in found], "objectives": objectives, "space": len(space)}
+    from topograd.files import dump_json
+    from topograd.report.pareto import write_pareto
+    from topograd.search.candidate_runs import as_runs
+    from topograd.search.pareto import explore
+    from topograd.search.properties import named_objectives
+    from topograd.training.objectives import OBJECTIVES
+
+    for name in asked.objective:
+        OBJECTIVES.check(name)
+    config, space, objectives = asked.config(), asked.space(), named_objectives(asked.objectives)
+    if config.data is not None:
+        config = replace(config, data=str(Path(config.data).absolute()))
+    make_folder(asked.out)
+    base = hashlib.sha256(dump_json(config.as_dict()).encode()).hexdigest()
+    train = as_runs(config, list(objectives))
+    found = explore(space, objectives, train, asked.out, asked.study, _say, base)
+    record = {"trials": [_row(tried) for tried in found], "objectives": objectives, "space": space.size}
     page = write_pareto(asked.out / "pareto.html", record)
     note(f"page: {page.resolve()}")
     return {**record, "page": str(page)}
@@ -236,46 +434,29 @@ def _row(tried: Tried) -> dict[str, Any]:
     }
 
 
-def _soft_table(answer: Mapping[str, Any]) -> Table:
-    rows = [
-        ("partition", _written(answer["partition"])),
-        ("transmissivity after each layer", "  ".join(number(x, 2) for x in answer["transmissivities"])),
-        ("expected boundaries", number(answer["expected_boundaries"], 2)),
-        ("BPB of the last stage", number(answer["bpb"]["last"], 3)),
-    ]
-    return _pairs(rows)
+def _choose(asked: Choose) -> dict[str, Any]:
+    from dataclasses import asdict
 
+    from topograd.cli.progress import work_progress
+    from topograd.runs.session import heldout_text, open_session
+    from topograd.search.choice import worth
+    from topograd.search.trained import Trained
+    from topograd.search.utility import deployment
 
-def _surgery_table(answer: Mapping[str, Any]) -> Table:
-    table = Table(title=f"partition {_written(answer['partition'])}", title_justify="left")
-    for column in ("step", "before", "after", "J", "gain"):
-        table.add_column(column, justify="left" if column in ("before", "after") else "right")
-    for done in answer["operations"]:
-        after = _written(done["after"]) if done["after"] != done["before"] else "as it is"
-        words = (_written(done["before"]), after, number(done["utility"]), number(done["gain"]))
-        table.add_row(str(done["step"]), *words)
-    return table
-
-
-def _pareto_table(answer: Mapping[str, Any]) -> Table:
-    names = list(answer["objectives"])
-    table = Table(title=f"{len(answer['trials'])} of {answer['space']}", title_justify="left")
-    for column in ("partition", "settings", "steps", *names, "front"):
-        table.add_column(column, justify="left" if column in ("partition", "settings") else "right")
-    for row in answer["trials"]:
-        values = [number(row["values"].get(name), 3) for name in names]
-        settings = " ".join(row["settings"].values())
-        front = "yes" if row["on_front"] else ""
-        table.add_row(_written(row["partition"]), settings, str(row["steps"]), *values, front)
-    return table
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(show_header=False)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def _written(parts: Sequence[int]) -> str:
-    return ",".join(map(str, parts))
+    if not asked.folders:
+        raise ConfigError("there is no run to choose; give folders of some: topograd search choose DIR DIR")
+    weights, rows, configs = deployment(asked.deployment), [], []
+    with work_progress("measuring") as on_more:
+        for done, folder in enumerate(asked.folders, start=1):
+            session = open_session(folder)
+            configs.append(session.config)
+            found = worth(Trained.of(session, heldout_text(session)), weights, asked.properties)
+            stages = [len(planned.layers) for planned in session.plan.stages]
+            about = {"run": str(folder), "partition": stages, "graph": session.config.topology.graph}
+            rows.append({**about, "steps": session.step, **found.as_dict()})
+            on_more(done, len(asked.folders))
+    for name in _SAME_TEXT:
+        if len({getattr(config, name) for config in configs}) > 1:
+            note(f"these runs differ in {name}: their bits per byte were measured on different text")
+    rows.sort(key=lambda row: row["utility"])
+    return {"deployment": asked.deployment, "weights": asdict(weights), "runs": rows}

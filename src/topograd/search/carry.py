@@ -1,8 +1,11 @@
-"""Heads that follow when a partition changes: weights and optimizer state go with them.
+"""A partition that changes under a training: heads and optimizer state follow it.
 
 When a new partition replaces an old one, layers, embedding and shared head stay as they are, and so does
 their optimizer state. A stage's own head W_k starts from the old head whose stage ends nearest: the
 new stage reads a hidden state that this head has learned to read, or one close by.
+
+The optimizers are made anew for the heads that there are now, and every parameter brings its state. So they
+are what a resumed run makes of the same checkpoint, whatever the optimizer, and resuming is exact.
 
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.2.2
 (step 5), which leaves open what new heads start from.
@@ -13,15 +16,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from topograd.errors import StackError
+from topograd.errors import ConfigError, StackError
 from topograd.nn.heads import Head
 from topograd.nn.stack import Stack
+from topograd.runs.config import TrainConfig
+from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.composition import Composition
+from topograd.topology.plan import Plan
+from topograd.topology.prediction import WORDS
+from topograd.training.optimizers import OptimizerSet, make_optimizers
+from topograd.training.trainer import Trainer
 
-Optimizers = Mapping[str, torch.optim.Optimizer]
+Copies = Mapping[nn.Parameter, nn.Parameter]
+"""Parameters that are copies, each with its original."""
 
 
 def nearest_heads(old: Composition, new: Composition) -> list[int]:
@@ -39,45 +48,82 @@ def nearest_head(composition: Composition, layer: int) -> int:
     return min(range(len(ends)), key=lambda k: (abs(ends[k] - layer), -k))
 
 
-def carry_heads(stack: Stack, sources: Sequence[int], optimizers: Optimizers) -> None:
+def change_topology(trainer: Trainer, table: TopologyConfig, sources: Sequence[int]) -> None:
+    """Go on with another topology, whose stage k has the head that stage `sources[k]` had."""
+    copies = carry_heads(trainer.stack, sources)
+    trainer.config = trainer.config.changed(topology=table)
+    trainer.plan = Plan.of(trainer.config.build_topology(), len(trainer.stack.layers))
+    before = trainer.loop.optimizers
+    trainer.loop.optimizers = make_optimizers(trainer.stack, trainer.config.optimizer, trainer.plan)
+    carry_state(before, trainer.loop.optimizers, copies)
+
+
+def carry_heads(stack: Stack, sources: Sequence[int]) -> Copies:
     """Give stage k the head that stage `sources[k]` had; heads that nobody takes are dropped.
 
-    A head that is taken once stays the same parameters. One that is taken again is copied, with its state in
-    the optimizer. A stack whose stages share one head stays as it is.
+    A head that is taken once stays the same parameters; one that is taken again is copied. A stack whose
+    stages share one head stays as it is.
     """
+    copies: dict[nn.Parameter, nn.Parameter] = {}
     for head in [module for module in stack.modules() if isinstance(module, Head) and len(module.deltas)]:
-        old = list(head.deltas)
-        if not all(0 <= source < len(old) for source in sources):
-            raise StackError(f"heads {list(sources)} were asked for and there are {len(old)}; count from 0")
-        taken: set[int] = set()
-        fresh: list[nn.Module] = []
-        for source in sources:
-            delta = copy.deepcopy(old[source]) if source in taken else old[source]
-            if source in taken:
-                _adopt(dict(zip(old[source].parameters(), delta.parameters(), strict=True)), optimizers)
-            taken.add(source)
-            fresh.append(delta)
-        _forget([p for k, delta in enumerate(old) if k not in taken for p in delta.parameters()], optimizers)
-        head.deltas = nn.ModuleList(fresh)
+        old = head.deltas
+        missing = [source for source in sources if str(source) not in old]
+        if missing:
+            raise StackError(
+                f"the head of stage {missing[0]} was asked for; stages {', '.join(old)} have one"
+            )
+        fresh: dict[str, nn.Module] = {}
+        for stage, source in enumerate(sources):
+            delta = old[str(source)]
+            if source in sources[:stage]:
+                original, delta = delta, copy.deepcopy(delta)
+                copies |= dict(zip(delta.parameters(), original.parameters(), strict=True))
+            fresh[str(stage)] = delta
+        head.deltas = nn.ModuleDict(fresh)
+    return copies
 
 
-def _adopt(copies: Mapping[nn.Parameter, nn.Parameter], optimizers: Optimizers) -> None:
-    """Put each copy beside its original: in the same group, with a copy of its state."""
-    for optimizer in optimizers.values():
+def carry_state(old: OptimizerSet, new: OptimizerSet, copies: Copies) -> None:
+    """Every parameter of `new` gets the state that it had in `old`, or a copy of its original's."""
+    before = {p: state for optimizer in old.optimizers.values() for p, state in optimizer.state.items()}
+    for optimizer in new.optimizers.values():
         for group in optimizer.param_groups:
-            for original in [p for p in group["params"] if p in copies]:
-                group["params"].append(copies[original])
-                if original in optimizer.state:
-                    optimizer.state[copies[original]] = {
-                        name: value.clone() if isinstance(value, Tensor) else value
-                        for name, value in optimizer.state[original].items()
-                    }
+            for parameter in group["params"]:
+                if parameter in copies and copies[parameter] in before:
+                    optimizer.state[parameter] = copy.deepcopy(before[copies[parameter]])
+                elif parameter in before:
+                    optimizer.state[parameter] = before[parameter]
 
 
-def _forget(parameters: Sequence[nn.Parameter], optimizers: Optimizers) -> None:
-    gone = {id(parameter) for parameter in parameters}
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group["params"][:] = [p for p in group["params"] if id(p) not in gone]
-        for parameter in parameters:
-            optimizer.state.pop(parameter, None)
+def check_searchable(config: TrainConfig, graph: str) -> None:
+    """Refuse settings that belong to single stages or boundaries: a search changes which there are."""
+    table, search = config.topology, config.search.kind
+    if table.graph != graph:
+        raise ConfigError(
+            f"search.kind is {search} and graph is {table.graph}; it must be {graph}: "
+            f"start with topograd search {search}"
+        )
+    only = {
+        "decoder": 0,
+        "objectives": (),
+        "weights": (),
+        "interface": None,
+        "relay": "identity",
+        "source": None,
+    }
+    only |= {"transmissivities": ()} if graph == "chain" else {"objective": "cross-entropy"}
+    for name, value in only.items():
+        if getattr(table, name) != value:
+            raise ConfigError(
+                f"{name} is {getattr(table, name)!r}; while boundaries are searched it must be {value!r}, "
+                "its default"
+            )
+    if table.prediction not in WORDS:
+        raise ConfigError(
+            f"prediction is {table.prediction!r}, which names stages; while boundaries are searched it must "
+            f"be one of {', '.join(WORDS)}"
+        )
+    if config.optimizer.stages:
+        raise ConfigError(
+            "optimizer.stages names stages, and a search of boundaries changes them; leave it out"
+        )

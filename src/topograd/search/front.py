@@ -5,7 +5,7 @@ is what nothing dominates; equal points are all on it. The rank of a point is th
 be taken away before it is on one.
 
     `AllCompositions.of(L)` has the closed-form properties of all 2^(L-1) compositions of L:
-    stages K, gradient depth max d_k, least depth min d_k, first depth d_0, coupling cost Σ_i λ_i c_i
+    stages K, gradient depth max d_k, least depth min d_k, first depth d_0, coordination Σ λ_i c_i / Σ c_i
 
 Symbols and shapes. points (N, M): N points, M objectives. Composition j of N = 2^(L-1) has a boundary after
 layer i when bit i - 1 of j is set.
@@ -44,30 +44,30 @@ class AllCompositions:
     gradient_depth: NDArray[np.int16]
     least_depth: NDArray[np.int16]
     first_depth: NDArray[np.int16]
-    coupling: Numbers
+    coordination: Numbers
 
     @classmethod
     def of(cls, layers: int, costs: Sequence[float] | None = None) -> AllCompositions:
-        """The properties; `costs` are the c_i of gradient that crosses after layer i, by default 1/(L-1)."""
+        """The properties; `costs` are the c_i of gradient that crosses after layer i, by default alike."""
         layers = positive_int(layers, "the number of layers", MOST_LAYERS)
-        costs = [1 / max(layers - 1, 1)] * (layers - 1) if costs is None else list(costs)
+        costs = [1.0] * (layers - 1) if costs is None else list(costs)
         if len(costs) != layers - 1:
             raise ConfigError(f"{len(costs)} coupling costs for {layers} layers; give {layers - 1}")
         codes = np.arange(2 ** (layers - 1), dtype=np.uint32)
         zero = np.zeros(len(codes), dtype=np.int16)
         stages, deepest, run = zero + 1, zero.copy(), zero + 1
         least, first = zero + layers, zero.copy()
-        coupling = np.zeros(len(codes))
+        coordination, total = np.zeros(len(codes)), sum(costs) or 1.0
         for i in range(1, layers):
             cut = (codes >> (i - 1)) & 1 == 1
             np.maximum(deepest, run, out=deepest)
             np.minimum(least, run, out=least, where=cut)
             first[cut & (first == 0)] = i
-            coupling += np.where(cut, 0.0, costs[i - 1])
+            coordination += np.where(cut, 0.0, costs[i - 1] / total)
             stages += cut
             run = np.where(cut, np.int16(1), run + np.int16(1))
         first[first == 0] = layers
-        return cls(layers, stages, np.maximum(deepest, run), np.minimum(least, run), first, coupling)
+        return cls(layers, stages, np.maximum(deepest, run), np.minimum(least, run), first, coordination)
 
     def composition(self, index: int) -> Composition:
         """The composition that entry `index` of every array is about."""

@@ -10,10 +10,14 @@ What is kept where. The storage (SQLite in the study's folder, or any database b
 candidate: its values at each rung, and in the end its objectives. The folder has `trials/NUMBER/` for each
 trial, where `train` may keep checkpoints, and a lock that the working process holds.
 
+A study is of one space, some objectives and rungs, and whatever `base` says of the trainings; called again
+with others it is refused, because its numbers would not compare.
+
 Resuming. A trial that was under way here and whose lock is free belonged to a process that died: it is taken
 up again before anything new is asked for. Rungs in the storage are not trained again; a rung that was under
-way is handed to `train` with the same folder. A candidate is tried once: what the sampler proposes again is
-not trained, and if it insists, an untried candidate is drawn instead. One that diverges stops where it is.
+way is handed to `train` with the same folder. A candidate is tried once: what the sampler proposes again, or
+what is no candidate (`candidates.py`), is not trained, and if it insists, an untried candidate is drawn
+instead. One that diverges stops where it is.
 
 Symbols. f `reduction`, s_r `rungs`. Cost beside training: some 0.2 s a trial, for the database.
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.6
@@ -41,6 +45,8 @@ from topograd.errors import ConfigError, DivergenceError, RunError
 from topograd.runs.folder import Run
 from topograd.search.candidates import Candidate, Space
 from topograd.search.front import best_first, pareto_front
+from topograd.search.properties import Direction
+from topograd.search.settings import ParetoConfig
 from topograd.topology.composition import Composition
 
 if TYPE_CHECKING:
@@ -49,34 +55,7 @@ if TYPE_CHECKING:
 
 Train = Callable[[Candidate, int, Path], Mapping[str, float]]
 """Train a candidate to that many steps, going on from what the folder holds, and read its objectives."""
-Direction = Literal["minimize", "maximize"]
 _TRIES = 5  # proposals of the sampler before an untried candidate is drawn
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParetoConfig:
-    """How a study goes."""
-
-    trials: int = 20
-    """Candidates in all, those of earlier calls included."""
-    rungs: tuple[int, ...] = (20, 80)
-    """Steps after which candidates are compared; the last is the full budget."""
-    reduction: float = 2.0
-    """f: about one in f candidates goes on at each rung."""
-    sampler_seed: int = 0
-    name: str = "pareto"
-    """The study's name in the storage."""
-    storage: str | None = None
-    """A database's URL; nothing means SQLite in the study's folder."""
-
-    def __post_init__(self) -> None:
-        if self.trials < 1:
-            raise ConfigError(f"trials is {self.trials}; it must be at least 1")
-        rising = all(a < b for a, b in zip(self.rungs, self.rungs[1:], strict=False))
-        if not self.rungs or self.rungs[0] < 1 or not rising:
-            raise ConfigError(f"rungs are {list(self.rungs)}; give rising numbers of steps, as 20 80")
-        if not self.reduction > 1:
-            raise ConfigError(f"reduction is {self.reduction}; it must be above 1")
 
 
 @dataclass(frozen=True)
@@ -100,14 +79,18 @@ def explore(
     folder: Path,
     config: ParetoConfig,
     on_trial: Callable[[Tried], None] | None = None,
+    base: str = "",
 ) -> list[Tried]:
-    """Try candidates until there are `config.trials`, or all of the space; all that the study knows."""
-    study = _open(folder, config, objectives)
+    """Try candidates until there are `config.trials`, or all of the space; all that the study knows.
+
+    `base` stands for the settings that all trainings share.
+    """
+    study = _open(folder, config, objectives, space, base)
     for number in _left_behind(study, folder):
         with ExitStack() as stack:
             if _claim(stack, folder, number) and not _frozen(study, number).state.is_finished():
                 _run_trial(study, _again(study, number), objectives, train, folder, config)
-    wanted = min(config.trials, len(space))
+    wanted = min(config.trials, space.size)
     while len(_tried(study)) < wanted:
         with ExitStack() as stack:
             trial = _ask(study, space, folder, stack, config.sampler_seed)
@@ -139,7 +122,9 @@ def results(study: Study, objectives: Mapping[str, Direction]) -> list[Tried]:
     return [Tried(**{**vars(row), "on_front": row.number in winners}) for row in rows]
 
 
-def _open(folder: Path, config: ParetoConfig, objectives: Mapping[str, Direction]) -> Study:
+def _open(
+    folder: Path, config: ParetoConfig, objectives: Mapping[str, Direction], space: Space, base: str
+) -> Study:
     try:
         import optuna
     except ImportError:
@@ -162,20 +147,41 @@ def _open(folder: Path, config: ParetoConfig, objectives: Mapping[str, Direction
         raise ConfigError(
             f"the storage {config.storage!r} cannot be used ({reason}); give another URL"
         ) from None
-    known = study.user_attrs.get("objectives")
-    if known is None:
-        study.set_user_attr("objectives", list(objectives))
-        study.set_user_attr("rungs", list(config.rungs))
-    elif known != list(objectives) or study.user_attrs["rungs"] != list(config.rungs):
-        raise ConfigError(
-            f"study {config.name!r} has the objectives {known} and rungs {study.user_attrs['rungs']}, not "
-            f"{list(objectives)} and {list(config.rungs)}; use those, or another name"
-        )
+    _check_same(study, config, objectives, space, base)
     # From the same seed a resumed study would propose its first candidates again.
-    study.sampler = optuna.samplers.TPESampler(
-        seed=config.sampler_seed + len(study.get_trials(deepcopy=False))
-    )
+    seed = (config.sampler_seed + len(study.get_trials(deepcopy=False))) % 2**32
+    study.sampler = optuna.samplers.TPESampler(seed=seed)
     return study
+
+
+def _check_same(
+    study: Study, config: ParetoConfig, objectives: Mapping[str, Direction], space: Space, base: str
+) -> None:
+    """Write down what a new study is of; refuse to go on with one that is of something else."""
+    choices = {name: list(values) for name, values in space.choices.items()}
+    about = {
+        "objectives": dict(objectives),
+        "rungs": list(config.rungs),
+        "space": {
+            "layers": space.layers,
+            "min_depth": space.min_depth,
+            "max_stages": space.max_stages,
+            **choices,
+        },
+        "base": base,
+    }
+    known = study.user_attrs
+    if "rungs" not in known:
+        for name, value in about.items():
+            study.set_user_attr(name, value)
+        return
+    for name, value in about.items():
+        if known.get(name) != value:
+            was = "" if name == "base" else f" ({known.get(name)}, not {value})"
+            what = "trainings with other settings" if name == "base" else f"other {name}"
+            raise ConfigError(
+                f"study {config.name!r} has {what}{was}; go on with those, or give another --name or --out"
+            )
 
 
 def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) -> Trial:
@@ -187,6 +193,9 @@ def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) 
             study.enqueue_trial(_untried(study, space, seed))
         trial = study.ask()
         candidate = _propose(trial, space)
+        if candidate is None:
+            study.tell(trial, state=TrialState.FAIL)
+            continue
         claimed = _claim(stack, folder, trial.number)
         assert claimed, "the number of a new trial is its own"
         trial.set_user_attr("home", _home(folder))
@@ -200,7 +209,7 @@ def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) 
     raise RunError("other processes took every candidate that was drawn; call again")
 
 
-def _propose(trial: Trial, space: Space) -> Candidate:
+def _propose(trial: Trial, space: Space) -> Candidate | None:
     bits = [trial.suggest_categorical(f"after {i}", (False, True)) for i in range(1, space.layers)]
     settings = {name: trial.suggest_categorical(name, tuple(v)) for name, v in space.choices.items()}
     return space.mended(bits, settings)
@@ -221,7 +230,10 @@ def _untried(study: Study, space: Space, seed: int) -> dict[str, object]:
     if drawn is None:
         raise RunError("every candidate of the space has been tried; look at the results")
     bits = drawn.composition.boundary_vector
-    return {f"after {i}": bool(bit) for i, bit in enumerate(bits, start=1)} | dict(drawn.settings)
+    settings = drawn.settings
+    # A mended setting need not be among the choices; then any of them means the same.
+    chosen = {n: settings[n] if settings[n] in values else values[0] for n, values in space.choices.items()}
+    return {**{f"after {i}": bool(bit) for i, bit in enumerate(bits, start=1)}, **chosen}
 
 
 def _run_trial(

@@ -1,24 +1,32 @@
 """Short probes that train a copy: what a stage can learn alone, and what its learning disturbs.
 
-Statement. θ the weights of a trained configuration, k its last stage with a loss, T new text:
+Statement. θ the weights of a trained configuration, k its last stage with a loss (with the stages that only
+serve it: the body of a private decoder, the regions before the last), T new text:
 
     update discipline (P7)     max_i ‖θ_i' - θ_i‖ / ‖θ_i‖ over layers i outside stage k, where θ' has seen T
                                with only the loss of stage k; exactly 0 when no gradient leaves the stage
     forgetting (P8)            BPB of the old text under θ' minus under θ
-    specialist capacity (P11)  BPB of T's second half before minus after training stage k on the first half,
-                               every other stage frozen; 0 with one stage, which leaves no base in place
+    specialist capacity (P11)  gain        BPB of T's second half before minus after training stage k on the
+                                           first half, every other stage frozen
+                               price       BPB of the old text at the best exit that is left, minus before: an
+                                           earlier exit is as it was, the trained one may have forgotten
+                               reference   the gain when every layer learns, with λ = 1
     target alignment (P3)      cos(∇ training loss, ∇ loss of stage k alone with λ = 1) over the layers
+
+With one stage, stage k is the whole model: its gain is the reference, and its price what it forgets, for no
+other exit is left.
 
 New text that needs no second corpus: `backwards`, the held-out text read from its end. It has the same
 bytes and the same frequencies, and another order.
 
-Symbols and shapes. A `Text` has inputs and targets (rows, time). Cost: `STEPS` training steps for each of two
-probes, two more for the alignment, four evaluations.
+Symbols and shapes. A `Text` has inputs and targets (rows, time). Cost: `STEPS` training steps for each of
+three probes, two more for the alignment, seven evaluations.
 Source: "Stage-Partitioned Learning" §7.1-7.3 (P3, P7, P8, P11), which defines them in words; the formulas are
 ours.
 Limits. A probe of a few steps with Adam ranks configurations; it is not what a stage could learn in the end.
 The embedding and a shared head may move under P7: stage locality is a statement about the layers. Where the
-objective is residual, P7 trains the stage without the logits of the others, which then have no loss.
+objective is residual, P7 trains the stage without the logits of the others, which then have no loss. Stages
+that were taught by a teacher are probed with cross-entropy.
 """
 
 from __future__ import annotations
@@ -30,12 +38,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from topograd.data.windows import Text
 from topograd.errors import ConfigError
+from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Stage, Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Text, evaluate
-from topograd.training.executor import prepare, train_step
+from topograd.training.evaluation import evaluate
+from topograd.training.executor import train_step
+from topograd.training.loop import TrainingLoop
+from topograd.training.optimizers import OptimizerSet
 
 STEPS, ROWS, RATE = 16, 4, 3e-3
 """Steps of a probe, rows of text in each, and Adam's learning rate."""
@@ -54,6 +66,21 @@ class Update:
     """By how much the old text's BPB rose."""
 
 
+@dataclass(frozen=True)
+class Specialist:
+    """What the last stage learned of new text while the others stood still, in bits per byte."""
+
+    gain: float
+    price: float
+    reference: float
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1: the gain beyond its price, of what the whole model could have gained."""
+        most = max(self.gain, self.reference)
+        return min(max((self.gain - max(self.price, 0.0)) / most, 0.0), 1.0) if most > 0 else 0.0
+
+
 def backwards(text: Text) -> Text:
     """The same text with every row read from its end; the targets are the same tokens."""
     inputs, targets = text.inputs.clone(), torch.full_like(text.targets, -100)
@@ -65,18 +92,13 @@ def backwards(text: Text) -> Text:
     return Text(inputs, targets, text.nbytes)
 
 
-def prediction(plan: Plan) -> str:
-    """Which pooling is the configuration's prediction: the sum where stages correct others, else the last."""
-    return "sum" if any(p.stage.objective == "residual" for p in plan.stages) else "last"
-
-
 def update_discipline(stack: Stack, plan: Plan, old: Text, new: Text) -> Update:
     """P7 and P8."""
     last = _last(plan)
+    unit = unit_of(plan, last)
     alone = tuple(replace(s, weight=float(k == last)) for k, s in enumerate(plan.topology.stages))
-    pupil = copy.deepcopy(stack)
-    _train(pupil, replace(plan.topology, stages=alone), new)
-    own = set(plan.stages[last].layers)
+    pupil = _taught(stack, replace(plan.topology, stages=alone), new)
+    own = {i for k in unit for i in plan.stages[k].layers}
     moved = [_moved(a.parameters(), b.parameters()) for a, b in zip(stack.layers, pupil.layers, strict=True)]
     return Update(
         last,
@@ -86,21 +108,26 @@ def update_discipline(stack: Stack, plan: Plan, old: Text, new: Text) -> Update:
     )
 
 
-def specialist_capacity(stack: Stack, plan: Plan, new: Text) -> float:
-    """P11, in bits per byte."""
-    last = _last(plan)
-    if len(plan.stages) == 1:
-        return 0.0
+def specialist(stack: Stack, plan: Plan, old: Text, new: Text) -> Specialist:
+    """P11."""
     if len(new.inputs) < 2:
         raise ConfigError(f"new text has {len(new.inputs)} rows; a probe needs 2, one to learn, one to test")
     lesson, exam = _halves(new)
-    stages = tuple(
-        _listening(s) if k == last else replace(s, frozen=True, weight=0.0, head=plan.stages[k].predicts)
-        for k, s in enumerate(plan.topology.stages)
+    unit, stages = unit_of(plan, _last(plan)), plan.topology.stages
+    before = _bpb(stack, plan, exam)
+    alone = tuple(
+        _detached(s, unit) if k in unit else replace(s, frozen=True, weight=0.0, head=plan.stages[k].predicts)
+        for k, s in enumerate(stages)
     )
-    pupil = copy.deepcopy(stack)
-    _train(pupil, replace(plan.topology, stages=stages), lesson)
-    return _bpb(stack, plan, exam) - _bpb(pupil, plan, exam)
+    pupil = _taught(stack, replace(plan.topology, stages=alone), lesson)
+    gain = before - _bpb(pupil, plan, exam)
+    kept = evaluate(pupil, plan, old).bpb
+    price = min(kept.prediction, *kept.prefix) - _bpb(stack, plan, old)
+    if len(unit) == len(stages):
+        return Specialist(gain, price, gain)
+    whole = replace(plan.topology, stages=tuple(replace(_open(s), frozen=False) for s in stages))
+    everything = _taught(copy.deepcopy(stack).requires_grad_(), whole, lesson)
+    return Specialist(gain, price, before - _bpb(everything, plan, exam))
 
 
 def target_alignment(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> float | None:
@@ -109,19 +136,14 @@ def target_alignment(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) 
         return None
     last = _last(plan)
     stages = tuple(
-        replace(
-            s,
-            weight=float(k == last),
-            objective="cross-entropy",
-            sources=tuple(replace(e, transmissivity=1.0) for e in s.sources),
-        )
+        replace(_open(s), weight=float(k == last), objective="cross-entropy")
         for k, s in enumerate(plan.topology.stages)
     )
     pupil = copy.deepcopy(stack)
     found = []
     for topology in (plan.topology, replace(plan.topology, stages=stages)):
         pupil.zero_grad(set_to_none=True)
-        train_step(pupil, topology, inputs, targets)
+        train_step(pupil, to_probe(topology), inputs, targets)
         found.append([_gradient(p) for p in pupil.layers.parameters()])
     dot, here, there = (
         sum(float((a * b).sum()) for a, b in zip(x, y, strict=True))
@@ -131,13 +153,30 @@ def target_alignment(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) 
     return dot / size if size else 0.0
 
 
+def to_probe(topology: Topology) -> Topology:
+    """The topology as a probe trains it: without a teacher, and predicting as its losses say."""
+    stages = tuple(
+        replace(s, objective="cross-entropy") if s.objective == "distillation" else s for s in topology.stages
+    )
+    return replace(topology, stages=stages, prediction="auto")
+
+
 def _last(plan: Plan) -> int:
     """The last stage with a loss."""
     return max(p.index for p in plan.stages if p.scale > 0)
 
 
+def unit_of(plan: Plan, stage: int) -> set[int]:
+    """A stage with a loss, and the stages without one that learn only through it."""
+    unit, waiting = set[int](), [stage]
+    while waiting:
+        unit.add(here := waiting.pop())
+        waiting += [k for k in plan.gradient_sources(here) if plan.stages[k].scale == 0]
+    return unit
+
+
 def _bpb(stack: Stack, plan: Plan, text: Text) -> float:
-    return float(evaluate(stack, plan, text)["bpb"][prediction(plan)])
+    return evaluate(stack, plan, text).bpb.prediction
 
 
 def _halves(text: Text) -> tuple[Text, Text]:
@@ -152,23 +191,28 @@ def _halves(text: Text) -> tuple[Text, Text]:
     return first, second
 
 
-def _listening(stage: Stage) -> Stage:
-    """The stage, with no gradient to what it hears but the embedding."""
-    edges = (e if e.source == EMBEDDING else replace(e, transmissivity=0.0) for e in stage.sources)
-    return replace(stage, sources=tuple(edges), weight=1.0)
+def _detached(stage: Stage, unit: set[int]) -> Stage:
+    """The stage, with no gradient to stages outside `unit`."""
+    inside = unit | {EMBEDDING}
+    edges = (e if e.source in inside else replace(e, transmissivity=0.0) for e in stage.sources)
+    return replace(stage, sources=tuple(edges))
 
 
-def _train(stack: Stack, topology: Topology, text: Text) -> None:
-    """A few steps of Adam on the rows of `text`, in order and round again."""
-    stack.train()
-    prepare(stack, topology)
-    optimizer = torch.optim.Adam([p for p in stack.parameters() if p.requires_grad], lr=RATE)
-    device = next(stack.parameters()).device
+def _open(stage: Stage) -> Stage:
+    """The stage, with all gradient to what it hears."""
+    return replace(stage, sources=tuple(replace(e, transmissivity=1.0) for e in stage.sources))
+
+
+def _taught(stack: Stack, topology: Topology, text: Text) -> Stack:
+    """A copy of the stack after a few steps of Adam on the rows of `text`, in order and round again."""
+    pupil = copy.deepcopy(stack).train()
+    plan = prepare(pupil, to_probe(topology))
+    optimizer = torch.optim.Adam([p for p in pupil.parameters() if p.requires_grad], lr=RATE)
+    loop = TrainingLoop(pupil, OptimizerSet.of(optimizer))
     for step in range(STEPS):
         rows = torch.arange(step * ROWS, (step + 1) * ROWS) % len(text.inputs)
-        optimizer.zero_grad(set_to_none=True)
-        train_step(stack, topology, text.inputs[rows].to(device), text.targets[rows].to(device))
-        optimizer.step()
+        loop.step(plan, [(text.inputs[rows], text.targets[rows])], step + 1)
+    return pupil
 
 
 def _moved(before: Iterable[Tensor], after: Iterable[Tensor]) -> float:

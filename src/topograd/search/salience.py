@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from topograd.data.windows import Text
 from topograd.nn.stack import Stack
 from topograd.search.carry import nearest_head
 from topograd.search.utility import (
@@ -39,7 +40,7 @@ from topograd.search.utility import (
     Weights,
     bandwidth_cost,
     calibration_cost,
-    coupling_cost,
+    coordination,
     hard,
     head_cost,
     structural_capability,
@@ -47,7 +48,7 @@ from topograd.search.utility import (
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import BINS, RANK_TOKENS, Text, activation_rank, calibration_error
+from topograd.training.evaluation import BINS, RANK_TOKENS, activation_rank, calibration_error
 from topograd.training.forward import stage_outputs
 from topograd.training.linear_cross_entropy import chunk_tokens
 
@@ -171,7 +172,7 @@ def terms(measured: Measured, composition: Composition, costs: Costs) -> Terms:
     lam = hard(composition)
     return Terms(
         bpb=measured.bpb[composition],
-        coupling=coupling_cost(lam),
+        coupling=coordination(lam),
         head=head_cost(lam, costs.heads, costs.vocab, costs.width, costs.rank),
         capability=structural_capability(composition, costs.min_depth),
         bandwidth=bandwidth_cost(lam, measured.layer_rank[:-1], costs.floor),

@@ -34,98 +34,59 @@ the cold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from topograd.data import Prepared
 from topograd.errors import ConfigError
-from topograd.runs.config import TrainConfig
-from topograd.search.carry import carry_heads
+from topograd.runs.config import SearchConfig, TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.search_config import SoftConfig
+from topograd.runs.topology_config import TopologyConfig
+from topograd.search.carry import change_topology, check_searchable
 from topograd.search.dynamic import best_partition, stage_counts
 from topograd.search.expectation import expected_boundaries, expected_capability, length_penalty
-from topograd.search.learner import Learner
 from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration, Heads
-from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.loop import Step
+from topograd.training.trainer import Trainer
 
 SATURATION = 10.0
 """|a / T| counts up to this: every layer keeps a loss, and a boundary that has hardened can still open."""
 HEAD_RANK = 4
 """Rank of the layers' heads where the settings name none."""
-OnSoftStep = Callable[[int, int, list[float]], None]
-"""Called after each step with (step, steps, transmissivities)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoftConfig:
-    """How boundaries are learned."""
-
-    stages: int = 2
-    """K: there shall be K - 1 boundaries."""
-    min_depth: int = 1
-    """d_min: the least number of layers in a stage."""
-    hot: float = 2.0
-    """T_0, the temperature at first."""
-    cold: float = 0.1
-    """T_∞, the temperature in the end."""
-    travel: float = 15.0
-    """How far a logit may go in all: Adam's learning rate is this over the number of steps."""
-    multiplier_travel: float = 5.0
-    """How far ν goes in all when the count is wrong by one throughout."""
-    damping: float = 1.0
-    """c, the weight of half the squared error of the count."""
-    coupling: float = 0.0
-    """β: the cost of gradient that crosses."""
-    length: float = 1.0
-    """γ: the cost of stages that are too short."""
-    capability: float = 0.0
-    """η: the worth of stages of at least `min_depth` layers; 0 looks at the losses alone."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.cold <= self.hot < math.inf:
-            raise ConfigError(f"the temperature goes from {self.hot} to {self.cold}; let it fall, above 0")
-        if self.capability and self.min_depth < 2:
-            raise ConfigError(
-                f"capability with a least depth of {self.min_depth} rewards every boundary; "
-                "set min_depth to 2 or more"
-            )
-        for name in ("travel", "multiplier_travel", "damping", "coupling", "length", "capability"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be finite and at least 0")
-
-    def temperature(self, progress: float) -> float:
-        """T at `progress` from 0 to 1."""
-        return self.hot * (self.cold / self.hot) ** progress
-
-
-@dataclass(frozen=True)
-class SoftResult:
-    """The partition that was found, and how sure it is."""
-
-    composition: Composition
-    transmissivities: list[float]
-    multiplier: float
-    expected_boundaries: float
-    losses: list[float]
-    """The last step's loss of every layer, in nats."""
-    readings: dict[str, Any]
-    """The hard partition with the weights as they are: `training.evaluation.evaluate`."""
+def soft_run(config: TrainConfig, soft: SoftConfig) -> TrainConfig:
+    """The settings of a run that learns its boundaries: a head of low rank at every layer, and every
+    boundary equally likely, so that their expected number is right at first."""
+    layers, width = config.model.layers, config.model.width
+    stage_counts(layers, soft.stages, 1, None, soft.min_depth)
+    if layers < 2:
+        raise ConfigError("one layer has no place for a boundary; use at least 2 layers")
+    open_ = 1 - min(max((soft.stages - 1) / (layers - 1), 0.01), 0.99)
+    table = TopologyConfig(
+        graph="soft",
+        transmissivities=(open_,) * (layers - 1),
+        heads="low-rank",
+        head_rank=config.model.head_rank or min(HEAD_RANK, width),
+        reduction="sum",
+    )
+    return config.changed(topology=table, search=SearchConfig(kind="soft", soft=soft))
 
 
 class SoftBoundaries:
-    """The logits a, the multiplier μ, and their step."""
+    """The logits a, the multiplier μ, and their step; `transmissivities` are λ (L-1,) at first."""
 
-    def __init__(self, layers: int, config: SoftConfig, steps: int) -> None:
-        stage_counts(layers, config.stages, 1, None, config.min_depth)
-        if layers < 2:
-            raise ConfigError("one layer has no place for a boundary; use at least 2 layers")
-        self.layers, self.config, self.steps = layers, config, steps
-        share = min(max((config.stages - 1) / (layers - 1), 0.01), 0.99)
-        start = config.hot * math.log((1 - share) / share)
-        self.logits = torch.full((layers - 1,), start, dtype=torch.float64, requires_grad=True)
+    def __init__(self, transmissivities: Sequence[float], config: SoftConfig, steps: int) -> None:
+        self.layers, self.config, self.steps = len(transmissivities) + 1, config, steps
+        inside = [min(max(lam, 0.01), 0.99) for lam in transmissivities]
+        start = [config.hot * math.log(lam / (1 - lam)) for lam in inside]
+        self.logits = torch.tensor(start, dtype=torch.float64, requires_grad=True)
         self.multiplier = 0.0
         self.ahead = 0.0
         """ν, the part of μ that is learned."""
@@ -135,11 +96,6 @@ class SoftBoundaries:
         """λ (L-1,) at `progress` from 0 to 1, with its graph."""
         heat = self.logits / self.config.temperature(progress)
         return torch.sigmoid(heat.clamp(-SATURATION, SATURATION))
-
-    def topology(self, progress: float) -> Topology:
-        """The stage DAG of one step: a soft boundary after every layer, the losses summed (eq. 29)."""
-        soft = Topology.soft(self.transmissivities(progress).tolist(), heads="per-stage")
-        return replace(soft, reduction="sum")
 
     def update(self, losses: Tensor, progress: float) -> None:
         """One step of a and μ, from the layers' losses (L,)."""
@@ -171,32 +127,87 @@ class SoftBoundaries:
         found = best_partition(costs, self.layers, stages=config.stages, min_depth=config.min_depth)
         return found.composition
 
+    def state(self) -> dict[str, Any]:
+        """Everything that changes, as JSON keeps it exactly."""
+        adam = self._optimizer.state.get(self.logits, {})
+        return {
+            "logits": self.logits.tolist(),
+            "multiplier": self.multiplier,
+            "ahead": self.ahead,
+            "adam": {name: value.tolist() for name, value in adam.items()},
+        }
 
-def learn_boundaries(train: TrainConfig, config: SoftConfig, on_step: OnSoftStep | None = None) -> SoftResult:
-    """Train a model with soft boundaries for `train.steps`, harden it, and read the partition.
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        with torch.no_grad():
+            self.logits.copy_(torch.tensor(state["logits"], dtype=torch.float64))
+        self.multiplier, self.ahead = state["multiplier"], state["ahead"]
+        dtypes = {"step": torch.float32}  # as torch counts
+        self._optimizer.state[self.logits] = {
+            name: torch.tensor(value, dtype=dtypes.get(name, torch.float64))
+            for name, value in state["adam"].items()
+        }
 
-    Of `train` the topology is not used: the boundaries are what is looked for.
-    """
-    boundaries = SoftBoundaries(train.model.layers, config, train.steps)
-    rank = train.model.head_rank or min(HEAD_RANK, train.model.width)
-    train = replace(train, model=replace(train.model, head_rank=rank))
-    learner = Learner(train, boundaries.topology(0.0))
-    losses = torch.empty(0)
-    for step in range(train.steps):
-        progress = step / max(train.steps - 1, 1)
-        losses = learner.advance(boundaries.topology(progress)).cpu()
-        boundaries.update(losses, progress)
-        if on_step:
-            on_step(step + 1, train.steps, boundaries.transmissivities(progress).tolist())
-    composition = boundaries.harden()
-    carry_heads(learner.stack, [end - 1 for end in composition.terminals], learner.optimizers)
-    topology = Topology.chain(Configuration(composition, Heads.PER_STAGE))
+
+class SoftTrainer(Trainer):
+    """A run whose boundaries are learned: a soft topology until its last step, and a chain from then on."""
+
+    def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
+        layers, soft = config.model.layers, config.search.soft
+        hardened = config.topology.graph != "soft" and bool(run.store.names())
+        if not hardened:
+            check_searchable(config, "soft")
+            stage_counts(layers, soft.stages, 1, None, soft.min_depth)
+        super().__init__(run, config, data)
+        start = (0.5,) * (layers - 1) if hardened else config.topology.transmissivities
+        self.boundaries = SoftBoundaries(start, soft, config.steps)
+        self.losses: list[float] = []
+        """The last step's loss of every layer, in nats."""
+
+    def load(self, name: str) -> None:
+        super().load(name)
+        saved = self.run.store.extra(name)["search"]
+        self.boundaries.restore(saved)
+        self.losses = saved["losses"]
+
+    def more_extra(self) -> dict[str, Any]:
+        search = self.boundaries.state() | {"losses": self.losses}
+        return {"topology": asdict(self.config.topology), "search": search}
+
+    def plan_now(self) -> Plan:
+        lam = self.boundaries.transmissivities(self._progress(self.step)).tolist()
+        self.config = self.config.changed(transmissivities=tuple(lam))
+        self.plan = Plan.of(self.config.build_topology(), len(self.stack.layers))
+        return self.plan
+
+    def after_step(self, step: Step) -> None:
+        progress = self._progress(self.step - 1)
+        self.losses = step.losses.tolist()
+        self.boundaries.update(step.losses, progress)
+        lam = self.boundaries.transmissivities(progress).tolist()
+        self.run.log({"kind": "boundaries", "step": self.step, "transmissivities": lam})
+
+    def finish(self) -> None:
+        """Harden; stage k keeps the head of its last layer."""
+        composition = self.boundaries.harden()
+        table = replace(self.config.topology, graph="chain", partition=str(composition), transmissivities=())
+        change_topology(self, table, [end - 1 for end in composition.terminals])
+
+    def _progress(self, step: int) -> float:
+        return step / max(self.config.steps - 1, 1)
+
+
+def soft_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of a soft run says of its boundaries; the partition is None until they harden."""
+    table = config.topology
+    boundaries = SoftBoundaries((0.5,) * (config.model.layers - 1), config.search.soft, config.steps)
+    boundaries.restore(extra["search"])
     lam = boundaries.transmissivities(1.0).detach()
-    return SoftResult(
-        composition,
-        lam.tolist(),
-        boundaries.multiplier,
-        expected_boundaries(lam).item(),
-        losses.tolist(),
-        learner.read(topology),
-    )
+    hard = table.graph == "chain"
+    return {
+        "partition": list(Composition.parse(table.partition).parts) if hard else None,
+        "transmissivities": lam.tolist(),
+        "expected_boundaries": expected_boundaries(lam).item(),
+        "multiplier": boundaries.multiplier,
+        "losses": extra["search"]["losses"],
+    }

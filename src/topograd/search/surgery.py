@@ -16,54 +16,41 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 machines".
 Limits. The neighbours are proposed with equal chance and differ in number, so the stochastic rule has no
 exact stationary distribution. The last operation should leave steps to train what it made: none is done in
-the last N steps.
+the last N steps, and none while a stage is halted. The chance of the stochastic rule is drawn from the seed
+and the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from topograd.data import Prepared
 from topograd.errors import ConfigError
-from topograd.runs.config import TrainConfig
-from topograd.search.carry import carry_heads, nearest_heads
+from topograd.runs.config import SearchConfig, TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.search_config import SurgeryConfig
+from topograd.search.carry import change_topology, check_searchable, nearest_heads
 from topograd.search.dynamic import stage_counts
-from topograd.search.learner import Learner
 from topograd.search.salience import Costs, Measured, measure, merge_pressures, split_pressures, terms
 from topograd.search.utility import deployment, utility
 from topograd.topology.composition import Composition
-from topograd.topology.configuration import Configuration
-from topograd.topology.dag import Topology
+from topograd.training.loop import Step
+from topograd.training.trainer import Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class SurgeryConfig:
-    """When boundaries change, and by which rule."""
+def surgery_run(config: TrainConfig, surgery: SurgeryConfig) -> TrainConfig:
+    """The settings of a run that moves its boundaries; partition and heads at first are those of `config`."""
+    return config.changed(search=SearchConfig(kind="surgery", surgery=surgery))
 
-    every: int = 100
-    """N: steps between operations."""
-    acceptance: Literal["greedy", "stochastic"] = "greedy"
-    temperature: float = 0.01
-    """T of the stochastic rule, in bits per byte."""
-    deployment: str = "on-device"
-    """The weights of J: datacenter, on-device, serving or modular."""
-    min_depth: int = 2
-    """d_min: no stage becomes shorter, and stages of this depth count as capable."""
-    floor: float = 0.25
-    """r_min: a boundary where the effective rank is a smaller share of the width costs."""
 
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.min_depth < 1:
-            raise ConfigError(f"every is {self.every}, min_depth {self.min_depth}; both must be at least 1")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"the temperature is {self.temperature}; it must be positive")
-        if self.acceptance not in ("greedy", "stochastic"):
-            raise ConfigError(f"acceptance {self.acceptance!r} is unknown; choose 'greedy' or 'stochastic'")
-        deployment(self.deployment)
+def partition_of(config: TrainConfig) -> Composition:
+    """The partition of a chain that settings name."""
+    return Composition.of(stage.stop - stage.start for stage in config.build_topology().stages)
 
 
 @dataclass(frozen=True)
@@ -77,23 +64,22 @@ class Operation:
     """J before."""
     gain: float
     """J before less J after, as the pass estimated it; 0 if nothing changed."""
-    merge: dict[int, float]
-    split: dict[int, float]
-    usefulness: Sequence[float | None]
+    merge: Mapping[int, float]
+    """M_i by boundary; negative: merge."""
+    split: Mapping[int, float]
+    """S_i by layer; positive: split."""
+    usefulness: tuple[float | None, ...]
+    """U_k of each stage before; the first has none."""
 
-
-@dataclass(frozen=True)
-class SurgeryResult:
-    """The partition that was reached, and how."""
-
-    composition: Composition
-    operations: tuple[Operation, ...]
-    readings: dict[str, Any]
-    """`training.evaluation.evaluate` of the model under the last partition."""
-
-
-OnSurgeryStep = Callable[[int, int, list[float], Composition], None]
-"""Called after each step with (step, steps, losses, partition)."""
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, as JSON keeps them."""
+        return asdict(self) | {
+            "before": list(self.before.parts),
+            "after": list(self.after.parts),
+            "merge": {str(i): value for i, value in self.merge.items()},
+            "split": {str(i): value for i, value in self.split.items()},
+            "usefulness": list(self.usefulness),
+        }
 
 
 def neighbours(composition: Composition, min_depth: int) -> list[Composition]:
@@ -104,7 +90,7 @@ def neighbours(composition: Composition, min_depth: int) -> list[Composition]:
 
 def choose(
     here: Composition,
-    scores: dict[Composition, float],
+    scores: Mapping[Composition, float],
     config: SurgeryConfig,
     generator: np.random.Generator,
 ) -> Composition:
@@ -121,73 +107,81 @@ def choose(
     return drawn if accepted else here
 
 
-def operate(
-    learner: Learner,
-    configuration: Configuration,
-    config: SurgeryConfig,
-    generator: np.random.Generator,
-) -> tuple[Configuration, Operation]:
-    """Measure, choose, and carry the heads over; the configuration to go on with."""
-    here = configuration.composition
-    model = learner.config.model
-    costs = Costs(
-        weights=deployment(config.deployment),
-        heads=configuration.heads.value,
-        vocab=model.vocab,
-        width=model.width,
-        rank=model.head_rank,
-        min_depth=config.min_depth,
-        floor=config.floor,
-    )
-    found = measure(learner.stack, here, neighbours(here, config.min_depth), learner.text)
-    scores = {pi: utility(terms(found, pi, costs), costs.weights) for pi in found.bpb}
-    after = choose(here, scores, config, generator)
-    if after != here and configuration.heads == "per-stage":
-        carry_heads(learner.stack, nearest_heads(here, after), learner.optimizers)
-    done = _operation(learner.step, found, costs, scores, after)
-    return Configuration(after, configuration.heads), done
+class SurgeryTrainer(Trainer):
+    """A run whose boundaries are moved every so often."""
+
+    def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
+        check_searchable(config, "chain")
+        if "residual" in {stage.objective for stage in config.build_topology().stages}:
+            raise ConfigError(
+                "objective is residual, under which logits of a stage mean nothing alone, and surgery reads "
+                "those of each layer alone; use cross-entropy"
+            )
+        composition = partition_of(config)
+        least = config.search.surgery.min_depth
+        if min(composition.parts) < least:
+            stage_counts(composition.layers, None, 1, None, least)
+            raise ConfigError(
+                f"partition {composition} has a stage below {least} layers; "
+                "begin with deeper stages or lower the least depth"
+            )
+        super().__init__(run, config, data)
+        self.operations: list[dict[str, Any]] = []
+        """What was done so far, as `Operation.as_dict` gives it."""
+
+    def load(self, name: str) -> None:
+        super().load(name)
+        self.operations = self.run.store.extra(name)["search"]["operations"]
+
+    def more_extra(self) -> dict[str, Any]:
+        return {"topology": asdict(self.config.topology), "search": {"operations": self.operations}}
+
+    def after_step(self, step: Step) -> None:
+        every, left = self.config.search.surgery.every, self.config.steps - self.step
+        if self.step % every == 0 and left >= every and not self.loop.halted:
+            done = self.operate()
+            self.operations.append(done.as_dict())
+            self.run.log({"kind": "operation", **done.as_dict()})
+
+    def operate(self) -> Operation:
+        """Measure, choose, and go on with what was chosen."""
+        here, config = partition_of(self.config), self.config.search.surgery
+        near = neighbours(here, config.min_depth)
+        found = measure(self.stack, here, near, self.text)
+        costs = self._costs()
+        scores = {pi: utility(terms(found, pi, costs), costs.weights) for pi in found.bpb}
+        generator = np.random.default_rng([self.config.seed, self.step])
+        after = choose(here, scores, config, generator)
+        if after != here:
+            table = replace(self.config.topology, partition=str(after))
+            change_topology(self, table, nearest_heads(here, after))
+        return _operation(self.step, found, costs, scores, after)
+
+    def _costs(self) -> Costs:
+        model, config = self.config.model, self.config.search.surgery
+        return Costs(
+            weights=deployment(config.deployment),
+            heads=self.plan.topology.heads,
+            vocab=model.vocab,
+            width=model.width,
+            rank=self.plan.topology.head_rank or model.head_rank,
+            min_depth=config.min_depth,
+            floor=config.floor,
+        )
 
 
 def _operation(
-    step: int, found: Measured, costs: Costs, scores: dict[Composition, float], after: Composition
+    step: int, found: Measured, costs: Costs, scores: Mapping[Composition, float], after: Composition
 ) -> Operation:
     here = found.composition
     merge, split = merge_pressures(found, costs), split_pressures(found, costs)
     gain = scores[here] - scores[after]
-    return Operation(step, here, after, scores[here], gain, merge, split, found.usefulness)
+    return Operation(step, here, after, scores[here], gain, merge, split, tuple(found.usefulness))
 
 
-def train_with_surgery(
-    train: TrainConfig, config: SurgeryConfig, on_step: OnSurgeryStep | None = None
-) -> SurgeryResult:
-    """Train for `train.steps`, from the partition and with the heads that `train` names."""
-    partition = str(train.model.layers) if train.partition.strip() in ("L", "l") else train.partition
-    configuration = Configuration.parse(partition, heads=train.stage_heads)
-    if min(configuration.composition.parts) < config.min_depth:
-        stage_counts(configuration.composition.layers, None, 1, None, config.min_depth)
-        raise ConfigError(
-            f"partition {configuration.composition} has a stage below {config.min_depth} layers; "
-            "begin with deeper stages or lower the least depth"
-        )
-    learner = Learner(train, _topology(train, configuration))
-    generator = np.random.default_rng(train.seed)
-    operations: list[Operation] = []
-    while learner.step < train.steps:
-        losses = learner.advance(_topology(train, configuration))
-        if on_step:
-            on_step(learner.step, train.steps, losses.tolist(), configuration.composition)
-        if learner.step % config.every == 0 and train.steps - learner.step >= config.every:
-            configuration, done = operate(learner, configuration, config, generator)
-            operations.append(done)
-    readings = learner.read(_topology(train, configuration))
-    return SurgeryResult(configuration.composition, tuple(operations), readings)
-
-
-def _topology(train: TrainConfig, configuration: Configuration) -> Topology:
-    return Topology.chain(
-        configuration,
-        transmissivity=train.transmissivity,
-        objective=train.objective,
-        bus=train.bus,
-        reduction=train.reduction,
-    )
+def surgery_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of a surgery run says of its boundaries."""
+    return {
+        "partition": list(partition_of(config).parts),
+        "operations": extra["search"]["operations"],
+    }

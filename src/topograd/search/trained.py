@@ -1,83 +1,77 @@
-"""Candidates of a Pareto study as runs: trained in their folder, resumed from it, read as objectives.
-
-| objective             | better | what it is                                                          |
-|-----------------------|--------|---------------------------------------------------------------------|
-| bpb                   | less   | bits per byte of the last stage, on held-out text                   |
-| prefix_bpb            | less   | the same of the first stage: what an early exit gives               |
-| calibration           | less   | mean calibration error of the stages                                |
-| gradient_depth        | less   | most layers that a gradient passes through (P2)                     |
-| activation_layers     | less   | most layers whose activations are held at once (P4)                 |
-| projections           | less   | vocabulary projections of a training step                           |
-| pipeline_granularity  | more   | groups of stages that train without exchanging gradients (P5)       |
-| capability            | more   | `utility.structural_capability` at d_min                            |
-
-The schedule of the learning rate is that of the full budget at every rung. A run saves itself as its settings
-say, so a kill costs at most the steps since the last checkpoint, and they are the same steps again.
-"""
+"""A trained model as properties see it: the model, the text that it is read on, and readings made once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
+import torch
+
+from topograd.data.windows import Text
+from topograd.depth.calibrate import exit_readings
+from topograd.depth.readings import Readings
 from topograd.errors import ConfigError
-from topograd.runs.config import TrainConfig
-from topograd.search.candidates import Candidate
-from topograd.search.pareto import Direction, Train
-from topograd.search.utility import calibration_cost, structural_capability
-from topograd.topology.closed_forms import activation_layers, gradient_depth, pipeline_granularity
+from topograd.nn.stack import Stack
+from topograd.runs.session import Session
+from topograd.search.property_probes import Specialist, backwards, specialist
 from topograd.topology.plan import Plan
-from topograd.training.trainer import resume, start
-
-OBJECTIVES: Mapping[str, Direction] = {
-    "bpb": "minimize",
-    "prefix_bpb": "minimize",
-    "calibration": "minimize",
-    "gradient_depth": "minimize",
-    "activation_layers": "minimize",
-    "projections": "minimize",
-    "pipeline_granularity": "maximize",
-    "capability": "maximize",
-}
+from topograd.training.evaluation import Evaluation, evaluate
 
 
-def named_objectives(names: Sequence[str]) -> dict[str, Direction]:
-    """The objectives called so, with their directions."""
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ConfigError(f"objective {name!r} is unknown; choose among {', '.join(OBJECTIVES)}")
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(f"objectives are {list(names)}; name at least one, each once")
-    return {name: OBJECTIVES[name] for name in names}
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a property is read from. Readings that several properties share are made when first asked for."""
 
+    stack: Stack
+    plan: Plan
+    text: Text
+    """Held-out text."""
+    other: Text | None = None
+    """Text of another kind, for the probes; without it, `text` backwards."""
+    layers: int | None = None
+    """Layers that are not of private decoders; None is all."""
+    budget: float = 0.5
+    """The share of the layers that a prefix may run."""
+    eps: float = 0.01
+    """The share of tokens that WAND may change."""
+    floor: float = 0.25
+    """r_min: a boundary where the effective rank is a smaller share of the width costs."""
 
-def as_runs(base: TrainConfig, min_depth: int = 2) -> Train:
-    """Train candidates with the settings of `base`, whose `steps` are the full budget."""
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise ConfigError(f"budget is {self.budget}; it is a share of the layers, above 0 and at most 1")
 
-    def train(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
-        config = replace(base, partition=str(candidate.composition), **candidate.settings)  # type: ignore[arg-type]
-        trainer = resume(folder) if (folder / "config.toml").exists() else start(config, folder)
-        result = trainer.train(stop_after=steps)
-        if result["steps"] < steps:
-            raise KeyboardInterrupt
-        return objectives_of(candidate, trainer.plan, result, min_depth)
+    @classmethod
+    def of(cls, session: Session, text: Text) -> Trained:
+        """A run that was opened."""
+        return cls(session.stack, session.plan, text, layers=session.config.model.layers)
 
-    return train
+    @property
+    def new(self) -> Text:
+        """The text of the probes."""
+        return backwards(self.text) if self.other is None else self.other
 
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """What `evaluate` reads of the held-out text."""
+        return evaluate(self.stack, self.plan, self.text)
 
-def objectives_of(
-    candidate: Candidate, plan: Plan, readings: Mapping[str, Any], min_depth: int
-) -> dict[str, float]:
-    """Every objective of this module, from what `evaluate` read of the candidate."""
-    return {
-        "bpb": readings["bpb"]["last"],
-        "prefix_bpb": readings["bpb"]["prefix"][0],
-        "calibration": calibration_cost(readings["ece"]),
-        "gradient_depth": gradient_depth(plan),
-        "activation_layers": activation_layers(plan),
-        "projections": len(plan.predicting()),
-        "pipeline_granularity": pipeline_granularity(plan),
-        "capability": structural_capability(candidate.composition, min_depth),
-    }
+    @cached_property
+    def readings(self) -> Readings:
+        """What every exit says, token by token."""
+        return exit_readings(self.stack, self.plan, self.text)
+
+    @cached_property
+    def accuracy(self) -> list[float]:
+        """How often the top token of each exit is the target."""
+        targets = self.text.targets[self.text.targets != -100].cpu()
+        return [(top == targets).double().mean().item() for top in self.readings.top]
+
+    @cached_property
+    def specialist(self) -> Specialist:
+        """What the last stage learned in a short probe."""
+        return specialist(self.stack, self.plan, self.text, self.new)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.stack.parameters()).device

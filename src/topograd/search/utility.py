@@ -4,22 +4,36 @@ Statement.
 
     J = BPB + β C_global + γ C_head - η U_cap + ρ C_bw + κ C_cal                                    (eq. 30)
 
-    C_global = Σ_i λ_i c_i                                  gradient that crosses after layer i, at cost c_i
+    BPB      of what the model predicts (`Plan.prediction`)
+    C_global = Σ_i λ_i c_i / Σ_i c_i                    the coordination: 1 for backprop, 0 for layers alone
     C_head   = (1 + Σ_i (1 - λ_i)) s,  s = 1 or r (V + d)/(V d)     heads, in vocabulary matrices; 0 if shared
-    U_cap    = mean of prefix exit, WAND gain, specialist capacity, parallel composition gain, each measured
+    U_cap    = mean of prefix exit, WAND gain, specialist capacity, composition gain, each from 0 to 1
     C_bw     = Σ_i (1 - λ_i) max(0, r_min - r_eff(h_i))          boundaries where the representation is narrow
-    C_cal    = mean over the stages of their calibration error
+    C_cal    = mean over the exits of their calibration error
+
+The same six of a trained run are measured (`property_readings.py`): there C_head counts parameters, private
+decoders among them, and U_cap has four readings. Its reference points (ours; the paper gives none):
+
+    reading               0                                       1
+    prefix exit           no exit within half of the layers       as accurate as the whole model
+    WAND gain             no layer is skipped                     all are
+    specialist capacity   new text is learned at the old one's    as much of the new text as training every
+                          expense, or not at all                  layer learns, and the old one still known
+    composition gain      no pool beats the best stage            it needs no bits at all
 
 Before anything is trained, U_cap is read off the partition (derived here): the number of stages of at least
 d_min layers over the most that there could be, and 0 for one stage. It vanishes at both ends of the lattice,
 as Remark 7.7 wants it, and is largest for stages of d_min layers.
+
+Names. `closed_forms.coupling_cost` is Σ λ_i, the joints that gradient crosses: 3 for 2,2,2. The coordination
+is that over backprop's: 0.6. J has the coordination, so that a weight means the same for every depth.
 
 Symbols. i = 1..L-1 the places for a boundary, λ_i `transmissivities` (0 is a hard boundary), V vocabulary,
 d width, r the rank of a head's delta. Cost: O(L).
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.1
 (Def. 10.1, Remark 10.3), §7.5. Remark 10.3 names two deployments and no number: the datacenter, all weights
 zero, which leaves backprop, and on-device with β, η and ρ large. The numbers of `DEPLOYMENTS` are ours, in
-bits per byte for one unit of each term, with c_i = 1/(L-1) and ranks as shares of the width.
+bits per byte for one unit of each term, with ranks as shares of the width.
 Limits. J adds unlike things. A front (`front.py`) needs no weights.
 """
 
@@ -38,7 +52,7 @@ class Terms:
 
     bpb: float
     coupling: float = 0.0
-    """C_global."""
+    """C_global, the coordination."""
     head: float = 0.0
     """C_head."""
     capability: float = 0.0
@@ -105,15 +119,19 @@ def utility(terms: Terms, weights: Weights) -> float:
     )
 
 
-def coupling_cost(transmissivities: Sequence[float], costs: Sequence[float] | None = None) -> float:
-    """C_global = Σ λ_i c_i; c_i is 1/(L-1) unless given, so that backprop costs 1."""
+def coordination(transmissivities: Sequence[float], costs: Sequence[float] | None = None) -> float:
+    """C_global = Σ λ_i c_i / Σ c_i, c_i = 1 unless given; 0 where there is no place for a boundary.
+
+    >>> coordination([1, 0, 1, 0, 1])  # 2,2,2
+    0.6
+    """
     _check_transmissivities(transmissivities)
-    if costs is None:
-        return sum(transmissivities) / max(len(transmissivities), 1)
+    costs = [1.0] * len(transmissivities) if costs is None else costs
     _check_length(costs, transmissivities, "coupling costs")
     if not all(c >= 0 for c in costs):
         raise ConfigError(f"a coupling cost is {min(costs)}; costs are at least 0")
-    return sum(lam * c for lam, c in zip(transmissivities, costs, strict=True))
+    total = sum(costs)
+    return sum(lam * c for lam, c in zip(transmissivities, costs, strict=True)) / total if total else 0.0
 
 
 def head_cost(
@@ -130,8 +148,17 @@ def head_cost(
 
 
 def capability(*, prefix_exit: float, wand: float, specialist: float, composition: float) -> float:
-    """U_cap of a trained configuration: the mean of four readings, each 0 where there is nothing to gain."""
-    return (prefix_exit + wand + specialist + composition) / 4
+    """U_cap of a trained configuration: the mean of four readings from 0 to 1 (see the module's head)."""
+    readings = {
+        "prefix_exit": prefix_exit,
+        "wand": wand,
+        "specialist": specialist,
+        "composition": composition,
+    }
+    for name, value in readings.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name} is {value}; a reading of the capability lies in [0, 1]")
+    return sum(readings.values()) / len(readings)
 
 
 def structural_capability(composition: Composition, min_depth: int) -> float:
@@ -148,14 +175,14 @@ def structural_capability(composition: Composition, min_depth: int) -> float:
 
 
 def bandwidth_cost(transmissivities: Sequence[float], ranks: Sequence[float], floor: float) -> float:
-    """C_bw; `ranks` are the effective ranks after layers 1..L-1 and `floor` is r_min, in the same unit."""
+    """C_bw; `ranks` are the effective ranks at the same places and `floor` is r_min, in the same unit."""
     _check_transmissivities(transmissivities)
     _check_length(ranks, transmissivities, "effective ranks")
     return sum((1 - lam) * max(0.0, floor - r) for lam, r in zip(transmissivities, ranks, strict=True))
 
 
 def calibration_cost(errors: Sequence[float]) -> float:
-    """C_cal: the mean of the stages' calibration errors."""
+    """C_cal: the mean of the exits' calibration errors."""
     if not errors:
         raise ConfigError("no calibration error was given; give one for each stage")
     return sum(errors) / len(errors)

@@ -1,0 +1,92 @@
+"""The answers of `topograd search` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from topograd.cli.console import DASH, number
+
+Answer = Mapping[str, Any]
+
+
+def dp_table(answer: Answer) -> Table:
+    return _pairs([("partition", _written(answer["partition"])), ("cost", f"{answer['cost']:g}")])
+
+
+def soft_table(answer: Answer) -> Table:
+    hard = answer["partition"]
+    rows = [
+        ("run", answer["run"]),
+        ("partition", "not hardened yet" if hard is None else _written(hard)),
+        ("transmissivity after each layer", "  ".join(number(x, 2) for x in answer["transmissivities"])),
+        ("expected boundaries", number(answer["expected_boundaries"], 2)),
+        ("BPB of what the model predicts", number(answer["bpb"]["prediction"], 3)),
+    ]
+    return _pairs(rows)
+
+
+def surgery_table(answer: Answer) -> Table:
+    bpb = number(answer["bpb"]["prediction"], 3)
+    table = Table(title=f"{answer['run']}: partition {_written(answer['partition'])}, BPB {bpb}")
+    for column in ("step", "before", "after", "J", "gain"):
+        table.add_column(column, justify="left" if column in ("before", "after") else "right")
+    for done in answer["operations"]:
+        after = _written(done["after"]) if done["after"] != done["before"] else "as it is"
+        words = (_written(done["before"]), after, number(done["utility"]), number(done["gain"]))
+        table.add_row(str(done["step"]), *words)
+    return table
+
+
+def pareto_table(answer: Answer) -> Table:
+    names = list(answer["objectives"])
+    table = Table(title=f"{len(answer['trials'])} of {answer['space']}", title_justify="left")
+    for column in ("partition", "settings", "steps", *names, "front"):
+        table.add_column(column, justify="left" if column in ("partition", "settings") else "right")
+    for row in answer["trials"]:
+        values = [number(row["values"].get(name), 3) for name in names]
+        settings = " ".join(row["settings"].values())
+        front = "yes" if row["on_front"] else ""
+        table.add_row(_written(row["partition"]), settings, str(row["steps"]), *values, front)
+    return table
+
+
+def choice_table(answer: Answer) -> Table:
+    """A column for each run, the best first: there are more readings than runs."""
+    rows, weights = answer["runs"], answer["weights"]
+    table = Table(title=f"J for {answer['deployment']}; less is better", title_justify="left")
+    table.add_column("")
+    table.add_column("weight", justify="right")
+    for row in rows:
+        table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
+    table.add_row("partition", "", *(_written(row["partition"]) for row in rows))
+    table.add_row("J", "", *(number(row["utility"]) for row in rows))
+    for name in rows[0]["terms"]:
+        sign = "-" if name == "capability" else ""
+        weight = f"{sign}{weights.get(name, 1.0):g}"
+        table.add_row(name, weight, *(number(row["terms"][name]) for row in rows))
+    for name in rows[0]["properties"]:
+        table.add_row(name, "", *(_figure(row["properties"][name]) for row in rows))
+    return table
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {_figure(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(map(_figure, value))
+    return f"{value:.4g}" if isinstance(value, float) else DASH if value is None else str(value)
+
+
+def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _written(parts: Sequence[int]) -> str:
+    return ",".join(map(str, parts))
