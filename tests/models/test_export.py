@@ -1,0 +1,63 @@
+"""Out again: transformers loads what was written with equal logits, and a GGUF comes back the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import topograd as tg
+from topograd.cli.main import main
+from topograd.errors import ConfigError, RunError
+from topograd.models.export import export_model
+from topograd.models.importing import import_model
+from topograd.runs.folder import Run
+
+Source = Callable[[str], tuple[Path, Any]]
+TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_transformers_loads_it_with_equal_logits(source: Source, tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, model = source(family)
+    import_model(folder, tmp_path / "run", partition="2,2")
+    flags = ["export", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--json"]
+    assert main(flags) == 0
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS, use_cache=False).logits, model(TOKENS, use_cache=False).logits)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("def réad")["input_ids"] == tg.load(tmp_path / "run").encode("def réad")
+    assert "licence" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_a_gguf_comes_back(source: Source, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("gguf")
+    import_model(source("llama")[0], tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "out", "gguf", kind)
+    import_model(tmp_path / "out" / "model.gguf", tmp_path / "again")
+    first, second = tg.load(tmp_path / "run"), tg.load(tmp_path / "again")
+    assert second.encode("def read 12 é") == first.encode("def read 12 é")
+    a, b = first.logits(TOKENS), second.logits(TOKENS)
+    if kind == "F32":
+        assert torch.equal(a, b)
+    torch.testing.assert_close(a, b, rtol=0, atol=0.05)
+    config = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == first.session.tokenizer.config["chat_template"]  # type: ignore[attr-defined]
+
+
+def test_what_no_format_can_say_is_refused(source: Source, straight: Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a model of our own kind"):
+        export_model(straight.folder, tmp_path / "out", "hf")
+    import_model(source("llama")[0], tmp_path / "run")
+    with pytest.raises(ConfigError, match="unknown; choose one of hf, gguf"):
+        export_model(tmp_path / "run", tmp_path / "out", "onnx")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RunError, match="exists already"):
+        export_model(tmp_path / "run", tmp_path / "out", "hf")
