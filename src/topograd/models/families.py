@@ -14,7 +14,7 @@ what it should be is taken as it is, not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -390,8 +390,14 @@ _GGUF = {
 }
 
 
-def tensor_names(config: TransformerConfig, naming: Naming = "hugging-face") -> dict[str, Source]:
-    """For each parameter of ours, the tensor that it is; a tied head is the embedding alone."""
+def tensor_names(
+    config: TransformerConfig, naming: Naming = "hugging-face", available: Iterable[str] = ()
+) -> dict[str, Source]:
+    """For each parameter of ours, the tensor that it is; a tied head is the embedding alone.
+
+    Some files of Hugging Face leave out the first word (GPT-2's own says wte.weight, not
+    transformer.wte.weight): give the names that are `available`, and they are called so here too.
+    """
     if naming not in get_args(Naming):
         raise ConfigError(f"naming {naming!r} is unknown; choose one of {', '.join(get_args(Naming))}")
     with torch.device("meta"):  # layers are alike, but for the first
@@ -399,7 +405,13 @@ def tensor_names(config: TransformerConfig, naming: Naming = "hugging-face") -> 
     own = [name for name, _ in few.named_parameters()]
     for index in range(2, config.layers):
         own += [f"layers.{index}{name[8:]}" for name in own if name.startswith("layers.1.")]
-    return {name: Source(_renamed(name, config, naming), *_transform(name, config, naming)) for name in own}
+    first, _, rest = _renamed("embedding.weight", config, naming).partition(".")
+    short = naming == "hugging-face" and rest in set(available)
+    prefix = f"{first}." if short else ""
+    return {
+        name: Source(_renamed(name, config, naming).removeprefix(prefix), *_transform(name, config, naming))
+        for name in own
+    }
 
 
 def _renamed(name: str, config: TransformerConfig, naming: Naming) -> str:
@@ -453,7 +465,8 @@ def load_tensors(
     stack's; others are refused. With the names of all that are `available`, those that the model does not
     have are refused; a head beside a tied embedding is left out, as transformers does.
     """
-    sources = tensor_names(stack.config, naming)
+    available = None if available is None else set(available)
+    sources = tensor_names(stack.config, naming, available or ())
     if available is not None:
         _refuse_others(sources, available, stack.config, naming)
     for name, source in sources.items():
@@ -486,13 +499,13 @@ def _checked(get: Callable[[str], Tensor], source: Source, wanted: nn.Parameter)
 
 
 def _refuse_others(
-    sources: Mapping[str, Source], available: Iterable[str], config: TransformerConfig, naming: Naming
+    sources: Mapping[str, Source], available: Set[str], config: TransformerConfig, naming: Naming
 ) -> None:
     known = {source.name for source in sources.values()}
     if config.tied:
         known.add(_renamed("head.weight", config, naming))
     ours = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # tables that old files carry along
-    extra = sorted(name for name in set(available) - known if not name.endswith(ours))
+    extra = sorted(name for name in available - known if not name.endswith(ours))
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise CheckpointError(f"tensor {extra[0]!r}{more} is not part of this {config.family} model")
