@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,9 @@ ELSEWHERE = {
 
 
 @pytest.fixture
-def record(
-    name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> dict[str, Any]:
+def record(name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The study in miniature, with how far it said that it was."""
-    monkeypatch.setitem(PRESETS, "tiny", sizes)
+    monkeypatch.setitem(PRESETS, "tiny", replace(sizes, steps=2, soft_steps=4))
     monkeypatch.setattr(interfaces, "HELDOUT_BYTES", 2000)
     told: list[tuple[int, int]] = []
     found = run_study(name, "tiny", 1 if name in STAGED else None, lambda *done: told.append(done))

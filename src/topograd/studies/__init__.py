@@ -1,1 +1,1 @@
-"""One module per table, figure or experiment of the papers, run by `python -m topograd.studies.NAME`."""
+"""One module per table, figure or experiment of the papers; `topograd study` lists and runs them."""
