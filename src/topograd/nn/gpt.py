@@ -86,12 +86,13 @@ class GPT(Stack):
 
         Layers are counted from the first, so those that are there stay what they are.
         """
-        if self.config.count_from == "last" and self.config.layers % 4:
+        first = replace(self.config, count_from="first")
+        if any(_kind(first, i) != _kind(self.config, i) for i in range(self.config.layers)):
             raise StackError(
                 f"this model's {self.config.layers} layers alternate counted from the last, so appended ones "
                 "would change them; train it again with count_from = 'first'"
             )
-        self.config = replace(self.config, layers=self.config.layers + count, count_from="first")
+        self.config = replace(first, layers=first.layers + count)
         like = self.embedding.weight
         for index in range(len(self.layers), self.config.layers):
             self.layers.append(layer_of(self.config, index, appended=True).to(like.device, like.dtype))
@@ -110,3 +111,9 @@ class GPT(Stack):
     @property
     def last_stage(self) -> int:
         return self.head.last_stage
+
+
+def _kind(config: GPTConfig, index: int) -> tuple[str, bool]:
+    """What alternates in layer `index`: its mixer, and whether that has a value embedding."""
+    mixer = config.mixer(index)
+    return mixer, mixer == "attention" and config.has_value_embedding(index)
