@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from topograd.nn.gpt import GPT
 from topograd.nn.mamba2 import Mamba2Mixer
 from topograd.nn.mamba3 import Mamba3Mixer
-from topograd.nn.gpt import GPT
 from topograd.reference.recurrence import mamba2_by_steps, mamba3_by_steps
 from topograd.timing import Spread, ratio, take_turns
 

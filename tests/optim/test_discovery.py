@@ -51,7 +51,7 @@ def filled(model: nn.Module) -> Any:
 def gpt(heads: int = 0, **settings: Any) -> GPT:
     torch.manual_seed(0)
     model = GPT(layers=2, width=8, heads=2, vocab=11, context=8, **settings)
-    model.add_heads(heads)
+    model.add_heads(range(heads))
     return model
 
 

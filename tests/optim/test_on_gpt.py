@@ -17,7 +17,7 @@ from topograd.optim.gauges import CEShiftRowShift, Gauge, HeadShift, ReLURescale
 def gpt(heads: int = 0, **settings: Any) -> GPT:
     torch.manual_seed(0)
     model = GPT(layers=2, width=8, heads=2, vocab=11, context=6, **settings).double()
-    model.add_heads(heads)
+    model.add_heads(range(heads))
     return model
 
 
