@@ -255,8 +255,9 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     merged = dict(below)
     for name, value in above.items():
         before = merged.get(name)
-        tables = isinstance(value, Mapping) and isinstance(before, Mapping)
-        merged[name] = _merged(before, value) if tables else value
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = _merged(before, value)
+        merged[name] = value
     return merged
 
 

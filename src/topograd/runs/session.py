@@ -49,6 +49,11 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
     tokenizer = read_tokenizer(run)
     found = find_checkpoint(run, name)
     config = topology_at(read_settings(run), run.store.extra(found))
+    if config.imported is None and tokenizer.vocab != config.model.vocab:
+        raise RunError(
+            f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}; "
+            "restore it"
+        )
     for name_ in IMPORTED:
         run.manifest.verify(name_)
     stack, plan = build_stack(config, empty=True)
