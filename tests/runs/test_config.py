@@ -260,7 +260,7 @@ def test_stages_with_their_own_optimizers_must_exist() -> None:
         ({"stage": 1, "name": "adam"}, "optimizer 'adam' is unknown"),
     ):
         with pytest.raises(ConfigError, match=words):
-            StageOptimizer(**change)  # type: ignore[arg-type]
+            StageOptimizer(**change)
     with pytest.raises(ConfigError, match="their sum is at most 1"):
         OptimizerConfig(warmdown=0.5, stages=(StageOptimizer(stage=1, warmup=0.9),))
 

@@ -1,16 +1,29 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from topograd.data import Tokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError, RunError
 from topograd.nn.config import GPTConfig
+from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import Session, build_stack, device_of, heldout_text, open_session
+from topograd.runs.folder import Run
+from topograd.runs.session import (
+    Session,
+    build_stack,
+    device_of,
+    heldout_text,
+    open_session,
+    read_settings,
+    topology_at,
+)
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.evaluation import Evaluation, evaluate
 from topograd.training.trainer import Trainer, start
@@ -49,7 +62,9 @@ def test_a_session_has_the_weights_of_the_newest_checkpoint(trained: Trainer) ->
 def test_an_earlier_checkpoint_by_name(trained: Trainer) -> None:
     session = open_session(trained.run.folder, "step-00000003")
     assert session.step == 3
-    assert not torch.equal(session.stack.head.weight, trained.stack.head.weight)
+    assert not torch.equal(
+        session.stack.get_parameter("head.weight"), trained.stack.get_parameter("head.weight")
+    )
     with pytest.raises(CheckpointError, match="no checkpoint 'last'; it has step-00000003, step-00000006"):
         open_session(trained.run.folder, "last")
 
@@ -100,16 +115,76 @@ def test_a_checkpoint_of_another_model_is_refused(trained: Trainer, tmp_path: Pa
         open_session(folder)
 
 
+def weight(stack: Stack) -> torch.Tensor:
+    return stack.get_parameter("embedding.weight")
+
+
 def test_the_seed_makes_the_model(trained: Trainer) -> None:
     one, plan = build_stack(trained.config)
     two, _ = build_stack(trained.config)
     other, _ = build_stack(replace(trained.config, seed=9))
-    assert torch.equal(one.embedding.weight, two.embedding.weight)
-    assert not torch.equal(one.embedding.weight, other.embedding.weight)
-    assert len(plan.stages) == len(one.head.deltas) == 2
+    assert torch.equal(weight(one), weight(two))
+    assert not torch.equal(weight(one), weight(other))
+    assert [one.has_head(stage) for stage in range(len(plan.stages))] == [True, True]
 
 
 @pytest.mark.parametrize("device", ["abacus", "cuda:99", ""])
 def test_a_device_that_is_not_there(device: str, trained: Trainer) -> None:
     with pytest.raises(ConfigError, match=r"cannot be used \(.*\); try 'cpu'"):
         device_of(replace(trained.config, device=device))
+
+
+ASKED = """
+import sys
+from topograd.runs.session import open_session
+session = open_session(sys.argv[1])
+assert session.step == 6
+training = {"topograd.training." + name for name in ("optimizers", "trainer", "muon", "loop")}
+found = sorted(n for n in sys.modules if n in training or n.startswith("topograd.optim"))
+print(" ".join(found) or "none")
+"""
+
+
+def test_opening_a_run_imports_no_optimizer(trained: Trainer) -> None:
+    command = [sys.executable, "-c", ASKED, str(trained.run.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "none\n"
+
+
+def test_settings_and_topologies_need_no_torch() -> None:
+    code = "import sys, topograd.runs.config, topograd.runs.manifest, topograd.runs.folder, topograd.registry"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_checkpoint_may_have_its_own_topology(trained: Trainer, tmp_path: Path) -> None:
+    """As a search leaves it: that of the weights, not that of the start."""
+    folder = shutil.copytree(trained.run.folder, tmp_path / "run")
+    run = Run.open(folder)
+    config = read_settings(run)
+    table = {"partition": "2", "heads": "shared"}
+    changed = topology_at(config, {"topology": table})
+    assert changed.topology == TopologyConfig(partition="2", heads="shared")
+    assert topology_at(config, {}) == config
+    stack, plan = build_stack(changed)
+    extra = run.store.extra("step-00000006") | {"topology": table}
+    run.store.save(step=7, model=stack, optimizers={}, extra=extra, keep=9)
+    session = open_session(folder)
+    assert (session.step, session.plan) == (7, plan)
+    assert open_session(folder, "step-00000006").plan == trained.plan
+    with pytest.raises(ConfigError, match="unknown setting partitoin"):
+        topology_at(config, {"topology": {"partitoin": "2"}})
+
+
+def test_a_tokenizer_of_another_size_is_refused_without_a_manifest_too(
+    trained: Trainer, tmp_path: Path
+) -> None:
+    """A run of version 0.1 has no digest of it, but its head has as many rows as it had tokens (R1)."""
+    folder = shutil.copytree(trained.run.folder, tmp_path / "run")
+    (folder / "manifest.json").unlink()
+    Tokenizer(((104, 101), (108, 108))).save(folder / "tokenizer.json")
+    with pytest.raises(RunError, match=r"tokenizer\.json has 259 tokens and the model 257; restore it"):
+        open_session(folder)
