@@ -12,18 +12,22 @@ that it belongs to (`identity`), so that neither can be exchanged alone.
 How a kill is survived. Before a file is replaced the manifest allows the new content beside the old; when it
 stands, the new one alone. So at every instant the file on the disk is one that the manifest allows.
 
-A run without a manifest was made before version 0.2, and is opened unverified.
+A run without a manifest was made before version 0.2, and is opened unverified. It gets one when it is trained
+on or calibrated, or by
+
+    python -m topograd.runs.manifest RUN
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from topograd.errors import RunError
+from topograd.errors import RunError, TopogradError
 from topograd.files import read_json, sha256, write_atomic, write_json
 
 NAME = "manifest.json"
@@ -66,7 +70,10 @@ class Manifest:
         there = [name for name in (*ONCE, *IMPORTED, *AGAIN) if (self.folder / name).is_file()]
         settings = None
         if ONCE[0] in there:
-            settings = tomllib.loads((self.folder / ONCE[0]).read_text(encoding="utf-8"))
+            try:
+                settings = tomllib.loads((self.folder / ONCE[0]).read_text(encoding="utf-8"))
+            except ValueError as problem:  # of TOML or of UTF-8
+                raise RunError(f"{self.folder / ONCE[0]} is damaged ({problem}); restore it") from None
         return {"settings": settings, "files": {name: [sha256(self.folder / name)] for name in there}}
 
     def verify(self, name: str) -> None:
@@ -144,3 +151,22 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def main(arguments: list[str]) -> None:
+    """Adopt the run of an earlier version; one that is bound already is left alone."""
+    if len(arguments) != 1:
+        sys.exit("give one folder: python -m topograd.runs.manifest RUN")
+    found = Manifest(Path(arguments[0]))
+    if not (found.folder / ONCE[0]).is_file():
+        sys.exit(f"{found.folder} is not a run: it has no {ONCE[0]}; give the folder that a training made")
+    if found.exists():
+        sys.exit(f"{found.path} is there already; delete it if the files of the run were changed on purpose")
+    try:
+        found.adopt()
+    except TopogradError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
