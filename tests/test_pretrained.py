@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from topograd.depth.agreement import differences
 from topograd.depth.autotune import DraftRule
-from topograd.depth.calibrate import check_chain, load
+from topograd.depth.calibrate import load
 from topograd.depth.engine import Prefix, generate_batch
 from topograd.depth.modes import engine_of
 from topograd.depth.speculation import Speculate
+from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
+from topograd.runs.folder import Run
 from topograd.runs.session import Session, open_session
 
 PROMPTS = ("def read(self, size=-1):\n", "import os\n\n\nclass ")
@@ -40,11 +44,29 @@ def test_it_opens_in_float32(session: Session) -> None:
 
 
 def test_it_is_calibrated(session: Session) -> None:
-    check_chain(session)
     calibration, tuning = load(session)
     assert (calibration.step, calibration.stages) == (session.step, len(session.plan.stages))
     assert calibration.tokens > 1000
     assert 0 <= tuning.stage < len(session.plan.stages) - 1
+
+
+def test_its_manifest_binds_all_that_belongs_to_it(session: Session, tmp_path: Path) -> None:
+    bound = json.loads(session.run.manifest.path.read_text())["files"]
+    assert bound.keys() == {"config.toml", "tokenizer.json", "results.json", "calibration.json"}
+    for name in bound:
+        session.run.manifest.verify(name)
+    copy = Run(shutil.copytree(REFERENCE, tmp_path / "run"))
+    for name in bound:
+        (copy.folder / name).write_bytes((copy.folder / name).read_bytes() + b" ")
+        with pytest.raises(RunError, match=f"{name} is not the file that this run wrote"):
+            copy.manifest.verify(name)
+
+
+def test_it_is_of_version_01_and_its_layers_are_counted_from_the_last(session: Session) -> None:
+    assert "topology" not in session.run.read_config()
+    assert session.config.model.count_from == "last"
+    assert session.config.topology.partition == "2,2,2,2"
+    assert (session.plan.prediction.kind, session.plan.last) == ("last", 3)
 
 
 def test_every_stage_makes_it_better(session: Session) -> None:
