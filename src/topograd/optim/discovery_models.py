@@ -223,9 +223,10 @@ def _head_gauges(
     if not heads or classes < 2:
         return
     head = maps[heads[-1]]
+    deltas = getattr(model.get_submodule(heads[-1]), "deltas", None)
     stages = [
         names[id(delta.weight)]
-        for delta in getattr(model.get_submodule(heads[-1]), "deltas", ())
+        for delta in (deltas.children() if isinstance(deltas, nn.Module) else ())
         if isinstance(getattr(delta, "weight", None), nn.Parameter)
     ]
     gain = model._parameters.get("gain")
