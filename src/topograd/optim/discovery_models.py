@@ -229,8 +229,8 @@ def _head_gauges(
         for delta in (deltas.children() if isinstance(deltas, nn.Module) else ())
         if isinstance(getattr(delta, "weight", None), nn.Parameter)
     ]
-    gain = model._parameters.get("gain")
-    if gain is not None:
+    gain = getattr(model._modules.get("norm"), "weight", None)  # of a stack of ours, before its head
+    if isinstance(gain, nn.Parameter) and id(gain) in names:
         yield LNScale(names[id(gain)], [head.weight, *stages])
     if stages:
         yield HeadShift(head.weight, stages, rows=True)
