@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.flags import flags_of
 from topograd.cli.main import INTERRUPTED
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopogradError
 from topograd.runs.config import TrainConfig, preset
 
 if TYPE_CHECKING:
@@ -82,12 +83,41 @@ def _read(argv: list[str]) -> Train:
             )
     elif "--from" in flags:
         raise ConfigError("--from names a checkpoint of the run to --resume; give that run too")
-    base = preset(known.preset or Train.preset)
-    if known.config is not None:
-        base = base.overlaid(read_config_file(Path(known.config)))
-    if known.init is not None:
-        base = _shaped_like(base, Path(known.init))
-    return parse(Train, argv, "train", Train(settings=base))
+    settings = preset(known.preset or Train.preset)
+    if known.init is not None and known.init.strip():
+        settings = _shaped_like(settings, Path(known.init))
+    base = Train(settings=settings)
+    if known.config is None or not known.config.strip():  # an empty word is refused with the other flags
+        return parse(Train, argv, "train", base)
+    return _overlaid(argv, base, Path(known.config))
+
+
+def _overlaid(argv: list[str], base: Train, file: Path) -> Train:
+    """The file over the base and the flags over both; what fits only beside the flags is laid under them."""
+    values = read_config_file(file)
+    try:
+        settings = base.settings.overlaid(values)
+    except TopogradError as error:
+        try:
+            asked = parse(Train, argv, "train", base)
+            return replace(asked, settings=asked.settings.overlaid(_not_typed(argv, values)))
+        except TopogradError:
+            raise ConfigError(f"--config {file}: {error}") from None
+    return parse(Train, argv, "train", replace(base, settings=settings))
+
+
+def _not_typed(argv: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file without those that a flag sets."""
+    flags = flags_of(Train)
+    words = [word.partition("=")[0].replace("_", "-").replace("no-", "", 1) for word in argv]
+    typed = {flags[word].field for word in words if word in flags}
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            kept[name] = {key: v for key, v in value.items() if f"settings.{name}.{key}" not in typed}
+        elif f"settings.{name}" not in typed:
+            kept[name] = value
+    return kept
 
 
 def _shaped_like(config: TrainConfig, folder: Path) -> TrainConfig:
