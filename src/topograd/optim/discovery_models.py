@@ -230,7 +230,7 @@ def _head_gauges(
         if isinstance(getattr(delta, "weight", None), nn.Parameter)
     ]
     gain = getattr(model._modules.get("norm"), "weight", None)  # of a stack of ours, before its head
-    if isinstance(gain, nn.Parameter) and id(gain) in names:
+    if stages and isinstance(gain, nn.Parameter):
         yield LNScale(names[id(gain)], [head.weight, *stages])
     if stages:
         yield HeadShift(head.weight, stages, rows=True)
