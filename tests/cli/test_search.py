@@ -1,18 +1,22 @@
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from topograd.cli import main
+from topograd.cli.main import INTERRUPTED
+from topograd.cli.search_tables import soft_table
+from topograd.search import property_probes
+from topograd.search.trained import Trained
+from topograd.training.trainer import Trainer
 
 SIZE = "--layers 4 --width 16 --heads 2 --context 16 --batch 2 --eval-bytes 300 --steps 12"
 
 
 @pytest.fixture(autouse=True)
-def _verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verb is there, whether or not the list of verbs has it yet."""
-    monkeypatch.setitem(main.VERBS, "search", "choose where gradients stop")
+def _short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(property_probes, "STEPS", 2)
 
 
 @pytest.fixture
@@ -41,6 +45,12 @@ def test_dp(costs: Path, call: Any) -> None:
         ("--layers 13 --stages 2", 'the cost of "1,13" is missing and of 11 more'),
         ("--layers 4", '"a,b" with 0 <= a < b <= 4'),
         ("--layers 0", "the number of layers is 0"),
+        ("--layers 99999999999999999999", "--layers is 99999999999999999999; it must be below 2^63"),
+        ("--layers 999999", "the number of layers is 999999"),
+        ("--layers inf", "--layers was given 'inf'; it must be a whole number"),
+        ("", "--costs needs --layers too"),
+        ("--layers 12 --seed 3", "--seed was given with --costs, which need no probes"),
+        ("--run runs/none", "give either --run, a trained run, or --costs, a JSON file"),
     ],
 )
 def test_dp_refuses(words: str, why: str, costs: Path, call: Any) -> None:
@@ -57,24 +67,135 @@ def test_dp_refuses_files(tmp_path: Path, call: Any) -> None:
     assert "give one JSON object" in call(*words, bad).refusal
 
 
-def test_soft(corpus: Path, call: Any) -> None:
+def test_dp_of_a_run_probes_its_own_costs(staged: Path, call: Any, tmp_path: Path) -> None:
+    words = ("search", "dp", "--run", staged, "--batches", 2)
+    answer = call(*words, "--stages", 2, "--json").json
+    assert answer["partition"] == [1, 1]
+    assert answer["cost"] == pytest.approx(answer["costs"]["0,1"] + answer["costs"]["1,2"])
+    assert (answer["run"], answer["batches"], answer["seed"]) == (str(staged), 2, 0)
+    assert call(*words, "--json").json == call(*words, "--json").json
+    assert call(*words, "--seed", 2**63 - 1, "--json").json["costs"] != answer["costs"]
+    again = tmp_path / "costs.json"
+    again.write_text(json.dumps(answer["costs"]))
+    kept = call("search", "dp", "--costs", again, "--layers", 2, "--stages", 2, "--json").json
+    assert kept == {"partition": [1, 1], "cost": answer["cost"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("", "give either --run, a trained run, or --costs"),
+        ("--run nowhere", "there is no run at nowhere"),
+        ("--run nowhere --layers 3", "--layers was given with --run, which has its own"),
+        ("--run nowhere --seed -1", "--seed is -1; it must be at least 0"),
+        ("--run nowhere --batches 0", "--batches is 0; it must be at least 1"),
+    ],
+)
+def test_dp_of_a_run_refuses(words: str, why: str, call: Any) -> None:
+    assert why in call("search", "dp", *words.split()).refusal
+
+
+def test_dp_of_a_run_asks_for_stages_that_can_be(staged: Path, call: Any) -> None:
+    assert (
+        "3 stages need 3 layers and there are 2"
+        in call("search", "dp", "--run", staged, "--stages", 3).refusal
+    )
+
+
+def test_soft_is_a_run(corpus: Path, call: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "soft"
     words = ("search", "soft", *SIZE.split(), "--data", corpus, "--stages", 2, "--min-depth", 2)
-    answer = call(*words, "--json").json
-    assert answer["partition"] == [2, 2]
+    answer = call(*words, "--out", folder, "--json").json
+    assert (answer["partition"], answer["run"], answer["finished"]) == ([2, 2], str(folder), True)
     assert len(answer["transmissivities"]) == 3
     assert all(0 < lam < 1 for lam in answer["transmissivities"])
-    assert "2,2" in call(*words).out
-    assert "5 stages need 5 layers" in call(*words[:-4], "--stages", 5).refusal
+    assert call("search", "soft", "--resume", folder, "--json").json == answer
+    assert call("train", "--resume", folder, "--json").json["bpb"] == answer["bpb"]
+    assert call("eval", folder, "--json").json["bpb"] == answer["bpb"]
+    row = call("compare", folder, "--json").json["runs"][0]
+    assert (row["partition"], row["bpb"]) == ([2, 2], answer["bpb"])
+    assert call("generate", folder, "--prompt", "stage", "--tokens", 3).code == 0
+    assert call("report", folder).code == 0
+    assert "2,2" in call("search", "soft", "--resume", folder).out
+    assert "is no run of search surgery" in call("search", "surgery", "--resume", folder).refusal
+    assert "already holds a run" in call(*words, "--out", folder).refusal
+    with_size = call("search", "soft", "--resume", folder, "--steps", 9)
+    assert "--steps cannot be given with --resume" in with_size.refusal
 
 
-def test_surgery(corpus: Path, call: Any) -> None:
+def test_a_soft_run_that_is_interrupted_goes_on(
+    corpus: Path, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("search", "soft", *SIZE.split(), "--data", corpus)
+    whole = call(*words, "--out", tmp_path / "whole", "--json").json
+    step = Trainer._one_step
+
+    def interrupted(self: Trainer) -> list[float]:
+        if self.step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_one_step", interrupted)
+        stopped = call(*words, "--out", tmp_path / "parts", "--json")
+    assert stopped.code == INTERRUPTED
+    assert json.loads(stopped.out)["partition"] is None
+    assert "topograd search soft --resume" in stopped.err
+    assert "not hardened yet" in str(soft_table(json.loads(stopped.out)).columns[1]._cells)
+    answer = call("search", "soft", "--resume", tmp_path / "parts", "--json").json
+    assert answer == whole | {"run": str(tmp_path / "parts")}
+
+
+def test_surgery_is_a_run(corpus: Path, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     words = ("search", "surgery", *SIZE.split(), "--data", corpus, "--every", 4, "--deployment", "modular")
     answer = call(*words, "--json").json
+    assert answer["run"] == "runs/tiny-surgery-4-s0", "by default a new folder in runs/"
     assert [done["step"] for done in answer["operations"]] == [4, 8]
     assert answer["operations"][0]["before"] == [4]
     assert answer["partition"] == answer["operations"][-1]["after"]
-    assert "before" in call(*words).out
-    assert "'moon' is unknown" in call(*words[:-1], "moon").refusal
+    assert call("eval", answer["run"], "--json").json["bpb"] == answer["bpb"]
+    assert "before" in call("search", "surgery", "--resume", answer["run"]).out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("soft --stages 5", "5 stages need 5 layers"),
+        ("soft --layers 4 --heads 3", "does not split into 3 heads"),
+        ("soft --seed 9223372036854775808", "--seed is 9223372036854775808; it must be below 2^63"),
+        ("soft --seed -1", "--seed is -1; it must be at least 0"),
+        ("soft --eval-bytes 0", "--eval-bytes is 0; it must be at least 1"),
+        ("soft --travel inf", "--travel was given 'inf'; it must be a finite number"),
+        ("soft --batch 99999999999", "--batch is 99999999999; it must be at most"),
+        ("soft --data nowhere", "nowhere"),
+        ("surgery --deployment moon", "invalid choice 'moon'"),
+        ("surgery --partition 1,3", "partition 1,3 has a stage below 2 layers"),
+        ("surgery --partition 3,3", "partition 3,3 has 6 layers and the model has 4"),
+        ("soft --resume nowhere", "there is no run at nowhere"),
+        ("pareto --out x --rungs 4 2", "give rising numbers of steps"),
+        ("pareto --out x --objectives speed", "property 'speed' is unknown; choose one of bpb"),
+        ("pareto --out x --objectives wand", "objective 'wand' is a table"),
+        ("pareto --out x --relay rubber", "relay 'rubber' is unknown; choose one of identity"),
+        ("pareto --out x --source layer:9", "source is layer:9; early layers here are layer:1 to layer:3"),
+        ("pareto --out x --source nowhere", "source is 'nowhere'; it must be embedding"),
+        ("pareto --out x --objective love", "objective 'love' is unknown"),
+        ("pareto --out x --objective distillation", "needs a teacher"),
+        ("pareto --out x --decoder -1", "decoder is -1"),
+        ("pareto --out x --steps 9", "--steps 9 is not the last of the rungs, 80"),
+        ("pareto --out /dev/null/x", "cannot be a folder"),
+        ("choose --deployment modular", "there is no run to choose"),
+        ("choose nowhere --deployment modular", "there is no run at nowhere"),
+        ("choose nowhere --deployment modular --properties speed", "property 'speed' is unknown"),
+        ("choose nowhere", "--deployment"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    words: str, why: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert why in call("search", *words.split()).refusal
+    assert not list(tmp_path.glob("runs/*/config.toml"))
 
 
 def test_pareto_goes_on(corpus: Path, tmp_path: Path, call: Any) -> None:
@@ -90,9 +211,53 @@ def test_pareto_goes_on(corpus: Path, tmp_path: Path, call: Any) -> None:
     assert any(row["on_front"] for row in done)
     assert all(row["values"]["gradient_depth"] == max(row["partition"]) for row in done)
     assert "front" in call(*words, "--trials", 4).out
-    assert "not the last of the rungs" in call(*words, "--steps", 9).refusal
-    assert "objective 'speed' is unknown" in call(*words, "--objectives", "speed").refusal
+    other = call(*words, "--trials", 4, "--seed", 3)
+    assert "study 'pareto' has trainings with other settings" in other.refusal
+    assert "has other space" in call(*words, "--stage-heads", "shared").refusal
+
+
+def test_pareto_ranges_over_topologies_with_measured_terms(corpus: Path, tmp_path: Path, call: Any) -> None:
+    size = SIZE.replace(" --steps 12", "").split()
+    space = "--graph chain forest --stage-heads shared low-rank --relay identity gate --min-depth 2 "
+    space += "--source none embedding --join identity low-rank --decoder 0 1 "
+    space += "--objective cross-entropy residual z-loss"
+    six = ["bpb", "coupling", "head", "capability", "bandwidth", "calibration", f"max:{__name__}:rows"]
+    words = ("search", "pareto", "--out", tmp_path / "study", *size, "--data", corpus, *space.split())
+    found = call(*words, "--objectives", *six, "--rungs", 1, "--trials", 4, "--json").json
+    assert found["space"] == 2 * 2 * 2 + 3 * 2 * 2 * (2 * 3 + 1)
+    assert found["objectives"][f"{__name__}:rows"] == "maximize"
+    assert len({row["number"] for row in found["trials"]}) == 4
+    for row in found["trials"]:
+        assert set(row["settings"]) == {"graph", "heads", "objective", "relay", "source", "join", "decoder"}
+        assert 0 <= row["values"]["capability"] <= 1
+        assert row["values"][f"{__name__}:rows"] > 1
+    assert (tmp_path / "study" / "pareto.html").read_text(encoding="utf-8").count("forest") >= 1
+
+
+def rows(trained: Trained) -> int:
+    """A property of somebody else."""
+    return len(trained.text.inputs)
+
+
+def test_choose_ranks_runs_by_their_measured_utility(staged: Path, backprop: Path, call: Any) -> None:
+    words = ("search", "choose", staged, backprop, "--deployment")
+    answer = call(*words, "on-device", "--properties", "wand", f"{__name__}:rows", "--json").json
+    runs = answer["runs"]
+    assert [row["utility"] for row in runs] == sorted(row["utility"] for row in runs)
+    assert {row["run"]: row["partition"] for row in runs} == {str(staged): [1, 1], str(backprop): [2]}
+    for row in runs:
+        terms, weights = row["terms"], answer["weights"]
+        signs = {name: -1 if name == "capability" else 1 for name in terms}
+        parts = [signs[n] * weights.get(n, 1.0) * value for n, value in terms.items()]
+        assert row["utility"] == pytest.approx(sum(parts))
+        assert terms["bpb"] == call("eval", row["run"], "--json").json["bpb"]["prediction"]
+        assert set(row["properties"]) == {"wand", f"{__name__}:rows"}
+    bits = call(*words, "datacenter", "--json").json["runs"]
+    assert [row["utility"] for row in bits] == sorted(row["terms"]["bpb"] for row in bits)
+    said = call(*words, "serving").out
+    for term in ("bpb", "coupling", "head", "capability", "bandwidth", "calibration"):
+        assert term in said
 
 
 def test_it_must_be_told_how(call: Any) -> None:
-    assert "choose one of dp, soft, surgery, pareto" in call("search").refusal
+    assert "choose one of dp, soft, surgery, pareto, choose" in call("search").refusal

@@ -14,6 +14,7 @@ from topograd.errors import RunError
 from topograd.report.markup import POLICY
 from topograd.report.pareto import write_pareto
 from topograd.report.pareto_plot import BOTTOM, LEFT, RIGHT, TOP, Axis, field_html
+from topograd.search import pareto
 from topograd.search.candidates import Candidate
 from topograd.search.pareto import Tried
 from topograd.topology.composition import Composition
@@ -231,8 +232,8 @@ def test_a_study_leaves_its_page_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {"bpb": 3.0, "gradient_depth": 2.0}
-    tried = Tried(0, Candidate(Composition((2, 2)), {"stage_heads": "shared"}), 80, values, "complete", True)
-    monkeypatch.setattr(search, "explore", lambda *given: [tried])
+    tried = Tried(0, Candidate(Composition((2, 2)), {"heads": "shared"}), 80, values, "complete", True)
+    monkeypatch.setattr(pareto, "explore", lambda *given: [tried])
     assert search.run(["pareto", "--out", str(tmp_path), "--json"]) == 0
     page = Path(json.loads(capsys.readouterr().out)["page"])
     assert page == tmp_path / "pareto.html"

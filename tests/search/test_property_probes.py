@@ -103,8 +103,8 @@ def test_backprop_has_no_others() -> None:
 
 def test_learning_the_opposite_forgets() -> None:
     """After learning the text the model is worse at it once it has learned it backwards, and not before."""
-    stack, plan = model(Topology.chain("2,2"))
-    stack = property_probes._taught(stack, plan.topology, text())
+    untaught, plan = model(Topology.chain("2,2"))
+    stack = property_probes._taught(untaught, plan.topology, text())
     assert update_discipline(stack, plan, text(), backwards(text())).forgetting > 0.1
     assert update_discipline(stack, plan, text(), text()).forgetting < 0
 
@@ -112,9 +112,8 @@ def test_learning_the_opposite_forgets() -> None:
 @pytest.mark.parametrize("partition", ["4", "2,2"])
 def test_a_specialist_is_measured_whatever_the_number_of_stages(partition: str) -> None:
     """Worked out again by hand: the probe is read on the new text, and at every exit on the old one."""
-    stack, plan = model(Topology.chain(partition))
-    stack = property_probes._taught(stack, plan.topology, text())
-    assert isinstance(stack, GPT)
+    untaught, plan = model(Topology.chain(partition))
+    stack = property_probes._taught(untaught, plan.topology, text())
     old, (lesson, exam) = text(), property_probes._halves(backwards(text()))
     found = specialist(stack, plan, old, backwards(text()))
     stages = plan.topology.stages
@@ -153,7 +152,7 @@ def test_a_stage_brings_what_serves_it_alone() -> None:
     "topology",
     [
         Topology.forest(["2", "2"]).with_decoders(1),
-        Topology.chain("2,2", objective="residual"),
+        Topology.chain("2,2", objective="residual").with_decoders(1),
         Topology.chain("2,2", objective="distillation"),
         replace(Topology.chain("2,2"), prediction=(0.5, 0.5)),
     ],

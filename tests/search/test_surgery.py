@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError
+from topograd.nn.gpt import GPT
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SurgeryConfig
@@ -54,20 +55,22 @@ def test_an_operation_changes_boundaries_and_nothing_that_was_learned(
 ) -> None:
     modular = SurgeryConfig(every=100, deployment="modular", min_depth=2)
     trainer = begun(config.changed(heads="per-stage"), modular, tmp_path / "run")
+    stack = trainer.stack
+    assert isinstance(stack, GPT)
     trainer.train(stop_after=3)
-    layers = {name: value.clone() for name, value in trainer.stack.layers.state_dict().items()}
-    head = trainer.stack.head.matrix(0).clone()
+    layers = {name: value.clone() for name, value in stack.layers.state_dict().items()}
+    head = stack.head.matrix(0).clone()
     done = trainer.operate()
     assert done.after.parts == (2, 2)  # the only neighbour, and coupling and capability speak for it
     assert (done.before, trainer.config.topology.partition) == (Composition.parse("4"), "2,2")
     assert done.gain > 0
     assert done.merge == {}
     assert set(done.split) == {2}
-    assert all(torch.equal(layers[n], v) for n, v in trainer.stack.layers.state_dict().items())
-    assert torch.equal(trainer.stack.head.matrix(0), head)
-    assert torch.equal(trainer.stack.head.matrix(1), head)
+    assert all(torch.equal(layers[n], v) for n, v in stack.layers.state_dict().items())
+    assert torch.equal(stack.head.matrix(0), head)
+    assert torch.equal(stack.head.matrix(1), head)
     trainer.train(stop_after=4)
-    assert not torch.equal(trainer.stack.head.matrix(0), trainer.stack.head.matrix(1))
+    assert not torch.equal(stack.head.matrix(0), stack.head.matrix(1))
 
 
 @pytest.mark.parametrize("heads", ["shared", "per-stage"])

@@ -445,18 +445,17 @@ def _choose(asked: Choose) -> dict[str, Any]:
 
     if not asked.folders:
         raise ConfigError("there is no run to choose; give folders of some: topograd search choose DIR DIR")
-    weights, rows, configs = deployment(asked.deployment), [], []
+    weights, rows = deployment(asked.deployment), []
+    sessions = [open_session(folder) for folder in asked.folders]  # first: a bad folder costs no waiting
+    for name in _SAME_TEXT:
+        if len({getattr(session.config, name) for session in sessions}) > 1:
+            note(f"these runs differ in {name}: their bits per byte are measured on different text")
     with work_progress("measuring") as on_more:
-        for done, folder in enumerate(asked.folders, start=1):
-            session = open_session(folder)
-            configs.append(session.config)
+        for done, session in enumerate(sessions, start=1):
             found = worth(Trained.of(session, heldout_text(session)), weights, asked.properties)
             stages = [len(planned.layers) for planned in session.plan.stages]
-            about = {"run": str(folder), "partition": stages, "graph": session.config.topology.graph}
-            rows.append({**about, "steps": session.step, **found.as_dict()})
-            on_more(done, len(asked.folders))
-    for name in _SAME_TEXT:
-        if len({getattr(config, name) for config in configs}) > 1:
-            note(f"these runs differ in {name}: their bits per byte were measured on different text")
+            about = {"run": str(session.run.folder), "partition": stages, "steps": session.step}
+            rows.append({**about, "graph": session.config.topology.graph, **found.as_dict()})
+            on_more(done, len(sessions))
     rows.sort(key=lambda row: row["utility"])
     return {"deployment": asked.deployment, "weights": asdict(weights), "runs": rows}

@@ -47,7 +47,7 @@ from topograd.topology.plan import Plan
 from topograd.training.evaluation import evaluate
 from topograd.training.executor import train_step
 from topograd.training.loop import TrainingLoop
-from topograd.training.optimizers import OptimizerSet
+from topograd.training.optimizers import OptimizerSet, stage_parameters
 
 STEPS, ROWS, RATE = 16, 4, 3e-3
 """Steps of a probe, rows of text in each, and Adam's learning rate."""
@@ -113,13 +113,15 @@ def specialist(stack: Stack, plan: Plan, old: Text, new: Text) -> Specialist:
     if len(new.inputs) < 2:
         raise ConfigError(f"new text has {len(new.inputs)} rows; a probe needs 2, one to learn, one to test")
     lesson, exam = _halves(new)
-    unit, stages = unit_of(plan, _last(plan)), plan.topology.stages
+    last, stages = _last(plan), plan.topology.stages
+    unit = unit_of(plan, last)
     before = _bpb(stack, plan, exam)
+    corrects = stages[last].objective == "residual"  # then the others' logits are part of its loss
     alone = tuple(
-        _detached(s, unit) if k in unit else replace(s, frozen=True, weight=0.0, head=plan.stages[k].predicts)
+        _detached(s, unit) if k in unit else replace(s, weight=s.weight if corrects else 0.0)
         for k, s in enumerate(stages)
     )
-    pupil = _taught(stack, replace(plan.topology, stages=alone), lesson)
+    pupil = _taught(stack, replace(plan.topology, stages=alone), lesson, unit)
     gain = before - _bpb(pupil, plan, exam)
     kept = evaluate(pupil, plan, old).bpb
     price = min(kept.prediction, *kept.prefix) - _bpb(stack, plan, old)
@@ -203,10 +205,17 @@ def _open(stage: Stage) -> Stage:
     return replace(stage, sources=tuple(replace(e, transmissivity=1.0) for e in stage.sources))
 
 
-def _taught(stack: Stack, topology: Topology, text: Text) -> Stack:
-    """A copy of the stack after a few steps of Adam on the rows of `text`, in order and round again."""
+def _taught(stack: Stack, topology: Topology, text: Text, unit: set[int] | None = None) -> Stack:
+    """A copy of the stack after a few steps of Adam on the rows of `text`, in order and round again.
+
+    Only what the stages of `unit` have to themselves learns, where there are others; else all that can.
+    """
     pupil = copy.deepcopy(stack).train()
     plan = prepare(pupil, to_probe(topology))
+    if unit is not None and len(unit) < len(plan.stages):
+        pupil.requires_grad_(False)
+        for parameter in stage_parameters(pupil, plan, unit):
+            parameter.requires_grad_()
     optimizer = torch.optim.Adam([p for p in pupil.parameters() if p.requires_grad], lr=RATE)
     loop = TrainingLoop(pupil, OptimizerSet.of(optimizer))
     for step in range(STEPS):
