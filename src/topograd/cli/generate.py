@@ -119,12 +119,8 @@ def _chat(asked: Generate, model: Model, show: Show) -> int:
             tokenizer.encode_chat(text),
             asked.tokens,
             depth=_depth(asked, len(model.session.plan.predicting())),
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            seed=asked.seed,
-            stop=asked.stop,
             on_piece=show,
+            **_sampling(asked),
         )
         messages.append({"role": "assistant", "content": str(made)})
         if not asked.json:
@@ -180,20 +176,15 @@ def _continue(asked: Generate, model: Model, depth: str | None, show: Show) -> G
             begin()
         show(text, left)
 
-    made = model.generate(
-        asked.prompt,
-        asked.tokens,
-        depth=depth,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=asked.seed,
-        stop=asked.stop,
-        on_piece=on_piece,
-    )
+    made = model.generate(asked.prompt, asked.tokens, depth=depth, on_piece=on_piece, **_sampling(asked))
     if not begun:
         begin()
     return made
+
+
+def _sampling(asked: Generate) -> dict[str, Any]:
+    """How tokens are drawn, and where the text ends."""
+    return {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "seed", "stop")}
 
 
 def _note_long_prompt(asked: Generate, model: Model) -> None:

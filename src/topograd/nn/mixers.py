@@ -47,42 +47,34 @@ class RowMixer(Mixer, Protocol):
     def __call__(self, x: Tensor, bus: Bus, state: Any = None, rows: Tensor | None = None) -> Tensor: ...
 
 
-class Mamba2(Mamba2Mixer):
+class _Recurrent:
+    """What makes a recurrent mixer one of the stack: sizes from its config, the bus instead of counts."""
+
+    with_mlp, takes_rows = False, True
+    out_proj: nn.Linear
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__(**_sizes(config))
+        nn.init.zeros_(self.out_proj.weight)
+
+    def forward(
+        self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        mixed: Tensor = super().forward(x, state, bus.counts, rows)  # type: ignore[misc]
+        return mixed
+
+    def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:
+        """The memory of `batch` rows; it has one size whatever the capacity."""
+        state: RecurrentState = super().new_state(batch)  # type: ignore[misc]
+        return state
+
+
+class Mamba2(_Recurrent, Mamba2Mixer):  # type: ignore[misc]
     """Mamba-2 as a mixer of the stack."""
 
-    with_mlp, takes_rows = False, True
 
-    def __init__(self, config: GPTConfig, index: int) -> None:
-        super().__init__(**_sizes(config))
-        nn.init.zeros_(self.out_proj.weight)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
-    ) -> Tensor:
-        return super().forward(x, state, bus.counts, rows)
-
-    def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:
-        """The memory of `batch` rows; it has one size whatever the capacity."""
-        return super().new_state(batch)
-
-
-class Mamba3(Mamba3Mixer):
+class Mamba3(_Recurrent, Mamba3Mixer):  # type: ignore[misc]
     """Mamba-3 as a mixer of the stack."""
-
-    with_mlp, takes_rows = False, True
-
-    def __init__(self, config: GPTConfig, index: int) -> None:
-        super().__init__(**_sizes(config))
-        nn.init.zeros_(self.out_proj.weight)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
-    ) -> Tensor:
-        return super().forward(x, state, bus.counts, rows)
-
-    def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:
-        """The memory of `batch` rows; it has one size whatever the capacity."""
-        return super().new_state(batch)
 
 
 def _sizes(config: GPTConfig) -> dict[str, int]:
