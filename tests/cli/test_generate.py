@@ -89,9 +89,11 @@ def test_speculation_writes_what_full_depth_writes(calibrated: Path, call: Any) 
         call(*words, "--depth", depth).json for depth in ("full", "speculate:4", "speculate:4:1e9")
     )
     assert full["text"] == drafted["text"] == never["text"]
-    assert drafted["drafts"] > 0
+    assert drafted.keys() - full.keys() == {"acceptance", "drafts", "accepted"}
+    assert 0 < drafted["accepted"] <= drafted["drafts"]
+    assert drafted["acceptance"] == drafted["accepted"] / drafted["drafts"]
     assert drafted["stages"] == 2
-    assert drafted["exits"][0] == pytest.approx(drafted["acceptance"] * drafted["drafts"], abs=4)
+    assert drafted["accepted"] - 4 < drafted["exits"][0] <= drafted["accepted"], "the last round may be cut"
     assert (never["drafts"], never["acceptance"], never["exits"]) == (0, None, [0, 40])
 
 
