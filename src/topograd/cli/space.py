@@ -209,7 +209,7 @@ def _measured(asked: Properties) -> dict[str, Any]:
         "run": str(session.run.folder),
         "steps": session.step,
         **_named(configuration),
-        **measure(session.stack, session.plan, text, new),
+        **measure(session.stack, session.plan, text, new, layers=session.config.model.layers),
     }
 
 

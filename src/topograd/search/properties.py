@@ -99,16 +99,18 @@ def measure(
     text: Text,
     new: Text | None = None,
     *,
+    layers: int | None = None,
     budget: float = 0.5,
     eps: float = 0.01,
 ) -> dict[str, Any]:
     """Every property of a model; `bpb` as the table that an evaluation has. `new` is the text of the probes.
 
-    `budget` is the share of the layers that a prefix may run, `eps` the share of tokens that WAND may change.
+    `layers` are those that are not of private decoders, `budget` is the share of the layers that a prefix may
+    run, `eps` the share of tokens that WAND may change.
     """
     from dataclasses import asdict
 
     from topograd.search.trained import Trained
 
-    trained = Trained(stack, plan, text, new, budget=budget, eps=eps)
+    trained = Trained(stack, plan, text, new, layers, budget, eps)
     return read_properties(trained, PROPERTIES) | {"bpb": asdict(trained.evaluation.bpb)}
