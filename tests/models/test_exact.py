@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
-from topograd.models.families import (
-    Naming,
-    config_of,
-    hugging_face_config,
-    load_tensors,
-    stack_of,
-    tensor_names,
-)
+from topograd.models.families import config_of, hugging_face_config, load_tensors, stack_of
+from topograd.models.tensor_names import Naming, tensor_names
 from topograd.nn.transformer import Transformer
 
 Make = Callable[..., Any]

@@ -1,16 +1,22 @@
 """Families: configs as they are published, what is refused, names of tensors, and loading."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import topograd as tg
 from topograd.errors import CheckpointError, ConfigError
-from topograd.models.families import ARCHITECTURES, config_of, load_tensors, tensor_names
+from topograd.models.families import ARCHITECTURES, config_of, load_tensors
+from topograd.models.importing import import_model
+from topograd.models.tensor_names import tensor_names
 from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_config import TransformerConfig
 
@@ -429,3 +435,17 @@ def test_names_without_the_first_word() -> None:
     load_tensors(stack, tensors.__getitem__, tensors)
     assert all(torch.equal(parameter, own[name]) for name, parameter in stack.named_parameters())
     assert tensor_names(config, available=tensors)["embedding.weight"].name == "wte.weight"
+
+
+def test_a_file_with_names_without_the_first_word_is_imported(
+    source: Callable[[str], tuple[Path, Any]], tmp_path: Path
+) -> None:
+    folder, model = source("gpt2")
+    other = shutil.copytree(folder, tmp_path / "short")
+    tensors = load_file(other / "model.safetensors")
+    short = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    save_file(short, other / "model.safetensors", metadata={"format": "pt"})
+    import_model(other, tmp_path / "run", partition="2,2")
+    inputs = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(tg.load(tmp_path / "run").logits(inputs), model(inputs, use_cache=False).logits)

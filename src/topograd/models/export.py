@@ -23,7 +23,8 @@ from torch import Tensor
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
-from topograd.models.families import hugging_face_config, tensor_names
+from topograd.models.families import hugging_face_config
+from topograd.models.tensor_names import tensor_names
 from topograd.nn.transformer import Transformer
 from topograd.runs.session import Session, open_session
 

@@ -1,31 +1,24 @@
-"""The families of published transformers: their settings, and what their tensors are called.
+"""The families of published transformers: their settings, and their weights in our stack.
 
-`config_of` reads Hugging Face's config.json, `hugging_face_config` writes it. `tensor_names` says for each of
-our parameters which tensor it is, in Hugging Face's naming or in GGUF's, and how one becomes the other:
-
-    GPT-2, Hugging Face     matrices are (in, out): transposed, without a copy
-    Llama, Mistral, GGUF    rows of queries and keys have the pair (i, i + half) of a head adjacent
-    Gemma, GGUF             a norm's gain is 1 + weight
-
-`load_tensors` fills a stack that was built on the meta device by assignment, so that a tensor that is already
-what it should be is taken as it is, not copied.
+`config_of` reads Hugging Face's config.json, `hugging_face_config` writes it. `load_tensors` fills a stack
+that was built on the meta device by assignment, so that a tensor that is already what it should be is not
+copied; `tensor_names.py` says what the tensors are called. `stack_of` makes a stack of a model of transformers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from topograd.errors import CheckpointError, ConfigError, StackError
+from topograd.models.tensor_names import Naming, Source, renamed, tensor_names
 from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_config import Activation, TransformerConfig
 
-Naming = Literal["hugging-face", "gguf"]
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -321,138 +314,6 @@ def _rope_table(config: TransformerConfig) -> dict[str, Any]:
     return {"full_attention": table, "sliding_attention": local}
 
 
-@dataclass(frozen=True)
-class Source:
-    """The tensor that a parameter of ours is, elsewhere."""
-
-    name: str
-    read: Callable[[Tensor], Tensor] | None = None
-    """Theirs to ours; None where they are equal."""
-    write: Callable[[Tensor], Tensor] | None = None
-    """Ours to theirs."""
-
-
-_HUGGING_FACE = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "layers": "model.layers",
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-_GEMMA_NORMS = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-_GPT2 = {
-    "embedding": "transformer.wte",
-    "layers.0.positions": "transformer.wpe",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-    "layers": "transformer.h",
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_GGUF = {
-    "embedding": "token_embd",
-    "layers.0.positions": "position_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "layers": "blk",
-    "attention_norm": "attn_norm",
-    "attention.query": "attn_q",
-    "attention.key": "attn_k",
-    "attention.value": "attn_v",
-    "attention.qkv": "attn_qkv",
-    "attention.output": "attn_output",
-    "attention.query_norm": "attn_q_norm",
-    "attention.key_norm": "attn_k_norm",
-    "attention_post_norm": "post_attention_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp_post_norm": "post_ffw_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-
-
-def tensor_names(
-    config: TransformerConfig, naming: Naming = "hugging-face", available: Iterable[str] = ()
-) -> dict[str, Source]:
-    """For each parameter of ours, the tensor that it is; a tied head is the embedding alone.
-
-    Some files of Hugging Face leave out the first word (GPT-2's own says wte.weight, not
-    transformer.wte.weight): give the names that are `available`, and they are called so here too.
-    """
-    if naming not in get_args(Naming):
-        raise ConfigError(f"naming {naming!r} is unknown; choose one of {', '.join(get_args(Naming))}")
-    with torch.device("meta"):  # layers are alike, but for the first
-        few = Transformer(replace(config, layers=min(config.layers, 2)))
-    own = [name for name, _ in few.named_parameters()]
-    for index in range(2, config.layers):
-        own += [f"layers.{index}{name[8:]}" for name in own if name.startswith("layers.1.")]
-    first, _, rest = _renamed("embedding.weight", config, naming).partition(".")
-    short = naming == "hugging-face" and rest in set(available)
-    prefix = f"{first}." if short else ""
-    return {
-        name: Source(_renamed(name, config, naming).removeprefix(prefix), *_transform(name, config, naming))
-        for name in own
-    }
-
-
-def _renamed(name: str, config: TransformerConfig, naming: Naming) -> str:
-    table = _GGUF
-    if naming == "hugging-face":
-        table = _GPT2 if config.family == "gpt2" else _HUGGING_FACE
-        table = table | _GEMMA_NORMS if config.traits.post_norms else table
-    module, _, leaf = name.rpartition(".")
-    if module in table:
-        return f"{table[module]}.{leaf}"
-    _, index, part = module.split(".", 2)
-    return f"{table['layers']}.{index}.{table[part]}.{leaf}"
-
-
-Map = Callable[[Tensor], Tensor]
-
-
-def _transform(name: str, config: TransformerConfig, naming: Naming) -> tuple[Map | None, Map | None]:
-    """How their tensor becomes ours, and back."""
-    module, _, leaf = name.rpartition(".")
-    matrix = leaf == "weight" and module.endswith((".qkv", ".output", ".up", ".down"))
-    if naming == "hugging-face":
-        return (torch.t, torch.t) if config.family == "gpt2" and matrix else (None, None)
-    if config.traits.norm == "rms-around-one" and module.endswith("norm"):
-        return (lambda x: x - 1), (lambda x: x + 1)
-    if config.family in ("llama", "mistral") and module.endswith((".query", ".key")):
-        width = config.head_width
-        return (lambda x: _halves(x, width)), (lambda x: _adjacent(x, width))
-    return None, None
-
-
-def _halves(x: Tensor, width: int) -> Tensor:
-    """Rows of heads whose pairs (i, i + half) are adjacent, with halves."""
-    return x.reshape(-1, width // 2, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-
-
-def _adjacent(x: Tensor, width: int) -> Tensor:
-    """Rows of heads with halves, with pairs (i, i + half) adjacent: what llama.cpp rotates."""
-    return x.reshape(-1, 2, width // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-
-
 def load_tensors(
     stack: Transformer,
     get: Callable[[str], Tensor],
@@ -503,7 +364,7 @@ def _refuse_others(
 ) -> None:
     known = {source.name for source in sources.values()}
     if config.tied:
-        known.add(_renamed("head.weight", config, naming))
+        known.add(renamed("head.weight", config, naming))
     ours = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # tables that old files carry along
     extra = sorted(name for name in available - known if not name.endswith(ours))
     if extra:

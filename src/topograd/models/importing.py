@@ -28,7 +28,8 @@ from torch import Tensor
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
 from topograd.files import dump_json, read_json
-from topograd.models.families import config_of, load_tensors, tensor_names
+from topograd.models.families import config_of, load_tensors
+from topograd.models.tensor_names import tensor_names
 from topograd.nn.config import GPTConfig
 from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_config import TransformerConfig
@@ -113,7 +114,7 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
     tokenizer = ForeignTokenizer.load(folder / "tokenizer.json")
     _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
     names = {file: index for index, file in enumerate(files)}
-    sources = tensor_names(config)
+    sources = tensor_names(config, available=where)
     if any(there.read not in (None, torch.t) for there in sources.values()):
         return Source(config, tokenizer, stack, None)
     places = {
