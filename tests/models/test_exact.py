@@ -127,7 +127,7 @@ def built(model: Any) -> Transformer:
 def test_logits_are_those_of_transformers_bit_for_bit(make_model: Make, variant: str) -> None:
     model = make_model(variant)
     stack = built(model)
-    for rows, time in ((1, 1), (3, 2), (1, 5), (3, 7), (1, 17), (3, 33), (1, 64), (3, 64)):
+    for rows, time in ((1, 1), (3, 2), (1, 3), (1, 5), (3, 7), (1, 17), (3, 33), (1, 64), (3, 64)):
         inputs = tokens(rows, time)
         assert torch.equal(stack(inputs), model(inputs, use_cache=False).logits), (rows, time)
 
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_transformers(make_model: Make, variant: str) -> 
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("gpt2")])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_stack_of_a_model_shares_its_parameters(make_model: Make, variant: str) -> None:
     model = make_model(variant)
     stack = stack_of(model)
@@ -182,12 +182,6 @@ def test_the_stack_of_a_model_shares_its_parameters(make_model: Make, variant: s
     before = [name for name, _ in model.named_parameters()]
     stack.add_heads(range(2))
     assert [name for name, _ in model.named_parameters()] == before
-
-
-def test_gpt2_shares_its_memory(make_model: Make) -> None:
-    model = make_model("gpt2")
-    places = {p.data_ptr() for p in model.parameters()}
-    assert {p.data_ptr() for p in stack_of(model).parameters()} == places
 
 
 def test_changed_models_are_refused(make_model: Make) -> None:

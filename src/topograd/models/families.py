@@ -2,7 +2,7 @@
 
 `config_of` reads Hugging Face's config.json, `hugging_face_config` writes it. `load_tensors` fills a stack
 that was built on the meta device by assignment, so that a tensor that is already what it should be is not
-copied; `tensor_names.py` says what the tensors are called. `stack_of` makes a stack of a model of transformers.
+copied; `tensor_names.py` says what they are called. `stack_of` makes a stack of a model of transformers.
 """
 
 from __future__ import annotations
@@ -347,7 +347,8 @@ def _checked(get: Callable[[str], Tensor], source: Source, wanted: nn.Parameter)
         raise CheckpointError(f"tensor {source.name!r} is missing; the model needs it") from None
     if not found.is_floating_point():
         raise CheckpointError(f"tensor {source.name!r} has type {found.dtype}; it must be a floating one")
-    shape = wanted.shape if source.write is not torch.t else wanted.shape[::-1]
+    like = torch.empty_like(wanted, device="meta")
+    shape = (like if source.write is None else source.write(like)).shape
     if found.shape != shape:
         raise CheckpointError(
             f"tensor {source.name!r} has shape {tuple(found.shape)}; by the model's config it must have "
@@ -373,7 +374,7 @@ def _refuse_others(
 
 
 def stack_of(model: Any) -> Transformer:
-    """A stack of a model of transformers, whose parameters it shares, where they need no transform.
+    """A stack of a model of transformers, whose parameters it shares.
 
     For half precision give it the model in that precision; norms and rotations are computed in float32.
     """

@@ -2,7 +2,7 @@
 
 `tensor_names` says for each of our parameters which tensor it is, and how one becomes the other:
 
-    GPT-2, Hugging Face     matrices are (in, out): transposed, without a copy
+    GPT-2, GGUF             matrices are (out, in), and ours (in, out)
     Llama, Mistral, GGUF    rows of queries and keys have the pair (i, i + half) of a head adjacent
     Gemma, GGUF             a norm's gain is 1 + weight
 """
@@ -135,13 +135,19 @@ def _transform(name: str, config: TransformerConfig, naming: Naming) -> tuple[Ma
     module, _, leaf = name.rpartition(".")
     matrix = leaf == "weight" and module.endswith((".qkv", ".output", ".up", ".down"))
     if naming == "hugging-face":
-        return (torch.t, torch.t) if config.family == "gpt2" and matrix else (None, None)
+        return None, None
+    if config.traits.transposed and matrix:
+        return _transposed, _transposed
     if config.traits.norm == "rms-around-one" and module.endswith("norm"):
         return (lambda x: x - 1), (lambda x: x + 1)
     if config.family in ("llama", "mistral") and module.endswith((".query", ".key")):
         width = config.head_width
         return (lambda x: _halves(x, width)), (lambda x: _adjacent(x, width))
     return None, None
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous()
 
 
 def _halves(x: Tensor, width: int) -> Tensor:

@@ -88,6 +88,29 @@ def norm_of(config: TransformerConfig, width: int) -> RMSNorm | nn.LayerNorm:
     return RMSNorm(width, config.norm_eps, config.traits.norm == "rms-around-one")
 
 
+class TransposedLinear(nn.Module):
+    """y = x W + b with W (in, out), as GPT-2 keeps it: the last bits of a product depend on the layout."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+def linear_of(
+    config: TransformerConfig, inputs: int, outputs: int, bias: bool
+) -> nn.Linear | TransposedLinear:
+    """A linear map in the family's layout."""
+    if config.traits.transposed:
+        return TransposedLinear(inputs, outputs, bias)
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
 class TransformerAttention(nn.Module):
     """Causal attention over the whole past or a window of it."""
 
@@ -100,12 +123,12 @@ class TransformerAttention(nn.Module):
         self.capped, self.softcap = config.traits.softcapped_attention, config.attention_softcap
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         if config.traits.learned_positions:
-            self.qkv = nn.Linear(config.width, queries + 2 * keys, bias=config.qkv_bias)
+            self.qkv = linear_of(config, config.width, queries + 2 * keys, config.qkv_bias)
         else:
-            self.query = nn.Linear(config.width, queries, bias=config.qkv_bias)
-            self.key = nn.Linear(config.width, keys, bias=config.qkv_bias)
-            self.value = nn.Linear(config.width, keys, bias=config.qkv_bias)
-        self.output = nn.Linear(queries, config.width, bias=config.output_bias)
+            self.query = linear_of(config, config.width, queries, config.qkv_bias)
+            self.key = linear_of(config, config.width, keys, config.qkv_bias)
+            self.value = linear_of(config, config.width, keys, config.qkv_bias)
+        self.output = linear_of(config, queries, config.width, config.output_bias)
         self.query_norm = norm_of(config, self.head_width) if config.qk_norm else None
         self.key_norm = norm_of(config, self.head_width) if config.qk_norm else None
 
@@ -146,9 +169,9 @@ class TransformerMLP(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
         gated, bias = config.traits.gated, config.mlp_bias
-        self.gate = nn.Linear(config.width, config.mlp_width, bias=bias) if gated else None
-        self.up = nn.Linear(config.width, config.mlp_width, bias=bias)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=bias)
+        self.gate = linear_of(config, config.width, config.mlp_width, bias) if gated else None
+        self.up = linear_of(config, config.width, config.mlp_width, bias)
+        self.down = linear_of(config, config.mlp_width, config.width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -269,7 +292,7 @@ def table(rows: int, width: int) -> nn.Embedding:
 
 
 def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear) and not module.weight.is_meta:
+    if isinstance(module, nn.Linear | TransposedLinear) and not module.weight.is_meta:
         nn.init.normal_(module.weight, std=INIT_STD)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -33,6 +33,8 @@ class Traits:
     """The MLP is down(act(gate x) ⊙ up x), or else down(act(up x))."""
     learned_positions: bool = False
     """A table of positions instead of rotations; queries, keys and values are then one matrix."""
+    transposed: bool = False
+    """Matrices of layers are kept (in, out)."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by sqrt(width)."""
     post_norms: bool = False
@@ -43,7 +45,7 @@ class Traits:
 
 TRAITS: Mapping[str, Traits] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Traits()),
-    "gpt2": Traits(norm="layer", gated=False, learned_positions=True),
+    "gpt2": Traits(norm="layer", gated=False, learned_positions=True, transposed=True),
     "gemma": Traits(norm="rms-around-one", scaled_embedding=True),
     "gemma2": Traits(
         norm="rms-around-one", scaled_embedding=True, post_norms=True, softcapped_attention=True

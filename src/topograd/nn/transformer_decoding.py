@@ -26,7 +26,7 @@ from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer_attention import capped_attention, check_reach, seen
 
 if TYPE_CHECKING:
-    from topograd.nn.transformer import RMSNorm, Transformer, TransformerLayer
+    from topograd.nn.transformer import RMSNorm, Transformer, TransformerLayer, TransposedLinear
 
 REACH = 1024
 """Positions whose rotations are made at first; more are made when they are asked for."""
@@ -55,10 +55,13 @@ def gain_of(norm: RMSNorm | nn.LayerNorm) -> tuple[Tensor, Tensor | None]:
 
 
 def joined(
-    linears: list[nn.Linear], norm: RMSNorm | nn.LayerNorm | None = None, turned: int = 0, head_width: int = 0
+    linears: list[nn.Linear | TransposedLinear],
+    norm: RMSNorm | nn.LayerNorm | None = None,
+    turned: int = 0,
+    head_width: int = 0,
 ) -> PackedLinear:
     """Some maps as one behind a norm's unit; of the first `turned` of them the rows are in pairs."""
-    weights = [linear.weight.detach() for linear in linears]
+    weights = [_matrix(linear) for linear in linears]
     biases = [
         torch.zeros_like(weight[:, 0]) if linear.bias is None else linear.bias.detach()
         for linear, weight in zip(linears, weights, strict=True)
@@ -73,6 +76,12 @@ def joined(
             bias, plain = bias + weight @ shift, False
         weight = weight * gain
     return PackedLinear(weight, None if plain else bias)
+
+
+def _matrix(linear: nn.Linear | TransposedLinear) -> Tensor:
+    """W (out, in)."""
+    weight = linear.weight.detach()
+    return weight if isinstance(linear, nn.Linear) else weight.t()
 
 
 class DecodingLayer(nn.Module):
