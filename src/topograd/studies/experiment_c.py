@@ -73,7 +73,7 @@ def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
             arm.name,
             f"{mean(rows, arm.name):.4f}",
             spread(rows, arm.name),
-            *(f"{mean(rows, arm.name, key):.4f}" for key in ("bpb_last", "bpb_mean", "bpb_sum")),
+            f"{mean(rows, arm.name, 'bpb_mean'):.4f}",
             *(f"{mean(rows, arm.name, key):+.3f}" for key in keys),
         )
         for arm in (*CHAINS, *FORESTS)
@@ -81,7 +81,7 @@ def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
     return Found(
         rows,
         "One chain, or branches from the input, with the same layers",
-        ("arm", "BPB", "±", "last", "mean", "sum", *keys.values()),
+        ("arm", "BPB", "±", "by mean", *keys.values()),
         tuple(cells),
         Drawing(
             "BPB by the depth of the first stage or branch",
