@@ -20,7 +20,7 @@ from topograd.topology.dag import EMBEDDING, Edge, Stage
 from topograd.training.evaluation import evaluate
 from topograd.training.trainer import resume, start
 
-STEPS = 6
+STEPS = 4
 ROOT = Edge(EMBEDDING, transmissivity=1.0)
 STAGES = (
     Stage(0, 1, (ROOT,), weight=0.0),
@@ -95,7 +95,7 @@ def test_it_trains_resumes_bit_for_bit_and_is_measured_again(
     assert not still, f"these parameters never learned: {still}"
     assert final(whole.run)["finished"]
 
-    start(chosen, tmp_path / "parts").train(stop_after=5)
+    start(chosen, tmp_path / "parts").train(stop_after=3)
     trainer = resume(tmp_path / "parts", "step-00000002")
     assert (trainer.step, trainer.config, trainer.plan) == (2, whole.config, whole.plan)
     trainer.train()

@@ -85,27 +85,51 @@ def test_crashed_and_resumed(
     assert_same(trainer.run, straight)
 
 
-def kill_within_a_save(run: Run, after: int) -> None:
-    """Start a real training process and kill it while a checkpoint of a step beyond `after` is half written.
+NURSERY = """
+import os, sys
+from topograd.training.trainer import resume
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        resume(sys.argv[1]).train()
+        os._exit(0)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+"""
+"""A process that has loaded torch once, and for each line forks one that trains."""
+
+
+def kill_within_a_save(run: Run, after: int, nursery: subprocess.Popen[str]) -> None:
+    """Have a real process train, and kill it while a checkpoint of a step beyond `after` is half written.
 
     It is stopped when a temporary folder is seen, and killed only if that folder is still there then.
     """
-    command = [sys.executable, "-m", "topograd", "train", "--resume", str(run.folder), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            until = time.monotonic() + 120
-            while time.monotonic() < until:
-                if half_written(run, after):
-                    process.send_signal(signal.SIGSTOP)
-                    os.waitpid(process.pid, os.WUNTRACED)
-                    if half_written(run, after):
-                        return
-                    process.send_signal(signal.SIGCONT)
-                assert process.poll() is None, "the training ended before a save was seen"
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write("\n")
+    nursery.stdin.flush()
+    child = int(nursery.stdout.readline())
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if half_written(run, after):
+            os.kill(child, signal.SIGSTOP)
+            while state_of(child) not in "TZ":
                 time.sleep(0.0002)
-            pytest.fail("no save was seen in time")
-        finally:
-            process.kill()
+            if half_written(run, after):
+                os.kill(child, signal.SIGKILL)
+                return
+            os.kill(child, signal.SIGCONT)
+        assert state_of(child) != "Z", "the training ended before a save was seen"
+        time.sleep(0.0002)
+    pytest.fail("no save was seen in time")
+
+
+def state_of(process: int) -> str:
+    """As Linux calls it: T is stopped, Z has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 def half_written(run: Run, after: int) -> bool:
@@ -117,10 +141,15 @@ def test_killed_in_the_middle_of_a_save_and_resumed(
     config: TrainConfig, straight: Run, tmp_path: Path
 ) -> None:
     run = start(replace(config, save_every=1), tmp_path / "run").run
-    for after in (1, 9):
-        kill_within_a_save(run, after)
-        assert half_written(run, after), "the kill came after the save"
-        assert losses(run)[-1][0] > after
+    command = [sys.executable, "-c", NURSERY, str(run.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
+        try:
+            for after in (1, 9):
+                kill_within_a_save(run, after, nursery)
+                assert half_written(run, after), "the kill came after the save"
+                assert losses(run)[-1][0] > after
+        finally:
+            nursery.kill()
     resume(run.folder).train()
     assert not list(run.checkpoints.glob(".*")), "what the kills left is gone"
     assert_same(run, straight)
