@@ -12,7 +12,7 @@ values, windows, biases, norms of queries and keys, norms behind attention and M
 
 The logits of a whole sequence in float32 on a CPU are those of transformers bit for bit: the same operations
 in the same order on the same memory (a single row's last bits depend on whether a matrix starts at a multiple
-of 16 bytes, there as here). In float64 norms and rotary tables are float64 too, where transformers rounds to float32.
+of 16 bytes, there as here). In float64 norms and rotary tables are too, where transformers has float32.
 Learned positions are added by the first layer, because the embedding does not know where its tokens stand:
 another stage that hears the embedding hears no positions. No dropout. Cost per token and layer, in
 multiply-adds forward: 2 (heads + kv_heads) head_width width + 3 mlp_width width (2 if not gated), and
