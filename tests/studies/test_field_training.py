@@ -24,7 +24,7 @@ from topograd.studies.field_networks import (
     reading_steps,
 )
 from topograd.studies.field_training import staged_residuals, study
-from topograd.studies.results import Result
+from topograd.studies.outcome import Result
 from topograd.studies.tail_conjecture import links, rank_correlations, shares, tails, verdict
 
 

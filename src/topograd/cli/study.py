@@ -14,7 +14,7 @@ from topograd.cli.console import Json, make_folder, note, out, parse_one_of, pri
 from topograd.cli.progress import counted
 from topograd.limits import REPEATS, check_numbers
 from topograd.studies.listing import STUDIES, run_study, study_named
-from topograd.studies.results import Preset
+from topograd.studies.outcome import Preset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from topograd.nn.config import Architecture
 from topograd.studies import interfaces, jacobians, leak
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
 
 
 def run_interfaces(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:

@@ -47,7 +47,7 @@ from topograd.geometry.rates import Rate, fit_rate
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import ChainedReLURescale
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row
 
 SAMPLES, WIDTH, SIGMA = 1000, 8, 0.1
 START, RATE, STEPS, READINGS = 0.3, 0.3, 3000, 40

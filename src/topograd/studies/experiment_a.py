@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from topograd.studies.results import OnMore, Row
+from topograd.studies.outcome import OnMore, Row
 from topograd.studies.staged_runs import (
     SWEEP,
     TAILS,

@@ -25,7 +25,7 @@ import torch
 
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LowRank
-from topograd.studies.results import OnMore, Row
+from topograd.studies.outcome import OnMore, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     Arm,

@@ -32,7 +32,7 @@ from topograd.data import Text
 from topograd.nn.gpt import GPT
 from topograd.search.properties import read_properties
 from topograd.search.trained import Trained
-from topograd.studies.results import OnMore, Row
+from topograd.studies.outcome import OnMore, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     Arm,

@@ -38,7 +38,7 @@ from topograd.runs.session import load_data
 from topograd.search.dynamic import best_partition
 from topograd.search.soft import soft_outcome, soft_run
 from topograd.search.utility import DEPLOYMENTS, structural_capability
-from topograd.studies.results import OnMore, Row, check_seeds
+from topograd.studies.outcome import OnMore, Row, check_seeds
 from topograd.studies.staged_runs import LAYERS, SHALLOW, Sizes, held_out, order0, values
 from topograd.studies.verdicts import UNDECIDED, Claim, Drawing, Found, Series, above, every
 from topograd.topology.composition import Composition, enumerate_compositions

@@ -26,7 +26,7 @@ import numpy as np
 from topograd.data import Text
 from topograd.nn.gpt import GPT
 from topograd.search.property_readings import edge_ranks
-from topograd.studies.results import OnMore, Row
+from topograd.studies.outcome import OnMore, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     SWEEP,

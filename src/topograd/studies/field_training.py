@@ -42,7 +42,7 @@ from topograd.studies.field_networks import (
     make_weights,
     reading_steps,
 )
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, refuse_seeds
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, refuse_seeds
 from topograd.studies.tail_conjecture import geometry, percent, projector_findings, tail_findings, verdict
 
 WORDS = {"teacher": "a generated teacher", "digits": "scikit-learn's digits, even against odd"}

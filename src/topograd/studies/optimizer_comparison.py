@@ -64,7 +64,7 @@ from topograd.optim.gauges import Gauge
 from topograd.optim.gauges.translation import Translation
 from topograd.optim.z_loss import z_loss
 from topograd.studies.optimizer_tasks import TASKS, Task, losses, modular
-from topograd.studies.results import OnMore, Preset, Result, ResultTable
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable
 
 WARMUP, READINGS = 20, 12
 ROWS = 1024

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from topograd.studies.results import OnMore, Row
+from topograd.studies.outcome import OnMore, Row
 from topograd.studies.staged_runs import (
     LAYERS,
     SWEEP,

@@ -41,7 +41,7 @@ from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
 from topograd.studies.fit import fit
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row, check_seeds
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, check_seeds
 from topograd.studies.verdicts import Found, settled, worst
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration

@@ -27,7 +27,7 @@ from topograd.fields.checks import gentle_step
 from topograd.fields.kernel import kernel
 from topograd.fields.tails import fit_tail
 from topograd.studies.field_networks import PRESETS, Sizes, descent, make_task, make_weights
-from topograd.studies.results import OnMore, Preset, Result, ResultTable, Row
+from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row
 
 SEEDS = 10
 SAME = 1e-9

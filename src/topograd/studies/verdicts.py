@@ -30,7 +30,7 @@ from typing import Literal
 
 from scipy import stats
 
-from topograd.studies.results import Row
+from topograd.studies.outcome import Row
 
 Verdict = Literal["held", "failed", "undecided at this size"]
 HELD: Verdict = "held"
