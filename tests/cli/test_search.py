@@ -201,17 +201,17 @@ def test_what_cannot_be_is_one_line(
 def test_pareto_goes_on(corpus: Path, tmp_path: Path, call: Any) -> None:
     size = SIZE.replace(" --steps 12", "").split()
     words = ("search", "pareto", "--out", tmp_path / "study", *size, "--data", corpus, "--rungs", 2, 4)
-    first = call(*words, "--trials", 2, "--json").json
-    second = call(*words, "--trials", 4, "--json").json
-    assert len(first["trials"]) == 2
-    assert [row["partition"] for row in second["trials"][:2]] == [row["partition"] for row in first["trials"]]
+    first = call(*words, "--trials", 1, "--json").json
+    second = call(*words, "--trials", 3, "--json").json
+    assert len(first["trials"]) == 1
+    assert [row["partition"] for row in second["trials"][:1]] == [row["partition"] for row in first["trials"]]
     assert second["space"] == 16
     assert second["objectives"] == {"bpb": "minimize", "gradient_depth": "minimize"}
     done = [row for row in second["trials"] if row["state"] == "complete"]
     assert any(row["on_front"] for row in done)
     assert all(row["values"]["gradient_depth"] == max(row["partition"]) for row in done)
-    assert "front" in call(*words, "--trials", 4).out
-    other = call(*words, "--trials", 4, "--seed", 3)
+    assert "front" in call(*words, "--trials", 3).out
+    other = call(*words, "--trials", 3, "--seed", 3)
     assert "study 'pareto' has trainings with other settings" in other.refusal
     assert "has other space" in call(*words, "--stage-heads", "shared").refusal
 
@@ -223,15 +223,15 @@ def test_pareto_ranges_over_topologies_with_measured_terms(corpus: Path, tmp_pat
     space += "--objective cross-entropy residual z-loss"
     six = ["bpb", "coupling", "head", "capability", "bandwidth", "calibration", f"max:{__name__}:rows"]
     words = ("search", "pareto", "--out", tmp_path / "study", *size, "--data", corpus, *space.split())
-    found = call(*words, "--objectives", *six, "--rungs", 1, "--trials", 4, "--json").json
+    found = call(*words, "--objectives", *six, "--rungs", 1, "--trials", 2, "--json").json
     assert found["space"] == 2 * 2 * 2 + 3 * 2 * 2 * (2 * 3 + 1)
     assert found["objectives"][f"{__name__}:rows"] == "maximize"
-    assert len({row["number"] for row in found["trials"]}) == 4
+    assert len(found["trials"]) == 2
     for row in found["trials"]:
         assert set(row["settings"]) == {"graph", "heads", "objective", "relay", "source", "join", "decoder"}
         assert 0 <= row["values"]["capability"] <= 1
         assert row["values"][f"{__name__}:rows"] > 1
-    assert (tmp_path / "study" / "pareto.html").read_text(encoding="utf-8").count("forest") >= 1
+    assert "graph" in (tmp_path / "study" / "pareto.html").read_text(encoding="utf-8")
 
 
 def rows(trained: Trained) -> int:
