@@ -22,6 +22,13 @@ def test_a_report_of_one_run(ours: Path, call: Any) -> None:
     assert list((ours / "figures").glob("*.svg"))
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take a second each; `test_a_report_of_one_run` has them."""
+    monkeypatch.setattr("topograd.report.page._panels", lambda *_: ())
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_against_another_tells_which_is_backprop(ours: Path, backprop: Path, call: Any) -> None:
     answer = call("report", ours, "--against", backprop, "--json").json
     assert (answer["staged"], answer["backprop"]) == (str(ours), str(backprop))
@@ -32,6 +39,7 @@ def test_a_report_against_another_tells_which_is_backprop(ours: Path, backprop: 
     assert (turned / "report.html").is_file()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_people_are_told_where_it_lies(ours: Path, call: Any) -> None:
     assert call("report", ours).out == f"{ours / 'report.html'}\n"
 

@@ -125,7 +125,7 @@ def test_one_run_of_one_stage(tmp_path: Path, make_run: MakeRun) -> None:
 def test_the_lead_says_how_it_is_cut_and_what_it_predicts_by(
     tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], cut: str
 ) -> None:
-    monkeypatch.setattr("topograd.report.page.render", lambda figure: ("<svg></svg>", b""))
+    monkeypatch.setattr("topograd.report.page._panels", lambda *_: ())
     run = make_run(2, steps=20)
     run = replace(run, config=config, evaluation={**run.evaluation, "predicts_by": "a pool of stages 1-2"})
     lead = "".join(Reader(write_report(tmp_path / "report.html", run, None, None).read_text()).text["p"])
