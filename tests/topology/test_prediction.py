@@ -226,3 +226,10 @@ def test_a_specialist_hears_the_end_of_every_branch() -> None:
     topology = Topology.forest(["1,1", "2"]).with_specialist(1)
     assert [edge.source for edge in topology.stages[-1].sources] == [1, 2]
     assert predicted(topology).full == ((3, 1.0),)
+
+
+def test_the_last_exit_predicts_as_the_model_does_where_the_only_leaf_comes_earlier() -> None:
+    root = Edge(EMBEDDING, transmissivity=1.0)
+    stages = (Stage(0, 1, (root,)), Stage(1, 2, (root,)), Stage(2, 3, (Edge(1),), weight=0.0))
+    prediction = Plan.of(Topology(3, stages), 3).prediction
+    assert prediction.full == prediction.after(1) == ((0, 1.0),)

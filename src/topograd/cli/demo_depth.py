@@ -50,7 +50,7 @@ def picture(session: Session) -> dict[str, Any]:
     mode = mode_of(DEPTH, session, engine_of(session), Sampling())
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
     pieces = list(continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer)))
-    return {"prompt": PROMPT, "depth": DEPTH, "stages": len(session.plan.stages), "pieces": pieces}
+    return {"prompt": PROMPT, "depth": DEPTH, "stages": len(session.plan.predicting()), "pieces": pieces}
 
 
 def show(console: Console, results: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def _auto(topology: Topology, predicting: Sequence[int]) -> Prediction:
         return Prediction("sum", exits[last], exits)
     leaves = [k for k in topology.leaves() if k in exits] or [last]
     if len(leaves) == 1:
-        return Prediction("last", exits[leaves[0]], exits)
+        return Prediction("last", exits[leaves[0]], exits | {last: exits[leaves[0]]})
     full = _equal(leaves, True)
     return Prediction("pool", full, exits | {last: full})
 
