@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import topograd as tg
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = ROOT / "examples"
@@ -40,7 +42,11 @@ def hugging_face() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_and_uses_the_surface_alone(page: Path, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for registry in (tg.MIXERS, tg.OBJECTIVES, tg.OPTIMIZERS, tg.PROPERTIES):  # what a page registers goes
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     code = blocks(page, "python")
     if not code:
         pytest.skip("no Python on this page")

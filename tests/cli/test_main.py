@@ -23,6 +23,8 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         assert f"\n  {verb} " in answer.out
     assert set(VERBS) == {
         "demo",
+        "import",
+        "export",
         "train",
         "eval",
         "compare",

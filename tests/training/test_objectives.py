@@ -319,3 +319,8 @@ def test_distillation_needs_a_teacher(tiny: type[Tiny]) -> None:
 def test_distillation_refuses_impossible_settings(temperature: float, mix: float) -> None:
     with pytest.raises(ConfigError, match=f"temperature {temperature} and mix {mix}"):
         Distillation(temperature, mix)
+
+
+def test_a_halted_trunk_that_never_predicted_asks_nothing_of_residual_stages_behind_it() -> None:
+    plan = Plan.of(Topology.chain("2,2", objective="residual").with_decoders(1), 6)
+    assert objectives_of(plan.halted([0, 1]))

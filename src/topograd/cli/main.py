@@ -12,13 +12,13 @@ import os
 import sys
 
 VERBS = {
-    "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "demo": "train a staged model and its backprop twin, compare them, write a report",
     "train": "train a model, or continue a run",
     "eval": "measure a run: bits per byte, calibration, rank",
     "compare": "put runs side by side",
     "calibrate": "measure when a run's tokens may leave early, and which drafts pay",
     "generate": "continue a text with the first stages of a run, or all of them",
+    "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "bench": "measure ways of running a model, and of training one",
     "report": "explain a run in one HTML page",
     "export": "write a run's model for transformers or for llama.cpp",

@@ -27,7 +27,7 @@ def next_logits(stack: Any, plan: Plan, window: Sequence[int], stage: int) -> Te
     bus = stack.bus(x0, inputs)
     after: dict[tuple[int, int], Tensor] = {}  # (stage, layers of the stack run so far) -> hidden state
     for planned in plan.stages[: stage + 1]:
-        heard = [x0 if p.source == EMBEDDING else after[p.source, p.layer] for p, _ in planned.hears]
+        heard = [x0 if p.source == EMBEDDING else after[p.source, p.layer] for p, _ in planned.inputs]
         h = sum(heard[1:], heard[0])
         for layer in planned.layers:
             h = stack.layers[layer](h, bus)

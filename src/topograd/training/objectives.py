@@ -142,7 +142,7 @@ def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None)
                 "the plan predicts by one stage alone; give the topology prediction='sum'"
             )
         for earlier in plan.stages[: planned.index]:
-            if earlier.stage.frozen and not earlier.predicts:
+            if plan.topology.stages[earlier.index].frozen and not earlier.predicts:
                 raise TopologyError(
                     f"stage {planned.index} has the objective {planned.stage.objective!r}, which needs the "
                     f"logits of frozen stage {earlier.index}, but that stage was trained without a loss; "
