@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from rich.console import Console
 
-from topograd.cli.flags import as_typed, check_words, flags_of
+from topograd.cli.flags import as_typed, check_known, check_words, flags_of
 from topograd.errors import ConfigError, RunError, TopogradError
 from topograd.files import naming
 
@@ -37,6 +37,10 @@ _NO_NUMBER = re.compile(r"Error parsing (\S+): (?:invalid literal for (int)|coul
 def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
     """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
     flags = flags_of(kind)
+    try:
+        check_known(flags, argv)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; see topograd {verb} --help") from None
     check_words(flags, argv)
     said = io.StringIO()
     try:

@@ -11,6 +11,8 @@ whole number` and `--model.rope-base is 0; ...`.
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import math
 import re
 import types
@@ -102,6 +104,24 @@ def check_words(flags: Mapping[str, Flag], argv: Sequence[str]) -> None:
             raise ConfigError(f"{name} was given nothing ({word!r}); {rest}")
         if flag is not None and flag.number and not (word == "None" and None in flag.kinds):
             _check_number(name, word, flag)
+
+
+def check_known(flags: Mapping[str, Flag], argv: Sequence[str]) -> None:
+    """Refuse a flag that there is not, before tyro takes its time, and name the one that it may mean."""
+    known = {*flags, "--help", *(_negated(name) for name, flag in flags.items() if flag.kinds == {bool})}
+    for place, word in enumerate(argv):
+        name = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and len(word) > 2 and name not in known:
+            rest = itertools.takewhile(lambda other: not other.startswith("-"), argv[place + 1 :])
+            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = f" (did you mean {meant[0]}?)" if meant else ""
+            raise ConfigError(f"Unrecognized options: {', '.join([word, *rest])}{hint}")
+
+
+def _negated(name: str) -> str:
+    """The flag that turns one off: --no-bf16, --model.no-smear."""
+    level, dot, last = name.removeprefix("--").rpartition(".")
+    return f"--{level}{dot}no-{last}"
 
 
 def _check_number(name: str, word: str, flag: Flag) -> None:
