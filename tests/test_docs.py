@@ -70,13 +70,18 @@ def test_examples_import_topograd_once(example: Path) -> None:
 
 
 def test_an_example_of_every_seam_trains_decodes_and_speculates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     main = runpy.run_path(str(EXAMPLES / "own_parts.py"))["main"]
     full, drafted = main(tmp_path / "run", steps=6)
     assert full == drafted
     assert drafted.drafted > 0
+    from topograd.cli.main import main as topograd
+
+    asked = ["--deployment", "serving", "--properties", "own_parts:width_used", "--json"]
+    assert topograd(["search", "choose", str(tmp_path / "run"), *asked]) == 0
+    assert "own_parts:width_used" in capsys.readouterr().out
     assert sys.modules.pop("own_parts").Shift.__name__ == "Shift", "the run's settings imported it by name"
 
 

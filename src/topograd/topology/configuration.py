@@ -12,7 +12,8 @@ pipeline granularity and the number of projections never shrink (Def. 7.2).
 Cost: O(L) for each operation; enumeration is lazy.
 Source: "Stage-Partitioned Learning" §2.2-2.3 (Def. 2.4-2.5, Prop. 2.6), §3.2-3.4 (Def. 3.4-3.7, Prop. 3.6,
 3.8), §7 (P2, P5, Def. 7.6).
-Limits: ((L), sh) and ((L), ps) train alike (Corollary 5.4) but are two elements here.
+Limits: ((L), sh) and ((L), ps) compute the same functions (Corollary 5.4) but are two elements here, and do
+not train alike: W and W_0 get the same gradient, so their sum moves by the sum of both steps (Prop. 5.2).
 """
 
 from __future__ import annotations
