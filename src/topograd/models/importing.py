@@ -115,12 +115,9 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
     _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
     names = {file: index for index, file in enumerate(files)}
     sources = tensor_names(config, available=where)
-    if any(there.read not in (None, torch.t) for there in sources.values()):
+    if any(there.read is not None for there in sources.values()):
         return Source(config, tokenizer, stack, None)
-    places = {
-        own: Place(names[where[there.name][0]], there.name, there.read is torch.t)
-        for own, there in sources.items()
-    }
+    places = {own: Place(names[where[there.name][0]], there.name) for own, there in sources.items()}
     return Source(config, tokenizer, stack, describe(files, places))
 
 

@@ -2,8 +2,7 @@
 
     weights.json     format, version, the files, and for each tensor of the model where it lies
 
-A tensor may lie transposed or be some rows of a larger one, as published formats have it. What is read is
-memory-mapped; a tensor that is float32 and needs no change is not copied. Half precision becomes float32.
+What is read is memory-mapped; a tensor that is float32 is not copied. Half precision becomes float32.
 
 Cost: the files are hashed on opening. Limits: safetensors only; nothing is saved here, so a run of this kind
 does not learn: `topograd train --init` starts one that does.
@@ -33,13 +32,10 @@ CHECKPOINT = "imported"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: in which file, under which name, and what is taken of it."""
+    """Where a tensor lies: in which file, and under which name."""
 
     file: int
     name: str
-    transposed: bool = False
-    rows: tuple[int, int] | None = None
-    """First and last row that are taken, after transposing; None is all."""
 
 
 def describe(files: list[Path], places: Mapping[str, Place]) -> dict[str, Any]:
@@ -112,21 +108,12 @@ class ReferencedStore:
 def _tensors(files: list[Path], places: Mapping[str, Place]) -> dict[str, Tensor]:
     """The tensors of a model, each read once from its memory-mapped file."""
     found: dict[str, Tensor] = {}
-    try:
-        for index, file in enumerate(files):
+    for index, file in enumerate(files):
+        try:
             with safe_open(file, framework="pt") as opened:
-                whole: dict[str, Tensor] = {}
                 for key, place in places.items():
                     if place.file == index:
-                        if place.name not in whole:
-                            whole[place.name] = opened.get_tensor(place.name)
-                        found[key] = _taken(whole[place.name], place)
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"the weights {file} cannot be read ({problem}); import again") from None
+                        found[key] = opened.get_tensor(place.name).to(torch.float32)
+        except (OSError, SafetensorError) as problem:
+            raise CheckpointError(f"the weights {file} cannot be read ({problem}); import again") from None
     return found
-
-
-def _taken(tensor: Tensor, place: Place) -> Tensor:
-    tensor = tensor.t() if place.transposed else tensor
-    tensor = tensor if place.rows is None else tensor[place.rows[0] : place.rows[1]]
-    return tensor.to(torch.float32).contiguous()
