@@ -28,6 +28,8 @@ from topograd.depth.exit_rules import check_exits
 from topograd.depth.sampling import Sampling, draw, probabilities
 from topograd.errors import ConfigError
 
+Generators = Sequence[torch.Generator]
+"""A random stream for each row."""
 LONGEST_MATCH = 3
 LOOKUP_TOKENS = 6
 
@@ -50,11 +52,7 @@ class Drafter(Protocol):
     name: str
 
     def draft(
-        self,
-        cache: AnyCache,
-        active: Sequence[bool],
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
+        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
     ) -> list[Draft]:
         """A draft for each row, empty where it has no guess and in rows that are not active."""
 
@@ -71,11 +69,7 @@ class PrefixDrafter:
         self.name = f"stage {exit_ + 1}"
 
     def draft(
-        self,
-        cache: AnyCache,
-        active: Sequence[bool],
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
+        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
     ) -> list[Draft]:
         drafts = [Draft(drafter=self.name, exit=self.exit) for _ in active]
         drafting = list(active)
@@ -119,11 +113,7 @@ class LookupDrafter:
         self._vocab = engine.vocab()
 
     def draft(
-        self,
-        cache: AnyCache,
-        active: Sequence[bool],
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
+        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
     ) -> list[Draft]:
         drafts = []
         for text, on in zip(cache.tokens, active, strict=True):
@@ -166,11 +156,7 @@ class FirstOf:
         self.name = " then ".join(drafter.name for drafter in self.drafters)
 
     def draft(
-        self,
-        cache: AnyCache,
-        active: Sequence[bool],
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
+        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
     ) -> list[Draft]:
         drafts = [Draft() for _ in active]
         left = list(active)

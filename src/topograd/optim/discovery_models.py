@@ -40,8 +40,6 @@ ROLES = {
 """What the maps of attention are called."""
 FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj_weight")
 """What queries, keys and values in one matrix are called."""
-GAINS = {"attention_gain": ("query", "key", "value"), "mlp_gain": ("gate", "up")}
-"""Gains that a layer owns beside its matrices, and their readers."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ def candidates(model: nn.Module, example: Example) -> Candidates:
         family = _family(module, names, maps)
         roles = _roles(family)
         attentions += _attention_pairs(roles)
-        gauges += _own_gains(module, names, family)
         ordered = [found for found in family.values() if found not in roles.values()]
         pairs += _brothers(ordered, in_a_row=isinstance(module, (nn.Sequential, nn.ModuleList)))
     gauges += _head_gauges(model, names, maps, flow)
@@ -204,13 +201,6 @@ def _brothers(ordered: Sequence[Map], in_a_row: bool) -> Iterator[ReLURescale]:
     for one, other in pairwise(ordered) if in_a_row else combinations(ordered, 2):
         if one.outputs == other.inputs and one.weight != other.weight:
             yield ReLURescale(one.weight, other.weight, bias=one.bias)
-
-
-def _own_gains(module: nn.Module, names: Mapping[int, str], family: Mapping[str, Map]) -> Iterator[LNScale]:
-    for name, readers in GAINS.items():
-        gain = module._parameters.get(name)
-        if gain is not None and all(reader in family for reader in readers):
-            yield LNScale(names[id(gain)], [family[reader].weight for reader in readers])
 
 
 def _head_gauges(

@@ -29,7 +29,7 @@ from topograd.topology.plan import Plan
 HEAD_RANK = 8
 """Rank of low-rank heads where none is given."""
 Graph = Literal["chain", "forest", "cover", "soft", "stages"]
-Engine = Literal["autograd", "scan", "hybrid"]
+Backward = Literal["autograd", "scan", "hybrid"]
 _USES: dict[str, tuple[str, ...]] = {
     "chain": ("partition", "transmissivity", "transmissivities"),
     "forest": ("branches",),
@@ -100,7 +100,7 @@ class TopologyConfig:
     interface: str | None = None
     """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail": gradient crosses them,
     and only the last part has a loss."""
-    backward: Engine = "autograd"
+    backward: Backward = "autograd"
     """How gradients cross interfaces: autograd, an exact parallel scan, or a hybrid of both."""
 
     def __post_init__(self) -> None:
