@@ -56,6 +56,13 @@ def test_greedy_text_is_the_models_own(source: Source, imported: Path) -> None:
     assert model.generate("def read", tokens=12, depth="prefix:1").deepest == 1
 
 
+def test_weights_are_the_same_wherever_they_lie(source: Source, imported: Path, tmp_path: Path) -> None:
+    """What a calibration or a sidecar names does not depend on a path."""
+    moved = shutil.copytree(source("llama")[0], tmp_path / "moved")
+    import_model(moved, tmp_path / "run", partition="4")
+    assert open_session(tmp_path / "run").weights == open_session(imported).weights
+
+
 def test_loading_takes_no_second_copy(source: Source, imported: Path) -> None:
     weights = load_file(source("llama")[0] / "model.safetensors")
     stack = open_session(imported).stack

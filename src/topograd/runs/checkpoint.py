@@ -222,7 +222,7 @@ def _write(folder: Path, weights: Tensors, tensors: Tensors, state: State) -> No
     """Write the three files of a checkpoint and force them to the disk."""
     files = {}
     for name, content in zip(TENSOR_FILES, (weights, tensors), strict=True):
-        save_file(_packed(content), folder / name)
+        save_file(packed(content), folder / name)
         sync(folder / name)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
     header = {"format": FORMAT, "version": VERSION, "sha256": _digest(state | {"files": files})}
@@ -279,7 +279,7 @@ def _aliases(tensors: Tensors) -> dict[str, str]:
     return {name: min(names) for names in groups.values() for name in names if name != min(names)}
 
 
-def _packed(tensors: Tensors) -> Tensors:
+def packed(tensors: Tensors) -> Tensors:
     """The tensors as safetensors wants them: on the CPU, contiguous, no two in one storage."""
     packed: Tensors = {}
     seen: set[int] = set()

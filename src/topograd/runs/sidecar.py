@@ -1,0 +1,240 @@
+"""A sidecar: a small folder that adds something to a run and refers to that run by hash.
+
+    adapter_model.safetensors   what was added, and nothing of the base
+    adapter_config.json         what it is: the keys that PEFT users know, and under "topograd" the identity
+                                of the base (SHA-256 of its weights and of its tokenizer), the size and
+                                SHA-256 of the tensors, and the digest of the file itself
+    README.md                   a model card, for people; it is not read
+
+A sidecar has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
+level of adapter_config.json. Opening one verifies every byte of both files; `open_base` opens the run that it
+belongs to, at the checkpoint with the right weights, and refuses every other one by name.
+
+How a kill is survived. A new sidecar is written beside its place and renamed. One that is written again goes
+as a run's manifest does: first the config, as it was, allows the new tensors beside the old; then come the
+tensors, then the new config. A kill leaves a sidecar that opens: the old one, or the new tensors under the
+old settings. So settings that say how to read the tensors must stay the same; `update` refuses others.
+
+Cost: opening reads and hashes the sidecar, not the base; the base is hashed when it is opened, as ever.
+Limits: the base's folder is recorded as an absolute path, which is a hint: `open_base` takes another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from topograd.errors import CheckpointError, RunError
+from topograd.files import dump_json, read_json, sync, write_atomic, write_json
+from topograd.runs.checkpoint import packed
+
+if TYPE_CHECKING:
+    from topograd.runs.session import Session
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+CARD = "README.md"
+FORMAT = "topograd-sidecar"
+VERSION = 1
+RESERVED = ("topograd", "base_model_name_or_path")
+"""Keys of adapter_config.json that are not settings."""
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """Which run a sidecar belongs to."""
+
+    folder: Path
+    """Where it was; it may have been moved."""
+    weights: str
+    """SHA-256 of its weights, as `Session.weights` has it."""
+    tokenizer: str
+    """Digest of its tokenizer."""
+
+    @classmethod
+    def of(cls, session: Session) -> BaseIdentity:
+        return cls(session.run.folder.absolute(), session.weights, session.tokenizer.digest)
+
+    def refusal(self, other: BaseIdentity) -> str | None:
+        """Why another run is not this one, in words; None if it is."""
+        if self.tokenizer != other.tokenizer:
+            return "has another tokenizer"
+        return "has other weights" if self.weights != other.weights else None
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """A sidecar that was opened and verified."""
+
+    folder: Path
+    kind: str
+    base: BaseIdentity
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    digest: str
+    """SHA-256 of the file of tensors: what results name it by."""
+
+    def check_base(self, session: Session) -> None:
+        """Refuse a run that is not the base, by name."""
+        problem = self.base.refusal(BaseIdentity.of(session))
+        if problem:
+            raise RunError(
+                f"{self.folder} belongs to the base {self.base.folder}, and {session.run.folder} {problem}; "
+                f"give the base that it was made for (weights {self.base.weights[:12]})"
+            )
+
+    def open_base(self, folder: Path | str | None = None) -> Session:
+        """The base, at the checkpoint that this belongs to: where it was recorded, or in another folder."""
+        from topograd.runs.folder import Run
+        from topograd.runs.session import open_session
+
+        run = Run(Path(folder)) if folder is not None else Run(self.base.folder)
+        if not run.folder.is_dir():
+            raise RunError(
+                f"the base of {self.folder} is not at {run.folder}; put it back, or name its folder "
+                "with --base"
+            )
+        run = Run.open(run.folder)
+        names = [n for n in reversed(run.store.names()) if run.store.weights(n) == self.base.weights]
+        session = open_session(run.folder, names[0] if names else None)
+        self.check_base(session)
+        return session
+
+
+def create_sidecar(
+    folder: Path | str,
+    *,
+    kind: str,
+    base: BaseIdentity,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    card: str,
+) -> Sidecar:
+    """Write a new sidecar into a folder that is empty or does not exist, whole or not at all.
+
+    `settings` are plain JSON; `card` is the text of the model card behind its header.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} exists and is not an empty folder; pass another one")
+    content, digest = _serialized(tensors)
+    config = _config(kind, base, settings, {digest: len(content)})
+    folder = folder.absolute()
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        write_atomic(temporary / TENSORS, content)
+        write_json(temporary / CONFIG, config)
+        write_atomic(temporary / CARD, _card(kind, base, card))
+        os.replace(temporary, folder)
+        sync(folder.parent)
+    except OSError as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(f"cannot write {folder} ({problem}); make room, or pass another folder") from None
+    return open_sidecar(folder, kind)
+
+
+def update_sidecar(
+    sidecar: Sidecar, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], card: str | None = None
+) -> Sidecar:
+    """Write a sidecar again: other values of the same tensors. A kill leaves one that opens."""
+    old = {name: (t.shape, t.dtype) for name, t in sidecar.tensors.items()}
+    if old != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
+        raise RunError(f"{sidecar.folder} has tensors of other names or shapes; write a new sidecar")
+    content, digest = _serialized(tensors)
+    before = {sidecar.digest: (sidecar.folder / TENSORS).stat().st_size}
+    allowed = _config(sidecar.kind, sidecar.base, sidecar.settings, before | {digest: len(content)})
+    write_json(sidecar.folder / CONFIG, allowed)
+    write_atomic(sidecar.folder / TENSORS, content)
+    final = _config(sidecar.kind, sidecar.base, settings, {digest: len(content)})
+    write_json(sidecar.folder / CONFIG, final)
+    if card is not None:
+        write_atomic(sidecar.folder / CARD, _card(sidecar.kind, sidecar.base, card))
+    return open_sidecar(sidecar.folder, sidecar.kind)
+
+
+def open_sidecar(folder: Path | str, kind: str | None = None) -> Sidecar:
+    """Read a sidecar, if every byte of it is right and it is of the `kind` that is wanted."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
+        raise RunError(f"{folder} is no {kind or 'sidecar'}: it {what}; give the folder that made it")
+    config = read_json(folder / CONFIG)
+    own = config.get("topograd") if isinstance(config, dict) else None
+    if not isinstance(own, dict) or own.get("format") != FORMAT:
+        raise RunError(
+            f"{folder / CONFIG} was not written by topograd, so it names no base; give another one"
+        )
+    if own.get("version") != VERSION:
+        raise RunError(f"{folder} has version {own.get('version')!r}; this program reads version {VERSION}")
+    if own.get("sha256") != _digest(config):
+        raise CheckpointError(
+            f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one); restore it"
+        )
+    if kind is not None and own["kind"] != kind:
+        raise RunError(f"{folder} is a {own['kind']}, and a {kind} is wanted; give another folder")
+    tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
+    base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
+    settings = {key: value for key, value in config.items() if key not in RESERVED}
+    return Sidecar(folder, own["kind"], base, settings, tensors, digest)
+
+
+def is_sidecar(folder: Path | str) -> bool:
+    """Whether a folder looks like one; its contents are not read."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
+    content = save(packed(dict(tensors)), metadata={"format": "pt"})
+    return content, hashlib.sha256(content).hexdigest()
+
+
+def _config(
+    kind: str, base: BaseIdentity, settings: Mapping[str, Any], tensors: Mapping[str, int]
+) -> dict[str, Any]:
+    """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
+    for key in RESERVED:
+        if key in settings:
+            raise RunError(f"the setting {key!r} is the sidecar's own; name it otherwise")
+    own: dict[str, Any] = {"format": FORMAT, "version": VERSION, "kind": kind}
+    own |= {"base": {"weights": base.weights, "tokenizer": base.tokenizer}, "tensors": dict(tensors)}
+    config = {**settings, "base_model_name_or_path": str(base.folder), "topograd": own}
+    own["sha256"] = _digest(config)
+    return config
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of the values of an adapter_config.json but for its own digest, whatever their layout."""
+    own = {key: value for key, value in config["topograd"].items() if key != "sha256"}
+    return hashlib.sha256(dump_json({**config, "topograd": own}).encode()).hexdigest()
+
+
+def _read_tensors(path: Path, allowed: Mapping[str, int]) -> tuple[dict[str, Tensor], str]:
+    try:
+        if path.stat().st_size not in allowed.values():
+            raise CheckpointError(f"{path} is damaged (it has {path.stat().st_size} bytes); restore it")
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in allowed:
+            raise CheckpointError(f"{path} is damaged (its SHA-256 is not the recorded one); restore it")
+        return load(content), digest
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read ({problem.strerror}); restore it") from None
+    except SafetensorError as problem:
+        raise CheckpointError(f"{path} is damaged ({problem}); restore it") from None
+
+
+def _card(kind: str, base: BaseIdentity, text: str) -> str:
+    """A model card with the header that model hubs read; names are quoted as JSON, which YAML takes."""
+    name = dump_json(base.folder.name)
+    head = ["---", f"base_model: {name}", "library_name: topograd", f"tags: [topograd, {kind}]", "---"]
+    return "\n".join([*head, "", text.strip(), ""])
