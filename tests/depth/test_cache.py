@@ -112,12 +112,14 @@ def close(a: Tensor, b: Tensor) -> None:
 def act(cache: Cache, chance: random.Random) -> str:
     """Something that a mode could do."""
     lengths = cache.lengths()
-    kind = chance.choices(["push", "run", "truncate"], [5, 5, 1])[0]
+    kind = chance.choices(["push", "run", "truncate", "select"], [5, 5, 1, 1])[0]
     if kind == "push":
         counts = [chance.randint(0, min(3, CAPACITY - n)) for n in lengths]
         cache.push([[chance.randrange(VOCAB) for _ in range(n)] for n in counts])
     elif kind == "run":
         cache.run(chance.randrange(len(cache.plan.stages)))
+    elif kind == "select":
+        cache.select([chance.randrange(cache.rows) for _ in range(chance.randint(1, 4))])
     else:
         cache.truncate([chance.randint(max(n - 4, 0), n) for n in lengths])
     return kind
@@ -143,8 +145,8 @@ def test_any_schedule_gives_what_running_everything_at_once_gives(
     for seed in range(2):
         chance = random.Random(seed)
         cache = Cache(stacks[kind], plan_of(TOPOLOGIES[name]), CAPACITY, rows)
-        done = [act(cache, chance) for _ in range(24)]
-        assert {"push", "run", "truncate"} <= set(done)
+        done = [act(cache, chance) for _ in range(30)]
+        assert {"push", "run", "truncate", "select"} <= set(done)
         check(cache)
         cache.push([[1] * min(1, CAPACITY - n) for n in cache.lengths()])
         for stage in reversed(range(len(cache.plan.stages))):
@@ -276,7 +278,26 @@ def test_what_cannot_be_is_refused(stacks: dict[str, Stack]) -> None:
         cache.truncate([10, 1])
     with pytest.raises(StackError, match="cannot go back to -1: row 1 has 9 positions"):
         cache.truncate([-1, 1])
+    for rows in ([], [0, 2], [-1]):
+        with pytest.raises(StackError, match="cannot be selected; give at least one of 0 to 1"):
+            cache.select(rows)
     assert cache.lengths() == [9, 3]
+
+
+@torch.no_grad()
+def test_a_prompt_is_read_once_and_continued_in_many_ways(
+    stacks: dict[str, Stack], visits_of: Callable[[Stack], Any]
+) -> None:
+    stack = stacks["decoding"]
+    visits, cache = visits_of(stack), Cache(stack, plan_of(TOPOLOGIES["chain"]), CAPACITY, 2)
+    cache.push([[1, 2, 3], [4]])
+    cache.run(2)
+    cache.select([0, 0, 1, 0])
+    cache.push([[5], [6, 7], [8], []])
+    cache.run(2)
+    assert cache.tokens == [[1, 2, 3, 5], [1, 2, 3, 6, 7], [4, 8], [1, 2, 3]]
+    assert [len(calls) for calls in visits.calls] == [2] * 4
+    check(cache)
 
 
 @torch.no_grad()

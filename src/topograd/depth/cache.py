@@ -9,6 +9,7 @@ are then those that the full model would have.
     push(tokens)         new tokens, embedded; every stage's queue grows
     run(stage)           empty the stage's queue (and first those of the stages that it hears)
     hidden(stage, n)     the stage's last n outputs in each row
+    select(rows)         become a batch of these rows: a prompt read once is continued in many ways
     truncate(lengths)    go back: every watermark becomes at most the new length; a stage whose layers are
                          recurrent goes back to its last snapshot, and replays the rest when it runs next
 
@@ -136,6 +137,20 @@ class Cache:
             marks[:] = memory.rewind(kept)
         self._bus = None
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Become a batch of these rows, in this order; a row may be taken several times, or not at all."""
+        check_rows(rows, self.rows)
+        index = torch.tensor(rows, device=self.device)
+        for memory in self.memories:
+            memory.select(index)
+        self._ids = self._ids[index]
+        # A stage that sends its output as it is shares the buffer with its port, and goes on sharing it.
+        once = {id(values): values[index] for values in self._outputs.values()}
+        self._outputs = {key: once[id(values)] for key, values in self._outputs.items()}
+        self.tokens = [list(self.tokens[row]) for row in rows]
+        self.marks = [[marks[row] for row in rows] for marks in self.marks]
+        self.rows, self._bus = len(rows), None
+
     def _bus_of(self, where: _Where) -> Bus:
         """The bus of these positions; the next stage mostly wants the same."""
         if self._bus is None or self._bus[0] != where.key:
@@ -198,6 +213,12 @@ def check_lengths(tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> No
     for row, (here, length) in enumerate(zip(tokens, lengths, strict=True), 1):
         if not 0 <= length <= len(here):
             raise StackError(f"cannot go back to {length}: row {row} has {len(here)} positions")
+
+
+def check_rows(rows: Sequence[int], count: int) -> None:
+    """Whether these are rows of a batch of `count`."""
+    if not rows or not all(0 <= row < count for row in rows):
+        raise StackError(f"rows {list(rows)} cannot be selected; give at least one of 0 to {count - 1}")
 
 
 def can_decode(stack: Stack) -> bool:

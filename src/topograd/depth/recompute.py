@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from topograd.depth.cache import check_lengths
+from topograd.depth.cache import check_lengths, check_rows
 from topograd.errors import StackError
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
@@ -60,6 +60,13 @@ class RecomputedCache:
             index = torch.arange(stop - count, stop - count + max(counts), device=h.device)
             rows.append(row[index.clamp(max=len(row) - 1)])
         return torch.stack(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Become a batch of these rows, in this order; a row may be taken several times, or not at all."""
+        check_rows(rows, self.rows)
+        self.tokens = [list(self.tokens[row]) for row in rows]
+        self.rows = len(rows)
+        self._outputs.clear()
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget everything from these positions on, row by row."""

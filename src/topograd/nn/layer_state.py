@@ -22,9 +22,14 @@ class LayerState(Protocol):
     def rewind(self, marks: Sequence[int]) -> list[int]:
         """Go back, in each row to its mark or before it; returns to where. The rest is replayed."""
 
+    def select(self, rows: Tensor) -> None:
+        """Become the memory of these rows, in this order; a row may be taken several times, or not at all."""
+
 
 FIRST = 256
 """Positions that a buffer has room for at first; it doubles until its capacity."""
+MORE = 64
+"""Positions that a buffer has room for behind what it holds, when rows were selected."""
 
 
 def grown(buffer: Tensor, dim: int, wanted: int, capacity: int) -> Tensor:
@@ -40,6 +45,15 @@ def grown(buffer: Tensor, dim: int, wanted: int, capacity: int) -> Tensor:
     larger = buffer.new_zeros(shape)
     larger.narrow(dim, 0, room).copy_(buffer)
     return larger
+
+
+def selected(buffer: Tensor, rows: Tensor, dim: int, length: int, capacity: int) -> Tensor:
+    """The first `length` positions of some rows of `buffer`, with room for a few more behind them."""
+    shape = list(buffer.shape)
+    shape[0], shape[dim] = len(rows), min(capacity, length + MORE)
+    chosen = buffer.new_zeros(shape)
+    chosen.narrow(dim, 0, length).copy_(buffer.narrow(dim, 0, length)[rows])
+    return chosen
 
 
 class KVState:
@@ -92,6 +106,11 @@ class KVState:
         self.length = min(self.length, max(marks))
         return list(marks)
 
+    def select(self, rows: Tensor) -> None:
+        """Become the memory of these rows."""
+        self.keys = selected(self.keys, rows, 2, self.length, self.capacity)
+        self.values = selected(self.values, rows, 2, self.length, self.capacity)
+
 
 class History:
     """Values of shape (batch, positions, ...) so far; the buffer is made when the first of them come."""
@@ -120,3 +139,8 @@ class History:
         """Forget what lies behind these positions, row by row."""
         self.length = min(self.length, max(marks))
         return list(marks)
+
+    def select(self, rows: Tensor) -> None:
+        """Become the memory of these rows."""
+        if self._values is not None:
+            self._values = selected(self._values, rows, 1, self.length, self.capacity)

@@ -80,6 +80,17 @@ class RecurrentState:
         self._snapshots = deque(kept, maxlen=KEPT)
         return list(here)
 
+    def select(self, rows: Tensor) -> None:
+        """Become the memory of these rows, snapshots included."""
+        order = rows.tolist()
+
+        def chosen(seen: list[int], tensors: dict[str, Tensor]) -> tuple[list[int], dict[str, Tensor]]:
+            return [seen[row] for row in order], {name: tensor[rows] for name, tensor in tensors.items()}
+
+        self._start = chosen(self.marks, self._start)[1]
+        self._snapshots = deque((chosen(*each) for each in self._snapshots), maxlen=KEPT)
+        self.marks, self._tensors = chosen(self.marks, self._tensors)
+
 
 def real_columns(counts: Tensor, time: int) -> Tensor:
     """(rows, time): True for the first `counts` columns of each row, which are not padding."""

@@ -46,6 +46,11 @@ class StageMemory:
             reached = [min(here, there) for here, there in zip(reached, memory.rewind(reached), strict=True)]
         return reached
 
+    def select(self, rows: Tensor) -> None:
+        """Become the memory of these rows, in this order; a row may be taken several times."""
+        for memory in (*self.layers, *self.histories.values()):
+            memory.select(rows)
+
 
 def run_stage(
     stack: Stack,
