@@ -58,12 +58,15 @@ def train_step(
     teacher: Logits | None = None,
     objectives: Mapping[str, Objective] | None = None,
     scale: float = 1.0,
+    states: Mapping[int, Tensor] | None = None,
 ) -> Tensor:
     """Add the gradients of the training loss, times `scale`, to every `.grad`; return each stage's loss.
 
     inputs and targets (batch, time); targets of -100 are ignored. The losses (stages,) are unscaled; a
-    stage without a loss of its own has nan. `objectives` replaces registered ones by name. Nothing but
-    `.grad` changes: a stack that lacks what the topology calls for is refused (`prepare` adds it).
+    stage without a loss of its own has nan. `objectives` replaces registered ones by name. `states` are
+    hidden states by layer (`training/hidden_states.py`): frozen stages are not run where these are all that
+    is heard of them. Nothing but `.grad` changes: a stack that lacks what the topology calls for is refused
+    (`prepare` adds it).
     """
     plan = Plan.of(topology, len(stack.layers))
     check_prepared(stack, plan)
@@ -79,8 +82,18 @@ def train_step(
     losses: list[Tensor] = []
     asked = objectives_of(plan, objectives)
     keep = any(objective.uses_prior for objective in asked)
+    known = {layer: h.to(x0.device, x0.dtype) for layer, h in (states or {}).items()}
+    given = _given(plan, known, keep)
     for planned in plan.stages:
         opened = _Open(planned, None, {})
+        if planned.index in given:
+            for port in planned.sends:
+                if port.layer in known:
+                    messages[port] = _Message(known[port.layer])
+            losses.append(x0.new_tensor(float("nan")))
+            if keep and planned.predicts:
+                finished.append((planned.head, known[planned.stage.stop]))
+            continue
         received = [_receive(port, lam, messages, stream, opened) for port, lam in planned.inputs]
         own_bus = bus if planned.live_bus else detached_bus
         with torch.set_grad_enabled(not planned.stage.frozen):
@@ -100,6 +113,19 @@ def train_step(
             messages.pop(port, None)
     _close_embedding(embedded, x0, stream)
     return torch.stack([loss.to(losses[-1].dtype) for loss in losses])
+
+
+def _given(plan: Plan, states: Mapping[int, Tensor], keep: bool) -> set[int]:
+    """The frozen stages that need not run: what running ones hear or read of them is among `states`."""
+    given: set[int] = set()
+    for planned in reversed(plan.stages) if states else ():
+        heard = {port for later in plan.stages if later.index not in given for port, _ in later.inputs}
+        wanted = [port for port in planned.sends if port in heard]
+        known = all(port.relay == "identity" and port.layer in states for port in wanted)
+        read = keep and planned.predicts and planned.stage.stop not in states
+        if planned.stage.frozen and planned.scale == 0 and known and not read:
+            given.add(planned.index)
+    return given
 
 
 def _receive(

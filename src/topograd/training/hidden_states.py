@@ -1,0 +1,426 @@
+"""The hidden states of a frozen trunk, computed once and kept in files that are mapped into memory.
+
+What is trained behind a frozen trunk (later stages, a draft stage, a specialist) reads h_k, the state after k
+layers, and never changes it. So an epoch needs only the layers behind k:
+
+    rows = packed_rows(data.train, context=256, seed=0, most_tokens=100_000)         # or tensors of your own
+    store = compute_states(folder, session.stack, *rows, base=session.weights, layers=(20, 30))
+    loader = StateLoader(store, batch=8, seed=0)
+    for batch in loader:                                # endless; loader.position and seek continue it
+        batch.states[20], batch.inputs, batch.targets, batch.mask       # (B, T, width), then (B, T)
+        h = run_layers(stack, batch.states[20], batch.bus(stack), 20, 30)               # the rest by hand, or
+        train_step(stack, plan, batch.inputs, batch.targets, states=batch.states)       # of any plan
+
+`train_step` leaves out the frozen stages whose outputs are given. x0 is not kept: `batch.bus(stack)` embeds
+the tokens again, which is a look-up. Layer 0 is x0, layer L is what the head's norm reads.
+
+    states.json        format, what it is made of (base, data, layers, dtype, shape), SHA-256 of each file
+    tokens.bin         int32, inputs and then targets, (2, rows, context); a target of -100 does not count
+    layer-K.bin        (rows, context, width), little-endian, for each layer K
+    journal.jsonl      while it is computed: rows that are done, and the digests of the files up to there
+
+A kill loses at most BLOCK_TOKENS tokens of work: the next call checks what is there against the journal and
+goes on. States of another base, other text, other layers or another type are refused by name, and so is a
+file with one changed bit. Disk is bounded: what would exceed `most_bytes`, or leave less than a tenth of the
+disk free, is refused before anything is written.
+
+Cost: one forward of the trunk, tokens * width * 4 bytes a layer in float32, half of that in bfloat16 and
+float16. Opening hashes the files once (`data.remembered`). Limits: layers follow one another, so
+stacks with relays of their own are refused; a row's states in float32 may differ from those of another batch
+size in the last bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from topograd.data.loader import IGNORED, Loader
+from topograd.data.remembered import remembered_sha256
+from topograd.data.shards import Shards
+from topograd.errors import ConfigError, DataError, RunError, StackError
+from topograd.files import hold_lock, naming, read_json, write_atomic, write_json
+from topograd.nn.stack import Bus, Stack
+
+FORMAT = "topograd-hidden-states"
+VERSION = 1
+BLOCK_TOKENS = 8192
+"""Tokens between two lines of the journal."""
+MOST_BYTES = 2**33
+NAME, TOKENS, JOURNAL = "states.json", "tokens.bin", "journal.jsonl"
+Kept = Literal["float32", "bfloat16", "float16"]
+OnRows = Callable[[int, int], None]
+"""Called with the rows that are done, and of how many."""
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """Some rows of text with their hidden states."""
+
+    inputs: Tensor
+    """(batch, context) tokens."""
+    targets: Tensor
+    """(batch, context) tokens; -100 does not count."""
+    states: dict[int, Tensor]
+    """(batch, context, width) float32 by layer."""
+
+    @property
+    def mask(self) -> Tensor:
+        """(batch, context): the positions that have a target."""
+        return self.targets != IGNORED
+
+    def bus(self, stack: Stack) -> Bus:
+        """What the layers behind the trunk hear: x0, tokens, positions."""
+        return stack.bus(stack.embed(self.inputs), self.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """States on the disk, whole and verified."""
+
+    folder: Path
+    key: Mapping[str, Any]
+    """What they are of: base, data, layers, dtype, rows, context, width."""
+    inputs: np.ndarray
+    targets: np.ndarray
+    states: Mapping[int, np.ndarray]
+    """(rows, context, width) by layer, mapped; bfloat16 as its bits in uint16."""
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch:
+        """These rows, read from the files."""
+        picked = np.asarray(chosen, dtype=np.int64)
+        tokens = [torch.from_numpy(part[picked].astype(np.int64)) for part in (self.inputs, self.targets)]
+        return StateBatch(tokens[0], tokens[1], {k: _floats(part[picked]) for k, part in self.states.items()})
+
+
+class StateLoader(Iterator[StateBatch]):
+    """Endless batches of rows; every epoch has each row once, in an order of (seed, epoch)."""
+
+    def __init__(self, store: HiddenStates, batch: int, seed: int = 0) -> None:
+        if batch < 1 or seed < 0:
+            raise ConfigError(f"batch {batch} must be at least 1 and seed {seed} at least 0")
+        self.store, self.batch, self.seed = store, batch, seed
+        self._epoch = self._row = 0
+        self._order = self._shuffled(0)
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Where the next batch starts; JSON-able."""
+        return {"epoch": self._epoch, "row": self._row}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Continue from a `position` of a loader with the same store and settings."""
+        epoch, row = position.get("epoch"), position.get("row")
+        if type(epoch) is not int or type(row) is not int or epoch < 0 or not 0 <= row <= len(self.store):
+            raise DataError(f"{position!r} is no position in {len(self.store)} rows of hidden states")
+        self._epoch, self._row, self._order = epoch, row, self._shuffled(epoch)
+
+    def __next__(self) -> StateBatch:
+        chosen: list[int] = []
+        while len(chosen) < self.batch:
+            if self._row == len(self.store):
+                self._epoch, self._row = self._epoch + 1, 0
+                self._order = self._shuffled(self._epoch)
+            chosen.append(int(self._order[self._row]))
+            self._row += 1
+        return self.store.rows(chosen)
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
+        return generator.permutation(len(self.store))
+
+
+def packed_rows(
+    shards: Shards, context: int, seed: int = 0, most_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(inputs, targets), each (rows, context): the rows of a loader's first epoch, or the first of them."""
+    loader = Loader(shards, context, 1, seed)
+    rows = loader.rows if most_tokens is None else min(loader.rows, max(most_tokens // context, 1))
+    batches = [next(loader) for _ in range(rows)]
+    return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+
+
+@torch.no_grad()
+def layer_states(stack: Stack, inputs: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+    """The hidden states after these numbers of layers."""
+    h = stack.embed(inputs)
+    bus = stack.bus(h, inputs)
+    found = {0: h} if 0 in layers else {}
+    for i in range(max(layers)):
+        h = stack.layers[i](h, bus)
+        if i + 1 in layers:
+            found[i + 1] = h
+    return found
+
+
+def run_layers(stack: Stack, h: Tensor, bus: Bus, start: int, stop: int) -> Tensor:
+    """The state after layer `stop`, from that after layer `start`; with its graph."""
+    for i in range(start, stop):
+        h = stack.layers[i](h, bus)
+    return h
+
+
+def compute_states(
+    folder: Path | str,
+    stack: Stack,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    base: str,
+    layers: Sequence[int],
+    dtype: Kept = "float32",
+    batch: int = 8,
+    most_bytes: int = MOST_BYTES,
+    on_rows: OnRows | None = None,
+) -> HiddenStates:
+    """The states in `folder`: opened if they are there, gone on with if they are begun, else computed.
+
+    `base` names the trunk's weights (`Session.weights`); whatever else changes what the layers compute
+    belongs into that name. Inputs and targets are (rows, context), int64.
+    """
+    folder = Path(folder)
+    _check(stack, inputs, targets, layers, dtype)
+    key = _key(stack, inputs, targets, base, layers, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / NAME).is_file():
+        return open_states(folder, key)
+    with hold_lock(folder / "lock"):
+        writer = _Writer(folder, key, most_bytes)
+        with writer:
+            was_training = stack.training
+            stack.eval()
+            try:
+                _fill(writer, stack, inputs, batch, on_rows)
+            finally:
+                stack.train(was_training)
+        writer.finish(torch.stack((inputs, targets)).to(torch.int32).numpy())
+    return open_states(folder, key)
+
+
+def open_states(folder: Path | str, key: Mapping[str, Any] | None = None) -> HiddenStates:
+    """What `compute_states` wrote, checked whole; with a `key`, refused by name where it is of another."""
+    folder = Path(folder)
+    table = read_json(folder / NAME, RunError)
+    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
+        raise RunError(f"{folder / NAME} does not describe hidden states of this version; delete the folder")
+    found, digests = table.get("key"), table.get("sha256")
+    if not isinstance(found, dict) or not isinstance(digests, dict):
+        raise RunError(f"{folder / NAME} is damaged; delete the folder, and they are computed again")
+    if key is not None:
+        _check_key(folder, found, key)
+    shape = found["rows"], found["context"], found["width"]
+    tokens = _mapped(folder, TOKENS, "<i4", (2, *shape[:2]), digests)
+    states = {k: _mapped(folder, _file(k), _bits(found["dtype"]), shape, digests) for k in found["layers"]}
+    return HiddenStates(folder, found, tokens[0], tokens[1], states)
+
+
+def _check(stack: Stack, inputs: Tensor, targets: Tensor, layers: Sequence[int], dtype: str) -> None:
+    if stack.own_relays():
+        raise StackError("the stack has relays of its own, so its layers do not follow one another")
+    if inputs.dim() != 2 or inputs.shape != targets.shape or not inputs.numel():
+        raise DataError(
+            f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}; both must be (rows, "
+            "context) of at least one token"
+        )
+    if dtype not in get_args(Kept):
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(Kept))}")
+    if not layers or any(not 0 <= k <= len(stack.layers) for k in layers) or len(set(layers)) < len(layers):
+        raise ConfigError(
+            f"layers are {list(layers)}; give different ones from 0, the embedding, to {len(stack.layers)}"
+        )
+
+
+def _key(
+    stack: Stack, inputs: Tensor, targets: Tensor, base: str, layers: Sequence[int], dtype: str
+) -> dict[str, Any]:
+    tokens = torch.stack((inputs, targets)).to(torch.int32).numpy()
+    return {
+        "base": base,
+        "data": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "layers": sorted(layers),
+        "dtype": dtype,
+        "rows": inputs.shape[0],
+        "context": inputs.shape[1],
+        "width": stack.width,
+    }
+
+
+def _check_key(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    words = {"base": "other weights", "data": "other text", "dtype": "another type", "layers": "other layers"}
+    for name in wanted:
+        if found.get(name) != wanted[name]:
+            what = words.get(name, f"another {name}")
+            raise RunError(
+                f"{folder} holds hidden states of {what} ({name} {found.get(name)}, wanted {wanted[name]}); "
+                "give another folder, or delete it"
+            )
+
+
+def _fill(writer: _Writer, stack: Stack, inputs: Tensor, batch: int, on_rows: OnRows | None) -> None:
+    device = next(stack.parameters()).device
+    rows, layers = len(inputs), writer.key["layers"]
+    while writer.done < rows:
+        until = min(writer.done + max(BLOCK_TOKENS // inputs.shape[1], 1), rows)
+        for start in range(writer.done, until, batch):
+            some = inputs[start : min(start + batch, until)].to(device)
+            for layer, h in layer_states(stack, some, layers).items():
+                writer.write(layer, h)
+            if on_rows is not None:
+                on_rows(min(start + batch, until), rows)
+        writer.commit(until)
+
+
+class _Writer:
+    """Appends blocks of rows to the files of a folder, each block noted in the journal when it is on disk."""
+
+    def __init__(self, folder: Path, key: Mapping[str, Any], most_bytes: int) -> None:
+        self.folder, self.key, self.done = folder, key, 0
+        self.digests = {k: hashlib.sha256() for k in key["layers"]}
+        self._files: dict[int, BinaryIO] = {}
+        self._row = key["context"] * key["width"] * np.dtype(_bits(key["dtype"])).itemsize
+        known = {"lock", TOKENS, JOURNAL, *(_file(k) for k in key["layers"])}
+        foreign = sorted(p.name for p in folder.iterdir() if p.name not in known and p.suffix != ".tmp")
+        if foreign:
+            raise RunError(f"{folder} holds {foreign[0]!r} and no hidden states; give another folder")
+        self._check_disk(most_bytes)
+        self._continue()
+
+    def _check_disk(self, most_bytes: int) -> None:
+        need = self._row * self.key["rows"] * len(self.key["layers"])
+        if need > most_bytes:
+            raise ConfigError(
+                f"the hidden states would take {need / 1e9:.1f} GB and at most {most_bytes / 1e9:.1f} are "
+                "allowed; take fewer tokens or layers, or dtype float16"
+            )
+        disk = shutil.disk_usage(self.folder)
+        there = sum(p.stat().st_size for p in self.folder.iterdir())
+        if need - there > disk.free - disk.total // 10:
+            raise RunError(
+                f"the hidden states would take {need / 1e9:.1f} GB and the disk of {self.folder} has "
+                f"{disk.free / 1e9:.1f} free, of which a tenth of the disk is kept; take fewer tokens"
+            )
+
+    def _continue(self) -> None:
+        """Go on behind the last block that the journal and the files agree on."""
+        lines = self._journal()
+        if lines:
+            _check_key(self.folder, lines[0], self.key)
+        kept = [json.dumps(dict(self.key))]
+        for line in lines[1:]:
+            if not self._verify(line):
+                break
+            kept.append(json.dumps(line))
+        write_atomic(self.folder / JOURNAL, "".join(f"{line}\n" for line in kept))
+        for layer in self.key["layers"]:
+            path = self.folder / _file(layer)
+            path.touch()
+            os.truncate(path, self.done * self._row)
+
+    def _journal(self) -> list[dict[str, Any]]:
+        path, found = self.folder / JOURNAL, []
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found if all(isinstance(line, dict) for line in found) else []
+
+    def _verify(self, line: Mapping[str, Any]) -> bool:
+        """Whether the files have the block that ends with this line; `done` and the digests then move on."""
+        rows, named = line.get("rows"), line.get("sha256")
+        if type(rows) is not int or not self.done < rows <= self.key["rows"] or not isinstance(named, dict):
+            return False
+        moved = {}
+        for layer, digest in self.digests.items():
+            path, size = self.folder / _file(layer), (rows - self.done) * self._row
+            if not path.is_file():
+                return False
+            with open(path, "rb") as file:
+                file.seek(self.done * self._row)
+                content = file.read(size)
+            moved[layer] = digest.copy()
+            moved[layer].update(content)
+            if len(content) < size or moved[layer].hexdigest() != named.get(str(layer)):
+                return False
+        self.digests, self.done = moved, rows
+        return True
+
+    def __enter__(self) -> _Writer:
+        self._files = {k: (self.folder / _file(k)).open("ab") for k in self.key["layers"]}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def write(self, layer: int, h: Tensor) -> None:
+        """Append the states of some rows."""
+        kept = h.detach().to("cpu", getattr(torch, self.key["dtype"])).contiguous()
+        if not kept.isfinite().all():
+            raise DataError(
+                f"a hidden state after layer {layer} is not finite as {self.key['dtype']}; use float32"
+            )
+        bits = kept.view(torch.int16) if kept.dtype == torch.bfloat16 else kept
+        content = bits.numpy().tobytes()
+        with naming(self.folder / _file(layer)):
+            self._files[layer].write(content)
+        self.digests[layer].update(content)
+
+    def commit(self, rows: int) -> None:
+        """Note that this many rows are on the disk."""
+        for layer, file in self._files.items():
+            with naming(self.folder / _file(layer)):
+                file.flush()
+                os.fsync(file.fileno())
+        line = {"rows": rows, "sha256": {str(k): d.hexdigest() for k, d in self.digests.items()}}
+        with open(self.folder / JOURNAL, "a", encoding="utf-8") as journal:
+            journal.write(json.dumps(line) + "\n")
+        self.done = rows
+
+    def finish(self, tokens: np.ndarray) -> None:
+        """Write what makes the folder whole."""
+        content = tokens.astype("<i4").tobytes()
+        with naming(self.folder / TOKENS), open(self.folder / TOKENS, "wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        digests = {_file(k): digest.hexdigest() for k, digest in self.digests.items()}
+        digests[TOKENS] = hashlib.sha256(content).hexdigest()
+        table = {"format": FORMAT, "version": VERSION, "key": dict(self.key), "sha256": digests}
+        write_json(self.folder / NAME, table)
+        (self.folder / JOURNAL).unlink()
+
+
+def _mapped(
+    folder: Path, name: str, dtype: str, shape: tuple[int, ...], digests: Mapping[str, Any]
+) -> np.ndarray:
+    path, size = folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if not path.is_file() or path.stat().st_size != size or remembered_sha256(path) != digests.get(name):
+        raise RunError(f"{path} is damaged or missing; delete {folder}, and they are computed again")
+    return np.memmap(path, dtype=dtype, mode="r", shape=shape).view(np.ndarray)
+
+
+def _floats(part: np.ndarray) -> Tensor:
+    if part.dtype == np.uint16:  # the bits of bfloat16, which numpy does not know
+        return torch.from_numpy(part.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(part).float()
+
+
+def _bits(dtype: str) -> str:
+    return {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}[dtype]
+
+
+def _file(layer: int) -> str:
+    return f"layer-{layer}.bin"

@@ -1,0 +1,77 @@
+"""A remembered hash is used for the same file alone."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from topograd.data import remembered
+from topograd.data.remembered import forget, remembered_sha256
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The files that were read, each time; files count as settled at once."""
+    read: list[Path] = []
+    real = remembered.sha256
+
+    def reading(path: Path) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(remembered, "sha256", reading)
+    monkeypatch.setattr(remembered, "SETTLED", -1.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return read
+
+
+def test_read_once_until_it_changes(counted: list[Path], tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    assert remembered_sha256(file) == remembered_sha256(file) == hashlib.sha256(b"one").hexdigest()
+    assert len(counted) == 1
+    before = file.stat()
+    time.sleep(0.02)
+    file.write_bytes(b"two")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # set back, as somebody hostile would
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    assert remembered_sha256(file) == hashlib.sha256(b"two").hexdigest()
+    forget(file)
+    remembered_sha256(file)
+    assert len(counted) == 3
+
+
+def test_a_file_that_was_just_written_is_not_trusted(
+    counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "SETTLED", 2.0)
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    remembered_sha256(file)
+    remembered_sha256(file)
+    assert len(counted) == 2
+
+
+def test_a_damaged_or_missing_cache_only_costs_time(
+    counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    remembered_sha256(file)
+    for entry in (tmp_path / "cache").rglob("*.json"):
+        entry.write_text("no json")
+    assert remembered_sha256(file) == hashlib.sha256(b"one").hexdigest()
+    (tmp_path / "blocked").write_text("a file where the cache should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
+    assert remembered_sha256(file) == hashlib.sha256(b"one").hexdigest()
+    assert len(counted) == 3
+
+
+def test_few_are_remembered(counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "MOST", 2)
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"x")
+        remembered_sha256(tmp_path / name)
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
