@@ -145,8 +145,8 @@ class Cache:
             memory.select(index)
         self._ids = self._ids[index]
         # A stage that sends its output as it is shares the buffer with its port, and goes on sharing it.
-        once = {id(values): values[index] for values in self._outputs.values()}
-        self._outputs = {key: once[id(values)] for key, values in self._outputs.items()}
+        once = {id(values): values[index] for values in self.outputs.values()}
+        self.outputs = {key: once[id(values)] for key, values in self.outputs.items()}
         self.tokens = [list(self.tokens[row]) for row in rows]
         self.marks = [[marks[row] for row in rows] for marks in self.marks]
         self.rows, self._bus = len(rows), None

@@ -126,9 +126,9 @@ def _run_packed(caches: Sequence[Cache], stage: int) -> None:
     received = [bus.x0 if port.source == EMBEDDING else gathered(port) for port, _ in planned.inputs]
     memory = _PackedMemory([cache.memories[stage] for cache in caches], buses)
     h, sent = run_stage(first.stack, planned, received, bus, memory)
-    kept: dict[Port | int, Tensor] = {stage: h, **sent}
+    kept: list[tuple[Port | int, Tensor]] = [(stage, h), *sent.items()]
     widths = [stop - start for start, stop in spans]
-    for key, values in kept.items():
+    for key, values in kept:
         for cache, part in zip(caches, values.split(widths, dim=1), strict=True):
             if values is h and key != stage:
                 cache.outputs[key] = cache.outputs[stage]
@@ -172,7 +172,8 @@ def copy_prefix(source: OneRow, target: OneRow, length: int) -> int:
             b.rewind([0])
             b.append(a.keys[:, :, :mark], a.values[:, :, :mark])
         target.marks[stage] = [mark]
-        for key in (stage, *target.plan.stages[stage].sends):
+        keys: list[Port | int] = [stage, *target.plan.stages[stage].sends]
+        for key in keys:
             if mark:
                 target.keep(key, source.outputs[key][:, :mark], mark)
     return length

@@ -66,7 +66,11 @@ def look_back(
     if isinstance(state, PackedStates):
         widths = [each.positions.shape[-1] for each in state.buses]
         parts = zip(*(x.split(widths, dim=2) for x in (q, k, v)), state.states, state.buses, strict=True)
-        return torch.cat([look(q, *own.append(k, v), here) for q, k, v, own, here in parts])
+        found = []
+        for q, k, v, own, here in parts:
+            keys, values = own.append(k, v)
+            found.append(look(q, keys, values, here))
+        return torch.cat(found)
     if state is not None:
         k, v = state.append(k, v, bus.positions)
     return look(q, k, v, bus)
