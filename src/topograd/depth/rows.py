@@ -105,8 +105,11 @@ def packable(cache: Cache, stage: int) -> bool:
     planned = cache.plan.stages[stage]
     ports = (*(port for port, _ in planned.inputs), *planned.sends)
     looks_back = any(isinstance(cache.stack.relay(port.relay), CausalRelay) for port in ports)
-    return not looks_back and all(
-        getattr(cache.stack.layers[i], "takes_packed", False) for i in planned.layers
+    plain = type(cache.memories[stage]) is StageMemory
+    return (
+        plain
+        and not looks_back
+        and all(getattr(cache.stack.layers[i], "takes_packed", False) for i in planned.layers)
     )
 
 
