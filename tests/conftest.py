@@ -1,5 +1,6 @@
 """What several folders of tests share: a cache of their own, and a small text."""
 
+import gzip
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from topograd.nn.config import GPTConfig
-from topograd.runs.config import TrainConfig
+from topograd.nn.images.config import ImageConfig
+from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import Session, open_session
 from topograd.runs.topology_config import TopologyConfig
@@ -80,3 +82,48 @@ def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield make
+
+
+def write_idx(path: Path, values: torch.Tensor) -> None:
+    """An IDX file of unsigned bytes; gzipped if its name says so."""
+    head = bytes((0, 0, 8, values.dim())) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    content = head + values.to(torch.uint8).numpy().tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.fixture(scope="session")
+def idx_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of 8 × 8 of three classes that a small network tells apart: a bright third, and noise."""
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", 120), ("t10k", 60)):
+        labels = torch.arange(count) % 3
+        images = torch.randint(0, 120, (count, 8, 8), generator=generator)
+        for i, label in enumerate(labels.tolist()):
+            images[i, :, 2 * label : 2 * label + 3] += 100
+        write_idx(folder / f"{name}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"{name}-labels-idx1-ubyte.gz", labels)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_config(idx_folder: Path) -> TrainConfig:
+    return TrainConfig(
+        topology=TopologyConfig(partition="1,1,1"),
+        steps=20,
+        batch=16,
+        seed=1,
+        data=str(idx_folder),
+        eval_every=8,
+        save_every=4,
+        images=ImageConfig(widths=(12, 9)),
+        optimizer=OptimizerConfig(name="adamw", matrices=0.03, head=0.03, scalars=0.03),
+    )
+
+
+@pytest.fixture(scope="session")
+def image_run(image_config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on pictures that was never stopped."""
+    trainer = start(image_config, tmp_path_factory.mktemp("images") / "run")
+    trainer.train()
+    return trainer.run

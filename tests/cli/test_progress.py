@@ -8,7 +8,7 @@ from rich.console import Console
 from topograd.cli import progress
 from topograd.cli.progress import counted, training_progress, trainings_progress, work_progress
 
-READINGS: Any = SimpleNamespace(bpb=SimpleNamespace(prediction=2.5))
+READINGS: Any = SimpleNamespace(words="BPB 2.500")
 
 
 def test_plain_lines_now_and_then(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from topograd.runs import checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
-from topograd.training.evaluation import Evaluation
+from topograd.training.tasks import Reading
 from topograd.training.trainer import OnStep, resume, start
 
 STEPS = 20
@@ -31,7 +31,7 @@ class Crash(Exception):
 
 
 def crash_at(step: int) -> OnStep:
-    def on_step(now: int, steps: int, losses: list[float], reading: Evaluation | None) -> None:
+    def on_step(now: int, steps: int, losses: list[float], reading: Reading | None) -> None:
         if now == step:
             raise Crash
 
@@ -158,7 +158,7 @@ def test_killed_in_the_middle_of_a_save_and_resumed(
 def test_an_interrupt_saves_and_the_handlers_come_back(
     config: TrainConfig, straight: Run, tmp_path: Path
 ) -> None:
-    def interrupt(step: int, steps: int, losses: list[float], reading: Evaluation | None) -> None:
+    def interrupt(step: int, steps: int, losses: list[float], reading: Reading | None) -> None:
         if step == 6:
             os.kill(os.getpid(), signal.SIGINT)
         if step == 13:

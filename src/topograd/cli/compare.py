@@ -10,7 +10,7 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import Json, note, number, out, parse, percent, print_json
-from topograd.cli.results import POOLINGS, plan_of, results_of
+from topograd.cli.results import POOLINGS, accuracy_text, measure_of, plan_of, results_of
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
 
@@ -32,11 +32,17 @@ def run(argv: list[str]) -> int:
     if not asked.folders:
         raise ConfigError("there is no run to compare; give the folders of some: topograd compare DIR DIR")
     runs = [results_of(folder) for folder in asked.folders]
+    kinds = {measure_of(results) for _, results in runs}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "some of these runs were trained on images and some on text; compare runs of one kind"
+        )
     comparison = compare(runs)
     settings = [config for config, _ in runs]
     for name in _SAME_TEXT:
         if len({getattr(config, name) for config in settings}) > 1:
-            note(f"these runs differ in {name}: their bits per byte were measured on different text")
+            what = "accuracies" if "accuracy" in kinds else "bits per byte"
+            note(f"these runs differ in {name}: their {what} were measured on different data")
     if asked.json:
         print_json(comparison)
     else:
@@ -51,8 +57,10 @@ def compare(runs: list[tuple[TrainConfig, dict[str, Any]]]) -> dict[str, Any]:
     """
     stages = [len(plan_of(config).stages) for config, _ in runs]
     reference = stages.index(1) if 1 in stages else 0
-    base = runs[reference][1]["bpb"]["prediction"]
-    rows = [_row(config, results, base) for config, results in runs]
+    measure = measure_of(runs[reference][1])
+    base = runs[reference][1][measure]["prediction"]
+    row = _row if measure == "bpb" else _image_row
+    rows = [row(config, results, base) for config, results in runs]
     return {"against": rows[reference]["run"], "runs": rows}
 
 
@@ -83,10 +91,43 @@ def _row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str,
     }
 
 
+def _image_row(config: TrainConfig, results: dict[str, Any], base: float) -> dict[str, Any]:
+    """A run on images; a gap is of accuracy, in points of a hundred, and what is above 0 is better."""
+    accuracy, plan = results["accuracy"], plan_of(config)
+    named = {f"prefix {k + 1}": value for k, value in enumerate(accuracy["prefix"])}
+    if len(named) > 1:
+        named |= {how: accuracy[how] for how in ("prediction", *POOLINGS)}
+    best = max(named, key=lambda name: named[name])
+    assert config.images is not None
+    return {
+        "run": results["run"],
+        "model": config.images.model,
+        "partition": [len(planned.layers) for planned in plan.stages],
+        "graph": config.topology.graph,
+        "heads": config.topology.heads,
+        "predicts_by": plan.prediction.kind,
+        "steps": results["steps"],
+        "finished": results.get("finished"),
+        "seconds": results.get("seconds"),
+        "accuracy": accuracy,
+        "best": {"prediction": best, "accuracy": named[best]},
+        "gap": {
+            "prediction": 100 * (accuracy["prediction"] - base),
+            "last": 100 * (accuracy["last"] - base),
+            "best": 100 * (named[best] - base),
+        },
+    }
+
+
 def _table(comparison: dict[str, Any]) -> Table:
     """One column for each run: names are long, and there are more readings than runs."""
     rows = comparison["runs"]
-    table = Table(title=f"bits per byte; the gap is to {comparison['against']}")
+    measure = measure_of(rows[0])
+    shown = accuracy_text if measure == "accuracy" else number
+    best = max if measure == "accuracy" else min
+    gap = points if measure == "accuracy" else percent
+    title = "accuracy" if measure == "accuracy" else "bits per byte"
+    table = Table(title=f"{title}; the gap is to {comparison['against']}")
     table.add_column("")
     for row in rows:
         table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
@@ -95,13 +136,18 @@ def _table(comparison: dict[str, Any]) -> Table:
         "steps": [f"{row['steps']}{'' if row['finished'] else ', unfinished'}" for row in rows],
         "seconds": [number(row["seconds"], 1) for row in rows],
         "predicts by": [row["predicts_by"] for row in rows],
-        "what it predicts": [number(row["bpb"]["prediction"]) for row in rows],
-        "last stage": [number(row["bpb"]["last"]) for row in rows],
-        "best prefix": [number(min(row["bpb"]["prefix"])) for row in rows],
-        **{how: [number(row["bpb"][how]) for row in rows] for how in POOLINGS},
-        "gap of what it predicts": [percent(row["gap"]["prediction"]) for row in rows],
-        "gap of the best": [f"{percent(row['gap']['best'])} ({row['best']['prediction']})" for row in rows],
+        "what it predicts": [shown(row[measure]["prediction"]) for row in rows],
+        "last stage": [shown(row[measure]["last"]) for row in rows],
+        "best prefix": [shown(best(row[measure]["prefix"])) for row in rows],
+        **{how: [shown(row[measure][how]) for row in rows] for how in POOLINGS},
+        "gap of what it predicts": [gap(row["gap"]["prediction"]) for row in rows],
+        "gap of the best": [f"{gap(row['gap']['best'])} ({row['best']['prediction']})" for row in rows],
     }
     for name, values in cells.items():
         table.add_row(name, *values)
     return table
+
+
+def points(value: object) -> str:
+    """A signed difference of accuracies in points of a hundred, or a dash."""
+    return percent(value).replace("%", "points")

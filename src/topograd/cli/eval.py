@@ -4,43 +4,66 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from topograd.cli.console import Folder, Json, out, parse, print_json
 from topograd.errors import ConfigError
+from topograd.runs.config import TrainConfig
+
+_KIND = {True: "images", False: "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Measure a run: bits per byte, calibration, effective rank and usefulness of each stage."""
+    """Measure a run: bits per byte or accuracy, calibration, effective rank and usefulness of each stage."""
 
     folder: Folder
     """The run's folder."""
     data: Path | None = None
-    """Other text to read: a file, a JSONL file or a folder of them, all of it."""
+    """Other text to read: a file, a JSONL file or a folder of them, all of it. Of a run on images: other
+    pictures."""
     from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """The checkpoint to measure, instead of the newest."""
     bytes: int | None = None
     """Read at most this much of the text, spaced evenly over it."""
+    images: int | None = None
+    """Of a run on images: read at most so many pictures, spaced evenly."""
     json: Json = False
 
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
     asked = parse(Eval, argv, "eval")
-    if asked.bytes is not None and asked.bytes < 1:
-        raise ConfigError(f"--bytes is {asked.bytes}; it must be at least 1")
-    from topograd.cli.progress import counted
-    from topograd.cli.results import measured, readings_table
-    from topograd.runs.session import heldout_text, open_session
-
-    session = open_session(asked.folder, asked.from_)
-    text = heldout_text(session, asked.data, asked.bytes)
-    results = measured(session, text, counted("windows read"))
+    for flag, given in (("--bytes", asked.bytes), ("--images", asked.images)):
+        if given is not None and given < 1:
+            raise ConfigError(f"{flag} is {given}; it must be at least 1")
+    config, results = _measured(asked)
     if asked.json:
         print_json(results)
     else:
-        out().print(readings_table(session.config, results))
+        from topograd.cli.results import readings_table
+
+        out().print(readings_table(config, results))
     return 0
+
+
+def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
+    from topograd.cli.progress import counted
+    from topograd.cli.results import measured, measured_images
+    from topograd.runs.folder import Run
+    from topograd.runs.session import heldout_text, open_run, open_session, read_settings
+
+    images = read_settings(Run.open(asked.folder)).images is not None
+    for flag, given, fits in (("--images", asked.images, images), ("--bytes", asked.bytes, not images)):
+        if given is not None and not fits:
+            raise ConfigError(
+                f"{flag} is {given}, and {asked.folder} was trained on {_KIND[images]}; leave it out"
+            )
+    if images:
+        opened = open_run(asked.folder, asked.from_)
+        return opened.config, measured_images(opened, asked.data, asked.images, counted("images read"))
+    session = open_session(asked.folder, asked.from_)
+    text = heldout_text(session, asked.data, asked.bytes)
+    return session.config, measured(session, text, counted("windows read"))

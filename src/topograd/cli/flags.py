@@ -26,8 +26,8 @@ from topograd.errors import ConfigError
 LONGEST = 40
 """Characters of a word that an error repeats."""
 _BEYOND = 2**63
-_SETTING = re.compile(r"(?:^|(?<= and ))[a-z][a-z0-9_.]*(?= is | [-+\d'])")
-"""The name of a setting in an error: before "is", or before its value."""
+_SETTING = re.compile(r"(?:^|(?<= and ))[a-z][a-z0-9_.]*(?= is | are | [-+\d'])")
+"""The name of a setting in an error: before "is" or "are", or before its value."""
 
 
 @dataclass(frozen=True)

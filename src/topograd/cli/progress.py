@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from topograd.cli.console import note
 
 if TYPE_CHECKING:
-    from topograd.training.evaluation import Evaluation
+    from topograd.training.tasks import Reading
     from topograd.training.trainer import OnStep
 
 OnMore = Callable[[int, int], None]
@@ -23,23 +23,25 @@ _SHOWN = 6  # losses; of more stages, the first and the last few
 
 
 @contextmanager
-def training_progress(title: str, tokens_per_step: int | None = None) -> Iterator[OnStep]:
+def training_progress(
+    title: str, tokens_per_step: int | None = None, unit: str = "tokens"
+) -> Iterator[OnStep]:
     """Shows a training to whoever waits for it: `with training_progress("staged") as on_step: ...`.
 
-    The speed in tokens is shown where `tokens_per_step` is given.
+    The speed in tokens, or in another unit, is shown where `tokens_per_step` is given.
     """
-    with trainings_progress([title], tokens_per_step) as shown:
+    with trainings_progress([title], tokens_per_step, unit) as shown:
         yield shown[title]
 
 
 @contextmanager
 def trainings_progress(
-    titles: Sequence[str], tokens_per_step: int | None = None
+    titles: Sequence[str], tokens_per_step: int | None = None, unit: str = "tokens"
 ) -> Iterator[dict[str, OnStep]]:
     """The same for several trainings that run at the same time, by title."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield {title: _Lines(console, title, tokens_per_step) for title in titles}
+        yield {title: _Lines(console, title, tokens_per_step, unit) for title in titles}
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -50,7 +52,7 @@ def trainings_progress(
     )
     with Progress(*columns, console=console) as progress:
         tasks = {title: progress.add_task(title, total=None, words="") for title in titles}
-        yield {title: _Bar(progress, task, tokens_per_step) for title, task in tasks.items()}
+        yield {title: _Bar(progress, task, tokens_per_step, unit) for title, task in tasks.items()}
 
 
 @contextmanager
@@ -95,26 +97,26 @@ class _Speed:
 
 
 class _Bar:
-    def __init__(self, progress: Progress, task: TaskID, tokens: int | None) -> None:
-        self._progress, self._task, self._tokens = progress, task, tokens
+    def __init__(self, progress: Progress, task: TaskID, tokens: int | None, unit: str) -> None:
+        self._progress, self._task, self._tokens, self._unit = progress, task, tokens, unit
         self._speed = _Speed()
         self._bpb = ""
 
-    def __call__(self, step: int, steps: int, losses: list[float], readings: Evaluation | None) -> None:
+    def __call__(self, step: int, steps: int, losses: list[float], readings: Reading | None) -> None:
         if readings is not None:
-            self._bpb = f"  BPB {readings.bpb.prediction:.3f}"
-        speed = _tokens_per_second(self._speed(step), self._tokens)
+            self._bpb = f"  {readings.words}"
+        speed = _per_second(self._speed(step), self._tokens, self._unit)
         words = f"loss {_losses(losses)}{self._bpb}{'  ' if speed else ''}{speed}"
         self._progress.update(self._task, completed=step, total=steps, words=words)
 
 
 class _Lines:
-    def __init__(self, console: Console, title: str, tokens: int | None) -> None:
-        self._console, self._title, self._tokens = console, title, tokens
+    def __init__(self, console: Console, title: str, tokens: int | None, unit: str) -> None:
+        self._console, self._title, self._tokens, self._unit = console, title, tokens, unit
         self._speed = _Speed()
         self._last = time.monotonic()
 
-    def __call__(self, step: int, steps: int, losses: list[float], readings: Evaluation | None) -> None:
+    def __call__(self, step: int, steps: int, losses: list[float], readings: Reading | None) -> None:
         rate = self._speed(step)
         now = time.monotonic()
         if readings is None and step < steps and now - self._last < SECONDS_BETWEEN_LINES:
@@ -122,15 +124,15 @@ class _Lines:
         self._last = now
         parts = [f"{self._title}: step {step}/{steps}", f"loss {_losses(losses)}"]
         if readings is not None:
-            parts.append(f"BPB {readings.bpb.prediction:.3f}")
-        parts.append(_tokens_per_second(rate, self._tokens))
+            parts.append(readings.words)
+        parts.append(_per_second(rate, self._tokens, self._unit))
         if rate and step < steps:
             parts.append(f"{(steps - step) / rate:.0f} s left")
         self._console.print(", ".join(filter(None, parts)), soft_wrap=True, markup=False)
 
 
-def _tokens_per_second(rate: float | None, tokens: int | None) -> str:
-    return f"{rate * tokens:,.0f} tokens/s" if rate and tokens else ""
+def _per_second(rate: float | None, units: int | None, unit: str) -> str:
+    return f"{rate * units:,.0f} {unit}/s" if rate and units else ""
 
 
 def _losses(losses: list[float]) -> str:

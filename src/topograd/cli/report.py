@@ -29,7 +29,10 @@ def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
     asked = parse(Report, argv, "report")
     from topograd.report.page import write_report  # matplotlib: only once there is something to do
+    from topograd.runs.session import read_settings
 
+    if read_settings(Run.open(asked.folder)).images is not None:
+        return _images(asked)
     stages, staged = _read(asked.folder)
     backprop = None
     if asked.against is not None:
@@ -45,6 +48,27 @@ def run(argv: list[str]) -> int:
     if asked.json:
         names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
         print_json({"run": str(asked.folder), "report": str(page), **names})
+    else:
+        print(page)
+    return 0
+
+
+def _images(asked: Report) -> int:
+    """The report of a run on images, with pictures that its stages get right and wrong."""
+    from topograd.report.images import write_image_report
+    from topograd.runs.session import open_run
+    from topograd.training.image_examples import examples
+
+    _, data = _read(asked.folder)
+    other = None if asked.against is None else _read(asked.against)[1]
+    if other is not None and "accuracy" not in other.evaluation:
+        raise ConfigError(
+            f"{asked.against} was trained on text and {asked.folder} on images; give one on images"
+        )
+    shown = examples(open_run(asked.folder))
+    page = write_image_report(Run.open(asked.folder).report_file, data, other, shown)
+    if asked.json:
+        print_json({"run": str(asked.folder), "report": str(page), "against": other.name if other else None})
     else:
         print(page)
     return 0

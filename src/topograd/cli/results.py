@@ -16,7 +16,7 @@ from topograd.topology.plan import Plan
 
 if TYPE_CHECKING:
     from topograd.data import Text
-    from topograd.runs.session import Session
+    from topograd.runs.session import Opened, Session
 
 POOLINGS = ("sum", "mean", "shrinkage")
 
@@ -26,7 +26,8 @@ def stored_results(run: Run) -> dict[str, Any] | None:
     results = run.read_results()
     if results is None or not isinstance(results.get("steps"), int):
         return None
-    if not isinstance(results.get("bpb"), dict) or not {"last", "prefix"} <= results["bpb"].keys():
+    measure = results.get(measure_of(results))
+    if not isinstance(measure, dict) or not {"last", "prefix"} <= measure.keys():
         return None
     names = run.store.names()
     if names and names[-1] != f"step-{results['steps']:08d}":
@@ -36,8 +37,15 @@ def stored_results(run: Run) -> dict[str, Any] | None:
     return with_prediction(results) | {"run": str(run.folder)}  # the folder may have been moved
 
 
+def measure_of(results: Mapping[str, Any]) -> str:
+    """What a run's predictions are judged by: bits per byte of text, or accuracy on pictures."""
+    return "accuracy" if "accuracy" in results else "bpb"
+
+
 def with_prediction(results: dict[str, Any]) -> dict[str, Any]:
     """Results of versions before 0.2, whose chains predicted by their last stage, in today's words."""
+    if measure_of(results) == "accuracy":
+        return results
     bpb = results["bpb"]
     return results | {"bpb": {"prediction": bpb["last"], "stages": bpb["prefix"], **bpb}}
 
@@ -52,9 +60,23 @@ def measured(
     return {"run": str(session.run.folder), "steps": session.step, **reading.as_dict()}
 
 
+def measured_images(
+    opened: Opened,
+    data: Path | None = None,
+    most: int | None = None,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """The readings of a run on images, on its own held-out pictures or those of another folder."""
+    from topograd.runs.session import heldout_images
+    from topograd.training.image_evaluation import evaluate_images
+
+    reading = evaluate_images(opened.stack, opened.plan, heldout_images(opened, data, most), on_batch)
+    return {"run": str(opened.run.folder), "steps": opened.step, **reading.as_dict()}
+
+
 def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """A run's settings and its results; the newest checkpoint is measured if they are not there."""
-    from topograd.runs.session import heldout_text, open_session, read_settings, topology_at
+    from topograd.runs.session import heldout_text, open_run, open_session, read_settings, topology_at
 
     run = Run.open(folder)
     config = read_settings(run)
@@ -64,8 +86,11 @@ def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     results = stored_results(run)
     if results is None:
         note(f"measuring {folder}")
-        session = open_session(folder)
-        results = measured(session, heldout_text(session))
+        if config.images is not None:
+            results = measured_images(open_run(folder))
+        else:
+            session = open_session(folder)
+            results = measured(session, heldout_text(session))
         results["finished"] = results["steps"] >= config.steps
         results["seconds"] = _seconds(run, results["steps"])
     return config, results
@@ -89,24 +114,31 @@ def readings_table(config: TrainConfig, results: Mapping[str, Any]) -> Table:
     took = f", {seconds:.0f} s" if isinstance(seconds, int | float) else ""
     table = Table(title=f"{results['run']}: step {results['steps']} of {config.steps}{took}")
     table.add_column("prediction")
-    for name in ("BPB", "ECE", "effective rank", "usefulness"):
+    measure = measure_of(results)
+    shown = accuracy_text if measure == "accuracy" else number
+    for name in (measure if measure == "accuracy" else "BPB", "ECE", "effective rank", "usefulness"):
         table.add_column(name, justify="right")
     plan = plan_of(config)
     exits = plan.predicting()
-    for k, bpb in enumerate(results["bpb"]["prefix"]):
+    for k, value in enumerate(results[measure]["prefix"]):
         table.add_row(
             _exit_name(config, plan, exits, k),
-            number(bpb),
+            shown(value),
             number(results["ece"][k]),
             number(results["effective_rank"][k], 1),
             number(results["usefulness"][k]),
         )
     if len(exits) > 1:
         for how in POOLINGS:
-            table.add_row(f"{how} of all stages", number(results["bpb"].get(how)), DASH, DASH, DASH)
+            table.add_row(f"{how} of all stages", shown(results[measure].get(how)), DASH, DASH, DASH)
         name = f"model: {predicts_by(plan)}"
-        table.add_row(name, number(results["bpb"]["prediction"]), DASH, DASH, DASH)
+        table.add_row(name, shown(results[measure]["prediction"]), DASH, DASH, DASH)
     return table
+
+
+def accuracy_text(share: object) -> str:
+    """A share of right answers in percent."""
+    return DASH if number(share) == DASH else f"{number(100 * share, 2)} %"  # type: ignore[operator]
 
 
 def predicts_by(plan: Plan) -> str:

@@ -15,6 +15,7 @@ import tyro
 from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.flags import flags_of
 from topograd.cli.main import INTERRUPTED
+from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.config import TrainConfig, preset
 
@@ -29,9 +30,12 @@ class Train:
     """Train a model, or continue a run with --resume. The preset sets every default below.
 
     Whatever a topology can be, the [topology] table of a --config file can say; the flags below are for the
-    common cases, and win over the file.
+    common cases, and win over the file. Networks on pictures have flags of their own: topograd train --task
+    images --help.
     """
 
+    task: Literal["text", "images"] = "text"
+    """What is learned: the next token of a text, or the class of a picture."""
     preset: Literal["tiny", "small", "base"] = "small"
     """tiny takes seconds, small about four minutes, base 14 hours on two cores."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
@@ -62,7 +66,9 @@ def run(argv: list[str]) -> int:
             return 0
         trainer = resume(asked.resume, asked.from_)
     else:
-        trainer = start(asked.settings, asked.out or fresh_folder(asked.preset, asked.settings))
+        images = asked.settings.images
+        name = asked.preset if images is None else images.model.replace(":", ".")
+        trainer = start(asked.settings, asked.out or fresh_folder(name, asked.settings))
     return _train(asked, trainer)
 
 
@@ -72,6 +78,7 @@ def _read(argv: list[str]) -> Train:
     first.add_argument("--preset", nargs="?")
     first.add_argument("--config", nargs="?")
     first.add_argument("--init", nargs="?")
+    first.add_argument("--task", nargs="?")
     known = first.parse_known_args(argv)[0]
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     if "--resume" in flags:
@@ -83,6 +90,11 @@ def _read(argv: list[str]) -> Train:
             )
     elif "--from" in flags:
         raise ConfigError("--from names a checkpoint of the run to --resume; give that run too")
+    if known.task == "images":
+        asked, settings = read_image_flags(argv)
+        return Train(
+            task="images", out=asked.out, stop_after=asked.stop_after, json=asked.json, settings=settings
+        )
     settings = preset(known.preset or Train.preset)
     if known.init is not None and known.init.strip():
         settings = _shaped_like(settings, Path(known.init))
@@ -159,14 +171,14 @@ def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     """Settings and results of a run that has nothing left to train; None if there is something to do."""
     from topograd.cli.results import stored_results
     from topograd.runs.folder import Run
-    from topograd.runs.session import open_session
+    from topograd.runs.session import open_run
 
     assert asked.resume is not None
     folder = Run.open(asked.resume)
     results = stored_results(folder) if asked.from_ is None else None
     if results is None or not results.get("finished"):
         return None
-    session = open_session(asked.resume)  # says so if the weights that the results speak of are damaged
+    session = open_run(asked.resume)  # says so if the weights that the results speak of are damaged
     return session.config, results
 
 
@@ -176,8 +188,8 @@ def _train(asked: Train, trainer: Trainer) -> int:
     config = trainer.config
     for reason in trainer.data.skipped:
         note(f"not read: {reason}")
-    tokens = config.batch * config.accumulate * config.model.context
-    with training_progress(trainer.run.folder.name, tokens) as on_step:
+    units = config.accumulate * trainer.task.units
+    with training_progress(trainer.run.folder.name, units, trainer.task.unit) as on_step:
         results = trainer.train(asked.stop_after, on_step)
     _show(asked, trainer.config, results)
     if "halted" in results:

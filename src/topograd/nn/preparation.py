@@ -29,6 +29,7 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     """
     plan = Plan.of(topology, len(stack.layers))
     wanted = plan.topology
+    stack.arrange(plan)
     if wanted.heads == "per-stage":
         stack.add_heads(plan.predicting(), wanted.head_rank)
     add_relays(stack, wanted)

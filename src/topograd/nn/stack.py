@@ -9,9 +9,8 @@ A stack is an embedding, a list of layers and a readout:
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
 token or many; the state's `rewind(marks)` goes back (see `layer_state.py`, `recurrent.py`). A layer with
-`takes_rows` also takes `rows`, the positions at which its output is wanted. A layer with `takes_packed` also
-decodes several rows that lie one behind the other (see `layer_state.PackedStates`). The stage index only
-chooses among per-stage heads. Ragged rows decode together where the layers read `bus.positions` of shape
+`takes_rows` also takes `rows`, the positions at which its output is wanted. The stage index only chooses
+among per-stage heads. Ragged rows decode together where the layers read `bus.positions` of shape
 (batch, time) (see `attention.py`) or `bus.counts` (see `recurrent.py`).
 """
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,9 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 from topograd.nn.packed import packed
 from topograd.nn.relays import RELAYS, Relay
+
+if TYPE_CHECKING:
+    from topograd.topology.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ class Stack(nn.Module):
         if name not in own:
             raise StackError(f"relay {name!r} is unknown; known are {sorted({*RELAYS, *own})}")
         return own[name]
+
+    def arrange(self, plan: Plan) -> None:
+        """Called before heads are added: a stack whose layers have shapes of their own checks the plan
+        here."""
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         """Make sure that these stages have heads of their own; True if parameters were added."""

@@ -93,7 +93,7 @@ def bpb_series(run: RunData) -> Series | None:
 def stage_count(run: RunData) -> int:
     """The number of stages: the longest per-stage list of the evaluation or of the metrics."""
     lists = [numbers(run.evaluation.get(key)) for key in ("ece", "effective_rank", "usefulness")]
-    lists.append(bpb_by_prefix(run.evaluation.get("bpb")))
+    lists.append(bpb_by_prefix(run.evaluation.get("bpb") or run.evaluation.get("accuracy")))
     losses = loss_series(run)
     return max([len(values) for values in lists] + [losses.stages if losses else 0])
 

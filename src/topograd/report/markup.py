@@ -18,13 +18,22 @@ def escape(value: object) -> str:
 
 
 def document(
-    title: str, lead: str, links: Iterable[tuple[str, str]], parts: Iterable[str], tiles: str = ""
+    title: str,
+    lead: str,
+    links: Iterable[tuple[str, str]],
+    parts: Iterable[str],
+    tiles: str = "",
+    pictures: bool = False,
 ) -> str:
-    """A whole page: its title, a paragraph in plain words, tiles, contents (anchor, words), and its parts."""
+    """A whole page: its title, a paragraph in plain words, tiles, contents (anchor, words), and its parts.
+
+    With `pictures` it may hold some, written into the page itself; still nothing is loaded.
+    """
+    policy = f"{POLICY}; img-src data:" if pictures else POLICY
     items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
     lines = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title>",
         f"<style>{STYLESHEET}</style>\n</head>\n<body>\n<header>",

@@ -8,7 +8,7 @@ page is written last, so a page never speaks of figures that are not there.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,17 @@ def write_report(
 
     Figures of an earlier report that this one leaves out are removed. The same data gives the same bytes.
     """
-    figures = path.parent / "figures"
     with style():
         panels = _panels(staged, backprop, comparison)
         drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
     svgs = {name: svg for name, (svg, _) in drawn.items()}
-    page = _page(staged, backprop, comparison, decoding, panels, svgs)
+    save_page(path, _page(staged, backprop, comparison, decoding, panels, svgs), panels, drawn)
+    return path
+
+
+def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str, tuple[str, bytes]]) -> None:
+    """Write the figures beside the page, and the page last; figures that were left out are removed."""
+    figures = path.parent / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)
         for panel in panels:
@@ -63,7 +68,6 @@ def write_report(
         raise RunError(
             f"cannot write the report {path} ({problem.strerror}); pass a file in a folder you can write"
         ) from None
-    return path
 
 
 def _panels(

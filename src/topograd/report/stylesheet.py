@@ -55,6 +55,13 @@ pre {
 pre b { color: var(--accent); }
 .sample { margin-top: 1.1rem; }
 .sample figcaption { margin: 0 0 .35rem; }
+.gallery { display: flex; flex-wrap: wrap; gap: .6rem; margin: .3rem 0 1rem; }
+.gallery figure { width: 4.6rem; text-align: center; }
+.gallery img {
+  width: 4.2rem; height: 4.2rem; object-fit: contain; image-rendering: pixelated; border: 1px solid
+  var(--line);
+}
+.gallery figcaption { font-size: .78rem; line-height: 1.25; margin: .15rem 0 0; }
 .missing { border-left: 3px solid var(--line); padding-left: .9rem; }
 @media print { body { background: #ffffff; } section { break-inside: avoid; } }
 """

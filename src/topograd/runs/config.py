@@ -14,16 +14,20 @@ import tyro
 
 from topograd.errors import ConfigError
 from topograd.nn.config import MOST, GPTConfig, SegmentInterface
+from topograd.nn.images.config import ImageConfig
 from topograd.nn.transformer_config import TransformerConfig
 from topograd.registry import Registry
 from topograd.runs.reading import build_dataclass
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
 from topograd.runs.topology_config import TopologyConfig
+from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 
 VERSION = 2
 """Of `config.toml`. Version 1 had no [topology] table, and counted alternating layers from the last."""
+_OF_TEXT = ("model", "tokenizer", "eval_bytes")
+"""Settings that say nothing of a network on pictures."""
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
     {
@@ -180,6 +184,9 @@ class TrainConfig:
     """What is searched for while the weights learn."""
     imported: Annotated[TransformerConfig | None, tyro.conf.Suppress] = None
     """The shape of a model from outside; `model` then only says its sizes."""
+    images: Annotated[ImageConfig | None, tyro.conf.Suppress] = None
+    """A network on pictures (`train --task images`); `model`, `tokenizer` and `eval_bytes` then say
+    nothing."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "keep", "eval_bytes"):
@@ -194,6 +201,8 @@ class TrainConfig:
             )
         if self.init is not None and not self.init.strip():
             raise ConfigError("init is empty; give the folder of a run, or leave it out")
+        if self.images is not None:
+            self._check_images(self.images)
         topology = self.build_topology()
         if self.topology.interface is not None:
             SegmentInterface.parse(self.topology.interface).segment(self.model.context)
@@ -206,12 +215,36 @@ class TrainConfig:
                     f"optimizer.stages names stage {own.stage}; the topology has {len(topology.stages)}"
                 )
 
+    def _check_images(self, images: ImageConfig) -> None:
+        """What goes only with text is refused; `model` becomes what its sizes are here."""
+        for name, given in (
+            ("interface", self.topology.interface is not None),
+            ("search", self.search.kind != "none"),
+            ("imported", self.imported is not None),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{name} is for models of text, and these settings have [images]; leave it out"
+                )
+        if self.data is None:
+            raise ConfigError("data is missing; give a folder of IDX or CIFAR binary files, or digits")
+        sizes = GPTConfig(layers=images.layers, width=2, heads=1, vocab=images.classes, context=1)
+        object.__setattr__(self, "model", sizes)
+
     def build_topology(self) -> Topology:
         """The stage DAG that these settings name."""
-        return self.topology.build(self.model.layers)
+        layers = self.model.layers
+        if self.images is not None and self.topology.graph == "forest":  # each branch is a network of its own
+            layers = sum(Composition.parse(branch).layers for branch in self.topology.branches)
+        return self.topology.build(layers)
 
-    def stack_config(self) -> GPTConfig | TransformerConfig:
-        """The model's shape with the layers of private decoders, which lie behind its own."""
+    def stack_config(self) -> GPTConfig | TransformerConfig | ImageConfig:
+        """The model's shape with the layers of private decoders, which lie behind its own.
+
+        A network on pictures is laid out by its topology, whatever its own number of layers.
+        """
+        if self.images is not None:
+            return self.images
         layers = self.build_topology().layers
         return replace(self.model if self.imported is None else self.imported, layers=layers)
 
@@ -229,7 +262,11 @@ class TrainConfig:
         return replace(self, **rest)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **asdict(self)}
+        values = {"version": VERSION, **asdict(self)}
+        if self.images is not None:
+            for name in _OF_TEXT:
+                del values[name]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windows
+from topograd.data.images import ImageData, Pictures, read_images, read_test_images
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
+from topograd.nn.images.config import ImageConfig
+from topograd.nn.images.stack import make_image_stack
 from topograd.nn.preparation import prepare as prepare_stack
 from topograd.nn.stack import Stack
 from topograd.nn.transformer import Transformer
@@ -29,27 +32,46 @@ from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
 
 
-@dataclass
-class Session:
-    """A trained model, ready to be read."""
+@dataclass(kw_only=True)
+class Opened:
+    """A trained model of any task, ready to be read."""
 
     run: Run
     config: TrainConfig
     stack: Stack
     plan: Plan
-    tokenizer: Tokenizer
     step: int
     weights: str
     """SHA-256 of the weights that were loaded."""
 
 
+@dataclass(kw_only=True)
+class Session(Opened):
+    """A trained model of text."""
+
+    tokenizer: Tokenizer
+
+
 def open_session(folder: Path | str, name: str | None = None) -> Session:
-    """The run in `folder` with its newest checkpoint, or the one called `name`."""
+    """The run in `folder` with its newest checkpoint, or the one called `name`; one on pictures is
+    refused."""
     run = Run.open(folder)
+    if read_settings(run).images is not None:
+        raise RunError(
+            f"{folder} was trained on images, and this needs a model of text; topograd eval, compare and "
+            "report "
+            "read runs on images"
+        )
     tokenizer = read_tokenizer(run)
+    return Session(**vars(open_run(folder, name, tokenizer)), tokenizer=tokenizer)
+
+
+def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer | None = None) -> Opened:
+    """The run in `folder` with its newest checkpoint, or the one called `name`, whatever its task."""
+    run = Run.open(folder)
     found = find_checkpoint(run, name)
     config = topology_at(read_settings(run), run.store.extra(found))
-    if config.imported is None and tokenizer.vocab != config.model.vocab:
+    if tokenizer is not None and config.imported is None and tokenizer.vocab != config.model.vocab:
         raise RunError(
             f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}; "
             "restore it"
@@ -60,7 +82,7 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
     loaded = run.store.load(found, stack)
     check_owner(run, loaded)
     stack.to(device_of(config)).eval()
-    return Session(run, config, stack, plan, tokenizer, loaded.step, loaded.weights)
+    return Opened(run=run, config=config, stack=stack, plan=plan, step=loaded.step, weights=loaded.weights)
 
 
 def read_settings(run: Run) -> TrainConfig:
@@ -120,7 +142,9 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
     torch.manual_seed(config.seed)
     shape, device = config.stack_config(), device_of(config)
     stack: Stack
-    if isinstance(shape, GPTConfig):
+    if isinstance(shape, ImageConfig):
+        stack = make_image_stack(shape, config.build_topology()).to(device)
+    elif isinstance(shape, GPTConfig):
         stack = GPT(shape).to(device)
     else:
         with torch.device("meta" if empty else device):
@@ -146,6 +170,25 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
     if config.imported is not None:  # its head may have rows that no token has
         return config, data
     return replace(config, model=replace(config.model, vocab=data.tokenizer.vocab)), data
+
+
+def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:
+    """The pictures of the settings, and the settings with their true size, classes, mean and spread."""
+    assert config.images is not None, "these are settings of text"
+    assert config.data is not None, "settings with [images] have data"
+    data = read_images(config.data)
+    mean, std = data.statistics()
+    images = replace(config.images, shape=data.shape, classes=data.classes, mean=mean, std=std)
+    return replace(config, images=images), data
+
+
+def heldout_images(opened: Opened, data: Path | str | None = None, most: int | None = None) -> Pictures:
+    """The held-out pictures of a run on images, or those of another folder."""
+    images = opened.config.images
+    if images is None or opened.config.data is None:
+        raise RunError(f"{opened.run.folder} was trained on text; this needs a run on images")
+    found = read_test_images(opened.config.data if data is None else data, images.shape, images.classes)
+    return found.sample(most or images.eval_images)
 
 
 def heldout_text(session: Session, data: Path | None = None, limit_bytes: int | None = None) -> Text:

@@ -78,6 +78,15 @@ class Evaluation:
         """Plain numbers, as `--json` prints them and a run keeps them."""
         return asdict(self)
 
+    @property
+    def logged(self) -> dict[str, Any]:
+        """What the run's log keeps."""
+        return {"bpb": asdict(self.bpb)}
+
+    @property
+    def words(self) -> str:
+        return f"BPB {self.bpb.prediction:.3f}"
+
 
 class _Tally:
     """Sums over tokens, in float64."""
@@ -99,7 +108,7 @@ class _Tally:
             self.stages[k] += (nats := _nats(z, targets))
             self.exits[k] += nats if exit_ is z else _nats(exit_, targets)
             self.running[k] += _nats(total, targets)
-            self.bins[k] += _bins(exit_, targets)
+            self.bins[k] += confidence_bins(exit_, targets)
         for how in self.pooled:
             self.pooled[how] += _nats(pool(alone, how), targets)
         self.full += _nats(full, targets)
@@ -158,16 +167,16 @@ def _tally_chunks(
     for start in range(0, len(targets), size):
         rows = slice(start, start + size)
         z = {k: stack.readout(hidden[k][rows], plan.stages[k].head).float() for k in stages}
-        exits = [_sum(z, plan.prediction.after(k)) for k in stages]
+        exits = [pooled_logits(z, plan.prediction.after(k)) for k in stages]
         if path is None or side is None:
-            full = _sum(z, plan.prediction.full)
+            full = pooled_logits(z, plan.prediction.full)
         else:
             some = {k: h[rows] for k, h in side.items()}
             full = predict(stack, path.plan, some, path.plan.prediction.full).float()
         tally.add(list(z.values()), exits, full, targets[rows])
 
 
-def _sum(logits: dict[int, Tensor], terms: Terms) -> Tensor:
+def pooled_logits(logits: dict[int, Tensor], terms: Terms) -> Tensor:
     """Σ w z of a prediction; a single term of weight 1 is that stage's tensor itself."""
     if len(terms) == 1 and terms[0][1] == 1:
         return logits[terms[0][0]]
@@ -190,7 +199,7 @@ def _evaluation(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> Evalu
     return Evaluation(
         bpb=bpb,
         ece=[calibration_error(bins) for bins in tally.bins],
-        reliability=[_reliability(bins) for bins in tally.bins],
+        reliability=[reliability(bins) for bins in tally.bins],
         effective_rank=[activation_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
         usefulness=[None, *((tally.running[:-1] - tally.running[1:]) / tokens).tolist()],
         tokens=tally.tokens,
@@ -202,7 +211,7 @@ def _nats(logits: Tensor, targets: Tensor) -> float:
     return F.cross_entropy(logits, targets, reduction="sum").double().item()
 
 
-def _bins(logits: Tensor, targets: Tensor) -> Tensor:
+def confidence_bins(logits: Tensor, targets: Tensor) -> Tensor:
     """(BINS, 3): tokens, summed confidence and summed hits in each bin of the largest probability."""
     confidence, guess = logits.softmax(-1).max(-1)
     where = (confidence.nan_to_num() * BINS).long().clamp(max=BINS - 1)  # nan, of a broken stage, is kept
@@ -216,7 +225,7 @@ def calibration_error(bins: Tensor) -> float:
     return ((bins[:, 1] - bins[:, 2]).abs().sum() / bins[:, 0].sum().clamp(min=1)).item()
 
 
-def _reliability(bins: Tensor) -> dict[str, list[float | None]]:
+def reliability(bins: Tensor) -> dict[str, list[float | None]]:
     """Mean confidence and accuracy of each bin; None where a bin is empty."""
     table: dict[str, list[float | None]] = {"confidence": [], "accuracy": [], "count": []}
     for count, confidence, hits in bins.tolist():

@@ -12,7 +12,8 @@ one graph, one backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -96,7 +97,7 @@ def train_step(
             continue
         received = [_receive(port, lam, messages, stream, opened) for port, lam in planned.inputs]
         own_bus = bus if planned.live_bus else detached_bus
-        with torch.set_grad_enabled(not planned.stage.frozen):
+        with torch.set_grad_enabled(not planned.stage.frozen), _still(stack, planned):
             h, sent = run_stage(stack, planned, received, own_bus, lean=not planned.predicts)
             if planned.scale > 0:
                 objective = asked[planned.index]
@@ -126,6 +127,20 @@ def _given(plan: Plan, states: Mapping[int, Tensor], keep: bool) -> set[int]:
         if planned.stage.frozen and planned.scale == 0 and known and not read:
             given.add(planned.index)
     return given
+
+
+@contextmanager
+def _still(stack: Stack, planned: PlannedStage) -> Iterator[None]:
+    """Within it, the layers of a frozen stage run as in inference: BatchNorm's running means do not move."""
+    frozen = planned.layers if planned.stage.frozen else ()
+    moving = [m for i in frozen for m in stack.layers[i].modules() if m.training]
+    for module in moving:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in moving:
+            module.training = True
 
 
 def _receive(

@@ -118,7 +118,7 @@ class TrainingLoop:
     def _one(self, plan: Plan, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
         if self.backward != "autograd":
             return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
-        taught = None if self.teacher is None else teacher_logits(self.teacher, inputs)
+        taught = None if self.teacher is None else teacher_logits(self.teacher, inputs, targets)
         return train_step(
             self.stack, plan, inputs, targets, teacher=taught, objectives=self.objectives, scale=scale
         )

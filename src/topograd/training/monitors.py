@@ -17,7 +17,7 @@ from typing import Any
 
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor
-from topograd.training.evaluation import Evaluation
+from topograd.training.tasks import Reading
 from topograd.training.trainer import OnStep, Trainer
 
 WINDOW = 10
@@ -42,7 +42,7 @@ class GeometryLog:
     ) -> None:
         self._stream.__exit__(kind, error, trace)
 
-    def __call__(self, step: int, steps: int, losses: list[float], reading: Evaluation | None) -> None:
+    def __call__(self, step: int, steps: int, losses: list[float], reading: Reading | None) -> None:
         self._stream(step, steps, losses, reading)
         if step in self._stream.history:
             self._log(self._record(step))

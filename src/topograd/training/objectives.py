@@ -194,10 +194,14 @@ def stage_loss(
     return total / (y != -100).sum().clamp(min=1)
 
 
-def teacher_logits(teacher: Predictor, inputs: Tensor) -> Logits:
-    """A frozen model as a teacher: its hidden states are kept, what it predicts is made by the chunk."""
+def teacher_logits(teacher: Predictor, inputs: Tensor, targets: Tensor | None = None) -> Logits:
+    """A frozen model as a teacher: its hidden states are kept, what it predicts is made by the chunk.
+
+    `targets` say how many rows there are, where there is not one for each of the inputs: a picture has one.
+    """
+    like = inputs if targets is None else targets
     with torch.no_grad():
         outputs = teacher.outputs(inputs)
-    flat = {k: h.reshape(inputs.numel(), *h.shape[inputs.dim() :]) for k, h in outputs.items()}
+    flat = {k: h.reshape(like.numel(), *h.shape[like.dim() :]) for k, h in outputs.items()}
     full = teacher.plan.prediction.full
     return lambda rows: predict(teacher.stack, teacher.plan, {k: h[rows] for k, h in flat.items()}, full)

@@ -2,14 +2,15 @@
 
 | group      | parameters                                 | muon+adamw | adamw | sgd | ddc-adam | ddc-muon |
 |------------|--------------------------------------------|------------|-------|-----|----------|----------|
-| matrices   | 2-D weights inside the layers              | Muon       | AdamW | SGD | DDCAdam  | DDCMuon  |
+| matrices   | 2-D and 4-D weights inside the layers      | Muon       | AdamW | SGD | DDCAdam  | DDCMuon  |
 | embeddings | weights of nn.Embedding, wherever they are | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
 | head       | 2-D weights outside the layers             | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
 | scalars    | everything else: gains, gates, biases      | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
 | relays     | what the stack's own relays have           | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
 
-Steps of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): relays go slowly. A head
-that is tied to the embedding counts as a head.
+Kernels of convolutions are 4-D: where matrices get Muon or DDCMuon, they get AdamW or DDCAdam at 0.002. Steps
+of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): relays go slowly. A head that
+is tied to the embedding counts as a head.
 
 An optimizer of your own is `make(groups, config, stack) -> {name: optimizer}`, named in the settings as
 `package.module:make` or registered in `runs.config.OPTIMIZERS`. `groups` has the parameters of each group by
@@ -46,6 +47,9 @@ Groups = Mapping[str, Mapping[str, nn.Parameter]]
 """Parameters by group and by name."""
 Make = Callable[[Groups, OptimizerConfig, Stack], dict[str, Optimizer]]
 GROUPS = ("matrices", "embeddings", "head", "scalars", "relays")
+KERNELS = "kernels"
+ADAM_RATE = 0.002
+"""Of matrices with Adam, and of kernels beside Muon."""
 SPREAD = 0.02
 """Of MLP outputs that are zero, where a rescaling needs their norm."""
 
@@ -136,6 +140,8 @@ def parameter_groups(stack: Stack) -> dict[str, dict[str, nn.Parameter]]:
             group = "embeddings"
         elif parameter.dim() == 2:
             group = "matrices" if id(parameter) in layered else "head"
+        elif parameter.dim() == 4 and id(parameter) in layered:
+            group = "matrices"
         else:
             group = "scalars"
         groups[group][name] = parameter
@@ -161,6 +167,7 @@ def stage_parameters(stack: Stack, plan: Plan, stages: Iterable[int]) -> list[nn
 def muon_and_adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
     """Muon for the layers' matrices, AdamW for everything else."""
     made: dict[str, Optimizer] = {}
+    groups = _kernels_apart(groups)
     if groups["matrices"]:
         made["muon"] = Muon(
             list(groups["matrices"].values()),
@@ -169,7 +176,7 @@ def muon_and_adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dic
             momentum=config.momentum,
             ns_steps=config.newton_schulz_steps,
         )
-    rest = _listed(groups, config, GROUPS[1:])
+    rest = _listed(groups, config, (*GROUPS[1:], KERNELS))
     if rest:
         made["adamw"] = torch.optim.AdamW(rest, betas=config.betas, eps=1e-10, weight_decay=0.0, fused=True)
     return made
@@ -177,7 +184,7 @@ def muon_and_adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dic
 
 def adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
     """AdamW for everything; only the layers' matrices decay."""
-    listed = _listed(groups, config, GROUPS, matrices=0.002)
+    listed = _listed(groups, config, GROUPS, matrices=ADAM_RATE)
     return {"adamw": torch.optim.AdamW(listed, betas=config.betas, eps=1e-10, weight_decay=0.0, fused=True)}
 
 
@@ -189,7 +196,7 @@ def sgd(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Opti
 
 def ddc_adam(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
     """DDCAdam for everything: its step commutes with the symmetries of the MLPs and of the heads."""
-    listed = _listed(groups, config, GROUPS, matrices=0.002, named=True)
+    listed = _listed(groups, config, GROUPS, matrices=ADAM_RATE, named=True)
     gauges = [*mlp_gauges(stack, groups), *head_gauges(stack, groups)]
     return {"ddc-adam": DDCAdam(listed, gauges, betas=config.betas, eps=1e-10)}
 
@@ -197,6 +204,7 @@ def ddc_adam(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str,
 def ddc_muon(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str, Optimizer]:
     """DDCMuon for the layers' matrices, DDCAdam for everything else."""
     made: dict[str, Optimizer] = {}
+    groups = _kernels_apart(groups)
     if groups["matrices"]:
         made["ddc-muon"] = DDCMuon(
             list(groups["matrices"].items()),
@@ -205,7 +213,7 @@ def ddc_muon(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
-    rest = _listed(groups, config, GROUPS[1:], named=True)
+    rest = _listed(groups, config, (*GROUPS[1:], KERNELS), named=True)
     if rest:
         made["ddc-adam"] = DDCAdam(rest, head_gauges(stack, groups), betas=config.betas, eps=1e-10)
     return made
@@ -236,6 +244,13 @@ def head_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
     return [HeadShift("head.weight", deltas, rows=True)] if whole and known else []
 
 
+def _kernels_apart(groups: Groups) -> Groups:
+    """The groups with the kernels of convolutions, which Muon cannot step, in one of their own."""
+    kernels = {name: p for name, p in groups["matrices"].items() if p.dim() > 2}
+    matrices = {name: p for name, p in groups["matrices"].items() if p.dim() == 2}
+    return {**groups, "matrices": matrices, KERNELS: kernels}
+
+
 def _matrix_rate(config: OptimizerConfig, default: float) -> float:
     return default if config.matrices is None else config.matrices
 
@@ -251,8 +266,10 @@ def _listed(
     listed: list[dict[str, Any]] = []
     for name in names:
         if groups[name]:
-            rate = _matrix_rate(config, matrices) if name == "matrices" else getattr(config, name)
-            decay = config.weight_decay if name == "matrices" else 0.0
+            layered = name in ("matrices", KERNELS)
+            fixed = ADAM_RATE if name == KERNELS else _matrix_rate(config, matrices)
+            rate = fixed if layered else getattr(config, name)
+            decay = config.weight_decay if layered else 0.0
             params = list(groups[name].items() if named else groups[name].values())
             listed.append({"params": params, "lr": rate, "weight_decay": decay})
     return listed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from topograd.data import Tokenizer
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import open_session
+from topograd.runs.session import open_run, open_session
 from topograd.training.forward import Predictor
 from topograd.training.objectives import Distillation, Objective
 
@@ -38,6 +38,24 @@ def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
         )
     session.stack.to(config.device).requires_grad_(False)
     return Teacher(Predictor(session.stack, session.plan), session.weights)
+
+
+def open_image_teacher(config: TrainConfig) -> Teacher | None:
+    """The run on pictures that the settings name as the teacher, if it names the student's classes."""
+    folder = config.topology.teacher
+    if folder is None:
+        return None
+    opened = open_run(folder)
+    theirs, ours = opened.config.images, config.images
+    assert ours is not None
+    if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
+        raise ConfigError(
+            f"teacher {folder} was not trained on pictures of {ours.shape} with {ours.classes} classes; "
+            "train it "
+            "and its student on the same pictures"
+        )
+    opened.stack.to(config.device).requires_grad_(False)
+    return Teacher(Predictor(opened.stack, opened.plan), opened.weights)
 
 
 def objectives_of_config(config: TrainConfig) -> dict[str, Objective]:

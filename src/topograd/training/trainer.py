@@ -18,32 +18,34 @@ from typing import Any
 
 import torch
 
-from topograd.data import Loader, Prepared, Text, windows
+from topograd.data import Prepared, Text, Tokenizer
+from topograd.data.images import DIGITS
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import (
-    Session,
+    Opened,
     bind_tokenizer,
     build_stack,
     check_owner,
     find_checkpoint,
     load_data,
-    open_session,
+    load_images,
+    open_run,
     read_settings,
     read_tokenizer,
     topology_at,
 )
 from topograd.topology.plan import Plan
-from topograd.training.evaluation import Evaluation, evaluate
 from topograd.training.loop import Step, TrainingLoop
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
-from topograd.training.teacher import Teacher, objectives_of_config, open_teacher
+from topograd.training.tasks import Data, Reading, TextTask, task_of
+from topograd.training.teacher import Teacher, objectives_of_config
 
-OnStep = Callable[[int, int, list[float], Evaluation | None], None]
+OnStep = Callable[[int, int, list[float], Reading | None], None]
 """Called after each step with (step, steps, losses, evaluation or None)."""
 TRAINERS: Registry[type[Trainer]] = Registry(
     "search",
@@ -59,21 +61,24 @@ TRAINERS: Registry[type[Trainer]] = Registry(
 def start(config: TrainConfig, folder: Path | str) -> Trainer:
     """A new run in an empty folder."""
     run = Run.create(folder)
-    if config.data is not None:
+    if config.data is not None and not (config.images is not None and config.data == DIGITS):
         config = replace(config, data=str(Path(config.data).absolute()))
     if config.topology.teacher is not None:
         config = config.changed(teacher=str(Path(config.topology.teacher).absolute()))
     base = None
     if config.init is not None:
-        base = open_session(Path(config.init).absolute())
+        base = open_run(Path(config.init).absolute())
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
         raise ConfigError("an imported model's tokenizer is asked for; give init, the run to begin with")
-    config, data = load_data(config, None if base is None else base.tokenizer)
+    config, data = _load(
+        config, None if base is None or config.images is not None else read_tokenizer(base.run)
+    )
     trainer = TRAINERS[config.search.kind](run, config, data)  # first: what does not fit is refused here
     if base is not None:
         begin_from(trainer.stack, base)
-    bind_tokenizer(run, data.tokenizer)
+    if isinstance(data, Prepared):
+        bind_tokenizer(run, data.tokenizer)
     run.write_config(config.as_dict())
     return trainer
 
@@ -84,8 +89,8 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     config = read_settings(run)
     run.manifest.verify(run.tokenizer_file.name)
     saved = read_tokenizer(run) if run.tokenizer_file.exists() else None
-    config, data = load_data(config, saved)
-    if saved is None:  # the run of an earlier version, killed before it wrote one
+    config, data = _load(config, saved)
+    if saved is None and isinstance(data, Prepared):  # of an earlier version, killed before it wrote one
         bind_tokenizer(run, data.tokenizer)
     found = find_checkpoint(run, name) if name is not None or run.store.names() else None
     if found is not None:
@@ -94,12 +99,17 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     if found is not None:
         trainer.load(found)
     elif config.init is not None:
-        begin_from(trainer.stack, open_session(config.init))
+        begin_from(trainer.stack, open_run(config.init))
     return trainer
 
 
+def _load(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[TrainConfig, Data]:
+    """What the settings train on, and the settings with what it says of itself."""
+    return load_images(config) if config.images is not None else load_data(config, tokenizer)
+
+
 @torch.no_grad()
-def begin_from(stack: Stack, base: Session) -> None:
+def begin_from(stack: Stack, base: Opened) -> None:
     """Give a stack the weights of a run; heads, relays and layers that the run lacks stay as they are."""
     own, given = stack.state_dict(), base.stack.state_dict()
     foreign = sorted(name for name in given if name not in own)
@@ -119,13 +129,13 @@ def begin_from(stack: Stack, base: Session) -> None:
 class Trainer:
     """A run under way."""
 
-    def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
+    def __init__(self, run: Run, config: TrainConfig, data: Data) -> None:
         self.run, self.config, self.data = run, config, data
         self._known = run.store.names()
         """The run's checkpoints as this trainer knows them."""
-        self.loader = Loader(data.train, config.model.context, config.batch, config.seed)
-        self.text = Text(*windows(data.heldout, data.tokenizer, config.model.context, config.eval_bytes))
-        self.teacher: Teacher | None = open_teacher(config, data.tokenizer)
+        self.task = task_of(config, data)
+        self.loader = self.task.loader
+        self.teacher: Teacher | None = self.task.teacher(config)
         self.stack, self.plan = build_stack(config)
         self.loop = TrainingLoop(
             self.stack,
@@ -142,6 +152,12 @@ class Trainer:
         if config.compile:
             for layer in self.stack.layers:
                 layer.compile()
+
+    @property
+    def text(self) -> Text:
+        """What a model of text is read on."""
+        assert isinstance(self.task, TextTask), "settings with [images] have no text"
+        return self.task.text
 
     def load(self, name: str) -> None:
         """Continue from a checkpoint; whatever was logged after it is dropped."""
@@ -229,11 +245,11 @@ class Trainer:
                 if watching:
                     watching(self.step, self.config.steps, losses, reading)
             name = self.save()
-            result = self._summary(reading or evaluate(self.stack, self.plan, self.text), name)
+            result = self._summary(reading or self.task.evaluate(self.stack, self.plan), name)
             self.run.write_results(result)
         return result
 
-    def _summary(self, reading: Evaluation, name: str) -> dict[str, Any]:
+    def _summary(self, reading: Reading, name: str) -> dict[str, Any]:
         halted = [stage + 1 for stage in sorted(self.loop.halted)]
         return {
             "run": str(self.run.folder),
@@ -296,13 +312,13 @@ class Trainer:
         losses = [done.losses[k].item() for k in plan.predicting()]  # the other stages have none
         self.step += 1
         self.seconds += time.perf_counter() - began
-        tokens = self.step * config.accumulate * config.batch * config.model.context
+        seen = self.step * config.accumulate * self.task.units
         record = {
             "kind": "train",
             "step": self.step,
             "loss": losses,
             "grad_norm": done.norm,
-            "tokens": tokens,
+            self.task.unit: seen,
         }
         self.run.log(record | {"seconds": self.seconds})
         if done.halted:
@@ -313,12 +329,11 @@ class Trainer:
             self.finish()
         return losses
 
-    def _maybe_evaluate(self) -> Evaluation | None:
+    def _maybe_evaluate(self) -> Reading | None:
         if not self._due(self.config.eval_every) and self.step != self.config.steps:
             return None
-        reading = evaluate(self.stack, self.plan, self.text)
-        bpb = reading.as_dict()["bpb"]
-        self.run.log({"kind": "eval", "step": self.step, "bpb": bpb, "seconds": self.seconds})
+        reading = self.task.evaluate(self.stack, self.plan)
+        self.run.log({"kind": "eval", "step": self.step, **reading.logged, "seconds": self.seconds})
         return reading
 
 

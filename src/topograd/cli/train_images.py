@@ -1,0 +1,116 @@
+"""The flags of `topograd train --task images`: a network on pictures instead of a model of text.
+
+Networks have other settings than models of text (--model names one, where --model.layers is a setting of the
+other), so the two tasks have flags of their own, made from a dataclass each, and the same settings, trainer
+and run come of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from topograd.cli.console import Json, parse
+from topograd.cli.flags import as_typed, flags_of
+from topograd.errors import ConfigError, TopogradError
+from topograd.nn.images.config import Activation, ImageConfig
+from topograd.runs.config import OptimizerConfig, TrainConfig
+from topograd.runs.topology_config import TopologyConfig
+
+_NETWORK = ("widths", "depth", "activation", "patch", "heads", "eval_images")
+
+
+def image_optimizer() -> OptimizerConfig:
+    """AdamW at one rate for everything, which falls to nothing: what networks on pictures are trained
+    with."""
+    return OptimizerConfig(
+        name="adamw",
+        matrices=0.002,
+        embeddings=0.002,
+        head=0.002,
+        scalars=0.002,
+        betas=(0.9, 0.99),
+        warmdown=0.7,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainImages:
+    """Train a network on pictures: --data names a folder of IDX or CIFAR binary files, or is the word digits.
+
+    `topograd train --resume DIR` continues a run of any task. Objectives, relays and topologies are those of
+    every run; --objective forward-forward goes with --model forward-forward.
+    """
+
+    task: Literal["images"] = "images"
+    """What is learned; the flags of models of text are shown by: topograd train --help."""
+    data: str
+    """A folder with train- and t10k- IDX files (maybe .gz), or CIFAR's .bin files; or digits, scikit-
+    learn's."""
+    model: str = "mlp"
+    """The network: mlp, vgg, resnet20 (or resnet8, resnet14, ...), vit, forward-forward, or
+    package.module:attribute of your own."""
+    widths: tuple[int, ...] = ()
+    """Widths of the hidden layers, or channels: 256 128 for the mlp that is the default."""
+    depth: int | None = None
+    """Layers of a vit, 6 by default, or of a network of your own."""
+    activation: Activation = "relu"
+    """Of an mlp: relu, sigmoid, or log-odds (the sigmoid's derivative is left out of the gradient)."""
+    patch: int | None = None
+    """Side of a vit's patches; a quarter of the picture by default."""
+    heads: int = 4
+    """Heads of a vit's attention."""
+    out: Path | None = None
+    """The run's folder; by default a new one in runs/."""
+    init: str | None = None
+    """The folder of a run on images whose weights to begin with; new heads and layers start fresh."""
+    stop_after: int | None = None
+    """Stop and save after this step of the schedule; --resume goes on from there."""
+    json: Json = False
+    topology: Annotated[TopologyConfig, tyro.conf.arg(name="")] = field(default_factory=TopologyConfig)
+    """Where gradients flow."""
+    steps: int = 2000
+    """Length of the schedule."""
+    batch: int = 128
+    """Pictures in a step."""
+    accumulate: int = 1
+    """Batches whose gradients add up before a step."""
+    seed: int = 0
+    """Of the weights and of the order of the pictures."""
+    eval_every: int = 500
+    """Steps between evaluations; 0 evaluates only at the end."""
+    eval_images: int = 10_000
+    """Held-out pictures that an evaluation reads."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    bf16: bool = False
+    """Compute in bfloat16 where autocast allows it."""
+    compile: bool = False
+    """Compile the layers with torch.compile."""
+    device: str = "cpu"
+    """Where torch computes: cpu, cuda, mps."""
+    optimizer: OptimizerConfig = field(default_factory=image_optimizer)
+    """The optimizers and their rates."""
+
+    def settings(self) -> TrainConfig:
+        """The settings of the run; sizes and classes are those of the pictures once they are read."""
+        shared = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(self)} - {"model"}
+        network = ImageConfig(model=self.model, **{name: getattr(self, name) for name in _NETWORK})
+        return TrainConfig(images=network, **{name: getattr(self, name) for name in shared})
+
+
+def read_image_flags(argv: list[str]) -> tuple[TrainImages, TrainConfig]:
+    """The flags, and the settings that they describe."""
+    foreign = next((word for word in argv if word.partition("=")[0] in ("--preset", "--config")), None)
+    if foreign is not None:
+        raise ConfigError(f"{foreign} is for models of text; with --task images give the settings as flags")
+    asked = parse(TrainImages, argv, "train --task images")
+    try:
+        return asked, asked.settings()
+    except TopogradError as error:
+        raise type(error)(as_typed(str(error), flags_of(TrainImages), argv)) from None

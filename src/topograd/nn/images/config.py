@@ -1,0 +1,162 @@
+"""The shapes of networks on pictures, as settings. Nothing here needs torch.
+
+    mlp               784-256-128-10: a layer is a matrix and its activation, the last gives the logits itself
+    vgg               3 × 3 convolutions, BatchNorm, ReLU; halved by a max-pooling where channels grow
+    resnetN           N = 6n + 2: n blocks at each of three widths; the stem belongs to the first block
+    vit               patches, attention and an MLP in each layer, the mean of all patches is read
+    forward-forward   every label is laid into the picture; a layer's logits are its goodness
+
+Sources: "Product of Experts" appendix A; He et al. 2016 (CIFAR's ResNet-20); Hinton 2022 (Forward-Forward).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from topograd.errors import StackError
+from topograd.limits import DEPTH, SIZE
+from topograd.registry import Registry
+
+NETWORKS: Registry[Any] = Registry(
+    "model",
+    {
+        "mlp": "topograd.nn.images.mlp:MLP",
+        "vgg": "topograd.nn.images.convolutional:VGG",
+        "resnet20": "topograd.nn.images.convolutional:ResNet",
+        "vit": "topograd.nn.images.vit:ViT",
+        "forward-forward": "topograd.nn.images.forward_forward:ForwardForward",
+    },
+)
+"""Stacks on pictures, made as `network(config, topology)`; `nn/images/stack.py` says what one has."""
+WIDTHS = {
+    "mlp": (256, 128),
+    "vgg": (32, 32, 64, 64, 128, 128),
+    "resnet": (16, 32, 64),
+    "vit": (64,),
+    "forward-forward": (500, 500),
+}
+_RESNET = re.compile(r"resnet(\d{1,4})")
+Activation = Literal["relu", "sigmoid", "log-odds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """A network on pictures, and the pictures that it is for."""
+
+    model: str = "mlp"
+    """mlp, vgg, resnet20 (or 8, 14, 32, ...), vit, forward-forward, or package.module:attribute of your
+    own."""
+    widths: tuple[int, ...] = ()
+    """Widths of the hidden layers or channels of the convolutions; the network's own if not given."""
+    depth: int | None = None
+    """Layers of a vit (6 if not given), or of a network of your own."""
+    activation: Activation = "relu"
+    """Of an mlp: relu, sigmoid, or log-odds, a sigmoid whose derivative is left out of the gradient."""
+    patch: int | None = None
+    """Side of a vit's patches; a quarter of the picture if not given."""
+    heads: int = 4
+    """Heads of a vit's attention."""
+    shape: tuple[int, int, int] = (1, 28, 28)
+    """Channels, height and width of a picture."""
+    classes: int = 10
+    """Classes that there are."""
+    mean: tuple[float, ...] = (0.5,)
+    """What is taken from each channel, on a scale from 0 to 1."""
+    std: tuple[float, ...] = (0.5,)
+    """What each channel is divided by."""
+    eval_images: int = 10_000
+    """Held-out pictures that an evaluation reads."""
+
+    def __post_init__(self) -> None:
+        self._check_network()
+        for name, bounds in (("depth", DEPTH), ("patch", SIZE), ("heads", SIZE), ("classes", SIZE)):
+            value = getattr(self, name)
+            if value is not None and not bounds[0] <= value <= bounds[1]:
+                raise StackError(f"{name} is {value}; it must lie in {bounds[0]:.0f}..{bounds[1]:.0f}")
+        if len(self.shape) != 3 or not all(1 <= size <= SIZE[1] for size in self.shape):
+            raise StackError(f"shape is {self.shape}; it must be channels, height and width")
+        if not all(1 <= width <= SIZE[1] for width in self.widths):
+            raise StackError(f"widths are {self.widths}; each must lie in 1..{SIZE[1]:.0f}")
+        if self.family == "mlp" and self.classes in self.widths:
+            raise StackError(
+                f"widths are {self.widths} and there are {self.classes} classes: a hidden layer as wide as "
+                "the "
+                "logits would be taken for them; choose another width"
+            )
+        if not all(math.isfinite(v) for v in self.mean) or not all(0 < v < math.inf for v in self.std):
+            raise StackError(f"mean is {self.mean} and std {self.std}; give finite numbers, and std above 0")
+        if self.eval_images < 1:
+            raise StackError(f"eval_images is {self.eval_images}; it must be at least 1")
+        self._check_vit()
+
+    @property
+    def family(self) -> str:
+        """mlp, vgg, resnet, vit, forward-forward, or what somebody else's network is called."""
+        return "resnet" if _RESNET.fullmatch(self.model) else self.model
+
+    @property
+    def layers(self) -> int:
+        """Layers of the network, before a topology adds any."""
+        family, widths = self.family, self.own_widths
+        if family == "resnet":
+            return 3 * self.blocks
+        if family == "mlp":
+            return len(widths) + 1
+        if family in ("vgg", "forward-forward"):
+            return len(widths)
+        return 6 if self.depth is None else self.depth
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a ResNet at each of its widths."""
+        found = _RESNET.fullmatch(self.model)
+        return (int(found[1]) - 2) // 6 if found else 0
+
+    @property
+    def own_widths(self) -> tuple[int, ...]:
+        """The widths that are given, or else the network's own."""
+        return self.widths or WIDTHS.get(self.family, ())
+
+    @property
+    def patch_size(self) -> int:
+        """The side of a vit's patches."""
+        return max(min(self.shape[1:]) // 4, 1) if self.patch is None else self.patch
+
+    def _check_network(self) -> None:
+        found = _RESNET.fullmatch(self.model)
+        if found and (int(found[1]) < 8 or (int(found[1]) - 2) % 6):
+            raise StackError(
+                f"model {self.model!r} is unknown; a ResNet has 6n + 2 layers: resnet8, resnet20"
+            )
+        if not found:
+            NETWORKS.check(self.model)
+        family = self.family
+        foreign = family not in WIDTHS
+        if foreign and self.depth is None:
+            raise StackError(f"model {self.model} is somebody's own; give depth, how many layers it has")
+        if self.depth is not None and not foreign and family != "vit":
+            raise StackError(f"depth is {self.depth}, and {self.model} has layers of its own; leave it out")
+        if family == "resnet" and self.widths and len(self.widths) != 3:
+            raise StackError(f"widths are {self.widths}; a ResNet has three")
+        if self.activation != "relu" and family != "mlp":
+            raise StackError(f"activation is {self.activation!r}, which only an mlp can have; leave it out")
+        for name in ("patch", "heads"):
+            default = type(self).__dataclass_fields__[name].default
+            if not foreign and family != "vit" and getattr(self, name) != default:
+                raise StackError(f"{name} is {getattr(self, name)}, which only a vit uses; leave it out")
+
+    def _check_vit(self) -> None:
+        if self.family != "vit":
+            return
+        if len(self.own_widths) != 1 or self.own_widths[0] % self.heads:
+            raise StackError(
+                f"widths are {self.own_widths}; a vit has one, a multiple of its {self.heads} heads"
+            )
+        if self.shape[1] % self.patch_size or self.shape[2] % self.patch_size:
+            raise StackError(
+                f"patch is {self.patch_size}, and pictures are {self.shape[1]} × {self.shape[2]}; it must "
+                "divide both"
+            )

@@ -1,0 +1,226 @@
+"""What every stack on pictures shares: normalised pictures as x0, layers of changing shape, heads that pool.
+
+    x0 = (pixels / 255 - mean) / std            (batch, channels, height, width)
+    h  = layer(h, bus)                          any shape behind the batch
+    z  = W_w pool(h) + b_w                      pool(h) (batch, w); a head for each width w that occurs
+
+Stages whose outputs are equally wide share a head; with per-stage heads each adds a delta of its own
+(`nn/heads.py`). Where a layer stands is the topology's to say: a layer behind the embedding is the network's
+first, one behind layer i its next, and one that starts elsewhere (a private decoder, an appended specialist)
+is a residual layer that keeps the shape and starts as the identity. So a forest is several networks side by
+side.
+
+A subclass writes `layer` and `extra`, and may write `features`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+from topograd.nn.heads import Head
+from topograd.nn.images.config import NETWORKS, ImageConfig
+from topograd.nn.stack import Stack
+from topograd.topology.composition import Composition
+from topograd.topology.configuration import Configuration
+from topograd.topology.dag import EMBEDDING, Stage, Topology
+from topograd.topology.plan import Plan, topology_of
+
+Shape = tuple[int, ...]
+"""Of a hidden state, behind the batch."""
+
+
+class LogitsHead(Head):
+    """The head of a layer that gives logits itself: z = x, and W_k x more where a stage has its own."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(torch.zeros(classes, classes))
+        del self.weight
+        self.register_buffer("weight", torch.eye(classes), persistent=False)
+
+    def forward(self, x: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        if self.has_delta(stage):
+            return super().forward(x, stage, rows)
+        return x if rows is None else x[..., rows]
+
+
+class ImageStack(Stack):
+    """A network on pictures, its layers laid out as a topology has them; by default one behind the other."""
+
+    def __init__(
+        self, config: ImageConfig, topology: Topology | Configuration | Composition | str | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        channels = config.shape[0]
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(config, name)).expand(channels).clone()
+            self.register_buffer(name, values.reshape(channels, 1, 1), persistent=False)
+        self.make_embedding()
+        self.layers = nn.ModuleList()
+        self.head = nn.ModuleDict()
+        self.shapes: list[tuple[Shape, Shape]] = []
+        """What each layer takes and gives."""
+        self._stage_widths: dict[int, int] = {}
+        topology = topology_of(str(config.layers) if topology is None else topology, config.layers)
+        self._build(topology)
+        self.arrange(Plan.of(topology, topology.layers))
+
+    # What a network is made of
+
+    def make_embedding(self) -> None:
+        """Make what `embed` needs beside mean and std."""
+
+    @property
+    def start(self) -> Shape:
+        """The shape of x0."""
+        return self.config.shape
+
+    @abstractmethod
+    def layer(self, depth: int, shape: Shape) -> tuple[nn.Module, Shape]:
+        """The network's layer number `depth`, for what has `shape`, and the shape of what it gives."""
+
+    @abstractmethod
+    def extra(self, shape: Shape) -> nn.Module:
+        """A layer that keeps the shape, and is the identity at first."""
+
+    def features(self, h: Tensor) -> Tensor:
+        """(batch, width) of a hidden state: the mean over all places."""
+        return h.flatten(2).mean(2) if h.dim() > 2 else h
+
+    def feature_width(self, shape: Shape) -> int:
+        """How many numbers `features` gives."""
+        return shape[0]
+
+    # The stack
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        self._check(inputs)
+        mean, std = self.get_buffer("mean"), self.get_buffer("std")
+        return (inputs.to(mean.dtype) / 255 - mean) / std
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        x = self.features(h)
+        logits: Tensor = self.head[str(x.shape[-1])](x, stage, rows)
+        return logits
+
+    def _build(self, topology: Topology) -> None:
+        """Make the layers, each for the place where the topology has it."""
+        made: dict[int, nn.Module] = {}
+        shapes: dict[int, tuple[Shape, Shape]] = {}
+        depths: dict[int, int] = {}
+        for stage in topology.stages:
+            shape, depth = self._source(topology, stage, shapes, depths)
+            for i in range(stage.start, stage.stop):
+                if i not in made:
+                    fresh = depth is not None and depth < self.config.layers
+                    before = shape
+                    if fresh:
+                        assert depth is not None
+                        made[i], shape = self.layer(depth, before)
+                    else:
+                        made[i] = self.extra(before)
+                    shapes[i], depths[i] = (before, shape), -1 if depth is None else depth
+                shape = shapes[i][1]
+                depth = None if depth is None else depth + 1
+        self.layers.extend(made[i] for i in sorted(made))
+        self.shapes = [shapes[i] for i in sorted(shapes)]
+
+    def _source(
+        self,
+        topology: Topology,
+        stage: Stage,
+        shapes: dict[int, tuple[Shape, Shape]],
+        depths: dict[int, int],
+    ) -> tuple[Shape, int | None]:
+        """The shape that a stage starts from, and how many of the network's layers lie behind it."""
+        source, tap = topology.tap(stage.sources[0])
+        if source == EMBEDDING:
+            return self.start, 0
+        behind = depths[tap - 1]
+        goes_on = stage.start == tap and behind >= 0
+        return shapes[tap - 1][1], behind + 1 if goes_on else None
+
+    def arrange(self, plan: Plan) -> None:
+        """Check that every stage hears what its first layer takes, and note how wide it ends."""
+        for planned in plan.stages:
+            taken = self.shapes[planned.stage.start][0]
+            for port, _ in planned.inputs:
+                given = self.start if port.source == EMBEDDING else self.shapes[port.layer - 1][1]
+                if given != taken:
+                    shown = [" × ".join(map(str, shape)) for shape in (given, taken)]
+                    raise StackError(
+                        f"stage {planned.index + 1} is given {shown[0]} and its first layer takes "
+                        f"{shown[1]}; "
+                        "build the network for this topology, or choose another"
+                    )
+            width = self.feature_width(self.shapes[planned.stage.stop - 1][1])
+            self._stage_widths[planned.head] = width
+            if planned.predicts:
+                self._add_head(width)
+
+    def _add_head(self, width: int) -> None:
+        if str(width) in self.head:
+            return
+        if self.gives_logits(width):
+            self.head[str(width)] = LogitsHead(self.config.classes)
+            return
+        bound = 1 / math.sqrt(width)
+        like = self.get_buffer("mean")
+        weight = torch.empty(self.config.classes, width, device=like.device, dtype=like.dtype).uniform_(
+            -bound, bound
+        )
+        bias = torch.zeros(self.config.classes, device=like.device, dtype=like.dtype)
+        self.head[str(width)] = Head(nn.Parameter(weight), nn.Parameter(bias))
+
+    def gives_logits(self, width: int) -> bool:
+        """Whether what is this wide are logits already."""
+        return False
+
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        added = [self._head_of(stage).add([stage], rank) for stage in stages]
+        return any(added)
+
+    def has_head(self, stage: int) -> bool:
+        return stage in self._stage_widths and self._head_of(stage).has_delta(stage)
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        return self._head_of(stage).own_parameters(stage) if self.has_head(stage) else []
+
+    @property
+    def last_stage(self) -> int:
+        return max((self._head_of(stage).last_stage for stage in self._stage_widths), default=0)
+
+    @property
+    def width(self) -> int:
+        widths = {self.feature_width(shape) for _, shape in self.shapes}
+        if len(widths) > 1 or any(len(given) > 1 for _, given in self.shapes):
+            raise StackError(
+                "the layers of this network have shapes of their own; learned relays want one width"
+            )
+        return widths.pop()
+
+    def _head_of(self, stage: int) -> Head:
+        head = self.head[str(self._stage_widths[stage])]
+        assert isinstance(head, Head)
+        return head
+
+    def _check(self, inputs: Tensor) -> None:
+        if tuple(inputs.shape[1:]) != self.config.shape:
+            given = " × ".join(map(str, inputs.shape[1:]))
+            wanted = " × ".join(map(str, self.config.shape))
+            raise StackError(f"a picture is {given}; this network takes {wanted} (channels × height × width)")
+
+
+def make_image_stack(
+    config: ImageConfig, topology: Topology | Configuration | Composition | str | None = None
+) -> ImageStack:
+    """The network that the settings name, for a topology."""
+    name = "resnet20" if config.family == "resnet" else config.model
+    stack: ImageStack = NETWORKS[name](config, topology)
+    return stack

@@ -1,0 +1,213 @@
+"""Reading a network on held-out pictures: how often each exit is right, how sure it is, what waiting costs.
+
+    accuracy   share of pictures whose largest logit is the label's: of the model (`Plan.prediction`), of
+               each exit, of each stage alone, and of three ways of pooling
+    loss       mean cross-entropy of the same, nats
+    ECE, r_eff, U_k    as `training/evaluation.py` has them; r_eff of the features that a stage's head reads
+
+`exit_curve` is early exit by confidence ("Product of Experts" §5.3): a picture leaves at the first stage
+whose largest probability reaches a threshold, else at the last; accuracy against the mean share of layers
+that ran.
+
+One pass in eval mode: BatchNorm uses its running means. Cost: one forward, K readouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.data.images import Pictures
+from topograd.nn.images.stack import ImageStack
+from topograd.nn.pooling import pool
+from topograd.nn.stack import Stack
+from topograd.topology.plan import Plan
+from topograd.training.evaluation import (
+    RANK_TOKENS,
+    activation_rank,
+    calibration_error,
+    confidence_bins,
+    pooled_logits,
+    reliability,
+)
+from topograd.training.forward import Predictor, stage_outputs
+
+BATCH = 500
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)
+POOLINGS = ("sum", "mean", "shrinkage")
+
+
+@dataclass(frozen=True)
+class ByPrediction:
+    """One number for each way to predict; those of `BitsPerByte`."""
+
+    prediction: float
+    prefix: list[float]
+    stages: list[float]
+    last: float
+    sum: float
+    mean: float
+    shrinkage: float
+
+
+@dataclass(frozen=True)
+class Exits:
+    """Accuracy and mean depth of leaving at a confidence; depth as a share of all layers."""
+
+    threshold: float
+    accuracy: float
+    depth: float
+    leaving: list[float]
+    """The share of pictures that leaves at each exit."""
+
+
+@dataclass(frozen=True)
+class ImageEvaluation:
+    """What `evaluate_images` reads. Lists have an entry for each exit."""
+
+    accuracy: ByPrediction
+    loss: ByPrediction
+    ece: list[float]
+    reliability: list[dict[str, list[float | None]]]
+    effective_rank: list[float]
+    usefulness: list[float | None]
+    exits: list[Exits]
+    images: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, as `--json` prints them and a run keeps them."""
+        return asdict(self)
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """What the run's log keeps."""
+        return {"accuracy": asdict(self.accuracy), "heldout_loss": asdict(self.loss)}
+
+    @property
+    def words(self) -> str:
+        return f"accuracy {100 * self.accuracy.prediction:.2f} %"
+
+
+@dataclass(frozen=True)
+class ImageLogits:
+    """Logits of every picture: of each predicting stage alone, of each exit, and of the model."""
+
+    alone: list[Tensor]
+    exits: list[Tensor]
+    full: Tensor
+    features: list[Tensor]
+    """Of the first pictures, what each stage's head reads."""
+
+
+@torch.no_grad()
+def image_logits(
+    stack: Stack, plan: Plan, images: Tensor, on_batch: Callable[[int, int], None] | None = None
+) -> ImageLogits:
+    """Everything that a plan says of some pictures (N, channels, height, width), in eval mode."""
+    stages = plan.predicting()
+    device = next(stack.parameters()).device
+    path = Predictor(stack, plan) if plan.prediction.path is not None else None
+    alone: list[list[Tensor]] = [[] for _ in stages]
+    features: list[list[Tensor]] = [[] for _ in stages]
+    full: list[Tensor] = []
+    was_training = stack.training
+    stack.eval()
+    for start in range(0, len(images), BATCH):
+        inputs = images[start : start + BATCH].to(device)
+        outputs = stage_outputs(stack, plan, inputs, stages)
+        for i, k in enumerate(stages):
+            alone[i].append(stack.readout(outputs[k], plan.stages[k].head).float().cpu())
+            if start < RANK_TOKENS and isinstance(stack, ImageStack):
+                features[i].append(stack.features(outputs[k]).cpu())
+        if path is not None:
+            full.append(path(inputs).float().cpu())
+        if on_batch is not None:
+            on_batch(min(start + BATCH, len(images)), len(images))
+    stack.train(was_training)
+    z = dict(zip(stages, map(torch.cat, alone), strict=True))
+    exits = [pooled_logits(z, plan.prediction.after(k)) for k in stages]
+    whole = torch.cat(full) if path is not None else pooled_logits(z, plan.prediction.full)
+    return ImageLogits(list(z.values()), exits, whole, [torch.cat(f) for f in features if f])
+
+
+def evaluate_images(
+    stack: Stack, plan: Plan, pictures: Pictures, on_batch: Callable[[int, int], None] | None = None
+) -> ImageEvaluation:
+    """Every reading of this module. `on_batch` is called with the pictures that are done, and of how many."""
+    found, labels = image_logits(stack, plan, pictures.images, on_batch), pictures.labels
+    running = [_loss(pool(found.alone[: k + 1], "sum"), labels) for k in range(len(found.alone))]
+    bins = [confidence_bins(z, labels) for z in found.exits]
+    return ImageEvaluation(
+        accuracy=_by_prediction(found, labels, accuracy),
+        loss=_by_prediction(found, labels, _loss),
+        ece=[calibration_error(table) for table in bins],
+        reliability=[reliability(table) for table in bins],
+        effective_rank=[activation_rank(f[:RANK_TOKENS]) for f in found.features],
+        usefulness=[None, *(before - after for before, after in itertools.pairwise(running))],
+        exits=exit_curve(plan, found.exits, labels),
+        images=len(pictures),
+    )
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> float:
+    """The share of rows whose largest logit is the label's."""
+    return (logits.argmax(-1) == labels).double().mean().item()
+
+
+def exit_curve(
+    plan: Plan, exits: Sequence[Tensor], labels: Tensor, thresholds: Sequence[float] = THRESHOLDS
+) -> list[Exits]:
+    """Early exit at each threshold of confidence; nothing for a single exit."""
+    if len(exits) < 2:
+        return []
+    depths = _depths(plan)
+    confidences = torch.stack([z.softmax(-1).amax(-1) for z in exits])
+    right = torch.stack([z.argmax(-1) == labels for z in exits]).double()
+    curve = []
+    for threshold in thresholds:
+        leaves = leaving_stage(confidences, threshold)
+        share = torch.stack([(leaves == k).double().mean() for k in range(len(exits))])
+        hits = right.gather(0, leaves.unsqueeze(0)).mean().item()
+        curve.append(Exits(threshold, hits, (share * depths).sum().item(), share.tolist()))
+    return curve
+
+
+def leaving_stage(confidences: Tensor, threshold: float) -> Tensor:
+    """The exit (N,) at which each picture leaves, from the confidences (exits, N)."""
+    sure = confidences >= threshold
+    sure[-1] = True
+    return sure.double().argmax(0)
+
+
+def _depths(plan: Plan) -> Tensor:
+    """The share of all layers that have run at each exit."""
+    total = sum(len(p.layers) for p in plan.stages)
+    shares = []
+    for k in plan.predicting():
+        run = {needed.index for stage, _ in plan.prediction.after(k) for needed in plan.needed(stage)}
+        shares.append(sum(len(plan.stages[i].layers) for i in run) / total)
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+def _by_prediction(
+    found: ImageLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
+) -> ByPrediction:
+    stages = [measure(z, labels) for z in found.alone]
+    pooled = {how: measure(pool(found.alone, how), labels) for how in POOLINGS}
+    return ByPrediction(
+        prediction=measure(found.full, labels),
+        prefix=[measure(z, labels) for z in found.exits],
+        stages=stages,
+        last=stages[-1],
+        **pooled,
+    )
+
+
+def _loss(logits: Tensor, labels: Tensor) -> float:
+    return F.cross_entropy(logits.double(), labels).item()

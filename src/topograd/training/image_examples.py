@@ -1,0 +1,71 @@
+"""Pictures to look at: those that each stage gets right and wrong, and those that leave at each exit.
+
+Plain records, for reports. Chosen so that they say something: what a stage is surest of and wrong about, what
+it gets right and the stage before it got wrong, and what leaves at an exit, the least sure first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topograd.data.images import Pictures
+from topograd.runs.session import Opened, heldout_images
+from topograd.training.image_evaluation import image_logits, leaving_stage
+
+THRESHOLD = 0.9
+"""The confidence at which a picture leaves."""
+MOST = 2000
+"""Pictures that are looked through."""
+SHOWN = 10
+"""Pictures of each kind."""
+
+
+def examples(opened: Opened, threshold: float = THRESHOLD, most: int = MOST) -> dict[str, Any]:
+    """For each exit: pictures that it gets right, that it gets wrong, and that leave there at `threshold`."""
+    pictures = heldout_images(opened, most=most)
+    exits = image_logits(opened.stack, opened.plan, pictures.images).exits
+    confidence = torch.stack([z.softmax(-1).amax(-1) for z in exits])
+    guess = torch.stack([z.argmax(-1) for z in exits])
+    right = guess == pictures.labels
+    leaves = leaving_stage(confidence.clone(), threshold)
+    stages = []
+    for k in range(len(exits)):
+        corrected = right[k] & ~right[k - 1] if k else right[k]
+        kinds = {
+            "right": _order(corrected if corrected.any() else right[k], confidence[k]),
+            "wrong": _order(~right[k], -confidence[k]),
+            "leaving": _order(leaves == k, confidence[k]),
+        }
+        shown = {name: _records(pictures, rows, guess[k], confidence[k]) for name, rows in kinds.items()}
+        leaving = leaves == k
+        stages.append(
+            {
+                **shown,
+                "corrected": bool(k and corrected.any()),
+                "accuracy": right[k].double().mean().item(),
+                "share": leaving.double().mean().item(),
+                "accuracy_of_leaving": right[k][leaving].double().mean().item() if leaving.any() else None,
+            }
+        )
+    return {"threshold": threshold, "looked_through": len(pictures), "stages": stages}
+
+
+def _order(chosen: Tensor, by: Tensor) -> Tensor:
+    """The rows that are chosen, smallest first."""
+    rows = chosen.nonzero().flatten()
+    return rows[by[rows].argsort()][:SHOWN]
+
+
+def _records(pictures: Pictures, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
+    return [
+        {
+            "pixels": pictures.images[i].tolist(),
+            "label": int(pictures.labels[i]),
+            "guess": int(guess[i]),
+            "confidence": float(confidence[i]),
+        }
+        for i in rows.tolist()
+    ]

@@ -1,0 +1,82 @@
+"""What a run learns from: its batches in order, and what it is read on. Text, or pictures.
+
+A trainer asks its task for batches, for a reading of the model, and for a teacher that fits. Everything else
+of a training (executor, loop, optimizers, checkpoints, the run's folder) is the same for all tasks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from topograd.data import Loader, Prepared, Text, windows
+from topograd.data.image_loader import ImageLoader
+from topograd.data.images import ImageData
+from topograd.nn.stack import Stack
+from topograd.runs.config import TrainConfig
+from topograd.topology.plan import Plan
+from topograd.training.evaluation import evaluate
+from topograd.training.image_evaluation import evaluate_images
+from topograd.training.teacher import Teacher, open_image_teacher, open_teacher
+
+Data = Prepared | ImageData
+
+
+class Reading(Protocol):
+    """What an evaluation of a model gives, whatever the task."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """What the run's log keeps of it."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """The one number to show while a training goes on."""
+        ...
+
+
+class TextTask:
+    """Predict the next token."""
+
+    unit = "tokens"
+
+    def __init__(self, config: TrainConfig, data: Prepared) -> None:
+        context = config.model.context
+        self.data = data
+        self.loader = Loader(data.train, context, config.batch, config.seed)
+        self.text = Text(*windows(data.heldout, data.tokenizer, context, config.eval_bytes))
+        self.units = config.batch * context
+
+    def evaluate(self, stack: Stack, plan: Plan) -> Reading:
+        return evaluate(stack, plan, self.text)
+
+    def teacher(self, config: TrainConfig) -> Teacher | None:
+        return open_teacher(config, self.data.tokenizer)
+
+
+class ImageTask:
+    """Name the class of a picture."""
+
+    unit = "images"
+
+    def __init__(self, config: TrainConfig, data: ImageData) -> None:
+        assert config.images is not None
+        self.loader = ImageLoader(data.train, config.batch, config.seed)
+        self.pictures = data.test.sample(config.images.eval_images)
+        self.units = config.batch
+
+    def evaluate(self, stack: Stack, plan: Plan) -> Reading:
+        return evaluate_images(stack, plan, self.pictures)
+
+    def teacher(self, config: TrainConfig) -> Teacher | None:
+        return open_image_teacher(config)
+
+
+Task = TextTask | ImageTask
+
+
+def task_of(config: TrainConfig, data: Data) -> Task:
+    """The task of some settings, on the data that was read for them."""
+    return ImageTask(config, data) if isinstance(data, ImageData) else TextTask(config, data)

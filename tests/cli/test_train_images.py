@@ -1,0 +1,89 @@
+"""`topograd train --task images`, and what the other verbs do with its runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from topograd.cli.main import main
+from topograd.runs.folder import Run
+
+JSON = "--json"
+
+
+def words(idx_folder: Path, out: Path) -> list[str]:
+    settings = [
+        "--data",
+        str(idx_folder),
+        "--widths",
+        "12",
+        "9",
+        "--steps",
+        "6",
+        "--batch",
+        "16",
+        "--seed",
+        "1",
+    ]
+    return ["train", "--task", "images", *settings, "--out", str(out)]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    assert main(list(argv)) == 0, capsys.readouterr().err
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("topograd: ")
+    return said
+
+
+def test_the_contract(idx_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    found = answer(capsys, *words(idx_folder, folder), "--model", "mlp", "--partition", "1,1,1", JSON)
+    accuracy = found["accuracy"]
+    assert isinstance(accuracy, dict)
+    assert len(accuracy["prefix"]) == 3
+    assert 0 <= accuracy["prediction"] <= 1
+    again = answer(capsys, "train", "--resume", str(folder), JSON)
+    assert again["accuracy"] == accuracy
+    measured = answer(capsys, "eval", str(folder), JSON)
+    assert measured["accuracy"] == accuracy
+    compared = answer(capsys, "compare", str(folder), str(folder), JSON)
+    assert compared["runs"][0]["gap"]["prediction"] == 0  # type: ignore[index]
+    page = answer(capsys, "report", str(folder), JSON)
+    assert "data:image/png" in Path(str(page["report"])).read_text()
+
+
+def test_tables_for_people(image_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(image_run.folder), "--images", "30"]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert main(["compare", str(image_run.folder), str(image_run.folder)]) == 0
+    assert "+0.00 points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["generate", "calibrate", "inspect", "export"])
+def test_verbs_of_text_say_so_in_one_line(
+    verb: str, image_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--out", str(tmp_path / "out")] if verb == "export" else []
+    assert "was trained on images" in refusal(capsys, verb, str(image_run.folder), *more)
+
+
+def test_bad_words_are_refused_by_their_flags(
+    idx_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], image_run: Run, straight: Run
+) -> None:
+    start = words(idx_folder, tmp_path / "no")
+    assert "--model 'no' is unknown" in refusal(capsys, *start, "--model", "no")
+    assert "--widths" in refusal(capsys, *start, "--widths", "3", "0")
+    assert "partition 1,1 has 2 layers" in refusal(capsys, *start, "--partition", "1,1")
+    assert "--preset is for models of text" in refusal(capsys, *start, "--preset", "tiny")
+    assert "--data" in refusal(capsys, "train", "--task", "images")
+    gone = tmp_path / "gone"
+    assert f"{gone} does not exist" in refusal(capsys, *words(gone, tmp_path / "no"))
+    assert not (tmp_path / "no" / "config.toml").exists()
+    assert "trained on images; leave it out" in refusal(capsys, "eval", str(image_run.folder), "--bytes", "9")
+    assert "runs of one kind" in refusal(capsys, "compare", str(image_run.folder), str(straight.folder))
