@@ -49,10 +49,10 @@ class Cache:
         self.marks = [[0] * rows for _ in plan.stages]
         """Watermarks: how many positions each stage has run, row by row."""
         self.memories = [StageMemory(stack, planned, rows, capacity + 1) for planned in plan.stages]
-        self._needed = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
+        self._hears = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
-        self._outputs: dict[Port | int, Tensor] = {}
+        self.outputs: dict[Port | int, Tensor] = {}
         """Messages of each port and last outputs of each stage, by position: (rows, positions, ...)."""
         self._bus: tuple[object, Bus] | None = None
 
@@ -92,7 +92,7 @@ class Cache:
 
     def run(self, stage: int) -> None:
         """Empty the queues of `stage` and of the stages that it hears, each as one batch."""
-        for index in self._needed[stage]:
+        for index in self._hears[stage]:
             counts = self.pending(index)
             if any(counts):
                 self._run(index, counts)
@@ -104,14 +104,14 @@ class Cache:
         if where.slots is None:
             self.memories[stage].rewind([where.start] * self.rows)  # it may be ahead after ragged rows
         received = [
-            bus.x0 if port.source == EMBEDDING else where.read(self._outputs[port])
+            bus.x0 if port.source == EMBEDDING else where.read(self.outputs[port])
             for port, _ in planned.inputs
         ]
         h, sent = run_stage(self.stack, planned, received, bus, self.memories[stage])
         self._keep(stage, where, h)
         for port, message in sent.items():
             if message is h:
-                self._outputs[port] = self._outputs[stage]
+                self.outputs[port] = self.outputs[stage]
             else:
                 self._keep(port, where, message)
         self.marks[stage] = self.lengths()
@@ -125,7 +125,7 @@ class Cache:
         starts = [mark - count for mark, count in zip(self.marks[stage], counts, strict=True)]
         if min(starts) < 0:
             raise StackError(f"stage {stage + 1} has not run that many positions; run it first")
-        return _Where.of(starts, counts, self.device).read(self._outputs[stage])
+        return _Where.of(starts, counts, self.device).read(self.outputs[stage])
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget everything from these positions on, row by row."""
@@ -145,8 +145,8 @@ class Cache:
             memory.select(index)
         self._ids = self._ids[index]
         # A stage that sends its output as it is shares the buffer with its port, and goes on sharing it.
-        once = {id(values): values[index] for values in self._outputs.values()}
-        self._outputs = {key: once[id(values)] for key, values in self._outputs.items()}
+        once = {id(values): values[index] for values in self.outputs.values()}
+        self.outputs = {key: once[id(values)] for key, values in self.outputs.items()}
         self.tokens = [list(self.tokens[row]) for row in rows]
         self.marks = [[marks[row] for row in rows] for marks in self.marks]
         self.rows, self._bus = len(rows), None
@@ -154,17 +154,26 @@ class Cache:
     def _bus_of(self, where: _Where) -> Bus:
         """The bus of these positions; the next stage mostly wants the same."""
         if self._bus is None or self._bus[0] != where.key:
-            x0 = where.read(self._outputs[EMBEDDING])
+            x0 = where.read(self.outputs[EMBEDDING])
             bus = self.stack.bus(x0, where.read(self._ids), where.offset)
             self._bus = where.key, replace(bus, counts=where.counts)
         return self._bus[1]
 
+    def needed(self, stage: int) -> list[int]:
+        """The stages that `stage` hears, and itself, in the order in which they run."""
+        return self._hears[stage]
+
+    def keep(self, key: Port | int, values: Tensor, stop: int) -> None:
+        """Values (rows, positions, ...) that a stage or port gave at the positions before `stop`."""
+        start = stop - values.shape[1]
+        self._keep(key, _Where(start, stop, None, None, (start, stop)), values)
+
     def _keep(self, key: Port | int, where: _Where, values: Tensor) -> None:
-        if key not in self._outputs:
-            self._outputs[key] = values.new_zeros(self.rows, 0, *values.shape[2:])
+        if key not in self.outputs:
+            self.outputs[key] = values.new_zeros(self.rows, 0, *values.shape[2:])
         room = min(where.end + 1, self.capacity + 1)  # ragged rows read one slot behind the longest
-        self._outputs[key] = grown(self._outputs[key], 1, room, self.capacity + 1)
-        where.write(self._outputs[key], values)
+        self.outputs[key] = grown(self.outputs[key], 1, room, self.capacity + 1)
+        where.write(self.outputs[key], values)
 
 
 class _Where:

@@ -21,6 +21,7 @@ from torch import Tensor
 from topograd.depth.cache import Cache, can_decode
 from topograd.depth.log_op import compose
 from topograd.depth.recompute import RecomputedCache
+from topograd.depth.rows import Rows
 from topograd.depth.sampling import Sampling, draw, generators, probabilities
 from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.preparation import check_prepared
@@ -33,7 +34,7 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.forward import predict
 
-AnyCache = Cache | RecomputedCache
+AnyCache = Cache | RecomputedCache | Rows
 Tokens = Sequence[Sequence[int]]
 
 

@@ -7,11 +7,14 @@ products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.nn.attention import attention_mask
+from topograd.nn.layer_state import KVState, PackedStates
 from topograd.nn.stack import Bus
 
 
@@ -50,6 +53,27 @@ def rotate_pairs(x: Tensor, bus: Bus, head_width: int) -> Tensor:
     batch, time = bus.inputs.shape
     pairs = torch.view_as_complex(x.view(batch, time, -1, head_width // 2, 2))
     return torch.view_as_real(pairs * bus.extras["rotary"]).flatten(3)
+
+
+Look = Callable[[Tensor, Tensor, Tensor, Bus], Tensor]
+"""What queries (batch, heads, time, head width) find: (batch · time, heads · head width)."""
+
+
+def look_back(
+    q: Tensor, k: Tensor, v: Tensor, bus: Bus, state: KVState | PackedStates | None, look: Look
+) -> Tensor:
+    """What queries find in these keys and values and in all that the state, or each row's, remembers."""
+    if isinstance(state, PackedStates):
+        widths = [each.positions.shape[-1] for each in state.buses]
+        parts = zip(*(x.split(widths, dim=2) for x in (q, k, v)), state.states, state.buses, strict=True)
+        found = []
+        for q, k, v, own, here in parts:
+            keys, values = own.append(k, v)
+            found.append(look(q, keys, values, here))
+        return torch.cat(found)
+    if state is not None:
+        k, v = state.append(k, v, bus.positions)
+    return look(q, k, v, bus)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bus: Bus, window: int, scale: float) -> Tensor:

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.decoding import RotaryCache, attend, paired, rotate_pairs
+from topograd.nn.decoding import RotaryCache, attend, look_back, paired, rotate_pairs
 from topograd.nn.heads import cap
-from topograd.nn.layer_state import KVState
+from topograd.nn.layer_state import KVState, PackedStates
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
 
@@ -41,6 +41,8 @@ def unit(x: Tensor) -> Tensor:
 
 class DecodingBlock(nn.Module):
     """A `Block` in fewer operations."""
+
+    takes_packed = True
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class DecodingBlock(nn.Module):
         self.down = PackedLinear(mlp.down.weight)
         self.x0_scale = None if block.x0_scale is None else float(block.x0_scale.detach())
 
-    def forward(self, h: Tensor, bus: Bus, state: KVState | None = None) -> Tensor:
+    def forward(self, h: Tensor, bus: Bus, state: KVState | PackedStates | None = None) -> Tensor:
         shape = h.shape
         if self.x0_scale is not None:
             h = torch.add(h, bus.x0, alpha=self.x0_scale)
@@ -73,7 +75,7 @@ class DecodingBlock(nn.Module):
             return torch.relu_(self.up(x)).square_()
         return F.silu(self.gate(x)).mul_(self.up(x))
 
-    def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
+    def _attend(self, x: Tensor, bus: Bus, state: KVState | PackedStates | None) -> Tensor:
         qkv = self.qkv(x)
         rotated = unit(rotate_pairs(qkv[:, : self.rotated], bus, self.head_width)).transpose(1, 2)
         q, k = rotated[:, : self.heads], rotated[:, self.heads :]
@@ -81,8 +83,9 @@ class DecodingBlock(nn.Module):
         if self.values is not None:
             v = v + F.embedding(bus.inputs.reshape(-1), self.values)
         v = v.view(*bus.inputs.shape, self.kv_heads, self.head_width).transpose(1, 2)
-        if state is not None:
-            k, v = state.append(k, v, bus.positions)
+        return look_back(q, k, v, bus, state, self._look)
+
+    def _look(self, q: Tensor, k: Tensor, v: Tensor, bus: Bus) -> Tensor:
         return attend(q, k, v, bus, self.window, self.head_width**0.5)
 
     def new_state(self, batch: int, capacity: int) -> KVState:

@@ -8,12 +8,15 @@ layer's state is another thing (`recurrent.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Bus
 
 
 class LayerState(Protocol):
@@ -110,6 +113,17 @@ class KVState:
         """Become the memory of these rows."""
         self.keys = selected(self.keys, rows, 2, self.length, self.capacity)
         self.values = selected(self.values, rows, 2, self.length, self.capacity)
+
+
+class PackedStates:
+    """The states of several rows whose new positions lie one behind the other, as if they were of one row.
+
+    Whatever a layer does position by position it then does for all rows at once; only attention looks at
+    them row by row (`decoding.look_back`). `buses` say where each row's positions are.
+    """
+
+    def __init__(self, states: Sequence[KVState], buses: Sequence[Bus]) -> None:
+        self.states, self.buses = states, buses
 
 
 class History:

@@ -9,8 +9,9 @@ A stack is an embedding, a list of layers and a readout:
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
 token or many; the state's `rewind(marks)` goes back (see `layer_state.py`, `recurrent.py`). A layer with
-`takes_rows` also takes `rows`, the positions at which its output is wanted. The stage index only chooses
-among per-stage heads. Ragged rows decode together where the layers read `bus.positions` of shape
+`takes_rows` also takes `rows`, the positions at which its output is wanted. A layer with `takes_packed` also
+decodes several rows that lie one behind the other (see `layer_state.PackedStates`). The stage index only
+chooses among per-stage heads. Ragged rows decode together where the layers read `bus.positions` of shape
 (batch, time) (see `attention.py`) or `bus.counts` (see `recurrent.py`).
 """
 

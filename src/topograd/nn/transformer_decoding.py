@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.decoding import RotaryCache, attend, paired, rotate_pairs
+from topograd.nn.decoding import RotaryCache, attend, look_back, paired, rotate_pairs
 from topograd.nn.heads import cap
-from topograd.nn.layer_state import KVState
+from topograd.nn.layer_state import KVState, PackedStates
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer_attention import capped_attention, check_reach, seen
@@ -87,6 +87,8 @@ def _matrix(linear: nn.Linear | TransposedLinear) -> Tensor:
 class DecodingLayer(nn.Module):
     """A `TransformerLayer` in fewer operations."""
 
+    takes_packed = True
+
     def __init__(self, layer: TransformerLayer, unit: Unit) -> None:
         super().__init__()
         a, mlp = layer.attention, layer.mlp
@@ -111,7 +113,7 @@ class DecodingLayer(nn.Module):
         post = (layer.attention_post_norm, layer.mlp_post_norm)
         self.attention_gain, self.mlp_gain = (None if norm is None else gain_of(norm)[0] for norm in post)
 
-    def forward(self, h: Tensor, bus: Bus, state: KVState | None = None) -> Tensor:
+    def forward(self, h: Tensor, bus: Bus, state: KVState | PackedStates | None = None) -> Tensor:
         if self.positions is not None:
             h = h + F.embedding(bus.positions, self.positions)
         rows = h.reshape(-1, h.shape[-1])
@@ -128,7 +130,7 @@ class DecodingLayer(nn.Module):
         """rows + W x, or rows + norm(W x) where the family norms what it adds."""
         return linear.onto(rows, x) if gain is None else torch.addcmul(rows, self.unit(linear(x)), gain)
 
-    def _attend(self, x: Tensor, bus: Bus, state: KVState | None) -> Tensor:
+    def _attend(self, x: Tensor, bus: Bus, state: KVState | PackedStates | None) -> Tensor:
         qkv = self.qkv(x)
         shape = (*bus.inputs.shape, -1, self.head_width)
         if self.rotary:
@@ -142,12 +144,13 @@ class DecodingLayer(nn.Module):
             both = qkv[:, : self.rotated].view(shape).transpose(1, 2)
         q, k = both[:, : self.heads], both[:, self.heads :]
         v = qkv[:, self.rotated :].view(shape).transpose(1, 2)
-        if state is not None:
-            k, v = state.append(k, v, bus.positions)
+        return look_back(q, k, v, bus, state, self._look)
+
+    def _look(self, q: Tensor, k: Tensor, v: Tensor, bus: Bus) -> Tensor:
         if not self.capped:
             return attend(q, k, v, bus, self.window, self.scale)
         y = capped_attention(q, k, v, seen(bus, k.shape[2], self.window), self.scale, self.softcap)
-        return y.transpose(1, 2).reshape(len(x), -1)
+        return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def new_state(self, batch: int, capacity: int) -> KVState:
         like = self.qkv.matrix
