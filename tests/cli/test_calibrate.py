@@ -7,7 +7,7 @@ import pytest
 
 from topograd.cli import progress
 from topograd.cli.main import main
-from topograd.depth import calibrate
+from topograd.depth import calibrate, modes
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, heldout_readings, load
 from topograd.depth.calibration import EPS
@@ -86,6 +86,7 @@ def test_more_text_is_more_tokens_and_the_run_is_calibrated_anew(folder: Path, c
 def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = DraftRule(0.25, 6)
     monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, rule, 1.374, rule, COSTS))
+    monkeypatch.setattr(modes, "tune_drafting", lambda session, engine, text, tuning: tuning)
     answer = call("calibrate", folder, "--bytes", 500)
     assert answer.code == 0
     for words in ("1 → 2", "p99 |Δ|", "top-1 changes", "max gain", "top-1 agrees", "leave after 1..2, %"):
@@ -102,6 +103,7 @@ def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPa
 
 def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, None, 1.0, None, COSTS))
+    monkeypatch.setattr(modes, "tune_drafting", lambda session, engine, text, tuning: tuning)
     tuning = call("calibrate", folder, "--bytes", 500, "--json").json["tuning"]
     assert tuning == {
         "stage": None,
@@ -110,6 +112,8 @@ def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: py
         "predicted_speedup": 1.0,
         "sampled": None,
         "seconds": {"draft": 1.0, "full": 3.0, "deep": {"1": 2.0, "4": 3.0}},
+        "drafting": None,
+        "sampled_drafting": None,
     }
     assert "Drafts: off; none is predicted to be faster" in call("calibrate", folder, "--bytes", 500).out
 

@@ -29,7 +29,7 @@ def calibrated(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_rule(folder: Path, rule: dict[str, float] | None) -> None:
     run = Run.open(folder)
     values = json.loads(run.calibration_file.read_text())
-    values["tuning"] |= {"stage": 0, "rule": rule}
+    values["tuning"] |= {"stage": 0, "rule": rule, "drafting": None, "sampled_drafting": None}
     run.manifest.bind(run.calibration_file.name, json.dumps(values))
 
 
@@ -89,7 +89,7 @@ def test_speculation_writes_what_full_depth_writes(calibrated: Path, call: Any) 
         call(*words, "--depth", depth).json for depth in ("full", "speculate:4", "speculate:4:1e9")
     )
     assert full["text"] == drafted["text"] == never["text"]
-    assert drafted.keys() - full.keys() == {"acceptance", "drafts", "accepted"}
+    assert drafted.keys() - full.keys() == {"acceptance", "drafts", "accepted", "by_drafter"}
     assert 0 < drafted["accepted"] <= drafted["drafts"]
     assert drafted["acceptance"] == drafted["accepted"] / drafted["drafts"]
     assert drafted["stages"] == 2
@@ -255,7 +255,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--depth branches:1*0", "weight"),
         ("--depth wand", "is not calibrated; run: topograd calibrate"),
         ("--depth speculate", "is not calibrated; run: topograd calibrate"),
-        ("--depth speculate:many", "'many' where a whole number belongs"),
+        ("--depth speculate:many", "names the drafter 'many', which is unknown; use lookup"),
         ("--stop=", "a stop string is empty"),
     ],
 )

@@ -30,6 +30,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "compare",
         "generate",
         "calibrate",
+        "retrofit",
         "bench",
         "report",
         "space",

@@ -204,7 +204,7 @@ UNKNOWN = "is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or
         ("wand:rival-gain:0", "it must be a finite number above 0"),
         ("wand:rival-gain:nan", "it must be a finite number above 0"),
         ("wand:sum-of-bounds:1:2", NUMBER),
-        ("speculate:few", WHOLE),
+        ("speculate:few", "names the drafter 'few', which is unknown"),
         ("speculate:2.5", WHOLE),
         ("speculate:0", "a longest draft of at least 1"),
         ("speculate:-1", "a longest draft of at least 1"),

@@ -1,4 +1,4 @@
-"""Small models of transformers in folders, with tokenizers made here."""
+"""Small models of transformers in folders, with tokenizers made here; a tiny run and its own text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from topograd.data.corpus import Document
+from topograd.depth.modes import engine_of
+from topograd.models.own_text import OwnText, OwnTextConfig, write_own_text
+from topograd.models.prompts import Prompts
+from topograd.runs.session import Session
 
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
@@ -63,3 +69,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
         return made[family]
 
     return make
+
+
+SHAPE = OwnTextConfig(length=16, rows=8)
+
+
+@pytest.fixture(scope="module")
+def session(make_session: Callable[..., Session]) -> Session:
+    """A run of three stages on bytes."""
+    return make_session(3)
+
+
+@pytest.fixture(scope="module")
+def prompts(session: Session) -> Prompts:
+    documents = [Document("a", "stage loss relay\n" * 40), Document("b", "loss\n" * 90)]
+    return Prompts(session.tokenizer, documents)
+
+
+@pytest.fixture(scope="module")
+def text(session: Session, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> OwnText:
+    """512 tokens of the run's own."""
+    folder = tmp_path_factory.mktemp("text")
+    return write_own_text(folder, engine_of(session), prompts, session.weights, 512, SHAPE)

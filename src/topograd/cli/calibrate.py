@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     from topograd.depth.calibrate import heldout_readings, own_text, store, tune
     from topograd.depth.calibration import Calibration
     from topograd.depth.exit_rules import check_exits
-    from topograd.depth.modes import engine_of
+    from topograd.depth.modes import engine_of, tune_drafting
     from topograd.runs.session import open_session
 
     session = open_session(asked.folder)
@@ -56,6 +56,7 @@ def run(argv: list[str]) -> int:
     note("measuring what drafts cost on this machine")
     engine = engine_of(session)
     tuning = tune(engine, calibration.sample, own_text(session, engine, text))
+    tuning = tune_drafting(session, engine, text, tuning)
     store(session, calibration, tuning)
     note(f"kept in {session.run.calibration_file}")
     results = {
@@ -137,6 +138,8 @@ def _tuned(tuning: Tuning) -> dict[str, Any]:
         "predicted_speedup": tuning.predicted,
         "sampled": None if tuning.sampled is None else vars(tuning.sampled),
         "seconds": tuning.costs.as_dict(),
+        "drafting": None if tuning.drafting is None else tuning.drafting.as_dict(),
+        "sampled_drafting": None if tuning.sampled_drafting is None else tuning.sampled_drafting.as_dict(),
     }
 
 
@@ -177,6 +180,12 @@ def _rules(rows: list[dict[str, Any]]) -> Table:
 
 
 def _drafts(tuning: dict[str, Any]) -> str:
+    if tuning["drafting"] is not None:
+        chosen = tuning["drafting"]
+        return (
+            f"Drafts: by {' and '.join(chosen['drafters'])}, where they pay; "
+            f"{chosen['predicted']:.2f} times full depth is predicted."
+        )
     if tuning["stage"] is None:
         return "Drafts: off; none is predicted to be faster than full depth on this machine."
     return (

@@ -46,9 +46,13 @@ class Generate:
     - flip-rate, NUMBER: share of tokens that may differ
     - rival-gain or sum-of-bounds, NUMBER: safety factor
     speculate: draft and verify; what full depth writes
-    speculate:N:MARGIN: N tokens, while sure by MARGIN
-    speculate:lookup: drafts looked up in the text
-    speculate:lookup+N: then by the first stage"""
+    speculate:WHO+WHO: drafts by whose guess is worth most
+    - N or N:MARGIN: N tokens by the first stage, while sure
+    - lookup: what followed in the text
+    - table, draft: what topograd retrofit made
+    - FOLDER: a smaller run with the same tokenizer"""
+    draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A smaller run that drafts, or the folder that topograd retrofit made; by default RUN/draft."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="J")] = None
     """The same as --depth prefix:J."""
     temperature: float = 0.0
@@ -183,8 +187,9 @@ def _continue(asked: Generate, model: Model, depth: str | None, show: Show) -> G
 
 
 def _sampling(asked: Generate) -> dict[str, Any]:
-    """How tokens are drawn, and where the text ends."""
-    return {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "seed", "stop")}
+    """How tokens are drawn and drafted, and where the text ends."""
+    names = ("temperature", "top_k", "top_p", "seed", "stop", "draft")
+    return {name: getattr(asked, name) for name in names}
 
 
 def _note_long_prompt(asked: Generate, model: Model) -> None:
@@ -201,6 +206,8 @@ def _numbers(made: Generated, counts: list[int]) -> dict[str, Any]:
     if made.drafted is not None and made.accepted is not None:
         share = made.accepted / made.drafted if made.drafted else None
         numbers |= {"acceptance": share, "drafts": made.drafted, "accepted": made.accepted}
+        by = {name: {"drafts": n, "accepted": kept} for name, (n, kept) in made.by_drafter.items()}
+        numbers |= {"by_drafter": by}
     return numbers
 
 

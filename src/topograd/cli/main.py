@@ -19,6 +19,7 @@ VERBS = {
     "calibrate": "measure when a run's tokens may leave early, and which drafts pay",
     "generate": "continue a text with the first stages of a run, or all of them",
     "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
+    "retrofit": "give a frozen model a draft stage and a table of its own text, in a sidecar",
     "bench": "measure ways of running a model, and of training one",
     "report": "explain a run in one HTML page",
     "export": "write a run's model for transformers or for llama.cpp",

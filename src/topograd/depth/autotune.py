@@ -61,6 +61,12 @@ class RowCosts:
         deep = {str(rows): seconds for rows, seconds in self.deep.items()}
         return {"draft": self.draft, "full": self.full, "deep": deep}
 
+    @classmethod
+    def from_dict(cls, values: Any) -> RowCosts:
+        """What `as_dict` gave."""
+        deep = {int(rows): float(seconds) for rows, seconds in values["deep"].items()}
+        return cls(float(values["draft"]), deep, float(values["full"]))
+
     def deep_seconds(self, m: int) -> float:
         """The deep stages on m rows: linear between the sizes measured, and beyond them."""
         sizes = sorted(self.deep)
@@ -170,6 +176,11 @@ def expected_speedup(acceptance: float, longest: int, costs: RowCosts) -> float:
         )
     tokens = sum(acceptance**i for i in range(longest + 1))  # (1 - a^{n+1}) / (1 - a), also at a = 1
     return tokens * costs.full / costs.round_seconds(longest)
+
+
+def low(seconds: Sequence[float]) -> float:
+    """The lower quartile: on a busy machine the slow moments are not the model's."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _next(hits: NDArray[np.bool_]) -> list[int]:

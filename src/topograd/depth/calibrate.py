@@ -8,17 +8,18 @@ The even documents' windows of the held-out text calibrate; the odd ones are lef
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from topograd.data.windows import Text
-from topograd.depth.autotune import DraftRule, RowCosts, choose, simulate
+from topograd.depth.autotune import DraftRule, RowCosts, choose, low, simulate
 from topograd.depth.calibration import Calibration, Sample
 from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.depth.readings import Readings, join, read
+from topograd.depth.tune_drafters import Choice
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, read_json
 from topograd.nn.stack import Stack
@@ -31,6 +32,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROUNDS = 9
 OWN_ROWS, OWN_TOKENS = 24, 64
 """Texts that the model writes to be tuned on. Longer ones would mostly repeat themselves."""
+OWN_PROMPT = 128
+"""What they go on from is no longer than this."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Tuning:
     sampled: DraftRule | None
     """For sampled text, which is more like text that people wrote, from a replay of that."""
     costs: RowCosts
+    drafting: Choice | None = None
+    """Who drafts for greedy text, if not the stage above; None where nobody else pays more."""
+    sampled_drafting: Choice | None = None
 
 
 def heldout_readings(
@@ -120,20 +126,20 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
     return RowCosts(draft, deep, low(rounds[0]))
 
 
-def low(seconds: Sequence[float]) -> float:
-    """The lower quartile: on a busy machine the slow moments are not the model's."""
-    return sorted(seconds)[len(seconds) // 4]
-
-
-def own_text(session: Session, engine: Engine, text: Text) -> Sample:
-    """What each stage says on the model's own greedy text, behind the beginnings of some held-out windows."""
-    start = max(engine.context // 4, 1)
+def own_rows(engine: Engine, text: Text) -> tuple[list[list[int]], int]:
+    """The model's own greedy text behind the beginnings of some held-out windows, and how long those are."""
+    start = max(min(engine.context // 4, OWN_PROMPT), 1)
     rows = text.inputs[::2]
     spread = [rows[i * len(rows) // OWN_ROWS] for i in range(OWN_ROWS)] if len(rows) > OWN_ROWS else rows
     prompts = [row[:start].tolist() for row in spread]
     count = min(OWN_TOKENS, engine.context - start)
     written = generate_batch(Prefix(engine), prompts, count)
-    inputs = [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)]
+    return [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)], start
+
+
+def own_text(session: Session, engine: Engine, text: Text) -> Sample:
+    """What each stage says on the model's own greedy text."""
+    inputs, start = own_rows(engine, text)
     targets = torch.tensor([[*row[1:], -100] for row in inputs])
     targets[:, : start - 1] = -100
     return Sample.of(heldout_readings(session, Text(torch.tensor(inputs), targets, 0)))
@@ -195,12 +201,12 @@ def _tuning_dict(tuning: Tuning) -> dict[str, Any]:
         "predicted": tuning.predicted,
         "sampled": None if tuning.sampled is None else asdict(tuning.sampled),
         "costs": tuning.costs.as_dict(),
+        "drafting": None if tuning.drafting is None else tuning.drafting.as_dict(),
+        "sampled_drafting": None if tuning.sampled_drafting is None else tuning.sampled_drafting.as_dict(),
     }
 
 
 def _tuning_of(values: Any) -> Tuning:
-    costs = values["costs"]
-    deep = {int(size): float(seconds) for size, seconds in costs["deep"].items()}
     rules = [
         None if rule is None else DraftRule(float(rule["threshold"]), int(rule["longest"]))
         for rule in (values["rule"], values["sampled"])
@@ -210,5 +216,9 @@ def _tuning_of(values: Any) -> Tuning:
         rules[0],
         float(values["predicted"]),
         rules[1],
-        RowCosts(float(costs["draft"]), deep, float(costs["full"])),
+        RowCosts.from_dict(values["costs"]),
+        *(
+            Choice.from_dict(values[name]) if values.get(name) is not None else None
+            for name in ("drafting", "sampled_drafting")
+        ),
     )

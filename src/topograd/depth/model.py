@@ -49,6 +49,8 @@ class Generated(str):
     drafted: int | None
     """Tokens that were drafted; None without speculation."""
     accepted: int | None
+    by_drafter: dict[str, tuple[int, int]]
+    """Drafted and accepted tokens of each drafter."""
 
     def exits(self, count: int) -> list[int]:
         """How many tokens left after each of `count` exits."""
@@ -72,6 +74,7 @@ class Model:
         tokens: int = 200,
         *,
         depth: str | None = None,
+        draft: Path | str | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -82,11 +85,13 @@ class Model:
         """Continue a text, or the tokens of one, by at most `tokens`; `on_piece` gets each part as it comes.
 
         By default the likeliest token each time, speculating where the run's calibration says that it pays.
+        `draft` is the folder of a smaller run that drafts, or of a draft stage that is not in the run's own.
         """
         check_request(prompt, tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        named = default_depth(self.session) if depth is None else depth
-        mode = mode_of(named, self.session, self.engine, sampling)
+        usual = default_depth(self.session) if draft is None else "speculate"
+        named = usual if depth is None else depth
+        mode = mode_of(named, self.session, self.engine, sampling, draft)
         stream = TextStream(self.session.tokenizer, stop)
         began = time.perf_counter()
         pieces = []
@@ -183,8 +188,10 @@ def _generated(
     made.prompt, made.depth, made.pieces, made.seconds = prompt, depth, pieces, seconds
     made.deepest = (mode.exit if isinstance(mode, Prefix | Composed) else mode.engine.last) + 1
     made.drafted = made.accepted = None
+    made.by_drafter = {}
     if isinstance(mode, Speculate):
         made.drafted, made.accepted = mode.tally.drafted, mode.tally.accepted
+        made.by_drafter = {name: (c.drafted, c.accepted) for name, c in mode.tally.by.items()}
     elif depth == "speculate":  # the calibration found that drafts do not pay here
         made.drafted, made.accepted = 0, 0
     return made

@@ -6,34 +6,54 @@ path:1,3              some stages, skipping others
 branches:1-4*3+1-2    several paths, pooled in log space with weights
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
-speculate             draft and verify, exact; the run's calibration says when to draft
-speculate:N           drafts of N tokens, always
-speculate:N:MARGIN    drafts of at most N tokens, while the first stage's margin is above MARGIN
-speculate:lookup      drafts looked up in the text so far; needs no stages and no calibration
-speculate:lookup+N    lookup first; where it finds nothing, drafts of N tokens by the first stage
+speculate             draft and verify, exact; the run's calibration says who drafts and when
+speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most (`policy.py`):
+    N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
+    lookup            what followed the last tokens in the text so far; needs no stages and no calibration
+    table             what followed them in the model's own text (`topograd retrofit`)
+    draft             a draft stage (`topograd retrofit`)
+    FOLDER            another run, smaller and with the same tokenizer; or a folder that retrofit made
+
+At most one of the drafters of a combination computes its drafts (N, draft, a run).
 """
 
 from __future__ import annotations
 
-from typing import get_args
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import cast, get_args
+from weakref import WeakKeyDictionary
 
+import torch
+
+from topograd.data.windows import Text
 from topograd.depth.autotune import DraftRule
-from topograd.depth.calibrate import Tuning
+from topograd.depth.calibrate import OWN_ROWS, OWN_TOKENS, Tuning, own_rows
 from topograd.depth.calibrate import load as load_calibration
 from topograd.depth.calibration import Calibration
-from topograd.depth.drafters import Drafter, FirstOf, LookupDrafter, PrefixDrafter
+from topograd.depth.draft_model import ModelDrafter
+from topograd.depth.draft_stage import DraftStageDrafter
+from topograd.depth.drafters import MOST_DRAFT, Drafting, PrefixDrafter, Source, Steps
 from topograd.depth.engine import Composed, Engine, Mode, Prefix
 from topograd.depth.exit_rules import Rule, check_exits, thresholds
+from topograd.depth.lookup import LookupDrafter, TableDrafter
+from topograd.depth.policy import MOST_STEPS, Paying
+from topograd.depth.retrofitted import Retrofitted, has_retrofit, open_retrofit
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
+from topograd.depth.tune_drafters import Choice, choose_drafters, known_texts, measure_rows
 from topograd.depth.wand import Wand
 from topograd.errors import ConfigError, RunError
-from topograd.runs.session import Session
+from topograd.runs.session import Session, open_session
+from topograd.runs.sidecar import is_sidecar
 from topograd.topology.branches import parse_branches, parse_path
+from topograd.training.forward import stage_outputs
 
 PRUNING_VOCAB = 8192
 """From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""
-MOST_DRAFT = 64
+_OPENED: WeakKeyDictionary[Engine, dict[str, Retrofitted | Engine]] = WeakKeyDictionary()
+"""What was opened to draft for an engine, by folder: a second text need not read it again."""
 
 
 def engine_of(session: Session) -> Engine:
@@ -41,8 +61,10 @@ def engine_of(session: Session) -> Engine:
     return Engine(session.stack, session.plan, session.config.model.context)
 
 
-def mode_of(depth: str, session: Session, engine: Engine, sampling: Sampling) -> Mode:
-    """The mode that `depth` names."""
+def mode_of(
+    depth: str, session: Session, engine: Engine, sampling: Sampling, draft: Path | str | None = None
+) -> Mode:
+    """The mode that `depth` names; `draft` is the folder of the draft stage, if it is not the run's own."""
     kind, _, rest = depth.partition(":")
     if kind == "full" and not rest:
         return Prefix(engine, None, sampling)
@@ -56,7 +78,7 @@ def mode_of(depth: str, session: Session, engine: Engine, sampling: Sampling) ->
         check_exits(session.plan)
         return _wand(depth, rest, load_calibration(session)[0], engine, sampling)
     if kind == "speculate":
-        return _speculate(depth, rest, session, engine, sampling)
+        return _speculate(depth, rest, session, engine, sampling, draft)
     raise ConfigError(
         f"depth {depth!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
     )
@@ -68,7 +90,7 @@ def default_depth(session: Session) -> str:
         _, tuning = load_calibration(session)
     except RunError:
         return "full"
-    return "full" if tuning.rule is None else "speculate"
+    return "full" if tuning.rule is None and tuning.drafting is None else "speculate"
 
 
 def speculation_of(engine: Engine, tuning: Tuning, sampling: Sampling) -> Mode:
@@ -77,6 +99,34 @@ def speculation_of(engine: Engine, tuning: Tuning, sampling: Sampling) -> Mode:
     if rule is None:
         return Prefix(engine, None, sampling)
     return Speculate(engine, rule, tuning.stage, sampling)
+
+
+def tune_drafting(session: Session, engine: Engine, text: Text, tuning: Tuning) -> Tuning:
+    """The tuning with the drafters that pay more than a prefix: lookup, and what retrofit gave the run."""
+    names = ["lookup"]
+    steps: DraftStageDrafter | None = None
+    if has_retrofit(session):
+        names.append("table")
+        steps = DraftStageDrafter(engine, _retrofitted(session, engine, None).stage)
+    costs = measure_rows(engine, steps)
+
+    def best(rows: list[list[int]], start: int) -> Choice | None:
+        sources = [cast(Source, _drafter("speculate", name, session, engine, None)) for name in names]
+        recorded = None
+        if steps is not None:
+            inputs = torch.tensor(rows, device=steps.stage.vocabulary.device)
+            last = engine.exits[-1]
+            states = stage_outputs(session.stack, session.plan, inputs, [last])[last]
+            recorded = steps.record(inputs, states, MOST_STEPS)
+        known = known_texts(rows, start, sources, steps, recorded)
+        return choose_drafters(known, costs, names, None if steps is None else steps.name)
+
+    own, start = own_rows(engine, text)
+    greedy = best(own, start)
+    people = [row[: start + OWN_TOKENS].tolist() for row in text.inputs[1::2][:OWN_ROWS]]
+    sampled = best(people, start) if people else None
+    beats = greedy is not None and greedy.predicted > tuning.predicted
+    return replace(tuning, drafting=greedy if beats else None, sampled_drafting=sampled)
 
 
 def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampling: Sampling) -> Wand:
@@ -95,17 +145,73 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampl
     return Wand(engine, limits, sampling, bounds)
 
 
-def _speculate(depth: str, rest: str, session: Session, engine: Engine, sampling: Sampling) -> Mode:
-    word, plus, rest_of = rest.partition("+")
+def _speculate(
+    depth: str, rest: str, session: Session, engine: Engine, sampling: Sampling, draft: Path | str | None
+) -> Mode:
+    if not rest and draft is None:
+        check_exits(session.plan)
+        tuning = load_calibration(session)[1]
+        choice = tuning.drafting if sampling.greedy else tuning.sampled_drafting
+        if choice is None:
+            return speculation_of(engine, tuning, sampling)
+        chosen = [_drafter(depth, name, session, engine, None) for name in choice.drafters]
+        return Speculate(engine, Drafting(engine, chosen, choice.policy), 0, sampling)
+    usual = ["lookup", "draft"] if is_sidecar(str(draft)) else [str(draft)]
+    drafters = [
+        _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)
+    ]
+    if len(drafters) == 1 and isinstance(drafters[0], PrefixDrafter):
+        return Speculate(engine, drafters[0], 0, sampling)
+    by_margin = any(isinstance(drafter, PrefixDrafter) for drafter in drafters)  # a margin is no probability
+    policy = None if len(drafters) == 1 or by_margin else Paying()
+    return Speculate(engine, Drafting(engine, drafters, policy), 0, sampling)
+
+
+def _drafter(
+    depth: str, word: str, session: Session, engine: Engine, draft: Path | str | None
+) -> Source | Steps:
+    """One drafter of a combination."""
     if word == "lookup":
-        drafters: list[Drafter] = [LookupDrafter(engine)]
-        if plus:
-            drafters.append(PrefixDrafter(engine, _rule(depth, rest_of)))
-        return Speculate(engine, FirstOf(drafters), 0, sampling)
-    check_exits(session.plan)
-    if not rest:
-        return speculation_of(engine, load_calibration(session)[1], sampling)
-    return Speculate(engine, _rule(depth, rest), 0, sampling)
+        return LookupDrafter(engine)
+    if word in ("table", "draft"):
+        found = _retrofitted(session, engine, draft)
+        return (
+            TableDrafter(engine, found.table) if word == "table" else DraftStageDrafter(engine, found.stage)
+        )
+    if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
+        check_exits(session.plan)
+        return PrefixDrafter(engine, _rule(depth, word))
+    if is_sidecar(word):
+        return DraftStageDrafter(engine, _retrofitted(session, engine, word).stage)
+    if not word or not Path(word).is_dir():
+        raise ConfigError(
+            f"depth {depth!r} names the drafter {word!r}, which is unknown; use lookup, table, draft, a "
+            "number of tokens, or the folder of a smaller run"
+        )
+    return ModelDrafter(engine, _small(session, engine, Path(word)), Path(word).name)
+
+
+def _retrofitted(session: Session, engine: Engine, folder: Path | str | None) -> Retrofitted:
+    opened = _OPENED.setdefault(engine, {})
+    found = opened.get(str(folder))
+    if not isinstance(found, Retrofitted):
+        found = opened[str(folder)] = open_retrofit(session, folder)
+    return found
+
+
+def _small(session: Session, engine: Engine, folder: Path) -> Engine:
+    """A run that drafts for another."""
+    opened = _OPENED.setdefault(engine, {})
+    found = opened.get(f"run {folder}")
+    if not isinstance(found, Engine):
+        other = open_session(folder)
+        if other.tokenizer.digest != session.tokenizer.digest:
+            raise ConfigError(
+                f"the draft model {folder} has another tokenizer than {session.run.folder}; give a run with "
+                "the same"
+            )
+        found = opened[f"run {folder}"] = engine_of(other)
+    return found
 
 
 def _rule(depth: str, rest: str) -> DraftRule:

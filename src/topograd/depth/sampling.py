@@ -15,7 +15,8 @@ with β = Σ min(p, q), the share that is accepted, and 1 - β = Σ max(p - q, 0
 Everything here is float64 on the CPU, so that a seed means the same on every device. A uniform number has
 53 bits: "exactly" is up to that and to rounding. Ties go to the smaller id.
 
-Cost. `probabilities` sorts, O(V log V) for a row of V logits; `draw` and `verify` are O(V).
+Cost. `probabilities` sorts where there is a top_k or top_p, O(V log V) for a row of V logits; otherwise it is
+O(V), as `draw` and `verify` are.
 
 Limits. The CPU generator of torch uses the low 32 bits of a seed: seeds that are equal modulo 2^32 give one
 stream.
@@ -73,6 +74,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         raise DivergenceError("the model's logits are not finite, so it cannot write; train it again")
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()
+    if sampling.top_k is None and (sampling.top_p is None or sampling.top_p >= 1):
+        return ((z - z.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     z, tokens = z.sort(dim=-1, descending=True, stable=True)
     p = ((z - z[..., :1]) / sampling.temperature).softmax(-1)  # the largest is 0: nothing overflows
     if sampling.top_k is not None:
@@ -118,6 +121,15 @@ def verify(token: int, q: Tensor, p: Tensor, generator: torch.Generator) -> tupl
     if _uniform(generator) < acceptance(token, q, p):
         return True, token
     return False, draw(residual(q, p), generator)
+
+
+def verify_certain(token: int, p: Tensor, generator: torch.Generator) -> tuple[bool, int]:
+    """`verify` of a token that was certain: q is one there and zero elsewhere, and is not written out."""
+    if _uniform(generator) < float(p[token]):
+        return True, token
+    rest = p.clone()
+    rest[token] = 0
+    return False, draw(rest if rest.sum() > 0 else p, generator)
 
 
 def _uniform(generator: torch.Generator) -> float:

@@ -1,8 +1,9 @@
 """Speculation: somebody drafts, the model verifies the whole draft at once. Exact.
 
 A round, in each row. A drafter (`drafters.py`) guesses the next tokens: the first stages of the model, a
-lookup in the text, or one after the other. Those tokens are now pending before the later stages, which run
-them as one batch and predict at every drafted position what the full model would have written:
+lookup in the text, a draft stage, a smaller model, or several of them. Those tokens are now pending before
+the later stages, which run them as one batch and predict at every drafted position what the full model would
+have written:
 
     greedy     drafts are kept up to the first that is not the full model's own token, which replaces it
     sampled    each draft x ~ q is kept with probability min(1, p / q), else replaced from the residual
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,14 +33,13 @@ from topograd.depth.autotune import DraftRule
 from topograd.depth.drafters import Draft, Drafter, PrefixDrafter
 from topograd.depth.engine import AnyCache, Emitted, Engine, check_finite
 from topograd.depth.exit_rules import check_exits
-from topograd.depth.sampling import Sampling, draw, generators, probabilities, verify
+from topograd.depth.sampling import Sampling, draw, generators, probabilities, verify, verify_certain
 
 
 @dataclass
-class Tally:
-    """What a speculation did since `begin`."""
+class Count:
+    """Drafts that were made, and kept."""
 
-    rounds: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -47,6 +47,15 @@ class Tally:
     def acceptance(self) -> float:
         """Drafts kept over drafts made."""
         return self.accepted / self.drafted if self.drafted else math.nan
+
+
+@dataclass
+class Tally(Count):
+    """What a speculation did since `begin`."""
+
+    rounds: int = 0
+    by: dict[str, Count] = field(default_factory=dict)
+    """The same by drafter."""
 
 
 class Speculate:
@@ -83,18 +92,17 @@ class Speculate:
             cache.truncate(kept)
         self.engine.append(cache, [[t] if on else [] for (_, t), on in zip(verdicts, active, strict=True)])
         self._count(drafts, verdicts, active)
-        last = self.engine.last
         return [
-            [
-                *(
-                    Emitted(t, last if draft.exit is None else draft.exit, draft.drafter)
-                    for t in draft.tokens[:accepted]
-                ),
-                Emitted(token, last),
-            ]
-            if on
-            else []
+            self._emitted(draft, accepted, token) if on else []
             for draft, (accepted, token), on in zip(drafts, verdicts, active, strict=True)
+        ]
+
+    def _emitted(self, draft: Draft, accepted: int, token: int) -> list[Emitted]:
+        last = self.engine.last
+        kept = zip(draft.tokens[:accepted], draft.exits, draft.drafters, strict=False)
+        return [
+            *(Emitted(drafted, last if exit_ is None else exit_, who) for drafted, exit_, who in kept),
+            Emitted(token, last),
         ]
 
     def _judge(
@@ -102,17 +110,16 @@ class Speculate:
     ) -> list[tuple[int, int]]:
         """For each row how many drafts are kept, and the full model's token that follows them."""
         if self.sampling.greedy:
-            best, tokens = logits.max(-1)
-            for draft, row in zip(drafts, best.tolist(), strict=True):
-                check_finite(row[: len(draft.tokens) + 1])
-            return [_agreed(draft, row) for draft, row in zip(drafts, tokens.tolist(), strict=True)]
+            return _agreed(drafts, logits)
         each = zip(drafts, logits, self.generators, active, strict=True)
         return [self._sampled(draft, z, g) if on else (0, 0) for draft, z, g, on in each]
 
     def _sampled(self, draft: Draft, logits: Tensor, generator: torch.Generator) -> tuple[int, int]:
         p = probabilities(logits[: len(draft.tokens) + 1], self.sampling)
         for i, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
-            accepted, token = verify(token, q, p[i], generator)
+            accepted, token = (
+                verify_certain(token, p[i], generator) if q is None else verify(token, q, p[i], generator)
+            )
             if not accepted:
                 return i, token
         return len(draft.tokens), draw(p[-1], generator)
@@ -121,13 +128,25 @@ class Speculate:
         self, drafts: Sequence[Draft], verdicts: Sequence[tuple[int, int]], active: Sequence[bool]
     ) -> None:
         self.tally.rounds += sum(active)
-        self.tally.drafted += sum(len(draft.tokens) for draft in drafts)
-        self.tally.accepted += sum(accepted for accepted, _ in verdicts)
+        for draft, (accepted, _) in zip(drafts, verdicts, strict=True):
+            for place, name in enumerate(draft.drafters):
+                for count in (self.tally, self.tally.by.setdefault(name, Count())):
+                    count.drafted += 1
+                    count.accepted += place < accepted
 
 
-def _agreed(draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
-    """How many drafts are the full model's `tokens`, and its token behind them."""
-    for i, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
-        if drafted != token:
-            return i, token
-    return len(draft.tokens), tokens[len(draft.tokens)]
+def _agreed(drafts: Sequence[Draft], logits: Tensor) -> list[tuple[int, int]]:
+    """How many drafts of each row are the full model's likeliest tokens, and its token behind them.
+
+    One comparison for all rows: logits (rows, most drafts + 1, vocab).
+    """
+    best, tokens = logits.max(-1)
+    width = tokens.shape[1]
+    guessed = torch.tensor(
+        [[*draft.tokens, *[-1] * (width - len(draft.tokens))] for draft in drafts], device=tokens.device
+    )  # -1 is no token, so a row's own end stops it
+    accepted = (guessed == tokens).long().cumprod(1).sum(1)
+    read = torch.tensor([len(draft.tokens) for draft in drafts], device=tokens.device)
+    check_finite(best[torch.arange(width, device=tokens.device) <= read[:, None]].tolist())
+    following = tokens.gather(1, accepted[:, None])[:, 0]
+    return list(zip(accepted.tolist(), following.tolist(), strict=True))

@@ -78,7 +78,8 @@ class Attention(nn.Module):
         if state is not None:
             k, v = state.append(k, v, bus.positions)
         where = bus.positions if rows is None else rows[None]
-        mask = attention_mask(where, k.shape[2], self.window)
+        given = bus.extras.get("mask")
+        mask = attention_mask(where, k.shape[2], self.window) if given is None else given
         y = F.scaled_dot_product_attention(
             q,
             k,

@@ -1,0 +1,286 @@
+"""Who drafts best: every drafter of a run over full depth, by kind of text, without loops.
+
+    python benchmarks/drafters.py RUN [--draft SIDECAR] [--tokens 64] [--prompts 2] [--threads 1] [--peers]
+
+Each prompt is continued greedily at full depth once; its text is cut where it ends, or where its last 16
+tokens have stood in it before: what follows is a loop, which flatters every drafter. All ways then write that
+many tokens behind each prompt, taking turns prompt by prompt, the reading of the prompt included. A speed is
+tokens over seconds, summed; the ratio to full depth is given by kind and for all, with the quartiles over
+prompts.
+
+Prompts: code and prose are beginnings of held-out documents, chats and lists are questions that no template
+of `models/prompts.py` has; a model without a chat template goes on from the plain question. Nothing here was
+trained or tuned on.
+
+With --peers, the same weights in transformers: `generate` at full depth, with `prompt_lookup_num_tokens`, and
+with `assistant_early_exit` after the second of three thirds of the layers, each over its own full depth.
+
+Texts that differ from full depth's are counted, those at a tie of the two best logits apart
+(`depth/agreement.py`): in float32 a batch of rows is rounded otherwise than one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from topograd.data.corpus import read_corpus
+from topograd.depth.agreement import differences
+from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
+from topograd.depth.modes import engine_of, mode_of
+from topograd.depth.retrofitted import has_retrofit
+from topograd.depth.sampling import Sampling
+from topograd.depth.speculation import Count, Speculate
+from topograd.errors import TopogradError
+from topograd.models.own_text import LOOP
+from topograd.models.prompts import Chat
+from topograd.pretrained import REFERENCE
+from topograd.runs.session import Session, open_session
+from topograd.timing import Spread
+
+CHATS = (
+    "My cat refuses to eat. What could be the reason?",
+    "Can you help me plan a quiet weekend in the mountains?",
+    "Why does the sky look red in the evening?",
+    "I want to sell my old piano. How should I describe it?",
+)
+LISTS = (
+    "List eight kinds of cheese with one sentence on each.",
+    "Name ten inventions of the nineteenth century as a numbered list.",
+    "Give me a packing list for a week at the sea.",
+    "List the planets of the solar system with their sizes.",
+)
+PROMPT_TOKENS = 48
+FULL = "full depth"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, and for how long."""
+
+    run: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[RUN]")] = None
+    """The run's folder; the model that comes with the package if not given."""
+    draft: Path | None = None
+    """The folder that topograd retrofit made; by default RUN/draft."""
+    depths: tuple[str, ...] = ()
+    """More depths to measure, such as speculate:runs/small."""
+    tokens: int = 64
+    prompts: int = 2
+    """Prompts of each kind."""
+    threads: int = 1
+    peers: bool = False
+    json: bool = False
+
+
+@dataclass
+class Prompt:
+    """A beginning and how many tokens are written behind it."""
+
+    kind: str
+    tokens: list[int]
+    count: int = 0
+
+
+def prompts_of(session: Session, each: int) -> list[Prompt]:
+    """Some prompts of each kind."""
+    tokenizer, chat = session.tokenizer, Chat.of(session.tokenizer)
+    documents = read_corpus(None).heldout
+    code = [d for d in documents if d.name.endswith(".py") and len(d.text) > 3000]
+    prose = [d for d in documents if not d.name.endswith(".py") and len(d.text) > 600]
+    found = []
+    for kind, some in (("code", code), ("prose", prose)):
+        for document in some[:: max(1, len(some) // each)][:each]:
+            middle = document.text.find("\n", len(document.text) // 3) + 1
+            found.append(Prompt(kind, tokenizer.encode(document.text[middle:])[:PROMPT_TOKENS]))
+    for kind, questions in (("chat", CHATS), ("lists", LISTS)):
+        for question in questions[:each]:
+            words = tokenizer.encode(question)
+            found.append(Prompt(kind, [*chat.first, *words, *chat.behind] if chat else words))
+    return found
+
+
+def without_loop(tokens: Sequence[int], ends: frozenset[int]) -> int:
+    """How many tokens there are before the text ends or repeats LOOP of them."""
+    seen = set()
+    for i in range(len(tokens)):
+        if tokens[i] in ends:
+            return i + 1
+        last = tuple(tokens[max(0, i + 1 - LOOP) : i + 1])
+        if len(last) == LOOP and last in seen:
+            return i + 1 - LOOP
+        seen.add(last)
+    return len(tokens)
+
+
+def ways_of(session: Session, engine: Engine, settings: Settings) -> dict[str, Mode]:
+    """Full depth and every drafter that the run has."""
+    depths = {FULL: "full", "lookup": "speculate:lookup"}
+    if len(session.plan.predicting()) > 1 and session.plan.prediction.path is None:
+        depths["first stage"] = "speculate:3:1.0"
+    if settings.draft is not None or has_retrofit(session):
+        depths |= {
+            "table": "speculate:table",
+            "draft stage": "speculate:draft",
+            "lookup + table": "speculate:lookup+table",
+            "draft stage + lookup": "speculate:draft+lookup",
+            "draft stage + lookup + table": "speculate:draft+lookup+table",
+        }
+    if session.run.calibration_file.is_file():
+        depths["calibrated"] = "speculate"
+    depths |= {depth: depth for depth in settings.depths}
+    draft = settings.draft
+    return {
+        name: mode_of(depth, session, engine, Sampling(), None if depth == "speculate" else draft)
+        for name, depth in depths.items()
+    }
+
+
+def peers_of(session: Session) -> dict[str, Callable[[list[int], int], list[int]]]:
+    """The same weights in transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from topograd.models.export import export_model
+
+    logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        export_model(session.run.folder, Path(folder) / "hf", "hf")
+        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=torch.float32).eval()
+
+    def way(**settings: Any) -> Callable[[list[int], int], list[int]]:
+        def write(prompt: list[int], count: int) -> list[int]:
+            inputs = torch.tensor([prompt])
+            with torch.inference_mode():
+                out = model.generate(
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    max_new_tokens=count,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    **settings,
+                )
+            found: list[int] = out[0, len(prompt) :].tolist()
+            return found
+
+        return write
+
+    third = 2 * session.config.model.layers // 3
+    return {
+        "transformers": way(),
+        "transformers, prompt lookup": way(prompt_lookup_num_tokens=6),
+        f"transformers, early exit {third}": way(assistant_early_exit=third),
+    }
+
+
+def measure(session: Session, settings: Settings) -> dict[str, Any]:
+    """Seconds and tallies of every way on every prompt."""
+    engine = engine_of(session)
+    ends = frozenset(getattr(session.tokenizer, "stop_tokens", {session.tokenizer.separator}))
+    prompts = prompts_of(session, settings.prompts)
+    full = generate_batch(Prefix(engine), [p.tokens for p in prompts], settings.tokens)
+    for prompt, text in zip(prompts, full, strict=True):
+        prompt.count = without_loop([e.token for e in text], ends)
+    looped = 1 - sum(p.count for p in prompts) / sum(map(len, full))
+    prompts = [p for p in prompts if p.count >= 8]
+    modes = ways_of(session, engine, settings)
+    peers = peers_of(session) if settings.peers else {}
+    seconds: dict[str, list[float]] = {name: [] for name in (*modes, *peers)}
+    counts: dict[str, dict[str, Count]] = {name: {} for name in modes}
+    texts: dict[str, list[list[Emitted]]] = {name: [] for name in modes}
+    names = list(seconds)
+    for number, prompt in enumerate(prompts):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            began = time.perf_counter()
+            if name in peers:
+                peers[name](prompt.tokens, prompt.count)
+            else:
+                mode = modes[name]
+                texts[name].append([e for _, e in generate_tokens(mode, [prompt.tokens], prompt.count)])
+            seconds[name].append(time.perf_counter() - began)
+            if name in modes and isinstance(modes[name], Speculate):
+                _add(counts[name], modes[name].tally.by)  # type: ignore[attr-defined]
+        print(f"{number + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+    return _summary(engine, prompts, seconds, counts, texts, looped)
+
+
+def _add(total: dict[str, Count], more: dict[str, Count]) -> None:
+    for name, count in more.items():
+        mine = total.setdefault(name, Count())
+        mine.drafted += count.drafted
+        mine.accepted += count.accepted
+
+
+def _summary(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    seconds: dict[str, list[float]],
+    counts: dict[str, dict[str, Count]],
+    texts: dict[str, list[list[Emitted]]],
+    looped: float,
+) -> dict[str, Any]:
+    kinds = list(dict.fromkeys(p.kind for p in prompts))
+    rows = []
+    for name, took in seconds.items():
+        base = seconds["transformers" if name.startswith("transformers") else FULL]
+        each = [b / a for a, b in zip(took, base, strict=True)]
+        row: dict[str, Any] = {
+            "way": name,
+            "tokens_per_second": sum(p.count for p in prompts) / sum(took),
+            "over_full_depth": sum(base) / sum(took),
+            "by_prompt": Spread.of(each).as_dict(),
+            "by_kind": {
+                kind: sum(b for b, p in zip(base, prompts, strict=True) if p.kind == kind)
+                / sum(a for a, p in zip(took, prompts, strict=True) if p.kind == kind)
+                for kind in kinds
+            },
+        }
+        if counts.get(name):
+            row["acceptance"] = {who: c.acceptance for who, c in counts[name].items()}
+            row["drafts"] = {who: c.drafted for who, c in counts[name].items()}
+        if name in texts and name != FULL:
+            row |= differences(engine, [p.tokens for p in prompts], texts[name], texts[FULL])
+        rows.append(row)
+    return {"tokens": sum(p.count for p in prompts), "looped": looped, "kinds": kinds, "ways": rows}
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table for people."""
+    print(f"{found['tokens']} tokens outside of loops; {found['looped']:.2f} of the text was cut")
+    print(f"{'way':34} {'tok/s':>6} {'ratio':>6}  {'by prompt':>20}  " + "  ".join(found["kinds"]))
+    for row in found["ways"]:
+        spread = row["by_prompt"]
+        quartiles = f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+        kinds = "  ".join(f"{row['by_kind'][kind]:.2f}" for kind in found["kinds"])
+        kept = "  ".join(f"{who} {rate:.2f}" for who, rate in row.get("acceptance", {}).items())
+        other = f"  {row['ties']} ties, {row['mismatches']} mismatches" if "ties" in row else ""
+        speed = f"{row['tokens_per_second']:6.1f} {row['over_full_depth']:6.2f}"
+        print(f"{row['way']:34} {speed}  {quartiles:>20}  {kinds}  {kept}{other}")
+
+
+def main() -> int:
+    settings = tyro.cli(Settings, description=__doc__.split("\n\n")[0])
+    torch.set_num_threads(settings.threads)
+    try:
+        found = measure(open_session(settings.run or REFERENCE), settings)
+    except TopogradError as error:
+        print(f"drafters: {error}", file=sys.stderr)
+        return 2
+    if settings.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in a sidecar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from topograd.cli.console import Folder, Json, note, out, parse, print_json
+from topograd.cli.flags import as_typed, flags_of
+from topograd.errors import ConfigError
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrofit:
+    """Let a model write, and teach a draft stage on that; the model itself is not changed."""
+
+    folder: Folder
+    """The run's folder."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="SIDECAR")] = None
+    """Where the draft stage goes; by default RUN/draft, where generate finds it."""
+    tokens: int = 500_000
+    """Tokens of text that it learns from; about 2 hours of one core for SmolLM2."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Text to begin from: a file or a folder; by default the Python standard library."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Keep the model's own text here and go on from it; by default it is deleted when the stage is there."""
+    init: Annotated[Path | None, tyro.conf.arg(metavar="SIDECAR")] = None
+    """Go on from the draft stage in this folder, with its vocabulary, on more text."""
+    epochs: float = 2.0
+    """How often the stage sees each row."""
+    vocabulary: int = 8192
+    """Tokens that the stage can say."""
+    seed: int = 0
+    """Of beginnings, draws and the order of rows."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Write, teach, keep, print, return the exit code."""
+    asked = parse(Retrofit, argv, "retrofit")
+    from topograd.models.draft_training import DraftTraining
+    from topograd.models.own_text import OwnTextConfig
+    from topograd.models.retrofit import RetrofitConfig, retrofit
+    from topograd.runs.session import open_session
+
+    try:
+        training = DraftTraining(epochs=asked.epochs, seed=asked.seed)
+        config = RetrofitConfig(asked.tokens, asked.vocabulary, OwnTextConfig(seed=asked.seed), training)
+    except ConfigError as error:  # it speaks of Python's arguments
+        raise ConfigError(as_typed(str(error), flags_of(Retrofit), argv)) from None
+    session = open_session(asked.folder)
+    rows = min(config.text.rows, max(1, -(-asked.tokens // config.text.length)))
+    config = replace(config, text=replace(config.text, rows=rows))
+    found = retrofit(
+        session, asked.out, config, data=asked.data, text=asked.text, init=asked.init, on_work=_shown()
+    )
+    if asked.json:
+        print_json(found)
+    else:
+        _show(found)
+    return 0
+
+
+def _shown() -> Callable[[str, int, int], None]:
+    """A line every few seconds, with an estimate of what is left."""
+    began: dict[str, tuple[int, float]] = {}
+    last = 0.0
+
+    def show(what: str, done: int, of: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        first, since = began.setdefault(what, (done, now))
+        if now - last < SECONDS_BETWEEN_LINES and done < of:
+            return
+        last = now
+        rate = (done - first) / (now - since) if now > since else 0.0
+        left = f", {max(of - done, 0) / rate:.0f} s left" if rate > 0 and done < of else ""
+        note(f"{what}: {done} of {of}{left}")
+
+    return show
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = out()
+    rates = ", ".join(f"{rate:.2f}" for rate in found["agreement"])
+    console.print(
+        f"{found['sidecar']}: a draft stage of {found['parameters'] / 1e6:.1f} M parameters on "
+        f"{found['vocabulary']} tokens (they cover {found['coverage']:.2f}), taught on {found['tokens']} "
+        f"tokens, and a table of {found['table']} entries",
+        soft_wrap=True,
+    )
+    console.print(f"it says what the model says, by step: {rates}", soft_wrap=True)
+    for row in found["exits"]:
+        console.print(f"an exit after stage {row['stage']} ({row['kind']}): {row['agreement']:.2f}")
+    console.print(f"try: topograd generate {found['run']} --depth speculate:draft+lookup", soft_wrap=True)

@@ -1,0 +1,89 @@
+"""What `topograd retrofit` gave a run, read from its sidecar: a draft stage, and a table of the model's own
+text.
+
+    stage.*    the parameters of the draft stage, with its vocabulary
+    table.*    the keys, tokens and shares of the table
+
+The sidecar lies in the run's folder as `draft/`, or wherever `--draft` says. It names its base by hash, so
+one of another model is refused (`runs/sidecar.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topograd.depth.lookup import NGramTable
+from topograd.errors import ConfigError, RunError
+from topograd.nn.draft_stage import DraftStage
+from topograd.runs.session import Session
+from topograd.runs.sidecar import Sidecar, is_sidecar, open_sidecar
+
+KIND = "draft"
+FOLDER = "draft"
+"""Where a run's own sidecar lies."""
+
+
+@dataclass(frozen=True)
+class Retrofitted:
+    """An opened sidecar."""
+
+    stage: DraftStage
+    table: NGramTable
+    sidecar: Sidecar
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """How it was made."""
+        return self.sidecar.settings
+
+
+def retrofit_folder(session: Session) -> Path:
+    """Where a run's sidecar is by default."""
+    return session.run.folder / FOLDER
+
+
+def has_retrofit(session: Session) -> bool:
+    """Whether the run was given a draft stage."""
+    return is_sidecar(retrofit_folder(session))
+
+
+def open_retrofit(session: Session, folder: Path | str | None = None) -> Retrofitted:
+    """The draft stage and the table of a run, from its own folder or another."""
+    place = retrofit_folder(session) if folder is None else Path(folder)
+    if folder is None and not is_sidecar(place):
+        raise ConfigError(
+            f"{session.run.folder} has no draft stage; make one with: topograd retrofit {session.run.folder}"
+        )
+    sidecar = open_sidecar(place, KIND)
+    sidecar.check_base(session)
+    try:
+        stage = stage_of(session, sidecar.tensors)
+        table = NGramTable.from_tensors(sidecar.tensors)
+    except (KeyError, RuntimeError, ValueError, IndexError) as problem:
+        raise RunError(f"{place} does not fit its base ({_line(problem)}); retrofit it again") from None
+    return Retrofitted(stage, table, sidecar)
+
+
+def stage_of(session: Session, tensors: Mapping[str, Tensor]) -> DraftStage:
+    """The draft stage whose parameters are among these tensors."""
+    own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
+    with torch.random.fork_rng(devices=[]):
+        stage = DraftStage(session.stack, own["vocabulary"])
+    stage.load_state_dict(own)
+    return stage.eval().requires_grad_(False)
+
+
+def retrofit_tensors(stage: DraftStage, table: NGramTable) -> dict[str, Tensor]:
+    """What a sidecar keeps."""
+    own = {f"stage.{name}": t.detach().cpu() for name, t in stage.state_dict().items()}
+    return own | table.tensors()
+
+
+def _line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())[:160]

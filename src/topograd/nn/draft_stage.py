@@ -1,0 +1,223 @@
+"""A draft stage: one more stage behind a frozen model, which guesses a token ahead of it.
+
+    u_t = A norm(x0_t) + B norm(f_{t-1})        f: the last stage's state, of the position before
+    g_t = Layer(u_0 .. u_t)                     one layer of the model's own kind
+    q_t = softmax(W_V norm'(g_t))               over a draft vocabulary V of the likeliest tokens
+
+In the words of a topology it is a stage that hears the last one through a relay which looks one position back
+(`PreviousRelay`), with λ = 0: the base never learns and never changes. So it needs the token x_t and the
+state f_{t-1}, and both are known before the model has run x_t: g_t predicts x_{t+1} when the model would only
+begin. To guess on, g_t takes the place of f_t. What it shares with the base (the embedding, the rows V of the
+head) is referred to, not copied into its weights.
+
+Training unrolls it on its own states (`unroll`): in step j, position t hears g^{(j-1)}_{t-1} and attends, as
+it will when it drafts, to the keys of step 1 up to position t-j+1 and to those of steps 2..j behind them.
+
+Shapes: states (batch, time, width). Cost: 2 width² for the join, one layer, |V| width for the head. Sources:
+"EAGLE" (Li et al. 2024) §3, "EAGLE-3" (Li et al. 2025) §3.2 for training on own states, "FR-Spec" (Zhao et
+al. 2025) for the draft vocabulary. Limits: stacks of this package (`GPT`, `Transformer`); a chain of drafts,
+no tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+from topograd.nn.blocks import Block, layer_of
+from topograd.nn.config import GPTConfig
+from topograd.nn.gpt import GPT
+from topograd.nn.heads import Head
+from topograd.nn.relays import CausalRelay
+from topograd.nn.stack import Bus, Stack
+from topograd.nn.transformer import Transformer, TransformerLayer, norm_of
+
+FIRST_GAIN = 0.2
+"""What the stage's norm starts with of the base's: an untaught stage should not be sure of anything."""
+RELAY = "previous"
+"""The relay's name in a topology."""
+
+
+class PreviousRelay(nn.Module, CausalRelay):
+    """Sends h; the receiver hears the sender's state of the position before, beside its own token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Linear(width, width, bias=False)
+        self.state = nn.Linear(width, width, bias=False)
+
+    def join(self, x0: Tensor, previous: Tensor) -> Tensor:
+        """A norm(x0) + B norm(previous): (batch, time, width) each."""
+        return self.token(unit(x0)) + self.state(unit(previous))
+
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        return h
+
+    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        return self.join(bus.x0, shifted(message))
+
+    def send_next(self, history: Tensor, received: Tensor, bus: Bus) -> Tensor:
+        return history.gather(1, _places(bus, history))
+
+    def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
+        before = F.pad(history, (0, 0, 1, 0))  # slot p holds the state of position p - 1
+        return self.join(bus.x0, before.gather(1, _places(bus, history)))
+
+    def needed(self, time: int) -> tuple[int, Tensor | None]:
+        return max(time - 1, 1), None
+
+    def send_pooled(self, pooled: Tensor, received: Tensor | None) -> Tensor:
+        return pooled
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / rms(x); 0 stays 0."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def shifted(states: Tensor) -> Tensor:
+    """The state of the position before, at each position; 0 at the first."""
+    return F.pad(states, (0, 0, 1, 0))[:, :-1]
+
+
+def _places(bus: Bus, history: Tensor) -> Tensor:
+    positions = bus.positions.expand(len(history), -1)
+    return positions[..., None].expand(-1, -1, history.shape[-1])
+
+
+class DraftStage(nn.Module):
+    """The stage's own parameters: the relay, a layer, a norm. Embedding and head rows are the base's."""
+
+    vocabulary: Tensor
+
+    def __init__(self, base: Stack, vocabulary: Tensor) -> None:
+        super().__init__()
+        if not isinstance(base, GPT | Transformer):
+            raise StackError(f"{type(base).__name__} can be given no draft stage; a GPT or a Transformer can")
+        self.register_buffer("vocabulary", vocabulary.long())
+        like = base.embedding.weight
+        self.relay = PreviousRelay(base.width)
+        nn.init.eye_(self.relay.state.weight)
+        self.layer = _layer(base)
+        self.norm = _norm(base)
+        self.to(like.device, like.dtype)
+        self._base: tuple[GPT | Transformer, Stack] = (
+            base,
+            _one_layer(base, self),
+        )  # in a tuple: the base's parameters are not this module's
+
+    @property
+    def stack(self) -> Stack:
+        """A stack of this one layer, with the base's embedding and its head on the draft vocabulary."""
+        return self._base[1]
+
+    def base_logits(self, states: Tensor) -> Tensor:
+        """What the base predicts from its last states, on the draft vocabulary."""
+        base = self._base[0]
+        return base.readout(states, base.last_stage, self.vocabulary)
+
+    def places(self) -> Tensor:
+        """For each token of the base its place in the draft vocabulary, or -1."""
+        base = self._base[0]
+        places = torch.full((len(base.head.weight),), -1, device=self.vocabulary.device)
+        places[self.vocabulary] = torch.arange(len(self.vocabulary), device=places.device)
+        return places
+
+    def forward(self, bus: Bus, previous: Tensor, memory: object = None) -> Tensor:
+        """g (batch, time, width) from the tokens on the bus and the states of the positions before."""
+        h = self.relay.join(bus.x0, previous)
+        g: Tensor = self.layer(h, bus) if memory is None else self.layer(h, bus, memory)
+        return g
+
+    def readout(self, g: Tensor) -> Tensor:
+        """Logits (..., draft vocabulary)."""
+        return self.stack.readout(g, 0)
+
+    def unroll(self, inputs: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+        """g of each step (batch, time, width): the first hears `states`, each later one the one before."""
+        x0 = self.stack.embed(inputs)
+        plain = self.stack.bus(x0, inputs)
+        memory = _Steps()
+        for step in range(steps):
+            bus = replace(plain, extras={**plain.extras, "mask": step_mask(inputs.shape[1], step, x0.device)})
+            states = self(bus, shifted(states), memory)
+            yield states
+
+
+class _Steps:
+    """Keys and values of all steps so far, one behind the other."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        self.pairs.append((k, v))
+        keys, values = (torch.cat([pair[i] for pair in self.pairs], dim=2) for i in range(2))
+        return keys, values
+
+
+def step_mask(time: int, step: int, device: torch.device) -> Tensor:
+    """(time, (step + 1) time): what a query of step `step`, counted from 0, sees of steps 0..step.
+
+    Of step 0 the positions up to t - step, of step i > 0 the position t - step + i: the drafted chain.
+    """
+    behind = torch.arange(time, device=device)[:, None] - torch.arange(time, device=device)
+    return torch.cat([behind >= step, *(behind == step - i for i in range(1, step + 1))], dim=1)
+
+
+def _layer(base: GPT | Transformer) -> nn.Module:
+    if isinstance(base, Transformer):
+        layer = TransformerLayer(base.config, len(base.layers))
+        for linear in (layer.attention.output, layer.mlp.down):
+            nn.init.zeros_(linear.weight)
+        return layer
+    if not isinstance(base.layers[-1], Block):
+        raise StackError("a draft stage has attention; this model's last layer has none")
+    return layer_of(_shape(base), 0, appended=True)
+
+
+def _shape(base: GPT) -> GPTConfig:
+    return replace(base.config, layers=1, architecture="transformer", value_embeddings="none", windows=())
+
+
+def _norm(base: GPT | Transformer) -> nn.Module:
+    if isinstance(base, GPT):
+        return nn.Identity()  # its norm has no gain
+    norm = norm_of(base.config, base.width)
+    for mine, its in zip(norm.parameters(), base.norm.parameters(), strict=True):
+        mine.data = FIRST_GAIN * its.detach().clone()
+    return norm
+
+
+def _one_layer(base: GPT | Transformer, stage: DraftStage) -> Stack:
+    """The base with this one layer: `for_decoding` and `bus` work as they do for the base."""
+    stack: GPT | Transformer
+    with torch.device("meta"):
+        if isinstance(base, Transformer):
+            stack = Transformer(replace(base.config, layers=1))
+        else:
+            stack = GPT(_shape(base))
+    stack.embedding = base.embedding
+    if isinstance(base, Transformer) and isinstance(stack, Transformer):
+        stack.norm = stage.norm  # type: ignore[assignment]
+        stack.frequencies, stack.local_frequencies = base.frequencies, base.local_frequencies
+    elif isinstance(base, GPT) and isinstance(stack, GPT):
+        stack.previous, stack.frequencies = base.previous, base.frequencies
+    stack.layers = nn.ModuleList([stage.layer])
+    last = base.last_stage
+    bias = None if base.head.bias is None else base.head.bias.detach()[stage.vocabulary]
+    rows = base.head.matrix(last, stage.vocabulary).detach()
+    stack.head = Head(rows, bias, softcap=base.head.softcap)
+    return stack
+
+
+def rank_tokens(tokens: Sequence[int] | Tensor, vocab: int, size: int) -> Tensor:
+    """The `size` most frequent token ids, in ascending order; ties go to the smaller id."""
+    counts = torch.bincount(torch.as_tensor(tokens).flatten().long(), minlength=vocab)[:vocab]
+    order = counts.argsort(descending=True, stable=True)
+    return order[: min(size, vocab)].sort().values
