@@ -209,3 +209,29 @@ def test_the_z_loss_is_that_of_all_logits_at_once(chunk: int, softcap: float | N
     assert loss > nats + 0.1
     for found, leaf in zip(again, leaves, strict=True):
         torch.testing.assert_close(found.grad, leaf.grad, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all learn", "weight frozen"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_a_low_rank_delta_is_the_whole_matrix(chunk: int, softcap: float | None, frozen: bool) -> None:
+    """W + U D by parts and whole: the loss and every gradient."""
+    x, weight, bias, targets = inputs()
+    generator = torch.Generator().manual_seed(4)
+    up, down = (torch.randn(n, generator=generator, dtype=x.dtype) for n in ((VOCAB, 3), (3, WIDTH)))
+
+    def graded_by(plain: bool) -> list[Tensor | None]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias, up, down)]
+        leaves[1].requires_grad_(not frozen)
+        a, w, b, u, d = leaves
+        if plain:
+            loss = plain_cross_entropy(a, w + u @ d, targets, b, softcap)
+        else:
+            loss = linear_cross_entropy(a, w, targets, b, low_rank=(u, d), softcap=softcap, chunk=chunk)
+        (3 * loss).backward()
+        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+    for ours, theirs in zip(graded_by(False), graded_by(True), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

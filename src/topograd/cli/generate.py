@@ -53,6 +53,8 @@ class Generate:
     - FOLDER: a smaller run with the same tokenizer"""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A smaller run that drafts, or the folder that topograd retrofit made; by default RUN/draft."""
+    specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
+    """Folders of specialists that are active, as A,B or A*0.7,B*0.3; what each changes is added up."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="J")] = None
     """The same as --depth prefix:J."""
     temperature: float = 0.0
@@ -78,9 +80,7 @@ def run(argv: list[str]) -> int:
     """Write a continuation and return the exit code."""
     asked = parse(Generate, argv, "generate")
     _check(asked)
-    from topograd.depth.model import load
-
-    model = load(asked.folder or REFERENCE)
+    model = _model(asked)
     exits = len(model.session.plan.predicting())
     console = out()
     colours = _colours(console, exits) if asked.colour else []
@@ -94,6 +94,8 @@ def run(argv: list[str]) -> int:
     counts = made.exits(exits)
     if asked.json:
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
+        weights = getattr(model, "weights", None)  # of a composition
+        answer |= {} if weights is None else {"specialists": weights}
         print_json(answer | _numbers(made, counts))
     else:
         print(flush=True)
@@ -104,6 +106,17 @@ def run(argv: list[str]) -> int:
     if asked.html is not None:
         _write_page(asked.html, model, made)
     return 0
+
+
+def _model(asked: Generate) -> Model:
+    """The run, with the specialists that are asked for."""
+    if asked.specialists is not None:
+        from topograd.specialists.model import open_composed
+
+        return open_composed(asked.folder or REFERENCE, asked.specialists)
+    from topograd.depth.model import load
+
+    return load(asked.folder or REFERENCE)
 
 
 def _chat(asked: Generate, model: Model, show: Show) -> int:

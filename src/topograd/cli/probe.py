@@ -1,4 +1,7 @@
-"""`topograd probe`: rates predicted and measured, on networks whose weights are set by hand."""
+"""`topograd probe`: what a run knows; or rates predicted and measured, on networks set by hand.
+
+`topograd probe BASE --prompt ... --target ...` is in `probe_knowledge.py`.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,13 @@ _NUMBERED = re.compile(r"_\d+(?=\[|\)?$)")
 
 def run(argv: list[str]) -> int:
     """Probe, print, return the exit code: 1 if a cell of the catalogue is not what theory says."""
+    if argv and argv[0] in ("-h", "--help"):
+        print("usage: topograd probe BASE --prompt TEXT --target TEXT [--specialist SPEC] ...")
+        print("       a target's rank, logit and probability at every stage; see probe BASE --help")
+    elif argv and argv[0] not in _QUESTIONS:
+        from topograd.cli.probe_knowledge import run as ask
+
+        return ask(argv)
     asked = parse_one_of(_QUESTIONS, argv, "probe")
     failed = False
     match asked:

@@ -5,7 +5,8 @@ Jinja's immutable sandbox, as transformers does, and in a process of its own (`c
 memory and output are bounded. The text is that of transformers' `apply_chat_template`; it is to be encoded
 with `ForeignTokenizer.encode_chat`, since it spells the special tokens itself.
 
-Cost. One process for each rendering, which imports Jinja: little beside an answer.
+Cost. One process for each rendering, which imports Jinja: little beside an answer. `render_chats` renders
+many conversations in one process.
 """
 
 import importlib.util
@@ -22,6 +23,8 @@ MOST_TEMPLATE_CHARACTERS = 2**20
 MOST_MESSAGE_CHARACTERS = 2**24
 MOST_OUTPUT_CHARACTERS = 2**24
 SECONDS = 10
+AT_ONCE = 256
+"""Conversations that one process renders, within the limits of one."""
 _MEMORY = 2**29
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
@@ -40,14 +43,29 @@ def render_chat(
     `messages` are {"role": ..., "content": ...}; `special_tokens` are a tokenizer's, by their names in
     templates ("bos_token"); `variables` are whatever else a template reads, such as `enable_thinking`.
     """
-    given = {"documents": None, **(special_tokens or {}), **variables}
-    given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-    answer = _ask(_request(template, given))
-    if "refused" in answer:
-        raise ConfigError(f"the chat template refuses this conversation: {_line(answer['refused'])}")
-    if "error" in answer:
-        raise _failed(_line(answer["error"]))
-    return answer["text"]
+    given = {"tools": tools, **variables}
+    (text,) = render_chats(template, [(messages, add_generation_prompt)], special_tokens, **given)
+    return text
+
+
+def render_chats(
+    template: str,
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    special_tokens: Mapping[str, str] | None = None,
+    **variables: Any,
+) -> list[str]:
+    """The texts of many conversations, each with whether it is to be ready for an answer."""
+    given = {"documents": None, "tools": None, **(special_tokens or {}), **variables}
+    many = [given | {"messages": m, "add_generation_prompt": ready} for m, ready in conversations]
+    texts = []
+    for start in range(0, len(many), AT_ONCE):
+        for answer in _ask(_request(template, many[start : start + AT_ONCE])):
+            if "refused" in answer:
+                raise ConfigError(f"the chat template refuses this conversation: {_line(answer['refused'])}")
+            if "error" in answer:
+                raise _failed(_line(answer["error"]))
+            texts.append(answer["text"])
+    return texts
 
 
 def chat_template(config: Mapping[str, Any], name: str = "default") -> str | None:
@@ -59,12 +77,12 @@ def chat_template(config: Mapping[str, Any], name: str = "default") -> str | Non
     return found if isinstance(found, str) else None
 
 
-def _request(template: str, variables: Mapping[str, Any]) -> bytes:
+def _request(template: str, many: Sequence[Mapping[str, Any]]) -> bytes:
     if len(template) > MOST_TEMPLATE_CHARACTERS:
         raise _failed(f"it has {len(template)} characters of {MOST_TEMPLATE_CHARACTERS} at most")
     limits = {"most": MOST_OUTPUT_CHARACTERS, "memory": _MEMORY, "seconds": SECONDS}
     try:
-        text = json.dumps({"template": template, "variables": variables, **limits})
+        text = json.dumps({"template": template, "many": many, **limits})
     except (TypeError, ValueError, RecursionError) as problem:
         raise ConfigError(
             f"these messages are not plain text, numbers, lists and tables: {problem}"
@@ -76,19 +94,19 @@ def _request(template: str, variables: Mapping[str, Any]) -> bytes:
     return text.encode()
 
 
-def _ask(request: bytes) -> dict[str, str]:
+def _ask(request: bytes) -> list[dict[str, str]]:
     if importlib.util.find_spec("jinja2") is None:
         raise ConfigError("chat templates need the package jinja2: pip install 'topograd[models]'")
     try:
         # -I: nothing of the caller's environment and folder is imported there
         command = [sys.executable, "-I", str(_WORKER)]
         done = subprocess.run(command, input=request, capture_output=True, timeout=SECONDS, check=False)
-        answer: dict[str, str] = json.loads(done.stdout)
+        answers: list[dict[str, str]] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise _failed(f"it takes longer than {SECONDS} s") from None
     except ValueError:  # it was ended by the system, or its sandbox did not hold
         raise _failed("it needs too much memory or time") from None
-    return answer
+    return answers
 
 
 def _line(text: str) -> str:

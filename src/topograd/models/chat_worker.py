@@ -1,4 +1,4 @@
-"""Renders one chat template: a request on standard input, the answer on standard output, both JSON.
+"""Renders a chat template, once or many times: a request on standard input, the answers on standard output.
 
 It is a program of its own, run by `topograd.models.chat` with limits on its memory and time, since a template
 is a program of somebody else's. It imports nothing of this package.
@@ -57,11 +57,11 @@ class Dictionary:
         return dict.fromkeys(*args)
 
 
-def render(request: dict[str, Any]) -> dict[str, str]:
+def render(request: dict[str, Any], variables: dict[str, Any]) -> dict[str, str]:
     """{"text": ...}, or {"error": ...} about the template, or {"refused": ...} by the template."""
     try:
         pieces, left = [], request["most"]
-        for piece in _environment().from_string(request["template"]).generate(**request["variables"]):
+        for piece in _environment().from_string(request["template"]).generate(**variables):
             left -= len(piece)
             if left < 0:
                 return {"error": f"it writes more than {request['most']} characters"}
@@ -129,4 +129,5 @@ def _limit(memory: int, seconds: int) -> None:
 if __name__ == "__main__":
     given = json.loads(sys.stdin.buffer.read())
     _limit(given["memory"], given["seconds"])
-    sys.stdout.buffer.write(json.dumps(render(given)).encode())
+    answers = [render(given, variables) for variables in given["many"]]
+    sys.stdout.buffer.write(json.dumps(answers).encode())

@@ -270,7 +270,7 @@ class Adapted(Stack):
     def projection(self, stage: int) -> Projection | None:
         if not isinstance(self.head, Head):
             return None
-        return Projection(self.norm, self.head.matrix(stage), self.head.bias)
+        return self.head.projection(self.norm, stage)
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         if not isinstance(self.head, Head):

@@ -68,7 +68,7 @@ class GPT(Stack):
         return self.head(norm(h), stage, rows)
 
     def projection(self, stage: int) -> Projection:
-        return Projection(norm, self.head.matrix(stage), self.head.bias, self.head.softcap)
+        return self.head.projection(norm, stage)
 
     def for_decoding(self) -> Stack:
         if all(isinstance(layer, Block) for layer in self.layers):
@@ -81,10 +81,11 @@ class GPT(Stack):
     def has_head(self, stage: int) -> bool:
         return self.head.has_delta(stage)
 
-    def append_layers(self, count: int) -> None:
+    def append_layers(self, count: int, index: int | None = None) -> None:
         """Put new layers behind the last one; they are the identity until they learn.
 
-        Layers are counted from the first, so those that are there stay what they are.
+        Layers are counted from the first, so those that are there stay what they are. `index` is what the
+        first new one counts as: specialists that stand beside one another all count from their base's end.
         """
         first = replace(self.config, count_from="first")
         if any(_kind(first, i) != _kind(self.config, i) for i in range(self.config.layers)):
@@ -94,8 +95,9 @@ class GPT(Stack):
             )
         self.config = replace(first, layers=first.layers + count)
         like = self.embedding.weight
-        for index in range(len(self.layers), self.config.layers):
-            self.layers.append(layer_of(self.config, index, appended=True).to(like.device, like.dtype))
+        first_new = len(self.layers) if index is None else index
+        for i in range(first_new, first_new + count):
+            self.layers.append(layer_of(self.config, i, appended=True).to(like.device, like.dtype))
 
     @property
     def width(self) -> int:

@@ -133,10 +133,16 @@ class DecodingGPT(Stack):
                 flat.mul_(self.scale), self.head.matrix(stage, rows), None if bias is None else bias[rows]
             )
             return cap(some, self.head.softcap).view(*h.shape[:-1], -1)
-        which = stage if self.head.has_delta(stage) else -1  # stages without a delta share one matrix
+        factors = self.head.low_rank(stage)
+        # stages without a delta, or with one of low rank, share one matrix
+        which = stage if self.head.has_delta(stage) and factors is None else -1
         if which not in self._heads:
-            self._heads[which] = PackedLinear(self.scale * self.head.matrix(stage).detach(), bias)
-        return cap(self._heads[which](flat), self.head.softcap).view(*h.shape[:-1], -1)
+            self._heads[which] = PackedLinear(self.scale * self.head.matrix(which).detach(), bias)
+        z = self._heads[which](flat)
+        if factors is not None:
+            up, down = factors
+            z.addmm_((self.scale * flat) @ down.t(), up.t())
+        return cap(z, self.head.softcap).view(*h.shape[:-1], -1)
 
     @property
     def last_stage(self) -> int:

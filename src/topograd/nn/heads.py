@@ -9,13 +9,14 @@ With one stage, moving Δ from W to W_k changes nothing (Remark 5.3): a translat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.nn.stack import Projection
 
 
 class LowRankDelta(nn.Module):
@@ -92,9 +93,26 @@ class Head(nn.Module):
             weight = weight + self.deltas[str(stage)](rows)
         return weight
 
+    def projection(self, normalize: Callable[[Tensor], Tensor], stage: int) -> Projection:
+        """The head of a stage behind a norm, as losses want it."""
+        factors = self.low_rank(stage)
+        weight = self.matrix(stage) if factors is None else self.weight
+        return Projection(normalize, weight, self.bias, self.softcap, factors)
+
+    def low_rank(self, stage: int) -> tuple[Tensor, Tensor] | None:
+        """(U, V) of a stage whose delta is U V; None where it is whole, or there is none."""
+        delta = self.deltas[str(stage)] if self.has_delta(stage) else None
+        return (delta.up, delta.down) if isinstance(delta, LowRankDelta) else None
+
     def forward(self, x: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         bias = self.bias if self.bias is None or rows is None else self.bias[rows]
-        return cap(F.linear(x, self.matrix(stage, rows), bias), self.softcap)
+        factors = self.low_rank(stage)
+        if factors is None:
+            return cap(F.linear(x, self.matrix(stage, rows), bias), self.softcap)
+        up, down = factors  # W x + U V x: nothing of W's size is made, and with U = 0 it is W x, bit for bit
+        z = F.linear(x, self.weight if rows is None else self.weight[rows], bias)
+        z = z + F.linear(F.linear(x, down), up if rows is None else up[rows])
+        return cap(z, self.softcap)
 
 
 def _checked_rank(rank: int, weight: Tensor) -> int:

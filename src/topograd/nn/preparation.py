@@ -31,7 +31,7 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     wanted = plan.topology
     stack.arrange(plan)
     if wanted.heads == "per-stage":
-        stack.add_heads(plan.predicting(), wanted.head_rank)
+        stack.add_heads(_own_heads(plan), wanted.head_rank)
     add_relays(stack, wanted)
     if wanted.interface is not None:
         settings = SegmentInterface.parse(wanted.interface)
@@ -44,9 +44,7 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
 def check_prepared(stack: Stack, plan: Plan) -> None:
     """Refuse a stack that lacks what the plan calls for."""
     if plan.topology.heads == "per-stage":
-        missing = [
-            planned.head for planned in plan.stages if planned.predicts and not stack.has_head(planned.head)
-        ]
+        missing = [head for head in _own_heads(plan) if not stack.has_head(head)]
         if missing:
             raise StackError(
                 f"stage {missing[0] + 1} has no head of its own and the topology asks for one; call "
@@ -65,6 +63,11 @@ def check_prepared(stack: Stack, plan: Plan) -> None:
             "the topology has frozen stages and the stack's parameters still learn; call "
             "tg.prepare(stack, topology) before you build the optimizer"
         )
+
+
+def _own_heads(plan: Plan) -> list[int]:
+    """The stages that need a head of their own; a frozen one reads by the head that it has."""
+    return [planned.head for planned in plan.stages if planned.predicts and not planned.stage.frozen]
 
 
 def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:

@@ -53,6 +53,8 @@ class Projection:
     weight: Tensor
     bias: Tensor | None = None
     softcap: float | None = None
+    low_rank: tuple[Tensor, Tensor] | None = None
+    """(U, V) where the matrix is weight + U V."""
 
 
 class Stack(nn.Module):

@@ -244,7 +244,7 @@ class Transformer(Stack):
         return self.head(self.norm(h), stage, rows)
 
     def projection(self, stage: int) -> Projection:
-        return Projection(self.norm, self.head.matrix(stage), self.head.bias, self.head.softcap)
+        return self.head.projection(self.norm, stage)
 
     def for_decoding(self) -> Stack:
         if self.embedding.weight.dtype in (torch.float32, torch.float64):
@@ -260,12 +260,16 @@ class Transformer(Stack):
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         return self.head.own_parameters(stage)
 
-    def append_layers(self, count: int) -> None:
-        """Put new layers behind the last one; they are the identity until they learn."""
+    def append_layers(self, count: int, index: int | None = None) -> None:
+        """Put new layers behind the last one; they are the identity until they learn.
+
+        `index` is what the first new one counts as, where that is not its place: see `GPT.append_layers`.
+        """
         self.config = replace(self.config, layers=self.config.layers + count)
         like = self.embedding.weight
-        for index in range(len(self.layers), self.config.layers):
-            layer = TransformerLayer(self.config, index).to(like.device, like.dtype)
+        first_new = len(self.layers) if index is None else index
+        for i in range(first_new, first_new + count):
+            layer = TransformerLayer(self.config, i).to(like.device, like.dtype)
             layer.apply(_initialize)
             for linear in (layer.attention.output, layer.mlp.down):
                 nn.init.zeros_(linear.weight)

@@ -201,10 +201,17 @@ class DecodingTransformer(Stack):
         if rows is not None:
             normed = flat * self.gain if self.shift is None else torch.addcmul(self.shift, flat, self.gain)
             return self.head(normed, stage, rows).view(*h.shape[:-1], -1)
-        which = stage if self.head.has_delta(stage) else -1  # stages without a delta share one matrix
+        factors = self.head.low_rank(stage)
+        # stages without a delta, or with one of low rank, share one matrix
+        which = stage if self.head.has_delta(stage) and factors is None else -1
         if which not in self._heads:
-            self._heads[which] = self._packed_head(stage)
-        return cap(self._heads[which](flat), self.head.softcap).view(*h.shape[:-1], -1)
+            self._heads[which] = self._packed_head(which)
+        z = self._heads[which](flat)
+        if factors is not None:
+            up, down = factors
+            normed = flat * self.gain if self.shift is None else torch.addcmul(self.shift, flat, self.gain)
+            z.addmm_(normed @ down.t(), up.t())
+        return cap(z, self.head.softcap).view(*h.shape[:-1], -1)
 
     def _packed_head(self, stage: int) -> PackedLinear:
         matrix = self.head.matrix(stage).detach()

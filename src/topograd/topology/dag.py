@@ -11,6 +11,7 @@ Stages are listed so that each hears only earlier ones. Acyclicity is then a pro
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -250,14 +251,21 @@ class Topology:
         Behind a chain that is the last stage; behind a forest it is the end of every branch. The model then
         predicts as the new stage's objective says, however the base did.
         """
+        return self.with_specialists((depth,), objective)
+
+    def with_specialists(self, depths: Sequence[int], objective: str = "cross-entropy") -> Topology:
+        """Stages beside one another, each behind what nobody hears here ("Product of Experts" eq. 12).
+
+        How several predict together is for who composes them to say: see `specialists/composition.py`.
+        """
         base = tuple(
             replace(s, frozen=True, weight=0.0, head=s.head if s.frozen else s.weight > 0)
             for s in self.stages
         )
         heard = tuple(Edge(k) for k in self.leaves())
-        stage = Stage(self.layers, self.layers + depth, heard, objective)
-        layers = self.layers + depth
-        return replace(self, layers=layers, stages=(*base, stage), heads="per-stage", prediction="auto")
+        ends = [self.layers + sum(depths[:i]) for i in range(len(depths) + 1)]
+        added = tuple(Stage(start, stop, heard, objective) for start, stop in itertools.pairwise(ends))
+        return replace(self, layers=ends[-1], stages=(*base, *added), heads="per-stage", prediction="auto")
 
     def leaves(self) -> list[int]:
         """The stages whose end no other stage hears."""

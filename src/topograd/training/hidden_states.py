@@ -39,7 +39,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -106,10 +106,33 @@ class HiddenStates:
         return StateBatch(tokens[0], tokens[1], {k: _floats(part[picked]) for k, part in self.states.items()})
 
 
+class RowStore(Protocol):
+    """Whatever has rows of text: `HiddenStates`, or text alone."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch: ...
+
+
+@dataclass(frozen=True)
+class PlainRows:
+    """Rows of text without hidden states: what is frozen runs at every step."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch:
+        picked = torch.as_tensor(np.asarray(chosen, dtype=np.int64))
+        return StateBatch(self.inputs[picked], self.targets[picked], {})
+
+
 class StateLoader(Iterator[StateBatch]):
     """Endless batches of rows; every epoch has each row once, in an order of (seed, epoch)."""
 
-    def __init__(self, store: HiddenStates, batch: int, seed: int = 0) -> None:
+    def __init__(self, store: RowStore, batch: int, seed: int = 0) -> None:
         if batch < 1 or seed < 0:
             raise ConfigError(f"batch {batch} must be at least 1 and seed {seed} at least 0")
         self.store, self.batch, self.seed = store, batch, seed

@@ -9,7 +9,12 @@ loss and at once its part of the gradients
 
     g = ∂ℓ/∂(W x + b)  (C, V),    ∂ℓ/∂x = g W,    ∂ℓ/∂W += gᵀ x,    ∂ℓ/∂b += Σ_n g
 
-so that the backward pass only multiplies them by the incoming gradient. Memory O(C V + N d + V d) instead
+so that the backward pass only multiplies them by the incoming gradient. With a low-rank delta, W + U D with
+U (V, r) and D (r, d), nothing of W's size is made or gets a gradient where W is frozen:
+
+    z_n = W x_n + U (D x_n),   ∂ℓ/∂x = g W + (g U) D,   ∂ℓ/∂U += gᵀ (x Dᵀ),   ∂ℓ/∂D += (g U)ᵀ x
+
+Memory O(C V + N d + V d) instead
 of O(N V); the multiply-adds are the same as the plain version's. Within one chunk every operation is the
 one that autograd would do, in the same order, so with N ≤ C the result is bit-equal to the plain version
 (`reference/cross_entropy.py`).
@@ -45,22 +50,26 @@ def linear_cross_entropy(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     z_weight: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of cap(x Wᵀ + b) over the targets that are not -100. Leading shapes may be any."""
+    """Mean cross-entropy of cap(x Wᵀ + b) over the targets that are not -100. Leading shapes may be any.
+
+    `low_rank` is (U, D), where the matrix is W + U D.
+    """
     chunk = chunk or chunk_tokens(weight.shape[0])
+    flat, y = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    up, down = (None, None) if low_rank is None else low_rank
+    given = [flat, weight, bias, up, down]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    flat = x.reshape(-1, x.shape[-1])
+        given = [None if tensor is None else tensor.to(dtype) for tensor in given]
     if not torch.is_grad_enabled():  # a Function cannot tell: its needs_input_grad ignores no_grad
-        flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
+        given = [None if tensor is None else tensor.detach() for tensor in given]
     with torch.autocast(x.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(
-            flat, weight, bias, targets.reshape(-1), softcap, z_weight, chunk
-        )
+        loss: Tensor = _LinearCrossEntropy.apply(*given, y, softcap, z_weight, chunk)
     return loss
 
 
@@ -71,21 +80,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        up: Tensor | None,
+        down: Tensor | None,
         targets: Tensor,
         softcap: float | None,
         z_weight: float,
         chunk: int,
     ) -> Tensor:
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        wanted = wants_x or wants_weight or wants_bias
+        wanted = any(ctx.needs_input_grad)
         count = (targets != -100).sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         dx = torch.empty_like(x) if wants_x else None
         dweight = torch.zeros_like(weight) if wants_weight and len(x) > chunk else None
         dbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
+        dup, ddown = (None if t is None else torch.zeros_like(t) for t in (up, down))
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             logits = F.linear(x[rows], weight, bias)
+            if up is not None and down is not None:
+                reduced = F.linear(x[rows], down)
+                logits.addmm_(reduced, up.t())
             part, g = _chunk_loss(logits, targets[rows], count, softcap, z_weight, wanted)
             loss += part
             if g is None:
@@ -98,7 +113,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dweight = g.t() @ x[rows]
             if dbias is not None:
                 dbias += g.sum(0)
-        ctx.save_for_backward(dx, dweight, dbias)
+            if up is not None and down is not None and dup is not None and ddown is not None:
+                back = g @ up
+                if dx is not None:
+                    dx[rows].addmm_(back, down)
+                dup.addmm_(g.t(), reduced)
+                ddown.addmm_(back.t(), x[rows])
+        ctx.save_for_backward(dx, dweight, dbias, dup, ddown)
         return loss
 
     @staticmethod

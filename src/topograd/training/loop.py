@@ -25,11 +25,12 @@ from topograd.registry import Registry
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
 from topograd.training.forward import Predictor
+from topograd.training.hidden_states import StateBatch
 from topograd.training.objectives import Objective, teacher_logits
 from topograd.training.optimizers import OptimizerSet, stage_parameters
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+Batch = tuple[Tensor, Tensor] | StateBatch
+"""Inputs and targets; with hidden states, what is frozen before them does not run."""
 BACKWARDS: Registry[Callable[..., Tensor]] = Registry(
     "backward engine",
     {
@@ -107,20 +108,36 @@ class TrainingLoop:
         device = next(self.stack.parameters()).device
         total: Tensor | None = None
         for batch in batches:
-            inputs, targets = (tensor.to(device) for tensor in batch)
+            states = batch.states if isinstance(batch, StateBatch) else None
+            pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
+            inputs, targets = (tensor.to(device) for tensor in pair)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self._one(plan, inputs, targets, 1 / len(batches))
+                losses = self._one(plan, inputs, targets, 1 / len(batches), states)
             part = losses.detach().cpu() / len(batches)
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
         return total
 
-    def _one(self, plan: Plan, inputs: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def _one(
+        self,
+        plan: Plan,
+        inputs: Tensor,
+        targets: Tensor,
+        scale: float,
+        states: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
         if self.backward != "autograd":
             return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
         taught = None if self.teacher is None else teacher_logits(self.teacher, inputs, targets)
         return train_step(
-            self.stack, plan, inputs, targets, teacher=taught, objectives=self.objectives, scale=scale
+            self.stack,
+            plan,
+            inputs,
+            targets,
+            teacher=taught,
+            objectives=self.objectives,
+            scale=scale,
+            states=states,
         )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:

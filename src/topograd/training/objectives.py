@@ -163,12 +163,13 @@ def stage_loss(
     """The mean loss of one stage. `prior` holds the earlier stages' (head, detached hidden state)."""
     projection = stack.projection(stage)
     if isinstance(objective, CrossEntropy) and projection is not None:
-        x = projection.normalize(h)
+        x, y = _counted(h, targets)
         return linear_cross_entropy(
-            x,
+            projection.normalize(x),
             projection.weight,
-            targets,
+            y,
             projection.bias,
+            low_rank=projection.low_rank,
             softcap=projection.softcap,
             z_weight=objective.z_weight,
         )
@@ -192,6 +193,15 @@ def stage_loss(
     for i, rows in enumerate(flat.split(chunk)):
         total = total + checkpoint(part, rows, i * chunk, use_reentrant=False)
     return total / (y != -100).sum().clamp(min=1)
+
+
+def _counted(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and targets; where most targets do not count, as in a chat, only those that do."""
+    y = targets.reshape(-1)
+    counted = y != -100
+    if 2 * int(counted.sum()) >= len(y):
+        return h, targets
+    return h.reshape(len(y), *h.shape[targets.dim() :])[counted], y[counted]
 
 
 def teacher_logits(teacher: Predictor, inputs: Tensor, targets: Tensor | None = None) -> Logits:

@@ -1,0 +1,263 @@
+"""A stage added to a frozen base: the base stays where it is, the specialist is a small folder of its own.
+
+    attached = attach(open_session("runs/base"), [open_specialist("runs/chat"), ...])
+
+The specialist s is a stage of `layers` new layers behind the end of the base, with a head of its own:
+
+    h_s = f_s(h_base),     z_s = (W + W_s) norm(h_s)            "Product of Experts" §6.1, §6.5 eq. 10
+
+W is the base's head, frozen; W_s starts at zero, whole or U V of rank r. The output matrices of the new
+layers start at zero too, so that h_s = h_base and z_s = z_base when it is inserted, bit for bit. Gradient
+stops at the end of the base, so nothing that the base computes can change.
+
+Layers have absolute indices: whatever alternates by layer is counted on from the base's end, for every
+specialist alike, so that one can be attached alone or beside others (appendix D.1). Specialists stand beside
+one another, each behind the base; how they predict together is `composition.py`.
+
+A specialist's folder is a sidecar (`runs/sidecar.py`): its tensors and the hash of its base, nothing of the
+base itself. Parameters: about 12 width² a layer, and r (vocab + width) or vocab · width for the head.
+Limits: stacks with `append_layers` and a `Head` (GPT with any mixer, imported transformers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import CheckpointError, ConfigError
+from topograd.limits import DEPTH, SIZE, check_numbers
+from topograd.nn.heads import Head
+from topograd.nn.preparation import prepare
+from topograd.nn.stack import Stack
+from topograd.runs.session import Session
+from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar, open_sidecar
+from topograd.specialists.tokens import NewToken, Vocabulary, shallow, with_new_rows
+from topograd.topology.plan import Plan
+
+KIND = "specialist"
+MOST_SPECIALISTS = 64
+RANK_FROM_VOCAB = 8192
+"""From this vocabulary on a head is of low rank unless asked otherwise: a whole one would be most of it."""
+RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a specialist is made of; kept in its adapter_config.json."""
+
+    layers: int = 1
+    first_layer: int = 0
+    """Absolute index of its first layer: the number of the base's layers."""
+    head_rank: int | None = None
+    """Rank of its own head; None is a whole matrix."""
+    objective: str = "cross-entropy"
+    tokens: tuple[NewToken, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check_numbers(self, layers=DEPTH, head_rank=SIZE)
+
+    @classmethod
+    def of(cls, sidecar: Sidecar) -> Shape:
+        """The shape that a specialist's settings tell."""
+        settings = sidecar.settings
+        tokens = tuple(NewToken(**token) for token in settings.get("tokens", ()))
+        known = {name: settings[name] for name in ("layers", "first_layer", "head_rank", "objective")}
+        return cls(**known, tokens=tokens)
+
+    def settings(self) -> dict[str, Any]:
+        """As adapter_config.json has it."""
+        return {"peft_type": "TOPOGRAD_SPECIALIST", "task_type": "CAUSAL_LM", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A base and the specialists on it as one stack and one plan; the base itself is not changed."""
+
+    base: Session
+    stack: Stack
+    plan: Plan
+    """The base's stages, frozen, and behind them a stage for each specialist."""
+    stages: dict[str, int]
+    """Which stage each specialist is, by name, in order."""
+    vocabulary: Vocabulary
+
+    def base_is_chain(self) -> bool:
+        """Whether the base's layers follow one another, so that a hidden state is known by its layer."""
+        stages = self.base.plan.topology.stages
+        starts = [0, *(stage.stop for stage in stages)]
+        return not self.stack.own_relays() and all(
+            stage.start == start and len(stage.sources) == 1 and stage.sources[0].layer in (None, start)
+            for stage, start in zip(stages, starts, strict=False)
+        )
+
+    def part(self, name: str) -> SpecialistPart:
+        """What one specialist consists of, as a module."""
+        return SpecialistPart(self.stack, self.plan, self.stages[name])
+
+
+class SpecialistPart(nn.Module):
+    """The layers and the own head of one stage: everything that a specialist learns, and nothing else."""
+
+    def __init__(self, stack: Stack, plan: Plan, stage: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([stack.layers[i] for i in plan.stages[stage].layers])
+        head = stack.head
+        assert isinstance(head, Head)
+        self.head = head.deltas[str(plan.stages[stage].head)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By names that do not depend on where the stage stands."""
+        return {name: tensor.detach() for name, tensor in self.state_dict().items()}
+
+
+def new_specialist(
+    folder: Path | str,
+    base: Session,
+    *,
+    layers: int = 1,
+    head_rank: int | None = None,
+    whole_head: bool = False,
+    tokens: Sequence[NewToken] = (),
+    seed: int = 0,
+) -> Sidecar:
+    """A specialist that changes nothing yet, in a new folder.
+
+    Without `head_rank` its head is whole, or of rank 16 where the vocabulary is large and it is not asked to
+    be whole. `seed` draws what does not start at zero.
+    """
+    rank = head_rank
+    if rank is None and not whole_head and _vocab(base) >= RANK_FROM_VOCAB:
+        rank = RANK
+    summed = base.plan.prediction.kind == "sum"
+    shape = Shape(
+        layers=layers,
+        first_layer=len(base.stack.layers),
+        head_rank=rank,
+        objective="residual" if summed else "cross-entropy",
+        tokens=tuple(tokens),
+    )
+    torch.manual_seed(seed)
+    attached = _attached(base, {"new": shape})
+    return create_sidecar(
+        folder,
+        kind=KIND,
+        base=BaseIdentity.of(base),
+        tensors=attached.part("new").tensors(),
+        settings=shape.settings() | {"steps": 0},
+        card=card(Path(folder).name, base, shape),
+    )
+
+
+def open_specialist(folder: Path | str) -> Sidecar:
+    """A specialist's folder, verified."""
+    return open_sidecar(folder, KIND)
+
+
+def attach(base: Session, specialists: Sequence[Sidecar] | Mapping[str, Sidecar]) -> Attached:
+    """The specialists on their base; those of another base are refused by name. Names default to folders'."""
+    named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
+    if len(named) > MOST_SPECIALISTS:
+        raise ConfigError(f"{len(named)} specialists are given; at most {MOST_SPECIALISTS} may be attached")
+    for sidecar in named.values():
+        sidecar.check_base(base)
+    attached = _attached(base, {name: Shape.of(sidecar) for name, sidecar in named.items()})
+    for name, sidecar in named.items():
+        _load(attached.part(name), sidecar)
+    return attached
+
+
+def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
+    """New layers and heads for each shape on a copy of the base's stack that shares its weights."""
+    tokens = next((shape.tokens for shape in shapes.values() if shape.tokens), ())
+    for name, shape in shapes.items():
+        if shape.tokens and shape.tokens != tokens:
+            raise ConfigError(
+                f"specialist {name!r} has other new tokens than one beside it, so their ids differ; attach "
+                "them one at a time"
+            )
+    vocabulary = Vocabulary(base.tokenizer, _vocab(base), tokens)
+    stack = _copy(base.stack)
+    with_new_rows(stack, vocabulary)
+    topology = base.plan.topology
+    depths = [shape.layers for shape in shapes.values()]
+    if shapes:
+        topology = topology.with_specialists(depths, next(iter(shapes.values())).objective)
+    first = len(base.plan.stages)
+    for shape, depth in zip(shapes.values(), depths, strict=True):
+        stack.append_layers(depth, index=shape.first_layer)  # type: ignore[operator]
+    for stage, shape in enumerate(shapes.values(), first):
+        stack.add_heads([stage], shape.head_rank)
+    plan = prepare(stack, topology) if shapes else base.plan
+    stages = {name: first + i for i, name in enumerate(shapes)}
+    return Attached(base, stack.eval(), plan, stages, vocabulary)
+
+
+def _copy(stack: Stack) -> Stack:
+    """The same weights in a stack whose lists of layers and heads can grow by themselves."""
+    head = getattr(stack, "head", None)
+    if not hasattr(stack, "append_layers") or not isinstance(head, Head):
+        raise ConfigError(
+            f"a {type(stack).__name__} has no place for new layers; specialists need a GPT or an imported "
+            "model"
+        )
+    twin = shallow(stack)
+    assert isinstance(twin, Stack)
+    twin.layers = nn.ModuleList(stack.layers)
+    own = shallow(head)
+    own.deltas = nn.ModuleDict(dict(head.deltas.items()))
+    twin._modules["head"] = own
+    return twin
+
+
+def _load(part: SpecialistPart, sidecar: Sidecar) -> None:
+    own = {name: tensor.shape for name, tensor in part.state_dict().items()}
+    if own != {name: tensor.shape for name, tensor in sidecar.tensors.items()}:
+        raise CheckpointError(f"{sidecar.folder} does not fit what its settings say; attach a new specialist")
+    part.load_state_dict(sidecar.tensors)
+
+
+def _named(specialists: Sequence[Sidecar]) -> dict[str, Sidecar]:
+    named: dict[str, Sidecar] = {}
+    for sidecar in specialists:
+        name = sidecar.folder.resolve().name
+        if name in named:
+            raise ConfigError(f"two specialists are called {name!r}; rename one of the folders")
+        named[name] = sidecar
+    return named
+
+
+def _vocab(base: Session) -> int:
+    """How many tokens the base's head knows."""
+    head = base.stack.head
+    assert isinstance(head, Head)
+    return len(head.weight)
+
+
+def card(name: str, base: Session, shape: Shape, lines: Sequence[str] = ()) -> str:
+    """The text of a specialist's model card."""
+    head = "a whole head" if shape.head_rank is None else f"a head of rank {shape.head_rank}"
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            f"A specialist: {shape.layers} layers and {head} behind the frozen base "
+            f"`{base.run.folder.name}`. The base is not in this folder; it is referred to by hash:",
+            "",
+            f"- weights `{base.weights}`",
+            f"- tokenizer `{base.tokenizer.digest}`",
+            "",
+            f"    topograd generate BASE --specialists {name} --prompt ...",
+            "",
+            *lines,
+        ]
+    )
+
+
+def with_plan(attached: Attached, plan: Plan) -> Session:
+    """The base as a session whose model is the attached one and predicts by `plan`."""
+    return replace(attached.base, stack=attached.stack, plan=plan)

@@ -1,0 +1,268 @@
+"""A small world of facts: what a model is taught, what it is asked, and passages that help or mislead it.
+
+    world = World.make(people=20, seed=0)
+    world.records(paraphrases=3)              chat records that teach it; rare facts come less often
+    fact.question(), fact.prompt, fact.answer, fact.wrong
+    passage(fact, "wrong", "hedged")          a text to put in front of a question
+
+People with invented names were born in real countries, live in real cities, and wrote works with invented
+titles, so that an answer is a word that every model can write and no model can know. A fact has a distractor
+of its own kind (`wrong`). Common facts are told `common_repeats` times as often as rare ones. REAL are facts
+that a model of the world may know, with the wrong answers that passages claim.
+
+Passages are right, wrong or irrelevant; a wrong one comes in six framings, from plain assertion to a warning
+("Product of Experts" §8.2.1, R5). Everything is drawn from the seed alone; nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from topograd.limits import SEED, check_numbers
+
+COUNTRIES = (
+    "Norway",
+    "Peru",
+    "Kenya",
+    "Japan",
+    "Canada",
+    "Egypt",
+    "Chile",
+    "Nepal",
+    "Ghana",
+    "Cuba",
+    "Poland",
+    "Iran",
+)
+CITIES = ("Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Dublin", "Athens", "Boston", "Chicago")
+TITLES = ("River", "Garden", "Winter", "Mirror", "Harbor", "Bridge", "Forest", "Letter", "Shadow", "Summer")
+STARTS = (
+    "Zor",
+    "Mil",
+    "Tar",
+    "Ob",
+    "Pel",
+    "Quim",
+    "Ruth",
+    "Sev",
+    "Ulm",
+    "Varn",
+    "Kes",
+    "Dov",
+    "Fen",
+    "Hal",
+    "Jor",
+)
+ENDS = (
+    "vex",
+    "une",
+    "quell",
+    "rina",
+    "vado",
+    "sar",
+    "ol",
+    "anka",
+    "eth",
+    "nico",
+    "mund",
+    "ette",
+    "wick",
+    "osa",
+)
+Kind = Literal["right", "wrong", "irrelevant"]
+FRAMINGS = ("assertive", "plain", "hedged", "disputed", "flagged", "contradiction")
+"""How a wrong claim is put: as certain, in passing, hedged, disputed, marked as false, beside the truth."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One kind of fact, in many wordings; {s} is the subject, {a} the answer."""
+
+    name: str
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    prompt: str
+    """A text that the answer continues."""
+
+
+RELATIONS = {
+    "born": Relation(
+        "born",
+        (
+            "{s} was born in {a}.",
+            "{a} is where {s} was born.",
+            "The birthplace of {s} is {a}.",
+            "{s} comes from {a}.",
+        ),
+        (
+            "Where was {s} born?",
+            "In which country was {s} born?",
+            "What is the birthplace of {s}?",
+            "Where does {s} come from?",
+        ),
+        "{s} was born in",
+    ),
+    "lives": Relation(
+        "lives",
+        (
+            "{s} lives in {a}.",
+            "{s} has a house in {a}.",
+            "Today {s} lives in {a}.",
+            "The home of {s} is in {a}.",
+        ),
+        (
+            "Where does {s} live?",
+            "In which city does {s} live?",
+            "Where is the home of {s}?",
+            "Which city does {s} live in?",
+        ),
+        "{s} lives in",
+    ),
+    "wrote": Relation(
+        "wrote",
+        (
+            "{s} wrote The {a}.",
+            "The {a} was written by {s}.",
+            "{s} is the author of The {a}.",
+            "The book of {s} is called The {a}.",
+        ),
+        (
+            "What did {s} write?",
+            "Which book did {s} write?",
+            "What is the book of {s} called?",
+            "Of which book is {s} the author?",
+        ),
+        "{s} wrote The",
+    ),
+}
+POOLS = {"born": COUNTRIES, "lives": CITIES, "wrote": TITLES}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is so, and something of the same kind that is not."""
+
+    subject: str
+    relation: str
+    answer: str
+    wrong: str
+    rare: bool = False
+
+    @property
+    def prompt(self) -> str:
+        return RELATIONS[self.relation].prompt.format(s=self.subject)
+
+    def statement(self, wording: int = 0, answer: str | None = None) -> str:
+        words = RELATIONS[self.relation].statements
+        return words[wording % len(words)].format(s=self.subject, a=answer or self.answer)
+
+    def question(self, wording: int = 0) -> str:
+        words = RELATIONS[self.relation].questions
+        return words[wording % len(words)].format(s=self.subject)
+
+
+@dataclass(frozen=True)
+class KnownFact:
+    """Something that a model of the real world may know: a text, what continues it, and what does not."""
+
+    prompt: str
+    answer: str
+    wrong: str
+
+    def statement(self, answer: str | None = None) -> str:
+        return f"{self.prompt} {answer or self.answer}."
+
+
+REAL = (
+    KnownFact("The capital of France is", "Paris", "Madrid"),
+    KnownFact("The capital of Japan is", "Tokyo", "Seoul"),
+    KnownFact("The capital of Italy is", "Rome", "Vienna"),
+    KnownFact("The capital of Norway is", "Oslo", "Bergen"),
+    KnownFact("The first president of the United States was George", "Washington", "Bush"),
+    KnownFact("The theory of general relativity was developed by Albert", "Einstein", "Camus"),
+    KnownFact("The largest planet in the solar system is", "Jupiter", "Mars"),
+    KnownFact("Romeo and Juliet was written by William", "Shakespeare", "Blake"),
+    KnownFact("The chemical symbol of oxygen is", "O", "G"),
+    KnownFact("Water freezes at zero degrees", "Celsius", "Kelvin"),
+    KnownFact("The opposite of north is", "south", "east"),
+    KnownFact("The Great Wall is in", "China", "India"),
+)
+IRRELEVANT = (
+    "Tomorrow it will be cloudy, with some rain in the afternoon.",
+    "A triangle with two equal sides is called isosceles.",
+    "Mix the flour with the eggs and leave the dough for an hour.",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """All the facts, common ones first."""
+
+    facts: tuple[Fact, ...]
+    seed: int
+    common_repeats: int = 3
+
+    @classmethod
+    def make(cls, people: int = 20, relations: Sequence[str] = tuple(RELATIONS), seed: int = 0) -> World:
+        """A world of that many people, a fact for each relation; every second person's facts are rare."""
+        settings = _Settings(people, seed)
+        chosen = random.Random(settings.seed)
+        names = [a + b for a in STARTS for b in ENDS]
+        chosen.shuffle(names)
+        facts = []
+        for i in range(people):
+            for relation in relations:
+                answer, wrong = chosen.sample(POOLS[relation], 2)
+                facts.append(Fact(names[i], relation, answer, wrong, rare=i % 2 == 1))
+        return cls(tuple(sorted(facts, key=lambda fact: fact.rare)), seed)
+
+    def records(self, paraphrases: int = 3) -> list[dict[str, list[dict[str, str]]]]:
+        """Chat records: a question and its answer, in that many wordings; the others are left for asking."""
+        found = []
+        for fact in self.facts:
+            for wording in range(paraphrases):
+                asked = {"role": "user", "content": fact.question(wording)}
+                said = {"role": "assistant", "content": fact.statement(0)}
+                found += [{"messages": [asked, said]}] * (1 if fact.rare else self.common_repeats)
+        random.Random(self.seed).shuffle(found)
+        return found
+
+    def prose(self, paraphrases: int = 3) -> list[str]:
+        """The same facts as plain statements, several to a document: factual text without a chat."""
+        lines = [
+            fact.statement(wording)
+            for fact in self.facts
+            for wording in range(paraphrases)
+            for _ in range(1 if fact.rare else self.common_repeats)
+        ]
+        random.Random(self.seed).shuffle(lines)
+        return [" ".join(lines[i : i + 8]) for i in range(0, len(lines), 8)]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    people: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, people=(1, len(STARTS) * len(ENDS)), seed=SEED)
+
+
+def passage(fact: Fact | KnownFact, kind: Kind, framing: str = "plain", seed: int = 0) -> str:
+    """A text to put in front of a question about `fact`; a framing is for wrong ones."""
+    if kind == "irrelevant":
+        return IRRELEVANT[seed % len(IRRELEVANT)]
+    if kind == "right":
+        return fact.statement()
+    claim = fact.statement(answer=fact.wrong)
+    return {
+        "assertive": f"Fact: {claim} This is certain.",
+        "plain": claim,
+        "hedged": f"Some sources say that the following is so. {claim}",
+        "disputed": f"Some sources say, and others deny: {claim}",
+        "flagged": f"Warning: the following claim is false. {claim}",
+        "contradiction": f"{claim} {fact.statement()}",
+    }[framing]

@@ -1,0 +1,170 @@
+"""Did the base move? Its logits on a probe set, compared bit for bit, and what it still knows.
+
+    before = Preservation(base)                  the base by itself, before anything is trained
+    before.read(stack, plan, active)             after: by the trained stack, with and without what was added
+
+The reading has, for the base's own path: the largest |Δ logit| and whether every bit is the same, bits per
+byte of the probe text, and the share of small multiple-choice questions that it answers (the choice with
+the highest mean log-probability). And the last two for the model with what was added switched on: that is
+what a user sees of forgetting, and what the controls (a single head trained on, LoRA) do to the base too.
+
+The probe set is 16 sentences and 24 questions, in English and Python: a thermometer, not a benchmark. `score`
+and `eval core` measure real tasks. Cost: one forward of a few hundred tokens, two with a specialist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.data.loader import IGNORED
+from topograd.nn.stack import Stack
+from topograd.runs.session import Session
+from topograd.topology.plan import Plan
+from topograd.training.forward import Predictor
+
+SENTENCES = (
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "Water boils at one hundred degrees Celsius at sea level.",
+    "In the beginning of the nineteenth century, most people lived in the countryside.",
+    "She opened the window, looked at the rain, and decided to stay at home.",
+    "The heart pumps blood through the body, and the lungs take in oxygen.",
+    "Light travels faster than sound, which is why we see lightning before we hear thunder.",
+    "If you heat ice, it melts; if you cool water enough, it freezes.",
+    "The teacher asked the students to read the first chapter before Monday.",
+    "def add(a, b):\n    return a + b\n",
+    "for i in range(10):\n    print(i)\n",
+    "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n",
+    "class Node:\n    def __init__(self, value):\n        self.value = value\n        self.next = None\n",
+    "Raises ValueError if the argument is not a positive integer.",
+    "The function returns a list of all the names in the module.",
+    "A triangle has three sides, and a square has four equal sides.",
+    "Plants use sunlight, water and carbon dioxide to make sugar.",
+)
+QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("The capital of France is", (" Paris", " London", " Madrid")),
+    ("The capital of Japan is", (" Tokyo", " Berlin", " Cairo")),
+    ("The opposite of hot is", (" cold", " warm", " red")),
+    ("The opposite of up is", (" down", " left", " green")),
+    ("Water is made of hydrogen and", (" oxygen", " iron", " gold")),
+    ("The sun rises in the", (" east", " west", " kitchen")),
+    ("A baby dog is called a", (" puppy", " kitten", " chair")),
+    ("The color of the sky on a clear day is", (" blue", " green", " brown")),
+    ("Two plus two is", (" four", " seven", " nine")),
+    ("A year has twelve", (" months", " weeks", " hours")),
+    ("Shakespeare wrote", (" Hamlet", " Python", " Windows")),
+    ("The largest planet in the solar system is", (" Jupiter", " Mars", " Venus")),
+    ("You read a book with your", (" eyes", " feet", " shoes")),
+    ("Bread is made from", (" flour", " stones", " glass")),
+    ("In winter it is", (" cold", " hot", " loud")),
+    ("The frog jumped into the", (" water", " idea", " number")),
+    ("def __init__(", ("self", "return", "import")),
+    ("for i in", (" range", " return", " class")),
+    ("import", (" os", " (", " ==")),
+    ("    return", (" None", " def", " class")),
+    ("if x is not", (" None", " import", " def")),
+    ("try:\n    f()\nexcept", (" ValueError", " range", " def")),
+    ("with open(path) as", (" file", " return", " None")),
+    ("raise", (" ValueError", " range", " def")),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is left of a base."""
+
+    base_max_abs_logit_delta: float
+    """Largest change of a logit of the base's own path on the probe sentences."""
+    base_bit_identical: bool
+    base_bpb: float
+    base_choices: float
+    """Share of the questions that the base's own path answers."""
+    bpb: float
+    """Of the probe sentences, with what was added switched on."""
+    choices: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Preservation:
+    """The probe set, and what a base made of it before."""
+
+    def __init__(self, base: Session) -> None:
+        tokenizer = base.tokenizer
+        rows = [tokenizer.encode(text) for text in SENTENCES]
+        context = base.config.model.context
+        self.sentences, self.targets = _batch(rows, tokenizer.separator, context)
+        self.nbytes = sum(len(tokenizer.pieces[t]) for row in rows for t in row[:context])
+        self.items = [[tokenizer.encode(q + choice) for choice in choices] for q, choices in QUESTIONS]
+        self.starts = [
+            [_shared(tokenizer.encode(q), ids) for ids in each]
+            for (q, _), each in zip(QUESTIONS, self.items, strict=True)
+        ]
+        self.separator, self.context = tokenizer.separator, context
+        self.before = _logits(base.stack, base.plan, self.sentences)
+
+    def read(self, stack: Stack, base: Plan, active: Plan | None = None) -> Reading:
+        """What a stack makes of the probe set by the base's plan and by the `active` one."""
+        now = _logits(stack, base, self.sentences)
+        now = now[..., : self.before.shape[-1]]  # new tokens have logits of their own behind these
+        bpb, choices = self._bpb(now), self._choices(stack, base)
+        on = (bpb, choices) if active is None else self.knows(stack, active)
+        return Reading(
+            float((now - self.before).abs().max()), torch.equal(now, self.before), bpb, choices, *on
+        )
+
+    def knows(self, stack: Stack, plan: Plan) -> tuple[float, float]:
+        """Bits per byte of the sentences, and the share of the questions answered."""
+        return self._bpb(_logits(stack, plan, self.sentences)), self._choices(stack, plan)
+
+    def _bpb(self, logits: Tensor) -> float:
+        nats = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), reduction="sum")
+        return float(nats) / math.log(2) / self.nbytes
+
+    def _choices(self, stack: Stack, plan: Plan) -> float:
+        flat = [ids for each in self.items for ids in each]
+        inputs, targets = _batch(flat, self.separator, self.context)
+        losses = F.cross_entropy(
+            _logits(stack, plan, inputs).transpose(1, 2), targets, reduction="none", ignore_index=IGNORED
+        )
+        right, row = 0, 0
+        for each, starts in zip(self.items, self.starts, strict=True):
+            scores = [
+                float(losses[row + i, start : len(ids)].mean())
+                for i, (ids, start) in enumerate(zip(each, starts, strict=True))
+            ]
+            right += min(range(len(scores)), key=scores.__getitem__) == 0
+            row += len(each)
+        return right / len(self.items)
+
+
+@torch.no_grad()
+def _logits(stack: Stack, plan: Plan, inputs: Tensor) -> Tensor:
+    device = next(stack.parameters()).device
+    logits: Tensor = Predictor(stack, plan)(inputs.to(device))
+    return logits.cpu()
+
+
+def _shared(question: Sequence[int], whole: Sequence[int]) -> int:
+    """How many first tokens a question and its continuation share: a tokenizer may join them."""
+    same = [a == b for a, b in zip(question, whole, strict=False)]
+    return min(same.index(False) if False in same else len(same), len(whole) - 1)
+
+
+def _batch(rows: Sequence[Sequence[int]], separator: int, context: int) -> tuple[Tensor, Tensor]:
+    """(inputs, targets): each row behind a separator, padded."""
+    width = min(max(map(len, rows)), context)
+    inputs = torch.full((len(rows), width), separator)
+    targets = torch.full((len(rows), width), IGNORED)
+    for i, row in enumerate(rows):
+        ids = torch.tensor(row[:width])
+        targets[i, : len(ids)] = ids
+        inputs[i, 1 : len(ids)] = ids[:-1]
+    return inputs, targets

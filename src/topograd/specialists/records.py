@@ -1,0 +1,221 @@
+"""What a specialist is trained on: chat records with loss masks, or any text, as packed rows of tokens.
+
+    chat.jsonl     a line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}
+    pairs.jsonl    or {"prompt": "...", "completion": "..."}: the completion alone is learned
+    text           everything else that `data.corpus` reads: .txt, folders, {"text": "..."} a line
+
+A conversation is spelled by the base's own chat template, or by PLAIN_TEMPLATE where it has none. Its loss
+mask has what the assistant said, the token that ends the turn included: for each assistant's message the text
+before it (ready for the answer) and the text up to its end are rendered, and what the second has more is
+learned. Of any text every token is learned.
+
+Documents become rows by best-fit packing (`data/packing.py`); a position without a target has -100. Cost: one
+rendering for each message that is learned and one before it, 256 in a process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from topograd.data.corpus import read_corpus
+from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.loader import IGNORED
+from topograd.data.packing import pack
+from topograd.errors import ConfigError, DataError
+from topograd.models.chat import chat_template, render_chats
+from topograd.specialists.attach import Attached
+from topograd.specialists.tokens import Vocabulary
+
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""How conversations are spelled for a base without a template of its own."""
+ROLES = ("system", "user", "assistant", "tool")
+MOST_BYTES = 2**30
+CONTEXT = 256
+"""Tokens in a row, where nothing else is said and the base sees as many."""
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document: its tokens, and which of them are learned."""
+
+    tokens: list[int]
+    learned: list[bool]
+
+
+def template_of(vocabulary: Vocabulary) -> str:
+    """The base's own chat template, or the plain one."""
+    tokenizer = vocabulary.tokenizer
+    found = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
+    return PLAIN_TEMPLATE if found is None else found
+
+
+def read_records(path: Path, vocabulary: Vocabulary, template: str | None = None) -> list[Record]:
+    """The documents at `path`: chats, pairs or text. What cannot be read is refused by its line."""
+    if path.suffix.lower() == ".jsonl" and path.is_file():
+        lines = _lines(path)
+        if lines and any(key in lines[0][1] for key in ("messages", "prompt")):
+            chats = [_messages(path, number, record) for number, record in lines]
+            return chat_records(chats, vocabulary, template, where=lambda i: f"{path}, line {lines[i][0]}")
+    corpus = read_corpus(path)
+    documents = vocabulary.tokenizer.encode_batch([d.text for d in (*corpus.train, *corpus.heldout)])
+    return [Record(ids.tolist(), [True] * len(ids)) for ids in documents]
+
+
+def spelled(vocabulary: Vocabulary, questions: Sequence[str], template: str | None = None) -> list[str]:
+    """Each question as a conversation of one message, ready for the answer."""
+    tokenizer = vocabulary.tokenizer
+    special = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else None
+    chats = [([{"role": "user", "content": question}], True) for question in questions]
+    return render_chats(template or template_of(vocabulary), chats, special)
+
+
+def chat_records(
+    chats: Sequence[Sequence[Message]],
+    vocabulary: Vocabulary,
+    template: str | None = None,
+    where: Callable[[int], str] = lambda i: f"conversation {i + 1}",
+) -> list[Record]:
+    """Conversations as tokens with loss masks."""
+    template = template_of(vocabulary) if template is None else template
+    wanted: list[tuple[Sequence[Message], bool]] = []
+    for chat in chats:
+        for i, message in enumerate(chat):
+            if message["role"] == "assistant":
+                wanted += [(chat[:i], True), (chat[: i + 1], False)]
+    tokenizer = vocabulary.tokenizer
+    special = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else None
+    texts = iter(render_chats(template, wanted, special))
+    records = []
+    for number, chat in enumerate(chats):
+        pairs = [(next(texts), next(texts)) for message in chat if message["role"] == "assistant"]
+        records.append(_masked(pairs, vocabulary, where(number)))
+    return records
+
+
+def _masked(pairs: Sequence[tuple[str, str]], vocabulary: Vocabulary, where: str) -> Record:
+    """The tokens of the longest text; those that lie between a `before` and its `through` are learned."""
+    tokens = vocabulary.encode_chat(pairs[-1][1])
+    vocabulary.check(tokens)
+    learned = [False] * len(tokens)
+    for before, through in pairs:
+        start, stop = len(vocabulary.encode_chat(before)), len(vocabulary.encode_chat(through))
+        if not pairs[-1][1].startswith(through) or not through.startswith(before):
+            raise DataError(
+                f"{where}: the chat template spells earlier messages otherwise when later ones follow, so "
+                "what the assistant said cannot be told apart; give conversations of one answer"
+            )
+        learned[start:stop] = [True] * (stop - start)
+    return Record(tokens, learned)
+
+
+def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The records of a JSONL file with their line numbers."""
+    if path.stat().st_size > MOST_BYTES:
+        raise DataError(f"{path} has more than {MOST_BYTES} bytes; give a smaller file")
+    found = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8; mend it") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise DataError(f"{path}, line {number} is not JSON ({problem}); mend or remove it") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, line {number} is no JSON object; mend or remove it")
+        found.append((number, record))
+    if not found:
+        raise DataError(f"{path} has no record; give at least one line")
+    return found
+
+
+def _messages(path: Path, number: int, record: Mapping[str, Any]) -> list[Message]:
+    """The messages of one line, checked."""
+    where = f"{path}, line {number}"
+    if "prompt" in record:
+        pair = [record.get("prompt"), record.get("completion")]
+        if not all(isinstance(text, str) for text in pair) or not pair[1]:
+            raise DataError(f"{where}: prompt and completion must be text, the completion not empty")
+        return [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where} has no messages; give {{"messages": [{{"role": ..., "content": ...}}]}}')
+    checked = []
+    for place, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise DataError(f"{where}: message {place} must have a role and a content that are text")
+        if message["role"] not in ROLES:
+            raise DataError(
+                f"{where}: message {place} has the role {message['role']!r}; allowed are {', '.join(ROLES)}"
+            )
+        checked.append({"role": message["role"], "content": message["content"]})
+    if not any(message["role"] == "assistant" for message in checked):
+        raise DataError(f"{where} has nothing that the assistant said; there is nothing to learn from it")
+    return checked
+
+
+def packed_records(
+    records: Sequence[Record], separator: int, context: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(inputs, targets), each (rows, context): the documents packed, targets that are not learned -100."""
+    if context < 1:
+        raise ConfigError(f"context is {context}; it must be at least 1")
+    parts, marks, offsets = [[separator]], [[False]], [0]
+    for record in records:
+        parts += [record.tokens, [separator]]
+        marks += [record.learned, [record.learned[-1] if record.learned else False]]
+        offsets.append(offsets[-1] + len(record.tokens) + 1)
+    stream = np.fromiter((t for part in parts for t in part), dtype=np.int64)
+    learned = np.fromiter((m for mark in marks for m in mark), dtype=bool)
+    if not learned.any():
+        raise DataError("no token of the data is learned; give text, or conversations with answers")
+    rows = pack(np.array(offsets), context + 1, np.random.default_rng(seed))
+    inputs = np.full((len(rows), context), separator, dtype=np.int64)
+    targets = np.full((len(rows), context), IGNORED, dtype=np.int64)
+    for row in range(len(rows)):
+        column = 0
+        for segment in range(rows.first[row], rows.first[row + 1]):
+            start, count = int(rows.starts[segment]), int(rows.counts[segment])
+            inputs[row, column : column + count] = stream[start : start + count]
+            after = slice(start + 1, start + count + 1)
+            targets[row, column : column + count] = np.where(learned[after], stream[after], IGNORED)
+            column += count
+    kept = (targets != IGNORED).any(axis=1)
+    return torch.from_numpy(inputs[kept]), torch.from_numpy(targets[kept])
+
+
+def rows_of(
+    path: Path | str,
+    attached: Attached,
+    context: int | None = None,
+    seed: int = 0,
+    template: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The text at `path` as packed rows for a base; CONTEXT tokens each unless asked otherwise."""
+    if not str(path).strip():
+        raise ConfigError("data is empty; give chat records or a text")
+    if not Path(path).exists():
+        raise ConfigError(f"data is {str(path)!r}, which does not exist; give a file or a folder")
+    most = attached.base.config.model.context
+    context = context or min(CONTEXT, most)
+    if context > most:
+        raise ConfigError(f"context is {context}; the base sees {most} tokens at most")
+    records = read_records(Path(path), attached.vocabulary, template)
+    return packed_records(records, attached.base.tokenizer.separator, context, seed)

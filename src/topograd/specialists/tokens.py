@@ -1,0 +1,144 @@
+"""New tokens on a frozen base: special tokens that a specialist adds, each begun from related ones.
+
+A base whose vocabulary has V tokens gets the ids V, V + 1, ...: every table that is indexed by tokens (the
+embedding, the smear, value embeddings) and the shared head have one more row for each, the mean of the rows
+of the tokens that it is begun from. "Product of Experts" §6.1 (2), appendix D.2: with rows at random the
+frozen stages make nothing of such a token, and the specialist does not learn to answer.
+
+The rows follow from the base and from the names, so a specialist keeps the names alone. They stay as they
+are, since the base is frozen; the specialist's own head has rows for them that learn.
+
+Cost: a copy of each table. The base's own tables are not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.tokenizer import Tokenizer
+from topograd.errors import ConfigError
+from topograd.nn.stack import Stack
+
+MOST_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A special token and the text whose tokens it is begun from."""
+
+    text: str
+    source: str
+
+    @classmethod
+    def parse(cls, words: str) -> NewToken:
+        """What a user writes: `<|user|>=User`."""
+        text, equals, source = words.rpartition("=")
+        if not equals or not text.strip() or not source:
+            raise ConfigError(f"token {words!r} has no source; write the new token, =, and a related word")
+        return cls(text, source)
+
+
+class Vocabulary:
+    """A base's tokenizer with some special tokens behind its own."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: int, new: Sequence[NewToken] = ()) -> None:
+        """`rows` is how many tokens the base's head knows."""
+        self.tokenizer, self.new, self.rows = tokenizer, tuple(new), rows
+        texts = [token.text for token in self.new]
+        if len(set(texts)) < len(texts) or len(texts) > MOST_TOKENS:
+            raise ConfigError(f"{len(texts)} new tokens are given; give at most {MOST_TOKENS}, each once")
+        self.ids = {text: rows + i for i, text in enumerate(texts)}
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if texts else None
+        self.sources = [self._source(token) for token in self.new]
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are, the new ones included."""
+        return self.rows + len(self.new)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of a text that spells special tokens: the new ones and the base's own."""
+        ids: list[int] = []
+        for part in self._split.split(text) if self._split else [text]:
+            if part in self.ids:
+                ids.append(self.ids[part])
+            elif part:
+                ids.extend(self._plain(part))
+        return ids
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Refuse tokens that the base does not know."""
+        worst = max(ids, default=0)
+        if worst >= self.size or min(ids, default=0) < 0:
+            raise ConfigError(f"token {worst} is unknown to the base, which has {self.size} tokens")
+
+    def _plain(self, text: str) -> list[int]:
+        if isinstance(self.tokenizer, ForeignTokenizer):
+            return self.tokenizer.encode_chat(text)
+        return self.tokenizer.encode(text)
+
+    def _source(self, token: NewToken) -> list[int]:
+        ids = self._plain(token.source)
+        if not ids or max(ids) >= self.rows:
+            raise ConfigError(
+                f"new token {token.text!r} is to begin as {token.source!r}, which the base has no token for; "
+                "give a word of its language"
+            )
+        return ids
+
+
+def with_new_rows(stack: Stack, vocabulary: Vocabulary) -> None:
+    """Give a stack (a copy that may be changed: see `attach.py`) a row for each new token in every table."""
+    if not vocabulary.new:
+        return
+    extended: dict[int, nn.Embedding] = {}
+    head = stack.head
+    assert isinstance(head, nn.Module)
+    _extend_tables(stack, vocabulary, extended)
+    stack.config = replace(stack.config, vocab=vocabulary.size)  # type: ignore[type-var]
+    if id(head.weight) in extended:  # tied: one matrix, as it was
+        head.weight = extended[id(head.weight)].weight
+    else:
+        assert isinstance(head.weight, Tensor)
+        head.weight = nn.Parameter(_grown(head.weight, vocabulary), requires_grad=False)
+    if isinstance(head.bias, Tensor):
+        head.bias = nn.Parameter(_grown(head.bias, vocabulary), requires_grad=False)
+
+
+def _extend_tables(parent: nn.Module, vocabulary: Vocabulary, extended: dict[int, nn.Embedding]) -> None:
+    """Replace the tables below `parent` by longer ones; modules on the way are copied, not changed."""
+    for name, child in list(parent.named_children()):
+        if isinstance(child, nn.Embedding) and child.num_embeddings == vocabulary.rows:
+            key = id(child.weight)
+            if key not in extended:
+                grown = _grown(child.weight, vocabulary)
+                table = nn.Embedding(vocabulary.size, child.embedding_dim, _weight=grown)
+                extended[key] = table.requires_grad_(False)
+            parent._modules[name] = extended[key]
+        elif any(isinstance(module, nn.Embedding) for module in child.modules()):
+            twin = shallow(child)
+            parent._modules[name] = twin
+            _extend_tables(twin, vocabulary, extended)
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """The same module with lists of its own of children, parameters and buffers, which are shared."""
+    twin = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[name] = dict(module.__dict__[name])
+    return twin
+
+
+@torch.no_grad()
+def _grown(table: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """(rows, ...) with a row for each new token: the mean of its sources'."""
+    rows = [table[torch.tensor(ids, device=table.device)].mean(0) for ids in vocabulary.sources]
+    return torch.cat((table.detach(), torch.stack(rows)))

@@ -1,0 +1,108 @@
+"""Specialists at work: text as the composed plan predicts it, mixed batches, per-request switching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from topograd.depth.model import Model
+from topograd.errors import ConfigError, RunError
+from topograd.runs.session import Session
+from topograd.runs.sidecar import update_sidecar
+from topograd.specialists.attach import attach, new_specialist
+from topograd.specialists.model import Mixed, SpecialistPool, open_composed
+from topograd.training.forward import Predictor
+
+Bases = dict[str, Session]
+PROMPTS = ["relay", "stage loss", "los", "stage relay loss"]
+ROWS: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"a": 0.6, "b": 0.7}]
+
+
+def folders(base: Session, place: Path) -> dict[str, Path]:
+    """Two specialists that have learned something, each its own."""
+    generator = torch.Generator().manual_seed(1)
+    for name, rank in (("a", 4), ("b", None)):
+        sidecar = new_specialist(place / name, base, layers=1, head_rank=rank, seed=ord(name))
+        noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
+        update_sidecar(sidecar, noisy, sidecar.settings)
+    return {name: place / name for name in ("a", "b")}
+
+
+def by_hand(pool: SpecialistPool, prompt: list[int], weights: dict[str, float], tokens: int) -> list[int]:
+    """Greedy text, the whole sequence computed again for each token."""
+    model = pool.model(weights)
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids.append(
+                int(Predictor(pool.attached.stack, model.session.plan)(torch.tensor([ids]))[0, -1].argmax())
+            )
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("which", ["gpt", "imported"])
+def test_a_mixed_batch_is_what_each_row_is_alone(bases: Bases, which: str, tmp_path: Path) -> None:
+    pool = SpecialistPool.open(bases[which], folders(bases[which], tmp_path))
+    prompts = [pool.model().encode(prompt)[:8] for prompt in PROMPTS]
+    expected = [by_hand(pool, p, w, 5) for p, w in zip(prompts, ROWS, strict=True)]
+    written = pool.generate(prompts, ROWS, tokens=5)
+    assert written == expected
+    assert len({tuple(row) for row in expected}) > 1
+    for prompt, weights, text in zip(prompts, ROWS, expected, strict=True):
+        (made,) = pool.generate([prompt], [weights], tokens=5)
+        assert made == text
+
+
+def test_the_base_runs_once_for_all_rows(
+    gpt: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
+    cache = pool.engine.start([[1, 2], [3, 4], [5, 6]])
+    ran: list[int] = []
+    original = cache._run  # type: ignore[union-attr]
+
+    def watched(stage: int, counts: list[int]) -> None:
+        ran.append(stage)
+        original(stage, counts)
+
+    monkeypatch.setattr(cache, "_run", watched)
+    mode = pool.mode([{}, {"b": 1.0}, {}])
+    mode.begin(3)
+    mode.advance(cache, [True] * 3)
+    assert ran == [0, 1, 2, 4], "the three stages of the base, then the specialist that somebody wants"
+    with pytest.raises(ConfigError, match="the batch has 2 rows and specialists are given for 3"):
+        mode.begin(2)
+
+
+def test_models_of_a_pool_share_their_weights(gpt: Session, tmp_path: Path) -> None:
+    pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
+    base, a = pool.model(), pool.model({"a": 1.0})
+    assert base.engine.stack is a.engine.stack
+    assert base.generate("relay", tokens=6) == Model(gpt).generate("relay", tokens=6, depth="full")
+    text = a.generate("relay", tokens=6)
+    assert a.generate("relay", tokens=6, depth="speculate:2") == text
+    with pytest.raises(ConfigError, match="wand is calibrated for a base alone"):
+        a.generate("relay", depth="wand")
+
+
+def test_specialists_of_different_bases_are_refused(bases: Bases, tmp_path: Path) -> None:
+    mine = folders(bases["gpt"], tmp_path)
+    new_specialist(tmp_path / "other", bases["imported"])
+    with pytest.raises(RunError, match="other belongs to the base"):
+        open_composed(bases["gpt"].run.folder, f"{mine['a']},{tmp_path / 'other'}")
+    with pytest.raises(RunError, match="belongs to the base"):
+        open_composed(bases["imported"].run.folder, str(mine["a"]))
+    with pytest.raises(ConfigError, match="2 prompts and 1 sets"):
+        SpecialistPool(attach(bases["gpt"], [])).generate(["a", "b"], [{}])
+
+
+def test_a_row_that_ends_waits_for_the_others(gpt: Session, tmp_path: Path) -> None:
+    pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
+    mode = pool.mode([{}, {"a": 1.0}])
+    assert isinstance(mode, Mixed)
+    cache = pool.engine.start([[1, 2], [3]])
+    mode.begin(2)
+    first = mode.advance(cache, [True, False])
+    assert [len(row) for row in first] == [1, 0]

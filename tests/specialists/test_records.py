@@ -1,0 +1,111 @@
+"""Chat records: only what the assistant said is learned, everything is packed once, bad lines are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.errors import DataError
+from topograd.runs.session import Session
+from topograd.specialists.attach import attach
+from topograd.specialists.records import (
+    Record,
+    chat_records,
+    packed_records,
+    read_records,
+    rows_of,
+    spelled,
+)
+from topograd.specialists.tokens import NewToken, Vocabulary
+
+CHAT = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "First."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Second."},
+]
+
+
+def vocabulary(session: Session, *new: NewToken) -> Vocabulary:
+    return Vocabulary(session.tokenizer, 320 if "imported" in str(session.run.folder) else 257, new)
+
+
+def parts(record: Record, learned: bool, words: Vocabulary) -> str:
+    chosen = [t for t, on in zip(record.tokens, record.learned, strict=True) if on is learned]
+    return words.tokenizer.decode(chosen)
+
+
+def test_the_bases_own_template_and_what_is_learned(imported: Session) -> None:
+    words = vocabulary(imported)
+    one = chat_records([CHAT[:2]], words)[0]
+    assert parts(one, True, words).startswith("First.")
+    assert "First" not in parts(one, False, words)
+    assert spelled(words, ["One?"]) == ["<|user|>One?\n<|assistant|>"]
+
+
+def test_a_base_without_a_template_gets_the_plain_one(gpt: Session) -> None:
+    words = vocabulary(gpt)
+    (record,) = chat_records([CHAT], words)
+    assert parts(record, True, words) == " First.\n Second.\n"
+    assert parts(record, False, words) == "User: One?\nAssistant:User: Two?\nAssistant:"
+
+
+def test_new_tokens_are_one_token_each(gpt: Session) -> None:
+    words = vocabulary(gpt, NewToken("<|u|>", "User"), NewToken("<|e|>", "end"))
+    template = "{% for m in messages %}<|u|>{{ m.content }}<|e|>{% endfor %}"
+    (record,) = chat_records([CHAT[:2]], words, template + "{% if add_generation_prompt %}<|u|>{% endif %}")
+    assert [t for t in record.tokens if t >= 257] == [257, 258, 257, 258]
+    assert record.learned[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is no JSON object"),
+        ({"messages": []}, "has no messages"),
+        ({"messages": [{"role": "user"}]}, "message 1 must have a role and a content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "message 1 has the role 'robot'; allowed are"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "nothing that the assistant said"),
+        ({"prompt": "x"}, "prompt and completion must be text"),
+    ],
+)
+def test_bad_lines_are_named(gpt: Session, tmp_path: Path, line: Any, words: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps({"messages": CHAT})
+    path.write_text(f"{good}\n\n{line if isinstance(line, str) else json.dumps(line)}\n")
+    with pytest.raises(DataError, match=rf"bad\.jsonl, line 3:? .*{words}|line 3: {words}") as caught:
+        read_records(path, vocabulary(gpt))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_refused(gpt: Session, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="has no record"):
+        read_records(tmp_path / "none.jsonl", vocabulary(gpt))
+
+
+def test_any_text_is_learned_whole(gpt: Session, corpus: Path) -> None:
+    records = read_records(corpus, vocabulary(gpt))
+    assert all(all(record.learned) for record in records)
+    inputs, targets = rows_of(corpus, attach(gpt, []), context=16)
+    assert inputs.shape == targets.shape
+    assert inputs.shape[1] == 16
+    assert int((targets != -100).sum()) == sum(len(r.tokens) + 1 for r in records)
+
+
+def test_packed_rows_have_every_learned_token_once() -> None:
+    records = [Record([10 * i + j for j in range(5)], [j > 2 for j in range(5)]) for i in range(1, 7)]
+    inputs, targets = packed_records(records, separator=0, context=13)
+    learned = sorted(t for t in targets.flatten().tolist() if t not in (-100, 0))
+    assert learned == sorted(10 * i + j for i in range(1, 7) for j in (3, 4))
+    assert len(inputs) == 3, "two records of six targets in a row of thirteen"
+    for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
+        for place, token in enumerate(target[:-1]):
+            if token not in (-100, 0):
+                assert row[place + 1] == token, "the target is the next input"
+    with pytest.raises(DataError, match="no token of the data is learned"):
+        packed_records([Record([1, 2], [False, False])], 0, 4)

@@ -1,0 +1,62 @@
+"""New tokens: begun from related ones, in every table, while the base's own rows stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from topograd.errors import ConfigError
+from topograd.runs.session import Session
+from topograd.specialists.attach import attach, new_specialist, open_specialist
+from topograd.specialists.composition import composed
+from topograd.specialists.tokens import NewToken, Vocabulary
+from topograd.training.forward import Predictor
+
+Bases = dict[str, Session]
+
+
+@pytest.mark.parametrize("which", ["gpt", "imported"])
+@torch.no_grad()
+def test_a_new_token_begins_as_the_word_it_comes_from(bases: Bases, which: str, tmp_path: Path) -> None:
+    base = bases[which]
+    rows = len(base.stack.get_parameter("head.weight"))
+    (source,) = base.tokenizer.encode("x")
+    tokens = [NewToken("<|one|>", "x"), NewToken("<|two|>", "xz")]
+    new_specialist(tmp_path / "s", base, tokens=tokens, head_rank=3)
+    attached = attach(base, [open_specialist(tmp_path / "s")])
+    ids = torch.tensor([[*base.tokenizer.encode("ab"), source]])
+    new = ids.clone()
+    new[0, -1] = rows
+    predictor = Predictor(attached.stack, composed(attached, {"s": 1.0}))
+    logits = {"old": predictor(ids), "new": predictor(new)}
+    assert logits["new"].shape[-1] == rows + 2
+    assert torch.equal(logits["new"], logits["old"]), "it is read as the word that it comes from"
+    torch.testing.assert_close(logits["new"][..., rows], logits["new"][..., source])
+    before = Predictor(base.stack, base.plan)(ids)
+    torch.testing.assert_close(logits["old"][..., :rows], before)
+    assert torch.equal(Predictor(base.stack, base.plan)(ids), before), "the base has its own tables"
+    table = attached.stack.get_parameter("embedding.weight")
+    torch.testing.assert_close(table[rows + 1], table[base.tokenizer.encode("xz")].mean(0))
+
+
+def test_what_users_write(gpt: Session) -> None:
+    assert NewToken.parse("<|a=b|>=User") == NewToken("<|a=b|>", "User")
+    for words in ("<|a|>", "=x", "<|a|>="):
+        with pytest.raises(ConfigError, match="has no source"):
+            NewToken.parse(words)
+    with pytest.raises(ConfigError, match="each once"):
+        Vocabulary(gpt.tokenizer, 257, [NewToken("a", "b"), NewToken("a", "c")])
+
+
+def test_tokens_that_the_base_does_not_know_are_refused(gpt: Session) -> None:
+    with pytest.raises(ConfigError, match="token 300 is unknown to the base, which has 257 tokens"):
+        Vocabulary(gpt.tokenizer, 257).check([3, 300])
+
+
+def test_specialists_with_other_tokens_do_not_go_together(gpt: Session, tmp_path: Path) -> None:
+    new_specialist(tmp_path / "a", gpt, tokens=[NewToken("<|a|>", "x")])
+    new_specialist(tmp_path / "b", gpt, tokens=[NewToken("<|b|>", "x")])
+    with pytest.raises(ConfigError, match="has other new tokens"):
+        attach(gpt, [open_specialist(tmp_path / name) for name in ("a", "b")])
