@@ -36,7 +36,8 @@ def with_rule(folder: Path, rule: dict[str, float] | None) -> None:
 def test_a_continuation_as_json(staged: Path, call: Any) -> None:
     answer = call("generate", staged, "--prompt", "def ", "--tokens", 32, "--stages", 1, "--json").json
     assert answer.keys() == {
-        *("run", "prompt", "text", "stages", "tokens", "depth", "exits", "seconds", "tokens_per_second")
+        *("run", "prompt", "text", "stages", "tokens", "depth", "exits", "seconds", "tokens_per_second"),
+        *("runtime", "weights"),
     }
     assert (answer["run"], answer["prompt"]) == (str(staged), "def ")
     assert (answer["stages"], answer["tokens"]) == (1, 32)

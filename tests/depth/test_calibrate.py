@@ -130,7 +130,7 @@ def test_what_is_timed(
     """In a half-full context: one token at full depth, then rounds: drafts run the first stages alone, and
     the others run them as one batch."""
     monkeypatch.setattr(calibrate, "ROUNDS", 2)
-    engine = engine_of(session)
+    engine = engine_of(session, "torch")
     visits = visits_of(engine.stack)
     measure_costs(engine, stage)
     half, prompt = 7, [list(range(7))]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
@@ -28,6 +28,17 @@ Json = Annotated[
     tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help="Print one JSON object instead of a table.")
 ]
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+RuntimeFlag = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="NAME",
+        help="What runs the model: torch, onnx or onnx:PROVIDER; by default the faster that can.",
+    ),
+]
+WeightsFlag = Annotated[
+    Literal["float32", "int8", "int4"],
+    tyro.conf.arg(help="Precision of the weights; int8 and int4 are another model, and run in onnx."),
+]
 DASH = "–"
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

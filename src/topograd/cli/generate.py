@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.console import Json, RuntimeFlag, WeightsFlag, note, out, parse, print_json
 from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
@@ -73,6 +73,8 @@ class Generate:
     """Colour each token by the stage that it left after, and count them."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the text as a page in which each token shows the stage that it left after."""
+    runtime: RuntimeFlag = None
+    weights: WeightsFlag = "float32"
     json: Json = False
 
 
@@ -96,7 +98,8 @@ def run(argv: list[str]) -> int:
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
         weights = getattr(model, "weights", None)  # of a composition
         answer |= {} if weights is None else {"specialists": weights}
-        print_json(answer | _numbers(made, counts))
+        ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
+        print_json(answer | _numbers(made, counts) | ran)
     else:
         print(flush=True)
         if asked.colour:
@@ -116,7 +119,7 @@ def _model(asked: Generate) -> Model:
         return open_composed(asked.folder or REFERENCE, asked.specialists)
     from topograd.depth.model import load
 
-    return load(asked.folder or REFERENCE)
+    return load(asked.folder or REFERENCE, runtime=asked.runtime, weights=asked.weights)
 
 
 def _chat(asked: Generate, model: Model, show: Show) -> int:
@@ -161,6 +164,10 @@ def _typed() -> str | None:
 def _check(asked: Generate) -> None:
     if asked.depth is not None and asked.stages is not None:
         raise ConfigError("--depth and --stages are both given; --stages J is --depth prefix:J, so give one")
+    if asked.specialists is not None and (asked.runtime not in (None, "torch") or asked.weights != "float32"):
+        raise ConfigError(
+            "--specialists run in torch, in the base's own weights; leave --runtime and --weights"
+        )
     if asked.html is not None:
         folder = asked.html.parent
         if asked.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):

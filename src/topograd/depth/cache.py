@@ -30,25 +30,29 @@ from torch import Tensor
 from topograd.errors import StackError
 from topograd.nn.layer_state import grown
 from topograd.nn.stack import Bus, Stack
+from topograd.runtime.protocol import Runtime, TorchRuntime
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, Port
-from topograd.training.forward import StageMemory, run_stage
+from topograd.training.forward import run_stage
 
 
 class Cache:
     """The memory of a batch of rows that one plan decodes; `capacity` positions a row."""
 
-    def __init__(self, stack: Stack, plan: Plan, capacity: int, rows: int = 1) -> None:
+    def __init__(self, runtime: Runtime | Stack, plan: Plan, capacity: int, rows: int = 1) -> None:
+        self.runtime = TorchRuntime(runtime) if isinstance(runtime, Stack) else runtime
+        stack = self.runtime.stack
+        self.stack, self.plan = stack, plan
         if not can_decode(stack):
             raise StackError(
                 f"{type(stack.layers[0]).__name__} layers lack new_state, so they keep no memory"
             )
-        self.stack, self.plan = stack, plan
         self.capacity, self.rows = capacity, rows
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.marks = [[0] * rows for _ in plan.stages]
         """Watermarks: how many positions each stage has run, row by row."""
-        self.memories = [StageMemory(stack, planned, rows, capacity + 1) for planned in plan.stages]
+        self.memories = self.runtime.memories(plan, rows, capacity + 1)
+        self._hears = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         self._hears = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
@@ -79,11 +83,11 @@ class Cache:
         """x0 of the next tokens of each row, which may have none before them."""
         last = [row[-1:] for row in self.tokens]
         if all(last):
-            return self.stack.embed(inputs, torch.tensor(last, device=self.device)[:, 0])
+            return self.runtime.embed(inputs, torch.tensor(last, device=self.device)[:, 0])
         if not any(last):
-            return self.stack.embed(inputs)
+            return self.runtime.embed(inputs)
         each = [torch.tensor(token, device=self.device) if token else None for token in last]
-        rows = [self.stack.embed(inputs[i : i + 1], token) for i, token in enumerate(each)]
+        rows = [self.runtime.embed(inputs[i : i + 1], token) for i, token in enumerate(each)]
         return torch.cat(rows)
 
     def pending(self, stage: int) -> list[int]:
@@ -155,7 +159,7 @@ class Cache:
         """The bus of these positions; the next stage mostly wants the same."""
         if self._bus is None or self._bus[0] != where.key:
             x0 = where.read(self.outputs[EMBEDDING])
-            bus = self.stack.bus(x0, where.read(self._ids), where.offset)
+            bus = self.runtime.bus(x0, where.read(self._ids), where.offset)
             self._bus = where.key, replace(bus, counts=where.counts)
         return self._bus[1]
 

@@ -27,6 +27,7 @@ from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.preparation import check_prepared
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack
+from topograd.runtime.protocol import Runtime, TorchRuntime
 from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -59,6 +60,7 @@ class Engine:
         stack: Stack,
         topology: Plan | Topology | Configuration | Composition | str,
         context: int | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         context = stack.context if context is None else context
         if context < 1:
@@ -66,7 +68,9 @@ class Engine:
         self.plan = Plan.of(topology, len(stack.layers))
         check_prepared(stack, self.plan)
         self.remembers = can_decode(stack)
-        self.stack = stack.for_decoding() if self.remembers else stack
+        if runtime is None:
+            runtime = TorchRuntime(stack.for_decoding() if self.remembers else stack)
+        self.runtime, self.stack = runtime, runtime.stack
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""
@@ -101,8 +105,11 @@ class Engine:
         """A cache that holds the end of each prompt, unread."""
         if not prompts or not all(prompts):
             raise ConfigError("a prompt has no token; start with the document separator")
-        kind = Cache if self.remembers else RecomputedCache
-        cache = kind(self.stack, self.plan, self.context, len(prompts))
+        cache: AnyCache
+        if self.remembers:
+            cache = Cache(self.runtime, self.plan, self.context, len(prompts))
+        else:
+            cache = RecomputedCache(self.stack, self.plan, self.context, len(prompts))
         cache.push([list(prompt[-self.context :]) for prompt in prompts])
         return cache
 
@@ -140,7 +147,7 @@ class Engine:
         """
         terms = self.plan.prediction.after(stage)
         hidden = {each: cache.hidden(each, counts) for each, _ in terms}
-        return predict(self.stack, self.plan, hidden, terms, tokens)
+        return predict(self.runtime, self.plan, hidden, terms, tokens)
 
     def vocab(self) -> int:
         """How many tokens there are."""

@@ -60,13 +60,13 @@ class Generated(str):
 class Model:
     """An opened run."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: Session, runtime: str | None = None, weights: str = "float32") -> None:
+        self.session, self.runtime, self.precision = session, runtime, weights
 
     @cached_property
     def engine(self) -> Engine:
         """The model laid out for decoding; made when it is first used."""
-        return engine_of(self.session)
+        return engine_of(self.session, self.runtime, self.precision)
 
     def generate(
         self,
@@ -143,9 +143,18 @@ class Model:
         return evaluate(self.session.stack, self.session.plan, text)
 
 
-def load(folder: Path | str, checkpoint: str | None = None) -> Model:
-    """The run in `folder` as a model, with its newest checkpoint or the one called `checkpoint`."""
-    return Model(open_session(folder, checkpoint))
+def load(
+    folder: Path | str,
+    checkpoint: str | None = None,
+    *,
+    runtime: str | None = None,
+    weights: str = "float32",
+) -> Model:
+    """The run in `folder` as a model, with its newest checkpoint or the one called `checkpoint`.
+
+    It writes with the faster runtime, or with torch or onnx; `weights` may be int8 or int4 there.
+    """
+    return Model(open_session(folder, checkpoint), runtime, weights)
 
 
 def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **settings: object) -> Generated:

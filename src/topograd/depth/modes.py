@@ -47,6 +47,7 @@ from topograd.depth.wand import Wand
 from topograd.errors import ConfigError, RunError
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import is_sidecar
+from topograd.runtime.choice import runtime_of
 from topograd.topology.branches import parse_branches, parse_path
 from topograd.training.forward import stage_outputs
 
@@ -56,9 +57,10 @@ _OPENED: WeakKeyDictionary[Engine, dict[str, Retrofitted | Engine]] = WeakKeyDic
 """What was opened to draft for an engine, by folder: a second text need not read it again."""
 
 
-def engine_of(session: Session) -> Engine:
-    """The session's model, laid out for decoding."""
-    return Engine(session.stack, session.plan, session.config.model.context)
+def engine_of(session: Session, runtime: str | None = None, weights: str = "float32") -> Engine:
+    """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
+    context = session.config.model.context
+    return Engine(session.stack, session.plan, context, runtime_of(session.stack, runtime, weights))
 
 
 def mode_of(

@@ -27,7 +27,7 @@ from torch import Tensor
 from topograd.depth.cache import Cache
 from topograd.depth.recompute import RecomputedCache
 from topograd.errors import StackError
-from topograd.nn.layer_state import KVState, PackedStates
+from topograd.nn.layer_state import PackedStates
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus
 from topograd.topology.dag import EMBEDDING
@@ -164,20 +164,14 @@ def copy_prefix(source: OneRow, target: OneRow, length: int) -> int:
     """
     if not isinstance(source, Cache) or not isinstance(target, Cache) or not length:
         return 0
-    states = [
-        [*zip(a.layers, b.layers, strict=True)] for a, b in zip(source.memories, target.memories, strict=True)
-    ]
-    plain = all(isinstance(a, KVState) and isinstance(b, KVState) for pairs in states for a, b in pairs)
-    if not plain or any(memory.histories for memory in source.memories):
+    if not all(memory.copies for memory in source.memories):
         return 0
     if target.tokens[0] or not 0 < length <= len(source.tokens[0]):
         raise StackError(f"{length} positions cannot be copied from a row of {len(source.tokens[0])}")
     target.push([source.tokens[0][:length]])
-    for stage, pairs in enumerate(states):
+    for stage, memory in enumerate(target.memories):
         mark = min(source.marks[stage][0], length)
-        for a, b in pairs:
-            b.rewind([0])
-            b.append(a.keys[:, :, :mark], a.values[:, :, :mark])
+        memory.copy(source.memories[stage], mark)
         target.marks[stage] = [mark]
         keys: list[Port | int] = [stage, *target.plan.stages[stage].sends]
         for key in keys:

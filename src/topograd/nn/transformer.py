@@ -198,7 +198,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, h: Tensor, bus: Bus, state: KVState | None = None) -> Tensor:
         if self.positions is not None:
-            h = h + self.positions(bus.positions)
+            h = h + self.positions(bus.positions.clamp(max=len(self.positions.weight) - 1))
         y = self.attention(self.attention_norm(h), bus, state)
         h = h + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(h))

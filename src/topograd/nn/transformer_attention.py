@@ -99,9 +99,13 @@ def capped_attention(
 
 
 def check_reach(config: TransformerConfig, inputs: Tensor, offset: int | Tensor) -> None:
-    """Refuse positions that a table of learned positions does not have."""
+    """Refuse positions that a table of learned positions does not have.
+
+    Ragged rows put their padding behind the longest row, which may fill the table (`depth/cache.py`).
+    """
+    ragged = isinstance(offset, Tensor)
     stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
-    if stop > config.context:
+    if stop > config.context + ragged:
         raise StackError(
             f"{stop} positions are more than the {config.context} that this {config.family} has learned; "
             "give it a shorter text"

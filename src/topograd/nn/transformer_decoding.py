@@ -115,7 +115,7 @@ class DecodingLayer(nn.Module):
 
     def forward(self, h: Tensor, bus: Bus, state: KVState | PackedStates | None = None) -> Tensor:
         if self.positions is not None:
-            h = h + F.embedding(bus.positions, self.positions)
+            h = h + F.embedding(bus.positions.clamp(max=len(self.positions) - 1), self.positions)
         rows = h.reshape(-1, h.shape[-1])
         rows = self._add(rows, self.output, self._attend(self.unit(rows), bus, state), self.attention_gain)
         x = self.hidden(self.unit(rows))

@@ -7,12 +7,13 @@ the same wherever it runs; and through `predict`, so that a model predicts the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.layer_state import History
+from topograd.nn.layer_state import History, KVState
 from topograd.nn.relays import CausalRelay, Relay
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.branches import predicting_plan
@@ -32,12 +33,14 @@ class StageMemory:
                 kind = type(stack.layers[i]).__name__
                 raise StackError(f"{kind} layers cannot decode step by step; they lack new_state")
         self.layers = [stack.layers[i].new_state(rows, capacity) for i in planned.layers]  # type: ignore[operator]
-        looking = {
-            port: History(capacity)
-            for port in (*(port for port, _ in planned.inputs), *planned.sends)
-            if isinstance(stack.relay(port.relay), CausalRelay)
-        }
-        self.histories: dict[Port, History] = looking
+        self.histories = histories_of(stack, planned, capacity)
+
+    def run(self, stack: Stack, planned: PlannedStage, h: Tensor, bus: Bus) -> dict[int, Tensor]:
+        """The layers on new positions: the hidden state behind each, by how many layers of the stack."""
+        after = {}
+        for layer, state in zip(planned.layers, self.layers, strict=True):
+            after[layer + 1] = h = stack.layers[layer](h, bus, state)
+        return after
 
     def rewind(self, marks: Sequence[int]) -> list[int]:
         """Go back to these positions, row by row, or before them; returns to where. The rest is replayed."""
@@ -46,10 +49,27 @@ class StageMemory:
             reached = [min(here, there) for here, there in zip(reached, memory.rewind(reached), strict=True)]
         return reached
 
+    @property
+    def copies(self) -> bool:
+        """Whether the beginning of what it remembers can be copied: recurrent states and histories cannot."""
+        return not self.histories and all(isinstance(state, KVState) for state in self.layers)
+
+    def copy(self, source: StageMemory, length: int) -> None:
+        """Remember what another one does of its first `length` positions, and nothing else."""
+        for own, other in zip(self.layers, source.layers, strict=True):
+            own.rewind([0])
+            own.append(other.keys[:, :, :length], other.values[:, :, :length])
+
     def select(self, rows: Tensor) -> None:
         """Become the memory of these rows, in this order; a row may be taken several times."""
         for memory in (*self.layers, *self.histories.values()):
             memory.select(rows)
+
+
+def histories_of(stack: Stack, planned: PlannedStage, capacity: int) -> dict[Port, History]:
+    """A history for each of a stage's relays that look back."""
+    ports = (*(port for port, _ in planned.inputs), *planned.sends)
+    return {port: History(capacity) for port in ports if isinstance(stack.relay(port.relay), CausalRelay)}
 
 
 def run_stage(
@@ -75,16 +95,20 @@ def run_stage(
             received = received[:, :horizon]
         h = received if h is None else h + received
     assert h is not None, "a stage without sources cannot be built"
-    tapped = {}
-    for i, layer in enumerate(planned.layers):
-        module = stack.layers[layer]
-        if memory is not None:
-            h = module(h, bus, memory.layers[i])
-        elif rows is not None and layer == planned.layers[-1]:
-            h = module(h, bus, rows=rows) if getattr(module, "takes_rows", False) else module(h, bus)[:, rows]
-        else:
-            h = module(h, bus)
-        tapped[layer + 1] = h
+    if memory is not None:
+        tapped = memory.run(stack, planned, h, bus)
+    else:
+        tapped = {}
+        for layer in planned.layers:
+            module = stack.layers[layer]
+            if rows is None or layer != planned.layers[-1]:
+                h = module(h, bus)
+            elif getattr(module, "takes_rows", False):
+                h = module(h, bus, rows=rows)
+            else:
+                h = module(h, bus)[:, rows]
+            tapped[layer + 1] = h
+    h = tapped[planned.stage.stop]
     sent = {}
     for port in planned.sends:
         relay = stack.relay(port.relay)
@@ -170,8 +194,14 @@ def stage_logits(
     return predict(stack, plan, outputs, terms)
 
 
+class Reader(Protocol):
+    """What has heads: a stack, or a runtime over one."""
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor: ...
+
+
 def predict(
-    stack: Stack, plan: Plan, outputs: Mapping[int, Tensor], terms: Terms, rows: Tensor | None = None
+    stack: Reader, plan: Plan, outputs: Mapping[int, Tensor], terms: Terms, rows: Tensor | None = None
 ) -> Tensor:
     """Σ_j w_j z_j over the terms of a prediction, from the stages' outputs; on `rows` of the vocabulary."""
     total: Tensor | None = None

@@ -1,0 +1,227 @@
+"""Layers of our stacks as ONNX operators: attention over a cache, and the MLP.
+
+What all layers of a stage share is prepared once for a run, outside the graph (`onnx_memory.py`):
+
+    starts (rows,)           the position of each row's first new column
+    positions (rows, S)      of the new columns, for the rotation
+    mask.W (rows, 1, S, C)   which of C slots each column sees, for each span W (0: all before it)
+
+Keys and values lie in buffers (rows, kv heads, C, head width) that a layer writes in place (TensorScatter on
+an input that is bound as output too) from `starts` on. So going back is a matter of smaller starts: what lies
+behind is masked until it is overwritten. Rows of unlike counts are as wide as the widest, and what a row has
+too much is overwritten by its next columns.
+
+Sums and norms are one operator (SkipSimplifiedLayerNormalization), queries, keys and values one matrix.
+Tested against `nn/`: float32, so to rounding. Sources as in `nn/gpt.py` and `nn/transformer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from onnx import TensorProto
+from torch import Tensor, nn
+
+from topograd.nn.blocks import Block
+from topograd.nn.transformer import ACTIVATIONS, RMSNorm, TransformerLayer, TransposedLinear
+from topograd.nn.transformer_decoding import gain_of
+from topograd.runtime.graph import Graph
+
+FLOAT, LONG, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+EPSILON = float(torch.finfo(torch.float32).eps)
+"""What F.rms_norm adds by default."""
+KINDS = {function: name for name, function in ACTIVATIONS.items()}
+GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+class Stream:
+    """The hidden state, and what is to be added to it: the sum is made together with the next norm."""
+
+    def __init__(self, graph: Graph, value: str) -> None:
+        self.graph, self.value, self.added = graph, value, ""
+
+    def add(self, x: str) -> None:
+        self.sum()
+        self.added = x
+
+    def sum(self) -> str:
+        """The hidden state itself."""
+        if self.added:
+            self.value, self.added = self.graph.op("Add", self.value, self.added), ""
+        return self.value
+
+    def unit(self, gain: Tensor, epsilon: float) -> str:
+        """x / sqrt(mean(x²) + ε) ⊙ gain."""
+        if not self.added:
+            return rms_norm(self.graph, self.value, gain, epsilon)
+        normed, total = self.graph.name("normed"), self.graph.name("sum")
+        self.graph.node(
+            "SkipSimplifiedLayerNormalization",
+            [self.value, self.added, self.graph.tensor(gain)],
+            [normed, "", "", total],
+            epsilon=epsilon,
+        )
+        self.value, self.added = total, ""
+        return normed
+
+    def norm(self, norm: RMSNorm | nn.LayerNorm) -> str:
+        """A transformer's norm of it."""
+        gain, shift = gain_of(norm)
+        if shift is None:
+            assert isinstance(norm, RMSNorm)
+            return self.unit(gain, norm.epsilon)
+        assert isinstance(norm, nn.LayerNorm)
+        return self.graph.op(
+            "LayerNormalization",
+            self.sum(),
+            self.graph.tensor(gain),
+            self.graph.tensor(shift),
+            axis=-1,
+            epsilon=norm.eps,
+        )
+
+
+def rms_norm(graph: Graph, x: str, gain: Tensor, epsilon: float) -> str:
+    return graph.op(
+        "SimplifiedLayerNormalization",
+        x,
+        graph.tensor(gain),
+        axis=-1,
+        epsilon=epsilon,
+        stash_type=1,
+    )
+
+
+def matrix_of(linear: nn.Linear | TransposedLinear) -> Tensor:
+    """W (out, in)."""
+    weight = linear.weight.detach()
+    return weight if isinstance(linear, nn.Linear) else weight.t()
+
+
+def linear(graph: Graph, x: str, name: str, module: nn.Linear | TransposedLinear) -> str:
+    return graph.linear(x, name, matrix_of(module), module.bias)
+
+
+class Heads:
+    """Attention of one layer over its cache."""
+
+    def __init__(
+        self, graph: Graph, index: int, heads: int, kv_heads: int, head_width: int, window: int
+    ) -> None:
+        self.graph, self.index, self.window = graph, index, window
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+
+    def split(self, qkv: str) -> tuple[str, str]:
+        """Queries with keys, and values, (rows, heads, S, head width), from rows of all three."""
+        g = self.graph
+        count = self.heads + 2 * self.kv_heads
+        x = g.op("Reshape", qkv, g.constant([0, 0, count, self.head_width]))
+        x = g.op("Transpose", x, perm=[0, 2, 1, 3])
+        qk, v = g.ops("Split", 2, x, g.constant([count - self.kv_heads, self.kv_heads]), axis=1)
+        return qk, v
+
+    def rotate(self, x: str, kind: str) -> str:
+        return self.graph.op("RotaryEmbedding", x, f"cos.{kind}", f"sin.{kind}", "positions")
+
+    def attend(self, qk: str, v: str, scale: float, softcap: float = 0.0) -> str:
+        """What the queries find, (rows, S, heads · head width)."""
+        g = self.graph
+        q, k = g.ops("Split", 2, qk, g.constant([self.heads, self.kv_heads]), axis=1)
+        keys, values = (self._cached(name, new) for name, new in (("keys", k), ("values", v)))
+        y = g.op("Attention", q, keys, values, f"mask.{self.window}", scale=scale, softcap=softcap)
+        y = g.op("Transpose", y, perm=[0, 2, 1, 3])
+        return g.op("Reshape", y, g.constant([0, 0, self.heads * self.head_width]))
+
+    def _cached(self, kind: str, new: str) -> str:
+        g, name = self.graph, f"{kind}.{self.index}"
+        shape = ("rows", self.kv_heads, "slots", self.head_width)
+        g.input(name, FLOAT, *shape)
+        out = g.op("TensorScatter", name, new, "starts", to=f"{name}.new")
+        g.output(out, out, FLOAT, *shape)
+        return out
+
+
+def gpt_block(graph: Graph, stream: Stream, index: int, block: Block) -> None:
+    """A layer of the GPT (`nn/blocks.py`)."""
+    a, mlp, name = block.attention, block.mlp, f"layers.{index}"
+    if block.x0_scale is not None:
+        stream.add(graph.op("Mul", "x0", graph.constant(np.float32(block.x0_scale.item()))))
+    ones = torch.ones(a.query.in_features)
+    weight = torch.cat([m.weight.detach() for m in (a.query, a.key, a.value)])
+    heads = Heads(graph, index, a.heads, a.kv_heads, a.head_width, a.window)
+    qk, v = heads.split(graph.linear(stream.unit(ones, EPSILON), f"{name}.qkv", weight))
+    # A rotation keeps the length, so the norm may come before it.
+    qk = heads.rotate(rms_norm(graph, qk, torch.ones(a.head_width), EPSILON), "all")
+    if a.value_embedding is not None:
+        table = a.value_gate.detach() * a.value_embedding.weight.detach()
+        extra = graph.op("Gather", graph.tensor(table.view(-1, a.kv_heads, a.head_width)), "tokens")
+        v = graph.op("Add", v, graph.op("Transpose", extra, perm=[0, 2, 1, 3]))
+    stream.add(linear(graph, heads.attend(qk, v, a.head_width**-0.5), f"{name}.output", a.output))
+    x = stream.unit(ones, EPSILON)
+    up = linear(graph, x, f"{name}.up", mlp.up)
+    if mlp.gate is None:
+        up = graph.op("Relu", up)
+        x = graph.op("Mul", up, up)
+    else:
+        x = graph.op("Mul", silu(graph, linear(graph, x, f"{name}.gate", mlp.gate)), up)
+    stream.add(linear(graph, x, f"{name}.down", mlp.down))
+
+
+def silu(graph: Graph, x: str) -> str:
+    return graph.op("QuickGelu", x, alpha=1.0)
+
+
+def transformer_layer(graph: Graph, stream: Stream, index: int, layer: TransformerLayer) -> None:
+    """A layer of a published family (`nn/transformer.py`)."""
+    a, name = layer.attention, f"layers.{index}"
+    if layer.positions is not None:
+        stream.add(graph.op("Gather", graph.tensor(layer.positions.weight), "positions"))
+    heads = Heads(graph, index, a.heads, a.kv_heads, a.head_width, a.window)
+    maps = [a.query, a.key, a.value] if a.rotary else [a.qkv]
+    biases = [m.bias.detach() for m in maps if m.bias is not None]
+    weight = torch.cat([matrix_of(m) for m in maps])
+    qk, v = heads.split(
+        graph.linear(
+            stream.norm(layer.attention_norm), f"{name}.qkv", weight, torch.cat(biases) if biases else None
+        )
+    )
+    if isinstance(a.query_norm, RMSNorm) and isinstance(a.key_norm, RMSNorm):
+        gains = [(gain_of(a.query_norm)[0], a.heads), (gain_of(a.key_norm)[0], a.kv_heads)]
+        qk = rms_norm(graph, qk, torch.ones(a.head_width), a.query_norm.epsilon)
+        qk = graph.op("Mul", qk, graph.tensor(torch.cat([g.expand(n, 1, -1) for g, n in gains])))
+    if a.rotary:
+        qk = heads.rotate(qk, "local" if a.local else "all")
+    y = linear(graph, heads.attend(qk, v, a.scale, a.softcap or 0.0), f"{name}.output", a.output)
+    stream.add(_posted(graph, y, layer.attention_post_norm))
+    x = stream.norm(layer.mlp_norm)
+    stream.add(_posted(graph, _mlp(graph, x, name, layer), layer.mlp_post_norm))
+
+
+def _posted(graph: Graph, y: str, norm: Any) -> str:
+    return y if norm is None else Stream(graph, y).norm(norm)
+
+
+def _mlp(graph: Graph, x: str, name: str, layer: TransformerLayer) -> str:
+    mlp = layer.mlp
+    up = linear(graph, x, f"{name}.up", mlp.up)
+    if mlp.gate is None:
+        x = activation(graph, up, KINDS[mlp.activation])
+    else:
+        gate = activation(graph, linear(graph, x, f"{name}.gate", mlp.gate), KINDS[mlp.activation])
+        x = graph.op("Mul", gate, up)
+    return linear(graph, x, f"{name}.down", mlp.down)
+
+
+def activation(graph: Graph, x: str, kind: str) -> str:
+    """A nonlinearity by its published name."""
+    if kind == "silu":
+        return silu(graph, x)
+    return graph.op("Relu", x) if kind == "relu" else graph.op("Gelu", x, approximate=GELUS[kind])
+
+
+Writer = Callable[[Graph, Stream, int, Any], None]
+WRITERS: dict[type[nn.Module], Writer] = {Block: gpt_block, TransformerLayer: transformer_layer}
+"""Layers that can be written as operators; other kinds run in torch."""

@@ -1,0 +1,174 @@
+"""What a stage remembers in ONNX Runtime, and how its session is run on new positions.
+
+A session takes its inputs and gives its outputs in memory that was bound before. So for every number of rows
+and of new columns there is a slot: arrays that are bound once and filled for each run. What all stages of a
+run hear (tokens, x0, positions, masks) is a frame that they share, filled by the first of them.
+
+Buffers of keys and values have room for a multiple of STEP positions, since attention's cost goes with their
+room, and grow when they must; then slots are bound anew.
+
+Limits: for one thread at a time, like any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from topograd.nn.stack import Bus, Stack
+from topograd.runtime.graph import Session
+from topograd.topology.plan import PlannedStage
+from topograd.training.forward import StageMemory, histories_of
+
+STEP = 64
+MOST_COLUMNS = 32
+"""Slots for more columns than this are not kept."""
+MOST_FRAMES = 64
+
+
+class Frame:
+    """What the stages hear of some new columns beside their hidden states."""
+
+    def __init__(self, rows: int, columns: int, room: int, width: int, windows: Sequence[int]) -> None:
+        self.starts = np.zeros(rows, np.int64)
+        self.positions = np.zeros((rows, columns), np.int64)
+        self.tokens = np.zeros((rows, columns), np.int64)
+        self.x0 = np.zeros((rows, columns, width), np.float32)
+        self.masks = {window: np.zeros((rows, 1, columns, room), np.bool_) for window in windows}
+        self._columns, self._slots = np.arange(columns), np.arange(room)
+        self._bus: Bus | None = None
+        arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in ("starts", "tokens", "x0")}
+        arrays["positions"] = self.positions
+        arrays |= {f"mask.{window}": mask for window, mask in self.masks.items()}
+        self.values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
+
+    def fill(self, bus: Bus, starts: Sequence[int], most: int) -> None:
+        """Take what the bus carries; `most` is the last position that a rotation is known for."""
+        if self._bus is bus:
+            return
+        self._bus = bus
+        self.starts[:] = starts
+        self.tokens[:] = bus.inputs.numpy()
+        self.x0[:] = bus.x0.numpy()
+        where = self.starts[:, None] + self._columns
+        np.minimum(where, most, out=self.positions)
+        seen = where[:, None, :, None] - self._slots
+        for window, mask in self.masks.items():
+            np.greater_equal(seen, 0, out=mask)
+            if window:
+                mask &= seen < window
+
+
+class Slot:
+    """A session's inputs and outputs for some rows and columns."""
+
+    def __init__(
+        self,
+        session: Session,
+        frame: Frame,
+        states: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+        outputs: Sequence[str],
+    ) -> None:
+        self.frame = frame
+        self.h = np.zeros_like(frame.x0)
+        self.outputs = {name: np.zeros_like(frame.x0) for name in outputs}
+        self.tensors = [torch.from_numpy(array) for array in self.outputs.values()]
+        own = onnxruntime.OrtValue.ortvalue_from_numpy(self.h)
+        self.binding = session.binding()
+        known = {**frame.values, **states, **fixed, "h": own}
+        for name in session.inputs:
+            self.binding.bind_ortvalue_input(name, known[name])
+        results = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in self.outputs.items()}
+        results |= {f"{name}.new": value for name, value in states.items()}
+        for name in session.outputs:
+            self.binding.bind_ortvalue_output(name, results[name])
+
+
+class OnnxStage(StageMemory):
+    """A stage whose layers are run by one session."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        planned: PlannedStage,
+        rows: int,
+        capacity: int,
+        session: Session,
+        shapes: Mapping[str, tuple[int, int]],
+        fixed: Mapping[str, Any],
+        frames: dict[tuple[int, int, int], Frame],
+    ) -> None:
+        self.layers, self.histories = [], histories_of(stack, planned, capacity)
+        self.rows, self.session, self.fixed, self.frames = rows, session, fixed, frames
+        self.taps = taps_of(planned)
+        self.states: dict[str, NDArray[np.float32]] = {
+            name: np.zeros((rows, heads, 0, width), np.float32) for name, (heads, width) in shapes.items()
+        }
+        self._room, self._slots, self._values = 0, dict[int, Slot](), dict[str, Any]()
+
+    def run(self, stack: Stack, planned: PlannedStage, h: Tensor, bus: Bus) -> dict[int, Tensor]:
+        """The hidden states behind the last layer and those whose output is sent, by how many layers."""
+        columns, positions = h.shape[1], bus.positions
+        starts = [int(positions[0])] * self.rows if positions.dim() == 1 else positions[:, 0].tolist()
+        self._reserve(max(starts) + columns)
+        slot = self._slot(columns, h.shape[2])
+        slot.frame.fill(bus, starts, self.fixed["most"])
+        slot.h[:] = h.numpy()
+        self.session.run(slot.binding)
+        return dict(zip(self.taps, slot.tensors, strict=True))
+
+    def _slot(self, columns: int, width: int) -> Slot:
+        slot = self._slots.get(columns)
+        if slot is None:
+            key = self.rows, columns, self._room
+            if key not in self.frames:
+                if len(self.frames) >= MOST_FRAMES:
+                    self.frames.clear()
+                self.frames[key] = Frame(*key, width, self.fixed["windows"])
+            names = [f"h.{tap}" for tap in self.taps]
+            slot = Slot(self.session, self.frames[key], self._values, self.fixed["values"], names)
+            if columns <= MOST_COLUMNS:
+                self._slots[columns] = slot
+        return slot
+
+    def _reserve(self, stop: int) -> None:
+        if stop > self._room:
+            self._fit(-(-stop // STEP) * STEP, slice(None))
+
+    def _fit(self, room: int, rows: slice | list[int]) -> None:
+        """Room for `room` positions of these rows."""
+        for name, old in self.states.items():
+            kept = old[rows]
+            new = np.zeros((len(kept), old.shape[1], room, old.shape[3]), np.float32)
+            new[:, :, : kept.shape[2]] = kept
+            self.states[name] = new
+        self._values = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in self.states.items()}
+        self._room = room
+        self._slots.clear()
+
+    @property
+    def copies(self) -> bool:
+        return not self.histories
+
+    def copy(self, source: StageMemory, length: int) -> None:
+        assert isinstance(source, OnnxStage)
+        self._reserve(length)
+        for name, values in self.states.items():
+            values[:, :, :length] = source.states[name][:, :, :length]
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self.rows = len(rows)
+        self._fit(self._room, rows.tolist())
+
+
+def taps_of(planned: PlannedStage) -> list[int]:
+    """Behind how many layers of the stack a stage's hidden state is wanted: the last, and what it sends."""
+    return sorted({planned.stage.stop, *(port.layer for port in planned.sends)})

@@ -1,0 +1,260 @@
+"""ONNX Runtime as what runs a model: a session for the layers of each stage, and one for each head.
+
+A session belongs to an interval of layers, so that paths through the stages share them, and is made when a
+plan first asks for it. All sessions share one pool of threads, as many as torch has: pools of their own would
+spin against each other. The rest, relays and queues, is what torch runs too.
+
+Equal to torch to rounding in float32 (`tests/runtime`); with int8 and int4 weights the model is another one,
+and everything that is exact (speculation) is exact for that one.
+
+Limits: float32 on a CPU, layers of `layers.WRITERS`; other providers of onnxruntime run the same graphs, but
+are handed memory of the CPU. Weights are read when a session is made: make another runtime when they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import Tensor
+
+from topograd.errors import ConfigError
+from topograd.nn.gpt import GPT
+from topograd.nn.heads import cap
+from topograd.nn.stack import Bus, Stack
+from topograd.nn.transformer import Transformer
+from topograd.nn.transformer_attention import check_reach, rotary_tables
+from topograd.runtime.graph import Graph, Session, Settings
+from topograd.runtime.layers import BOOL, EPSILON, FLOAT, LONG, WRITERS, Stream
+from topograd.runtime.onnx_memory import Frame, OnnxStage, taps_of
+from topograd.runtime.quantize import Precision, Quantized, dequantize
+from topograd.topology.plan import Plan, PlannedStage
+from topograd.training.forward import StageMemory
+
+_pool: int | None = None
+
+
+def shared_settings(provider: str = "cpu") -> Settings:
+    """Settings of sessions that share one pool of threads, for a provider by its short name."""
+    global _pool
+    wanted = provider.lower()
+    names = {name.removesuffix("ExecutionProvider").lower(): name for name in available_providers()}
+    if wanted not in names:
+        raise ConfigError(
+            f"onnxruntime has no provider {provider!r} here; it has {', '.join(sorted(names))}: install the "
+            "onnxruntime that has it"
+        )
+    threads = torch.get_num_threads()
+    if _pool is None:
+        try:
+            onnxruntime.set_global_thread_pool_sizes(threads, 1)
+            _pool = threads
+        except Exception:  # somebody has made a session in this process: the pool is as it is
+            _pool = 0
+    return Settings(names[wanted], None if _pool == threads else threads)
+
+
+def available_providers() -> list[str]:
+    return list(onnxruntime.get_available_providers())
+
+
+def obstacle(stack: Stack) -> str | None:
+    """Why onnxruntime cannot run this model; None where it can."""
+    if not isinstance(stack, GPT | Transformer):
+        return f"a {type(stack).__name__} is not written as ONNX operators"
+    for layer in stack.layers:
+        if type(layer) not in WRITERS:
+            kind = type(getattr(layer, "mixer", layer)).__name__
+            return f"{kind} layers are not written as ONNX operators"
+    weight = stack.embedding.weight
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        kind = str(weight.dtype).removeprefix("torch.")
+        return f"the weights are {kind} on {weight.device}, not float32 on a CPU"
+    return None
+
+
+class OnnxRuntime:
+    """Sessions over a stack's weights."""
+
+    name = "onnx"
+
+    def __init__(
+        self,
+        stack: Stack,
+        precision: Precision = "float32",
+        provider: str = "cpu",
+        made: dict[str, Quantized] | None = None,
+    ) -> None:
+        problem = obstacle(stack)
+        if problem is not None:
+            raise ConfigError(f"{problem}, so onnxruntime cannot run it; use --runtime torch")
+        assert isinstance(stack, GPT | Transformer)
+        self.stack, self.precision = stack, precision
+        self.settings = shared_settings(provider)
+        self.made = {} if made is None else made
+        """Matrices that are quantised, by name."""
+        self.embed = stack.embed
+        self._sessions: dict[tuple[int, int, tuple[int, ...]], Session] = {}
+        self._heads: dict[int, Session] = {}
+        self._reach = 0
+        self._fixed: dict[str, Any] = {}
+
+    # Stages
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+        if isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions:
+            check_reach(self.stack.config, inputs, offset)
+        return Stack.bus(self.stack, x0, inputs, offset)
+
+    def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
+        fixed = self._positions(capacity)
+        frames: dict[tuple[int, int, int], Frame] = {}
+        return [
+            OnnxStage(
+                self.stack,
+                planned,
+                rows,
+                capacity,
+                self.session(planned),
+                self._shapes(planned),
+                fixed,
+                frames,
+            )
+            for planned in plan.stages
+        ]
+
+    def session(self, planned: PlannedStage) -> Session:
+        """The session of a stage's layers."""
+        key = planned.stage.start, planned.stage.stop, tuple(taps_of(planned))
+        if key not in self._sessions:
+            self._sessions[key] = self.graph(planned).session(self.settings)
+        return self._sessions[key]
+
+    def graph(self, planned: PlannedStage) -> Graph:
+        """A stage's layers as operators."""
+        graph, width = Graph(self.precision, self.made), self.stack.width
+        for name in ("h", "x0"):
+            graph.input(name, FLOAT, "rows", "columns", width)
+        for name in ("tokens", "positions"):
+            graph.input(name, LONG, "rows", "columns")
+        graph.input("starts", LONG, "rows")
+        half = self._head_width() // 2
+        for kind in self._rotations():
+            for turn in ("cos", "sin"):
+                graph.input(f"{turn}.{kind}", FLOAT, "reach", half)
+        for window in sorted({self._window(i) for i in planned.layers}):
+            graph.input(f"mask.{window}", BOOL, "rows", 1, "columns", "slots")
+        stream, taps = Stream(graph, "h"), taps_of(planned)
+        for index in planned.layers:
+            layer = self.stack.layers[index]
+            WRITERS[type(layer)](graph, stream, index, layer)
+            if index + 1 in taps:
+                graph.output(stream.sum(), f"h.{index + 1}", FLOAT, "rows", "columns", width)
+        return graph
+
+    def _shapes(self, planned: PlannedStage) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for i in planned.layers:
+            a: Any = self.stack.layers[i].attention
+            found |= {f"{kind}.{i}": (a.kv_heads, a.head_width) for kind in ("keys", "values")}
+        return found
+
+    def _window(self, index: int) -> int:
+        a: Any = self.stack.layers[index].attention
+        window: int = a.window
+        return window
+
+    def _head_width(self) -> int:
+        a: Any = self.stack.layers[0].attention
+        width: int = a.head_width
+        return width
+
+    def _rotations(self) -> list[str]:
+        if isinstance(self.stack, GPT):
+            return ["all"]
+        assert isinstance(self.stack, Transformer)
+        return ["all"] if self.stack.local_frequencies is None else ["all", "local"]
+
+    def _positions(self, reach: int) -> dict[str, Any]:
+        """Rotations of the first `reach` positions, and what else no run changes."""
+        if reach > self._reach:
+            self._reach = reach
+            where = torch.arange(reach)
+            tables: dict[str, tuple[Tensor, Tensor]] = {}
+            if isinstance(self.stack, GPT):
+                angles = where[:, None] * self.stack.frequencies
+                tables["all"] = angles.cos(), -angles.sin()  # `rotate` turns the other way
+            else:
+                assert isinstance(self.stack, Transformer)
+                half = self._head_width() // 2
+                each = zip(
+                    self._rotations(), (self.stack.frequencies, self.stack.local_frequencies), strict=False
+                )
+                for kind, frequencies in each:
+                    assert frequencies is not None
+                    cos, sin = rotary_tables(frequencies, where, torch.empty(0))
+                    tables[kind] = cos.reshape(reach, -1)[:, :half], sin.reshape(reach, -1)[:, :half]
+            values = {
+                f"{turn}.{kind}": onnxruntime.OrtValue.ortvalue_from_numpy(table.float().contiguous().numpy())
+                for kind, both in tables.items()
+                for turn, table in zip(("cos", "sin"), both, strict=True)
+            }
+            windows = sorted({self._window(i) for i in range(len(self.stack.layers))})
+            learned = isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions
+            most = min(reach, self.stack.context) - 1 if learned else reach - 1
+            self._fixed = {"values": values, "windows": windows, "most": most}
+        return self._fixed
+
+    # Heads
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        flat = h.reshape(-1, h.shape[-1])
+        logits = self._logits(flat, stage) if rows is None else self._some(flat, stage, rows)
+        return logits.view(*h.shape[:-1], -1)
+
+    def _logits(self, flat: Tensor, stage: int) -> Tensor:
+        which = stage if self.stack.has_head(stage) else -1  # stages without a delta share one matrix
+        if which not in self._heads:
+            self._heads[which] = self.head_graph(stage).session(self.settings)
+        session = self._heads[which]
+        logits = np.empty((len(flat), session.width), np.float32)
+        binding = session.binding()
+        binding.bind_cpu_input("h", np.ascontiguousarray(flat.numpy()))
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        session.run(binding)
+        return torch.from_numpy(logits)
+
+    def head_graph(self, stage: int) -> Graph:
+        """A head as operators."""
+        graph = Graph(self.precision, self.made)
+        width = self.stack.width
+        graph.input("h", FLOAT, "rows", width)
+        stream = Stream(graph, "h")
+        if isinstance(self.stack, GPT):
+            x = stream.unit(torch.ones(width), EPSILON)
+        else:
+            assert isinstance(self.stack, Transformer)
+            x = stream.norm(self.stack.norm)
+        head = self.stack.head
+        z = graph.linear(x, self._head_name(stage), head.matrix(stage), head.bias)
+        if head.softcap is not None:
+            bound = graph.constant(np.float32(head.softcap))
+            z = graph.op("Mul", graph.op("Tanh", graph.op("Div", z, bound)), bound)
+        graph.output(z, "logits", FLOAT, "rows", len(head.weight))
+        return graph
+
+    def _head_name(self, stage: int) -> str:
+        return f"head.{stage}" if self.stack.has_head(stage) else "head"
+
+    def _some(self, flat: Tensor, stage: int, rows: Tensor) -> Tensor:
+        """Logits of some tokens: their rows of the matrix alone are read."""
+        packed = self.made.get(self._head_name(stage))
+        if packed is None:
+            return self.stack.readout(flat, stage, rows)
+        head, projection = self.stack.head, self.stack.projection(stage)
+        matrix = torch.from_numpy(dequantize(packed.rows(rows.numpy()), flat.shape[-1]))
+        bias = None if head.bias is None else head.bias[rows]
+        return cap(torch.nn.functional.linear(projection.normalize(flat), matrix, bias), head.softcap)

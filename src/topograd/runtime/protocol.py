@@ -1,0 +1,70 @@
+"""What decoding asks of a runtime, and the one that torch is.
+
+    embed, bus          x0 of new tokens, and what every layer hears beside its hidden state
+    memories            for each stage of a plan what it remembers: it runs its layers on R new positions of
+                        each row, goes back (`rewind`) and becomes a batch of other rows (`select`)
+    readout             logits of a stage's head, on all or some rows of the vocabulary
+
+Torch runs every model on every device, and is what another runtime is tested against. The queues of pending
+positions, relays and predictions are the same for all (`depth/cache.py`, `training/forward.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.plan import Plan
+from topograd.training.forward import StageMemory
+
+
+class Runtime(Protocol):
+    """What runs the stages of a model."""
+
+    @property
+    def name(self) -> str:
+        """torch or onnx."""
+
+    @property
+    def precision(self) -> str:
+        """Of its weights: float32 (torch: the stack's own), int8 or int4."""
+
+    @property
+    def stack(self) -> Stack:
+        """The model, for its relays."""
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        """x0 of tokens (rows, time); `previous` is the token before them in each row."""
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+        """The bus of tokens whose first position is `offset`, or whose positions (rows, time) it is."""
+
+    def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
+        """The memory of each stage of a plan."""
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
+
+
+class TorchRuntime:
+    """Torch: a stack laid out for decoding."""
+
+    name, precision = "torch", "float32"
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        return self.stack.embed(inputs, previous)
+
+    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+        return self.stack.bus(x0, inputs, offset)
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        return self.stack.readout(h, stage, rows)
+
+    def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
+        return [StageMemory(self.stack, planned, rows, capacity) for planned in plan.stages]

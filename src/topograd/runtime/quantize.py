@@ -1,0 +1,87 @@
+"""Weights in blocks of 32 small integers: int8 with a scale, int4 with a scale and a minimum.
+
+For a matrix W (out, in), each row's inputs in blocks of 32, with integers q, a scale d and a minimum m per
+block:
+
+    int8    w ≈ d (q - 128),            d = max |w| / 127                        9 bits a weight
+    int4    w ≈ d q + m = d (q - 8) + (m + 8 d),   d = (max w - min w) / 15      6 bits a weight
+
+int4 is llama.cpp's Q4_1 with float32 scales: weights that come from such a file are represented exactly, but
+for rounding. The product splits accordingly: x Wᵀ = Σ_blocks d ⟨x, q - 8⟩ + (m + 8 d) Σ x, where the first
+term is MatMulNBits' and the second a product of the blocks' sums of x with a small matrix (out, in / 32).
+
+Cost: O(out · in) once. Limits: what MatMulNBits multiplies by are activations in blocks of 8-bit integers too
+(accuracy level 4; its other levels take up to a second a token here). Source: ONNX Runtime's MatMulNBits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topograd.errors import ConfigError
+
+Precision = Literal["float32", "int8", "int4"]
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix (out, in) in blocks."""
+
+    bits: int
+    codes: NDArray[np.uint8]
+    """(out, blocks, bytes of a block); of int4, the first of two weights is in the lower half of a byte."""
+    scales: NDArray[np.float32]
+    """(out, blocks)."""
+    offsets: NDArray[np.float32] | None
+    """int4: (blocks, out), what the sum of a block of x is multiplied by."""
+
+    def rows(self, which: NDArray[np.int64]) -> Quantized:
+        """Some rows of the matrix."""
+        offsets = None if self.offsets is None else self.offsets[:, which]
+        return Quantized(self.bits, self.codes[which], self.scales[which], offsets)
+
+
+def check_precision(name: str) -> Precision:
+    """The precision of that name."""
+    found: Precision | None = next((each for each in get_args(Precision) if each == name), None)
+    if found is None:
+        raise ConfigError(f"weights {name!r} are unknown; choose one of {', '.join(get_args(Precision))}")
+    return found
+
+
+def quantize(weight: NDArray[np.float32], precision: Precision) -> Quantized:
+    """W (out, in) in blocks along its inputs; a last block that is short is filled with zeros."""
+    out, inputs = weight.shape
+    blocks = -(-inputs // BLOCK)
+    if inputs % BLOCK:
+        weight = np.pad(weight, ((0, 0), (0, blocks * BLOCK - inputs)))
+    parts = weight.reshape(out, blocks, BLOCK)
+    if precision == "int8":
+        scales = np.maximum(np.abs(parts).max(-1) / 127, _TINY).astype(np.float32)
+        codes = (np.rint(parts / scales[..., None]) + 128).astype(np.uint8)
+        return Quantized(8, codes, scales, None)
+    low, high = parts.min(-1), parts.max(-1)
+    scales = np.maximum((high - low) / 15, _TINY).astype(np.float32)
+    codes = np.clip(np.rint((parts - low[..., None]) / scales[..., None]), 0, 15).astype(np.uint8)
+    packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return Quantized(4, packed, scales, np.ascontiguousarray((low + 8 * scales).astype(np.float32).T))
+
+
+_TINY = np.float32(1e-30)
+"""The scale of a block of zeros."""
+
+
+def dequantize(packed: Quantized, inputs: int) -> NDArray[np.float32]:
+    """The matrix (out, in) that the integers stand for."""
+    if packed.offsets is None:
+        values = (packed.codes.astype(np.float32) - 128) * packed.scales[..., None]
+    else:
+        low, high = packed.codes & 15, packed.codes >> 4
+        codes = np.stack((low, high), axis=-1).reshape(*packed.scales.shape, BLOCK).astype(np.float32)
+        values = (codes - 8) * packed.scales[..., None] + packed.offsets.T[..., None]
+    return values.reshape(len(values), -1)[:, :inputs]

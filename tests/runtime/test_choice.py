@@ -1,0 +1,52 @@
+"""Which runtime is chosen, and what is refused with one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnxruntime")
+
+from topograd.errors import ConfigError
+from topograd.nn.gpt import GPT
+from topograd.nn.stack import Stack
+from topograd.runtime import choice
+from topograd.runtime.choice import runtime_of
+
+
+def test_onnx_where_it_can_and_torch_elsewhere(stack_of: Callable[[str], Stack]) -> None:
+    found = runtime_of(stack_of("gpt"))
+    assert found is not None
+    assert (found.name, found.precision) == ("onnx", "float32")
+    assert runtime_of(stack_of("gpt"), "torch") is None
+    assert runtime_of(GPT(layers=1, width=16, heads=2, vocab=9, context=8).double()) is None
+    assert runtime_of(GPT(layers=1, width=16, heads=2, vocab=9, context=8, architecture="mamba3")) is None
+    int8 = runtime_of(stack_of("gpt"), weights="int8")
+    assert int8 is not None
+    assert int8.precision == "int8"
+
+
+def test_without_onnxruntime(stack_of: Callable[[str], Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "installed", lambda: False)
+    assert runtime_of(stack_of("gpt")) is None
+    each: tuple[dict[str, Any], ...] = ({"name": "onnx"}, {"weights": "int8"})
+    for asked in each:
+        with pytest.raises(ConfigError, match=r"onnx is not installed; pip install 'topograd\[runtime\]'"):
+            runtime_of(stack_of("gpt"), **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"name": "jax"}, "runtime 'jax' is unknown; choose torch, onnx or onnx:PROVIDER"),
+        ({"name": "torch:cuda"}, "runtime 'torch:cuda' is unknown"),
+        ({"name": "onnx:tpu"}, "has no provider 'tpu' here"),
+        ({"name": "torch", "weights": "int4"}, "weights int4 are for the runtime onnx"),
+        ({"weights": "int2"}, "weights 'int2' are unknown"),
+    ],
+)
+def test_what_is_refused(stack_of: Callable[[str], Stack], asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        runtime_of(stack_of("gpt"), **asked)

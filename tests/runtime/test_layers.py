@@ -1,0 +1,51 @@
+"""Nonlinearities and norms as operators, each against torch; whole layers are in test_onnx_runtime.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime")
+
+from topograd.nn.transformer import ACTIVATIONS, RMSNorm
+from topograd.runtime.graph import Graph
+from topograd.runtime.layers import FLOAT, Stream, activation
+from topograd.runtime.onnx_runtime import shared_settings
+
+
+def run(graph: Graph, x: torch.Tensor) -> torch.Tensor:
+    session = graph.session(shared_settings())
+    y = np.empty(x.shape, np.float32)
+    binding = session.binding()
+    binding.bind_cpu_input("x", x.numpy())
+    binding.bind_output("y", "cpu", 0, np.float32, y.shape, y.ctypes.data)
+    session.run(binding)
+    return torch.from_numpy(y)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_every_activation(kind: str) -> None:
+    x = torch.linspace(-6, 6, 101)[None]
+    graph = Graph()
+    graph.input("x", FLOAT, 1, 101)
+    graph.output(activation(graph, "x", kind), "y", FLOAT, 1, 101)
+    torch.testing.assert_close(run(graph, x), ACTIVATIONS[kind](x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "rms around one", "layer"])
+def test_a_sum_and_its_norm(kind: str, added: bool) -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.LayerNorm(16) if kind == "layer" else RMSNorm(16, 1e-3, kind == "rms around one")
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(1, 5, 16)
+    graph = Graph()
+    graph.input("x", FLOAT, 1, 5, 16)
+    stream = Stream(graph, "x")
+    if added:
+        stream.add("x")
+    normed = stream.norm(norm)
+    graph.output(graph.op("Add", normed, stream.sum()), "y", FLOAT, 1, 5, 16)
+    total = 2 * x if added else x
+    torch.testing.assert_close(run(graph, x), (norm(total) + total).detach(), rtol=1e-4, atol=1e-5)
