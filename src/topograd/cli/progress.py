@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,7 +137,7 @@ def _per_second(rate: float | None, units: int | None, unit: str) -> str:
 
 
 def _losses(losses: list[float]) -> str:
-    shown = [f"{loss:.3f}" for loss in losses]
+    shown = ["-" if math.isnan(loss) else f"{loss:.3f}" for loss in losses]  # a frozen stage has none
     if len(shown) > _SHOWN:
         shown[_SHOWN // 2 : -_SHOWN // 2] = ["…"]
     return " ".join(shown)

@@ -17,7 +17,7 @@ from topograd.cli.flags import flags_of
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
-from topograd.runs.config import TrainConfig, preset
+from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
     from topograd.training.trainer import Trainer
@@ -97,7 +97,8 @@ def _read(argv: list[str]) -> Train:
         )
     settings = preset(known.preset or Train.preset)
     if known.init is not None and known.init.strip():
-        settings = _shaped_like(settings, Path(known.init))
+        small = bool({"--lora-rank", "--frozen"}.intersection(flags))
+        settings = _shaped_like(settings, Path(known.init), small)
     base = Train(settings=settings)
     if known.config is None or not known.config.strip():  # an empty word is refused with the other flags
         return parse(Train, argv, "train", base)
@@ -132,13 +133,17 @@ def _not_typed(argv: list[str], values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _shaped_like(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The settings with the model and the tokenizer of the run to begin with; its topology is not taken."""
+def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
+    """The settings with the model and the tokenizer of the run to begin with; its topology is not taken.
+
+    A model from outside gets the gentle rates of `tuning`; higher ones where a `small` part of it learns.
+    """
     from topograd.runs.folder import Run
 
     base = TrainConfig.from_dict(Run.open(folder).read_config())
     config = replace(config, model=base.model, imported=base.imported, tokenizer=base.tokenizer)
-    return replace(config, init=str(folder), data=config.data or base.data)
+    config = replace(config, init=str(folder), data=config.data or base.data)
+    return config if base.imported is None else tuning(config, small)
 
 
 def read_config_file(file: Path) -> dict[str, Any]:
@@ -183,14 +188,14 @@ def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
 
 
 def _train(asked: Train, trainer: Trainer) -> int:
-    from topograd.cli.progress import training_progress
+    from topograd.cli.progress import counted, training_progress
 
     config = trainer.config
     for reason in trainer.data.skipped:
         note(f"not read: {reason}")
     units = config.accumulate * trainer.task.units
     with training_progress(trainer.run.folder.name, units, trainer.task.unit) as on_step:
-        results = trainer.train(asked.stop_after, on_step)
+        results = trainer.train(asked.stop_after, on_step, counted("states of frozen layers, rows"))
     _show(asked, trainer.config, results)
     if "halted" in results:
         stages = ", ".join(map(str, results["halted"]))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopologyError
 from topograd.nn.config import MOST, GPTConfig, SegmentInterface
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.transformer_config import TransformerConfig
@@ -20,7 +20,8 @@ from topograd.registry import Registry
 from topograd.runs.reading import build_dataclass
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
-from topograd.runs.topology_config import TopologyConfig
+from topograd.runs.topology_config import OWN_TEACHER, TopologyConfig
+from topograd.runs.tune_config import PARTIAL, TuneConfig
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 
@@ -180,6 +181,8 @@ class TrainConfig:
     """The shape of the model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizers and their rates."""
+    tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = field(default_factory=TuneConfig)
+    """What of a run that is begun with learns."""
     search: Annotated[SearchConfig, tyro.conf.Suppress] = field(default_factory=SearchConfig)
     """What is searched for while the weights learn."""
     imported: Annotated[TransformerConfig | None, tyro.conf.Suppress] = None
@@ -203,12 +206,15 @@ class TrainConfig:
             raise ConfigError("init is empty; give the folder of a run, or leave it out")
         if self.images is not None:
             self._check_images(self.images)
+        self._check_tune()
         topology = self.build_topology()
         if self.topology.interface is not None:
             SegmentInterface.parse(self.topology.interface).segment(self.model.context)
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
         if taught and self.topology.teacher is None:
-            raise ConfigError("the objective distillation needs a teacher; give the folder of a run")
+            raise ConfigError(
+                f"the objective distillation needs a teacher; give the folder of a run, or {OWN_TEACHER}"
+            )
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
                 raise ConfigError(
@@ -221,6 +227,7 @@ class TrainConfig:
             ("interface", self.topology.interface is not None),
             ("search", self.search.kind != "none"),
             ("imported", self.imported is not None),
+            *((name, bool(getattr(self.tune, name))) for name in PARTIAL),
         ):
             if given:
                 raise ConfigError(
@@ -231,12 +238,41 @@ class TrainConfig:
         sizes = GPTConfig(layers=images.layers, width=2, heads=1, vocab=images.classes, context=1)
         object.__setattr__(self, "model", sizes)
 
+    def _check_tune(self) -> None:
+        """What stays as it was in a base needs one, and a plain way of training."""
+        tune = self.tune
+        if tune.window is not None and tune.window > self.model.context:
+            raise ConfigError(
+                f"window is {tune.window}; the model's context is {self.model.context}: give at most that"
+            )
+        asked = [name for name in PARTIAL if getattr(tune, name)]
+        if asked and self.init is None:
+            raise ConfigError(
+                f"{asked[0]} is {getattr(tune, asked[0])}, which needs init, the run to begin with"
+            )
+        if asked and (self.search.kind != "none" or self.topology.decoder):
+            raise ConfigError(
+                f"{asked[0]} is given with a search or private decoders, which change the model"
+            )
+        for name in ("lora_rank", "layer_dropout"):
+            if getattr(tune, name) and self.topology.interface is not None:
+                raise ConfigError(f"{name} is {getattr(tune, name)}; with an interface it must be 0")
+
     def build_topology(self) -> Topology:
         """The stage DAG that these settings name."""
         layers = self.model.layers
         if self.images is not None and self.topology.graph == "forest":  # each branch is a network of its own
             layers = sum(Composition.parse(branch).layers for branch in self.topology.branches)
-        return self.topology.build(layers)
+        topology = self.topology.build(layers)
+        try:
+            return self.tune.applied(topology)
+        except TopologyError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def row(self) -> int:
+        """Tokens in a row of training text."""
+        return self.tune.window or self.model.context
 
     def stack_config(self) -> GPTConfig | TransformerConfig | ImageConfig:
         """The model's shape with the layers of private decoders, which lie behind its own.
@@ -355,6 +391,29 @@ def base() -> TrainConfig:
         save_every=500,
         model=GPTConfig(layers=8, width=256, heads=8, vocab=2048, context=256, head_std=0.0),
     )
+
+
+def tuning(config: TrainConfig, small: bool = False) -> TrainConfig:
+    """Settings for a model that somebody else trained: AdamW at gentle rates, short rows, 200 steps.
+
+    The rates of the presets are for random weights and would undo what a trained model knows. A `small` part
+    that is learned beside it (LoRA, exits) takes higher ones.
+    """
+    rate = 1e-3 if small else 5e-5
+    optimizer = OptimizerConfig(
+        name="adamw",
+        matrices=rate,
+        embeddings=rate,
+        head=rate,
+        scalars=rate,
+        betas=(0.9, 0.95),
+        warmup=0.05,
+        clip=1.0,
+    )
+    window = min(256, config.model.context)
+    tune = replace(config.tune, window=window)
+    changed = replace(config, optimizer=optimizer, tune=tune, steps=200, batch=4)
+    return replace(changed, eval_bytes=20_000, eval_every=0, save_every=50)
 
 
 PRESETS: Mapping[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "base": base}

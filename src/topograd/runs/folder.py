@@ -88,12 +88,16 @@ class Run:
     @property
     def store(self) -> CheckpointStore:
         """Where its checkpoints are kept."""
+        from topograd.runs.based import NAME as BASE
+        from topograd.runs.based import BasedStore
         from topograd.runs.checkpoint import FolderStore  # brings torch, which a folder does not need
         from topograd.runs.referenced import NAME, ReferencedStore
 
-        return (
-            ReferencedStore(self.folder) if (self.folder / NAME).is_file() else FolderStore(self.checkpoints)
-        )
+        if (self.folder / BASE).is_file():
+            return BasedStore(self.folder)
+        if (self.folder / NAME).is_file():
+            return ReferencedStore(self.folder)
+        return FolderStore(self.checkpoints)
 
     @property
     def figures(self) -> Path:

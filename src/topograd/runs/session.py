@@ -20,9 +20,11 @@ from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import make_image_stack
+from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
 from topograd.nn.stack import Stack
 from topograd.nn.transformer import Transformer
+from topograd.runs.based import lean_on
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
@@ -81,6 +83,7 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     stack, plan = build_stack(config, empty=True)
     loaded = run.store.load(found, stack)
     check_owner(run, loaded)
+    merge_lora(stack)
     stack.to(device_of(config)).eval()
     return Opened(run=run, config=config, stack=stack, plan=plan, step=loaded.step, weights=loaded.weights)
 
@@ -149,7 +152,10 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
     else:
         with torch.device("meta" if empty else device):
             stack = Transformer(shape)
-    return stack, prepare_stack(stack, config.build_topology())
+    plan = prepare_stack(stack, config.build_topology())
+    if config.tune.keeps_base:
+        lean_on(stack, plan, config.tune)
+    return stack, plan
 
 
 def device_of(config: TrainConfig) -> torch.device:

@@ -28,6 +28,8 @@ from topograd.topology.plan import Plan
 
 HEAD_RANK = 8
 """Rank of low-rank heads where none is given."""
+OWN_TEACHER = "self"
+"""What `teacher` says where the model teaches itself."""
 Graph = Literal["chain", "forest", "cover", "soft", "stages"]
 Backward = Literal["autograd", "scan", "hybrid"]
 _USES: dict[str, tuple[str, ...]] = {
@@ -39,7 +41,7 @@ _USES: dict[str, tuple[str, ...]] = {
 }
 _NOT_WITH_INTERFACES = (
     *("graph", "heads", "objective", "bus", "relay", "decoder", "source", "objectives", "weights"),
-    *("transmissivity", "transmissivities"),
+    *("transmissivity", "transmissivities", "depth_weights"),
 )
 
 
@@ -70,6 +72,9 @@ class TopologyConfig:
     """An objective for each stage with a loss, instead of one for all."""
     weights: tuple[float, ...] = ()
     """A weight for the loss of each stage; 0 means that it has none."""
+    depth_weights: float | None = None
+    """Weights by depth instead, as LayerSkip has them: quadratic in the layer an exit lies behind, times this
+    (its e_scale), and the number of layers more for the last one."""
     transmissivity: float = 0.0
     """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
     transmissivities: tuple[float, ...] = ()
@@ -92,7 +97,8 @@ class TopologyConfig:
     prediction: str = "auto"
     """How the model predicts: auto (as it was trained), last, sum, mean, path:1,3, or weights as 0.5,0.5."""
     teacher: str | None = None
-    """The folder of a run that teaches; for the objective distillation."""
+    """The folder of a run that teaches, or self: what the model itself predicts at full depth; for the
+    objective distillation."""
     teacher_temperature: float = 2.0
     """What the logits of both are divided by."""
     teacher_mix: float = 0.5
@@ -108,6 +114,10 @@ class TopologyConfig:
             raise ConfigError(f"decoder is {self.decoder}; it must be at least 0")
         if not 0 < self.teacher_temperature < math.inf:
             raise ConfigError(f"teacher_temperature is {self.teacher_temperature}; it must be above 0")
+        if self.depth_weights is not None and not 0 < self.depth_weights <= 1:
+            raise ConfigError(f"depth_weights is {self.depth_weights}; it must lie above 0 and at most at 1")
+        if self.depth_weights is not None and self.weights:
+            raise ConfigError("weights and depth_weights are both given; give one of them")
         if not 0 <= self.teacher_mix <= 1:
             raise ConfigError(f"teacher_mix is {self.teacher_mix}; it must lie in [0, 1]")
         for name in ("transmissivity", "source_transmissivity"):
@@ -264,6 +274,11 @@ class TopologyConfig:
             if len(self.weights) != len(stages):
                 raise ConfigError(f"{len(self.weights)} weights for {len(stages)} stages; give one for each")
             stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
+        if self.depth_weights is not None:
+            stages = [
+                replace(stage, weight=depth_weight(stage.stop, topology.layers, self.depth_weights))
+                for stage in stages
+            ]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
         if self.objectives:
             if len(self.objectives) != len(learning):
@@ -275,6 +290,9 @@ class TopologyConfig:
                 stages[k] = replace(stages[k], objective=name)
         elif self.objective != "cross-entropy":
             stages = [replace(stage, objective=self.objective) for stage in stages]
+            if self.objective == "distillation" and self.teacher == OWN_TEACHER:
+                last = learning[-1]  # which is what teaches the others
+                stages[last] = replace(stages[last], objective="cross-entropy")
         return replace(topology, stages=tuple(stages))
 
     def _prediction(self) -> str | tuple[float, ...]:
@@ -282,6 +300,19 @@ class TopologyConfig:
             return tuple(float(word) for word in self.prediction.split(","))
         except ValueError:
             return self.prediction
+
+
+def depth_weight(stop: int, layers: int, scale: float) -> float:
+    """e(l) of an exit behind layer l = stop - 1: s Σ_{i≤l} i, and L - 1 + s Σ_{i≤L-2} i for the last.
+
+    "LayerSkip" (Elhoushi et al. 2024) eq. 6, before it is normalised, which `reduction` does.
+
+    >>> [depth_weight(stop, 30, 0.1) for stop in (10, 20, 30)]
+    [4.5, 19.0, 69.60000000000001]
+    """
+    if stop == layers:
+        return layers - 1 + scale * (layers - 2) * (layers - 1) / 2
+    return scale * (stop - 1) * stop / 2
 
 
 def _relay(name: str, kind: str) -> str:

@@ -25,7 +25,7 @@ from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
-from topograd.training.forward import run_stage
+from topograd.training.forward import given_messages, needed_stages, run_stage
 from topograd.training.objectives import Logits, Objective, objectives_of, stage_loss
 
 
@@ -84,21 +84,18 @@ def train_step(
     asked = objectives_of(plan, objectives)
     keep = any(objective.uses_prior for objective in asked)
     known = {layer: h.to(x0.device, x0.dtype) for layer, h in (states or {}).items()}
-    given = _given(plan, known, keep)
+    given, running = given_messages(plan, known), _running(stack, plan, known, embedded, keep)
     for planned in plan.stages:
         opened = _Open(planned, None, {})
-        if planned.index in given:
-            for port in planned.sends:
-                if port.layer in known:
-                    messages[port] = _Message(known[port.layer])
-            losses.append(x0.new_tensor(float("nan")))
-            if keep and planned.predicts:
-                finished.append((planned.head, known[planned.stage.stop]))
-            continue
-        received = [_receive(port, lam, messages, stream, opened) for port, lam in planned.inputs]
         own_bus = bus if planned.live_bus else detached_bus
         with torch.set_grad_enabled(not planned.stage.frozen), _still(stack, planned):
-            h, sent = run_stage(stack, planned, received, own_bus, lean=not planned.predicts)
+            if planned.index in running:
+                received = [_receive(port, lam, messages, stream, opened) for port, lam in planned.inputs]
+                h, sent = run_stage(stack, planned, received, own_bus, lean=not planned.predicts)
+                del received
+            else:
+                h = known.get(planned.stage.stop, x0)  # x0 where nobody reads it
+                sent = {port: value for port, value in given.items() if port.source == planned.index}
             if planned.scale > 0:
                 objective = asked[planned.index]
                 opened.loss = stage_loss(stack, h, planned.head, objective, targets, finished, teacher)
@@ -108,7 +105,7 @@ def train_step(
         if keep and planned.predicts:
             finished.append((planned.head, h.detach()))
         open_stages[planned.index] = opened
-        del h, sent, received
+        del h, sent
         _close_ready(plan, planned.index, open_stages, waiting, scale)
         for port in planned.forget:
             messages.pop(port, None)
@@ -116,17 +113,27 @@ def train_step(
     return torch.stack([loss.to(losses[-1].dtype) for loss in losses])
 
 
-def _given(plan: Plan, states: Mapping[int, Tensor], keep: bool) -> set[int]:
-    """The frozen stages that need not run: what running ones hear or read of them is among `states`."""
-    given: set[int] = set()
-    for planned in reversed(plan.stages) if states else ():
-        heard = {port for later in plan.stages if later.index not in given for port, _ in later.inputs}
-        wanted = [port for port in planned.sends if port in heard]
-        known = all(port.relay == "identity" and port.layer in states for port in wanted)
-        read = keep and planned.predicts and planned.stage.stop not in states
-        if planned.stage.frozen and planned.scale == 0 and known and not read:
-            given.add(planned.index)
-    return given
+def _running(
+    stack: Stack, plan: Plan, states: Mapping[int, Tensor], embedded: Tensor, keep: bool
+) -> set[int]:
+    """The stages that must run: those that learn, and of the others those of which `states` say too little.
+
+    Without states these are all.
+    """
+    if not states:
+        return {planned.index for planned in plan.stages}
+    still = 0 if embedded.requires_grad and not plan.frozen else _trunk(stack)
+    learning = {p.index for p in plan.stages if not (p.stage.frozen or p.stage.stop <= still)}
+    read = [p.index for p in plan.stages if p.scale > 0 or (keep and p.predicts)]
+    return needed_stages(plan, read, states, learning)
+
+
+def _trunk(stack: Stack) -> int:
+    """How many leading layers do not learn."""
+    for index, layer in enumerate(stack.layers):
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            return index
+    return len(stack.layers)
 
 
 @contextmanager

@@ -221,12 +221,40 @@ class Predictor(nn.Module):
         self.stack = stack
         self.plan = predicting_plan(Plan.of(topology, len(stack.layers)))
 
-    def outputs(self, inputs: Tensor) -> dict[int, Tensor]:
-        """The hidden states that the prediction reads."""
-        return _outputs(self.stack, self.plan, inputs, [j for j, _ in self.plan.prediction.full])
+    def outputs(self, inputs: Tensor, states: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """The hidden states that the prediction reads; `states` by layer need not be computed."""
+        wanted = [j for j, _ in self.plan.prediction.full]
+        return _outputs(self.stack, self.plan, inputs, wanted, known=states)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return predict(self.stack, self.plan, self.outputs(inputs), self.plan.prediction.full)
+
+
+def needed_stages(
+    plan: Plan, wanted: Iterable[int], known: Mapping[int, Tensor], learning: Iterable[int] = ()
+) -> set[int]:
+    """The stages that must run so that `wanted` are computed, where the hidden states `known` are given.
+
+    A wanted stage whose last layer is known need not run, nor one whose messages are; `learning` ones run.
+    """
+    needed = set(learning)
+    asked = set(wanted)
+    for planned in reversed(plan.stages):
+        heard = {port for later in plan.stages if later.index in needed for port, _ in later.inputs}
+        missing = any(port in heard and not _is_known(port, known) for port in planned.sends)
+        if missing or (planned.index in asked and planned.stage.stop not in known):
+            needed.add(planned.index)
+    return needed
+
+
+def given_messages(plan: Plan, known: Mapping[int, Tensor]) -> dict[Port, Tensor]:
+    """What stages send, as far as it is known."""
+    ports = (port for planned in plan.stages for port in planned.sends)
+    return {port: known[port.layer] for port in ports if _is_known(port, known)}
+
+
+def _is_known(port: Port, known: Mapping[int, Tensor]) -> bool:
+    return port.relay == "identity" and port.layer in known
 
 
 def _outputs(
@@ -238,14 +266,16 @@ def _outputs(
     states: StageStates | None = None,
     x0: Tensor | None = None,
     lean: bool = True,
+    known: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     wanted = set(stages)
-    needed = {p.index for stage in wanted for p in plan.needed(stage)}
+    known = {layer: h.to(inputs.device) for layer, h in (known or {}).items()}
+    needed = needed_stages(plan, wanted, known)
     previous, offset = (states.previous, states.length) if states else (None, 0)
     x0 = stack.embed(inputs, previous) if x0 is None else x0
     bus = stack.bus(x0, inputs, offset)
-    messages: dict[Port, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
+    messages = given_messages(plan, known)
+    outputs = {k: known[plan.stages[k].stage.stop] for k in wanted - needed}
     for planned in plan.stages:
         if planned.index not in needed:
             continue

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import DivergenceError
+from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
 from topograd.training.forward import Predictor
 from topograd.training.hidden_states import StateBatch
-from topograd.training.objectives import Objective, teacher_logits
+from topograd.training.objectives import Logits, Objective, teacher_logits
 from topograd.training.optimizers import OptimizerSet, stage_parameters
 
 Batch = tuple[Tensor, Tensor] | StateBatch
@@ -70,8 +71,12 @@ class TrainingLoop:
     bf16: bool = False
     backward: str = "autograd"
     teacher: Predictor | None = None
+    own_teacher: bool = False
+    """Whether what the model itself predicts, at full depth and without gradient, is the teacher."""
     objectives: Mapping[str, Objective] | None = None
     """Objectives that replace registered ones."""
+    dropout_rates: Sequence[float] = ()
+    """How often each layer is left out; empty leaves out none."""
     halted: set[int] = field(default_factory=set)
     """Stages that run without learning, because they broke."""
 
@@ -128,17 +133,22 @@ class TrainingLoop:
     ) -> Tensor:
         if self.backward != "autograd":
             return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
-        taught = None if self.teacher is None else teacher_logits(self.teacher, inputs, targets)
-        return train_step(
-            self.stack,
-            plan,
-            inputs,
-            targets,
-            teacher=taught,
-            objectives=self.objectives,
-            scale=scale,
-            states=states,
-        )
+        taught: Logits | None = None
+        if self.own_teacher:
+            taught = teacher_logits(Predictor(self.stack, plan), inputs, targets, states)
+        elif self.teacher is not None:
+            taught = teacher_logits(self.teacher, inputs, targets)
+        with dropped_layers(self.stack.layers, self.dropout_rates):
+            return train_step(
+                self.stack,
+                plan,
+                inputs,
+                targets,
+                teacher=taught,
+                objectives=self.objectives,
+                scale=scale,
+                states=states,
+            )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
         """Parameters with a gradient: of each group, and of what they share; all in one if there is one."""

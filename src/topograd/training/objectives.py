@@ -204,14 +204,20 @@ def _counted(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return h.reshape(len(y), *h.shape[targets.dim() :])[counted], y[counted]
 
 
-def teacher_logits(teacher: Predictor, inputs: Tensor, targets: Tensor | None = None) -> Logits:
-    """A frozen model as a teacher: its hidden states are kept, what it predicts is made by the chunk.
+def teacher_logits(
+    teacher: Predictor,
+    inputs: Tensor,
+    targets: Tensor | None = None,
+    states: Mapping[int, Tensor] | None = None,
+) -> Logits:
+    """A model as a teacher: its hidden states are kept, what it predicts is made by the chunk.
 
     `targets` say how many rows there are, where there is not one for each of the inputs: a picture has one.
+    `states` are hidden states of its own by layer, which need not be computed.
     """
     like = inputs if targets is None else targets
     with torch.no_grad():
-        outputs = teacher.outputs(inputs)
+        outputs = teacher.outputs(inputs, states)
     flat = {k: h.reshape(like.numel(), *h.shape[like.dim() :]) for k, h in outputs.items()}
     full = teacher.plan.prediction.full
     return lambda rows: predict(teacher.stack, teacher.plan, {k: h[rows] for k, h in flat.items()}, full)

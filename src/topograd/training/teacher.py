@@ -8,6 +8,7 @@ from topograd.data import Tokenizer
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_run, open_session
+from topograd.runs.topology_config import OWN_TEACHER
 from topograd.training.forward import Predictor
 from topograd.training.objectives import Distillation, Objective
 
@@ -21,9 +22,10 @@ class Teacher:
 
 
 def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
-    """The run that the settings name as the teacher, if it speaks the student's tokens; None without one."""
+    """The run that the settings name as the teacher, if it speaks the student's tokens; None if there is
+    none, or if the model teaches itself."""
     folder = config.topology.teacher
-    if folder is None:
+    if folder is None or folder == OWN_TEACHER:
         return None
     session = open_session(folder)
     if session.tokenizer.to_text() != tokenizer.to_text():

@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
-from topograd.data import Prepared, Text, Tokenizer
+from topograd.data import Loader, Prepared, Text, Tokenizer
+from topograd.data.image_loader import ImageLoader
 from topograd.data.images import DIGITS
 from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.nn.layer_dropout import dropout_rates
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
+from topograd.runs.based import BasedStore, bind_base
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import (
@@ -38,8 +41,11 @@ from topograd.runs.session import (
     read_tokenizer,
     topology_at,
 )
+from topograd.runs.topology_config import OWN_TEACHER
 from topograd.topology.plan import Plan
-from topograd.training.loop import Step, TrainingLoop
+from topograd.training.hidden_states import OnRows, StateLoader
+from topograd.training.kept_states import kept_layers, open_states_loader, remove_states
+from topograd.training.loop import Batch, Step, TrainingLoop
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
 from topograd.training.tasks import Data, Reading, TextTask, task_of
@@ -63,8 +69,8 @@ def start(config: TrainConfig, folder: Path | str) -> Trainer:
     run = Run.create(folder)
     if config.data is not None and not (config.images is not None and config.data == DIGITS):
         config = replace(config, data=str(Path(config.data).absolute()))
-    if config.topology.teacher is not None:
-        config = config.changed(teacher=str(Path(config.topology.teacher).absolute()))
+    if config.topology.teacher not in (None, OWN_TEACHER):
+        config = config.changed(teacher=str(Path(config.topology.teacher or "").absolute()))
     base = None
     if config.init is not None:
         base = open_run(Path(config.init).absolute())
@@ -79,6 +85,8 @@ def start(config: TrainConfig, folder: Path | str) -> Trainer:
         begin_from(trainer.stack, base)
     if isinstance(data, Prepared):
         bind_tokenizer(run, data.tokenizer)
+        if base is not None and config.tune.keeps_base:
+            bind_base(run, base, data.tokenizer)
     run.write_config(config.as_dict())
     return trainer
 
@@ -99,7 +107,9 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     if found is not None:
         trainer.load(found)
     elif config.init is not None:
-        begin_from(trainer.stack, open_run(config.init))
+        store = run.store
+        based = store.open_base() if isinstance(store, BasedStore) else open_run(config.init)
+        begin_from(trainer.stack, based)
     return trainer
 
 
@@ -135,6 +145,8 @@ class Trainer:
         """The run's checkpoints as this trainer knows them."""
         self.task = task_of(config, data)
         self.loader = self.task.loader
+        self.states: StateLoader | None = None
+        """Who gives the batches instead, where the states of a trunk that does not learn are kept."""
         self.teacher: Teacher | None = self.task.teacher(config)
         self.stack, self.plan = build_stack(config)
         self.loop = TrainingLoop(
@@ -144,11 +156,16 @@ class Trainer:
             bf16=config.bf16,
             backward=config.topology.backward,
             teacher=None if self.teacher is None else self.teacher.predictor,
+            own_teacher=config.topology.teacher == OWN_TEACHER,
             objectives=objectives_of_config(config),
+            dropout_rates=_dropout_rates(config, len(self.stack.layers)),
         )
         objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
         self.step = 0
         self.seconds = 0.0
+        self._layers = kept_layers(config, self.plan)
+        self._position: dict[str, Any] = self.loader.position
+        """Where batches with states begin: at the start, or where a checkpoint was saved."""
         if config.compile:
             for layer in self.stack.layers:
                 layer.compile()
@@ -177,13 +194,15 @@ class Trainer:
         self._check_log(name, extra)
         self.step = loaded.step
         self.seconds = extra["seconds"]
-        self.loader.seek(extra["loader"])
+        self._position = extra["loader"]
+        if not self._layers:
+            self.loader.seek(self._position)
         self.loop.halted = set(extra.get("halted", ()))
 
     def save(self) -> str:
         """Save a checkpoint and return its name."""
         extra = {
-            "loader": self.loader.position,
+            "loader": self._source().position,
             "seconds": self.seconds,
             "corpus": self.data.digest,
             "run": self.run.manifest.identity(),
@@ -219,9 +238,12 @@ class Trainer:
     def finish(self) -> None:
         """Called once, when the last step is done: what it makes of the model is evaluated and saved."""
 
-    def train(self, stop_after: int | None = None, on_step: OnStep | None = None) -> dict[str, Any]:
+    def train(
+        self, stop_after: int | None = None, on_step: OnStep | None = None, on_rows: OnRows | None = None
+    ) -> dict[str, Any]:
         """Train to the end, or to step `stop_after`; save, evaluate, and return the summary.
 
+        `on_rows` sees the hidden states of a frozen trunk being computed, where there are any.
         Ctrl-C (and SIGTERM) ends after the current step in the same way; a second one ends at once.
         `finished` in the summary says whether the schedule was run to its end.
         """
@@ -235,6 +257,7 @@ class Trainer:
                 self.run.manifest.adopt()
             interrupted = stack.enter_context(_interrupts())
             watching = stack.enter_context(self._watched(on_step))
+            self._open_states(on_rows)
             self._give_up_later()
             reading = None
             while self.step < last and not interrupted():
@@ -247,7 +270,18 @@ class Trainer:
             name = self.save()
             result = self._summary(reading or self.task.evaluate(self.stack, self.plan), name)
             self.run.write_results(result)
+            if result["finished"]:
+                remove_states(self.run.folder)
         return result
+
+    def _open_states(self, on_rows: OnRows | None) -> None:
+        """From here on batches come with the states of the trunk, if those are kept."""
+        if self._layers and self.states is None:
+            self.states = open_states_loader(self, self._layers, on_rows)
+            self.states.seek(self._position)
+
+    def _source(self) -> Loader | ImageLoader | StateLoader:
+        return self.loader if self.states is None else self.states
 
     def _summary(self, reading: Reading, name: str) -> dict[str, Any]:
         halted = [stage + 1 for stage in sorted(self.loop.halted)]
@@ -308,7 +342,8 @@ class Trainer:
         began = time.perf_counter()
         config, plan = self.config, self.plan_now()
         self.loop.optimizers.set_rates(self.step, config.steps)
-        done = self.loop.step(plan, [next(self.loader) for _ in range(config.accumulate)], self.step + 1)
+        loader: Iterator[Batch] = self._source()
+        done = self.loop.step(plan, [next(loader) for _ in range(config.accumulate)], self.step + 1)
         losses = [done.losses[k].item() for k in plan.predicting()]  # the other stages have none
         self.step += 1
         self.seconds += time.perf_counter() - began
@@ -335,6 +370,10 @@ class Trainer:
         reading = self.task.evaluate(self.stack, self.plan)
         self.run.log({"kind": "eval", "step": self.step, **reading.logged, "seconds": self.seconds})
         return reading
+
+
+def _dropout_rates(config: TrainConfig, layers: int) -> list[float]:
+    return dropout_rates(layers, config.tune.layer_dropout) if config.tune.layer_dropout else []
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""Layer dropout: while a model learns, each row of a batch leaves out some layers, the later the likelier.
+
+    h ← h + m (layer(h) - h),  m = 0 with probability p_l, else 1, drawn for each row
+    p_l = p (e^{l ln 2 / (L - 1)} - 1),  l = 0 .. L - 1:  0 for the first layer, p for the last
+
+"LayerSkip" (Elhoushi et al. 2024) §4.1, eqs. 1 to 3, with its time schedule constant. Nothing is rescaled, as
+there. The draws come from torch's generator, so that a resumed run draws the same. Cost: a left-out layer is
+computed all the same and its result dropped. Limits: layers that keep the shape of their state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+
+
+def dropout_rates(layers: int, most: float) -> list[float]:
+    """p_l of each layer.
+
+    >>> [round(rate, 3) for rate in dropout_rates(3, 0.2)]
+    [0.0, 0.083, 0.2]
+    """
+    if layers == 1:
+        return [0.0]
+    return [most * (math.exp(i * math.log(2) / (layers - 1)) - 1) for i in range(layers)]
+
+
+@contextmanager
+def dropped_layers(layers: Iterable[nn.Module], rates: Sequence[float]) -> Iterator[None]:
+    """Within it, layer l of every row is left out with probability rates[l]; no rates leave out none."""
+    hooks = [
+        layer.register_forward_hook(_leave_out(rate), with_kwargs=True)
+        for layer, rate in zip(layers, rates, strict=bool(rates))
+        if rate > 0
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _leave_out(rate: float) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        h: Tensor = args[0]
+        if h.shape != output.shape:
+            raise StackError(
+                f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}; layer dropout "
+                "needs layers that keep the shape"
+            )
+        kept = torch.rand(len(h), device=h.device) >= rate
+        return torch.where(kept.view(-1, *[1] * (h.dim() - 1)), output, h)
+
+    return hook

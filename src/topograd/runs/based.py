@@ -1,0 +1,161 @@
+"""A run that stands on another: what it learned is its own, everything else stays in its base.
+
+    base.json        the base's folder, the SHA-256 of its weights, its tokenizer, the names of its tensors
+    checkpoints/     as ever, but for the tensors that are the base's
+
+The run of a LoRA, of exits on a frozen model, or of later layers (`runs/tune_config.py`) is therefore small,
+and where nothing of the base learned, its full depth is the base's bit for bit. A base that is gone or that
+has other weights is refused by name. `lean_on` makes a stack that learns only what the settings say.
+
+Limits: the base's folder is kept as an absolute path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from topograd.data import Tokenizer
+from topograd.errors import CheckpointError
+from topograd.files import dump_json, read_json
+from topograd.nn.lora import add_lora
+from topograd.nn.stack import Stack
+from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, fill
+from topograd.runs.tune_config import TuneConfig
+from topograd.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from topograd.runs.folder import Run
+    from topograd.runs.session import Opened, Session
+
+NAME = "base.json"
+FORMAT = "topograd-base"
+VERSION = 1
+
+
+def lean_on(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
+    """Make a stack learn what the settings say and no more: adds LoRA and exits, freezes the rest."""
+    learning = [planned for planned in plan.stages if not planned.stage.frozen]
+    if tune.frozen:
+        stack.requires_grad_(False)
+        exits = [planned.index for planned in learning if planned.predicts]
+        stack.add_heads(exits, min(tune.exit_rank, stack.width))
+    elif tune.lora_rank:
+        stack.requires_grad_(False)
+        add_lora(list(stack.layers)[tune.first_layer :], tune.lora_rank, tune.lora_alpha)
+        for planned in learning:
+            for parameter in stack.head_parameters(planned.head):
+                parameter.requires_grad_()
+        for relay in stack.own_relays().values():
+            relay.requires_grad_()
+
+
+def bind_base(run: Run, base: Opened, tokenizer: Tokenizer) -> None:
+    """Write which run this one stands on."""
+    table = {
+        "format": FORMAT,
+        "version": VERSION,
+        "folder": str(base.run.folder.absolute()),
+        "weights": base.weights,
+        "tokenizer": tokenizer.digest,
+        "tensors": sorted(base.stack.state_dict()),
+    }
+    run.manifest.bind(NAME, dump_json(table, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class BasedStore:
+    """Checkpoints of what is not the base's."""
+
+    folder: Path
+
+    @property
+    def own(self) -> FolderStore:
+        return FolderStore(self.folder / "checkpoints")
+
+    @property
+    def base_weights(self) -> str:
+        """SHA-256 of the base's weights."""
+        found: str = self._read()["weights"]
+        return found
+
+    def names(self) -> list[str]:
+        return self.own.names()
+
+    def extra(self, name: str) -> dict[str, Any]:
+        return self.own.extra(name)
+
+    def weights(self, name: str) -> str:
+        """Of base and checkpoint together."""
+        return hashlib.sha256(f"{self.base_weights} {self.own.weights(name)}".encode()).hexdigest()
+
+    def save(
+        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+    ) -> str:
+        part = _OwnPart(model, self._read()["tensors"])
+        return self.own.save(step=step, model=part, optimizers=optimizers, extra=extra, keep=keep)
+
+    def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
+        part = _OwnPart(model, self._read()["tensors"])
+        base = self.open_base()
+        loaded = self.own.load(name, part, optimizers)
+        tensors = base.stack.state_dict()
+        fill(model, {**tensors, **part.loaded}, f"the base {base.run.folder} with {loaded.path}")
+        return replace(loaded, weights=self.weights(name))
+
+    def open_base(self) -> Session:
+        """The run that this one stands on, at the checkpoint that it was begun with."""
+        from topograd.runs.folder import Run
+        from topograd.runs.session import open_session
+
+        table = self._read()
+        folder = Path(table["folder"])
+        if not folder.is_dir():
+            raise CheckpointError(f"the base of {self.folder} is not at {folder}; put it back")
+        run = Run.open(folder)
+        names = [name for name in run.store.names() if run.store.weights(name) == table["weights"]]
+        if not names:
+            raise CheckpointError(
+                f"{folder} has other weights than when {self.folder} began with it; restore it, or begin "
+                "again with: topograd train --init"
+            )
+        return open_session(folder, names[-1])
+
+    def _read(self) -> dict[str, Any]:
+        table = read_json(self.folder / NAME, CheckpointError)
+        known = isinstance(table, dict) and table.get("format") == FORMAT
+        if not known or not {"folder", "weights", "tensors"} <= table.keys():
+            raise CheckpointError(f"{self.folder / NAME} is damaged; restore it")
+        if table.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self.folder / NAME} has version {table.get('version')!r}, this program reads {VERSION}"
+            )
+        return dict(table)
+
+
+class _OwnPart(nn.Module):
+    """The tensors of a model that learn, or that its base does not have, as a checkpoint sees a model."""
+
+    def __init__(self, model: nn.Module, base: list[str]) -> None:
+        super().__init__()
+        learning = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        known = set(base)
+        self._kept = [n for n in model.state_dict() if n in learning or n not in known]
+        self.__dict__["_model"] = model
+        self.loaded: dict[str, Tensor] = {}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = self.__dict__["_model"].state_dict()
+        return {name: tensors[name] for name in self._kept}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        kept = set(self._kept)
+        return (pair for pair in self.__dict__["_model"].named_parameters() if pair[0] in kept)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.loaded = dict(state_dict)

@@ -1,0 +1,79 @@
+"""A trainer's hidden states: which layers of a frozen trunk a run needs, and where it keeps them.
+
+    RUN/states/      what `hidden_states.py` writes; removed when the schedule is done
+
+Rows are those of the loader's first epoch, as many as the schedule asks for: what a run would read again in a
+second epoch, cut anew, it reads here as it was cut first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from topograd.runs.based import BasedStore
+from topograd.runs.config import TrainConfig
+from topograd.runs.topology_config import OWN_TEACHER
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import Plan
+from topograd.training.hidden_states import OnRows, StateLoader, compute_states, packed_rows
+
+if TYPE_CHECKING:
+    from topograd.training.trainer import Trainer
+
+FOLDER = "states"
+
+
+def kept_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
+    """The layers after which the states of the trunk are kept; none where it learns, or is no plain chain."""
+    tune = config.tune
+    if tune.states == "none" or not (tune.frozen or tune.first_layer) or not _is_chain(plan):
+        return ()
+    last = len(plan.stages) - 1
+    if tune.frozen:
+        read = [planned for planned in plan.stages if planned.scale > 0]
+        stops = {planned.stage.stop for planned in read}
+        return tuple(sorted(stops | ({plan.stages[last].stage.stop} if _taught(config) else set())))
+    return (tune.first_layer,)
+
+
+def open_states_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
+    """Batches of the trainer's text with the states of its base, computed now if they are not there."""
+    config, store = trainer.config, trainer.run.store
+    assert isinstance(store, BasedStore)
+    assert config.tune.states != "none"
+    tokens = config.steps * config.accumulate * config.batch * config.row
+    inputs, targets = packed_rows(trainer.data.train, config.row, config.seed, tokens)
+    kept = compute_states(
+        trainer.run.folder / FOLDER,
+        trainer.stack,
+        inputs,
+        targets,
+        base=store.base_weights,
+        layers=layers,
+        dtype=config.tune.states,
+        on_rows=on_rows,
+    )
+    return StateLoader(kept, config.batch, config.seed)
+
+
+def remove_states(folder: Path) -> None:
+    """Forget the states of a run that has learned all that it was to learn."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def _taught(config: TrainConfig) -> bool:
+    return config.topology.teacher == OWN_TEACHER
+
+
+def _is_chain(plan: Plan) -> bool:
+    """Whether each stage hears the one before it and nothing else, as it is."""
+    for k, planned in enumerate(plan.stages):
+        if len(planned.inputs) != 1:
+            return False
+        port = planned.inputs[0][0]
+        source = EMBEDDING if k == 0 else k - 1
+        if port.source != source or port.relay != "identity" or (k and port.layer != planned.stage.start):
+            return False
+    return True

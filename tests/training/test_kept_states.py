@@ -1,0 +1,66 @@
+"""Training from kept states is training: the same losses to rounding, and only what is needed is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import build_stack
+from topograd.training.kept_states import kept_layers
+from topograd.training.trainer import start
+
+
+def asked(config: TrainConfig, base: Run, **tune: Any) -> TrainConfig:
+    return replace(config, init=str(base.folder), steps=5, tune=replace(config.tune, **tune))
+
+
+@pytest.mark.parametrize("how", [{"frozen": True}, {"first_layer": 1}, {"first_layer": 1, "lora_rank": 2}])
+def test_losses_are_those_of_computing_the_trunk_each_time(
+    config: TrainConfig, straight: Run, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """Rows come in another order with kept states, so the loader's first epoch is one batch of all rows."""
+    settings = replace(asked(config, straight, **how), steps=1, batch=10)
+    seen: list[int] = []
+    one = start(settings, tmp_path / "kept").train(on_rows=lambda done, _: seen.append(done))
+    other = start(
+        replace(settings, tune=replace(settings.tune, states="none")), tmp_path / "computed"
+    ).train()
+    assert seen[-1] == 10
+    # The first step's losses are of the base's weights on the first ten rows, in whichever order.
+    losses = [Run.open(run["run"]).metrics()[0]["loss"] for run in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, nan_ok=True)  # nan is of the frozen stage
+    assert Run.open(one["run"]).metrics()[0]["grad_norm"] == pytest.approx(
+        Run.open(other["run"]).metrics()[0]["grad_norm"], rel=1e-4
+    )
+
+
+def test_what_is_kept(config: TrainConfig, straight: Run) -> None:
+    def layers(settings: TrainConfig) -> tuple[int, ...]:
+        return kept_layers(settings, build_stack(settings)[1])
+
+    assert layers(asked(config, straight, frozen=True)) == (1,)
+    taught = asked(config, straight, frozen=True).changed(objective="distillation", teacher="self")
+    assert layers(taught) == (1, 2)
+    assert layers(asked(config, straight, first_layer=1)) == (1,)
+    assert layers(asked(config, straight, lora_rank=2)) == ()
+    assert layers(asked(config, straight, frozen=True, states="none")) == ()
+    bused = asked(config, straight, first_layer=1).changed(source="embedding")
+    assert layers(bused) == ()
+
+
+def test_distilled_from_its_own_last_stage(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
+    """Exits of a frozen model come nearer to its last stage, with dropout and LoRA it learns too."""
+    taught: dict[str, Any] = {"objective": "distillation", "teacher": "self", "teacher_mix": 1.0}
+    settings = replace(asked(config, straight, frozen=True, exit_rank=8), steps=30).changed(**taught)
+    start(settings, tmp_path / "exits").train()
+    losses = [r["loss"][0] for r in Run.open(tmp_path / "exits").metrics() if r["kind"] == "train"]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    lora = asked(config, straight, lora_rank=2, layer_dropout=0.3).changed(
+        transmissivity=1.0, depth_weights=0.5, **taught
+    )
+    assert start(lora, tmp_path / "lora").train()["finished"]
