@@ -25,14 +25,7 @@ def gpt(architecture: str = "transformer") -> Stack:
 
 
 def transformer(family: Any) -> Stack:
-    shape: dict[str, Any] = {
-        "layers": 2,
-        "width": 16,
-        "heads": 2,
-        "kv_heads": 2,
-        "head_width": 8,
-        "mlp_width": 24,
-    }
+    shape: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 2, "head_width": 8}
     biased = family == "gpt2"
     return Transformer(
         TransformerConfig(

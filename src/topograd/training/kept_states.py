@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from topograd.data import Prepared
 from topograd.runs.based import BasedStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.topology_config import OWN_TEACHER
@@ -43,6 +44,7 @@ def open_states_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRow
     config, store = trainer.config, trainer.run.store
     assert isinstance(store, BasedStore)
     assert config.tune.states != "none"
+    assert isinstance(trainer.data, Prepared), "settings with [images] keep no states"
     tokens = config.steps * config.accumulate * config.batch * config.row
     inputs, targets = packed_rows(trainer.data.train, config.row, config.seed, tokens)
     kept = compute_states(
