@@ -14,7 +14,7 @@ A name is imported when it is first used, so that what needs no torch does not w
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from topograd import fields, geometry, interfaces, optim
+    from topograd import fields, geometry, interfaces, optim, specialists
     from topograd.data.windows import Text
     from topograd.depth.autotune import DraftRule
     from topograd.depth.engine import Composed, Engine, Prefix, generate_tokens
@@ -96,7 +96,7 @@ else:
         "start": "training.trainer",
         "train_step": "training.executor",
     }
-    _FOLDERS = ("fields", "geometry", "interfaces", "optim")
+    _FOLDERS = ("fields", "geometry", "interfaces", "optim", "specialists")
 
     def __getattr__(name: str) -> object:
         import importlib
@@ -163,6 +163,7 @@ __all__ = [
     "prepare",
     "preset",
     "resume",
+    "specialists",
     "stage_outputs",
     "start",
     "train_step",

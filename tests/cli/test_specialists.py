@@ -49,6 +49,8 @@ def test_from_a_base_to_two_composed_specialists(
     made = call("generate", base, "--specialists", f"{spec},{second}*0.5", *words).json
     assert made["specialists"] == {"spec": 1.0, "second": 0.5}
     assert made["tokens"] == 5
+    spoken = call("generate", base, "--specialists", spec, "--chat", *words).json
+    assert [message["role"] for message in spoken["messages"]] == ["user", "assistant"]
     plain = call("generate", base, *words).json
     assert "specialists" not in plain
     read = call("compose", base, "--specialists", f"{spec},{second}", "--data", chat, "--json").json
@@ -108,3 +110,20 @@ def test_bad_input_is_one_line(
     places = {"BASE": straight.folder, "SPEC": spec, "NEW": tmp_path / "new", "CHAT": chat}
     assert said in call(*(places.get(word, word) for word in words)).refusal
     assert not (tmp_path / "new").exists()
+
+
+def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: Path, tmp_path: Path) -> None:
+    tune(call, spec, chat, "--json").json  # noqa: B018
+    base, router = straight.folder, tmp_path / "router"
+    words = ("route", base, "--specialists", spec, "--out", router)
+    found = call(*words, "--data", chat, "--json").json
+    assert found["regret"] >= 0
+    assert call(*words, "--prompt", "a?", "--json").json["specialists"] in ({}, {"spec": 1.0})
+    assert "give --data to train a router, or --prompt" in call(*words).refusal
+    carried = call("align", spec, "--to", base, "--out", tmp_path / "new", "--data", chat, "--json").json
+    assert carried["kind"] == "minor"
+    assert carried["nats"]["aligned"] == pytest.approx(carried["nats"]["old base with it"], rel=1e-3)
+    assert (
+        "--steps is given and --data is not"
+        in call("align", spec, "--to", base, "--out", tmp_path / "x", "--steps", 3).refusal
+    )

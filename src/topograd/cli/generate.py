@@ -124,19 +124,15 @@ def _model(asked: Generate) -> Model:
 
 def _chat(asked: Generate, model: Model, show: Show) -> int:
     """A conversation: one answer to --prompt, or one to each line of the terminal, until it ends."""
-    from topograd.data.foreign_tokenizer import ForeignTokenizer
-    from topograd.models.chat import chat_template, render_chat
+    from topograd.models.chat import render_chat
 
-    tokenizer = model.session.tokenizer
-    template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
-    if template is None or not isinstance(tokenizer, ForeignTokenizer):
-        raise ConfigError(f"{model.session.run.folder} has no chat template; leave --chat out")
+    template, special, encode = _spelling(model)
     messages: list[dict[str, str]] = []
     for words in [asked.prompt] if asked.prompt else iter(_typed, None):
         messages.append({"role": "user", "content": words})
-        text = render_chat(template, messages, special_tokens=tokenizer.special_tokens)
+        text = render_chat(template, messages, special_tokens=special)
         made = model.generate(
-            tokenizer.encode_chat(text),
+            encode(text),
             asked.tokens,
             depth=_depth(asked, len(model.session.plan.predicting())),
             on_piece=show,
@@ -151,6 +147,26 @@ def _chat(asked: Generate, model: Model, show: Show) -> int:
         numbers = _numbers(made, counts) if messages else {}
         print_json(answer | {"text": messages[-1]["content"] if messages else ""} | numbers)
     return 0
+
+
+def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[int]]]:
+    """The chat template, the special tokens that it names, and what encodes its text.
+
+    Specialists on a base without a template were trained on the plain one.
+    """
+    from topograd.data.foreign_tokenizer import ForeignTokenizer
+    from topograd.models.chat import chat_template
+
+    tokenizer, pool = model.session.tokenizer, getattr(model, "pool", None)
+    if pool is not None:
+        from topograd.specialists.records import template_of
+
+        vocabulary = pool.attached.vocabulary
+        return template_of(vocabulary), getattr(tokenizer, "special_tokens", {}), vocabulary.encode_chat
+    template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
+    if template is None or not isinstance(tokenizer, ForeignTokenizer):
+        raise ConfigError(f"{model.session.run.folder} has no chat template; leave --chat out")
+    return template, tokenizer.special_tokens, tokenizer.encode_chat
 
 
 def _typed() -> str | None:

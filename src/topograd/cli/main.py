@@ -21,6 +21,8 @@ VERBS = {
     "attach": "add a specialist to a frozen run: a stage and a head of its own, in a small folder",
     "finetune": "train a specialist on chats or text, and prove that its base did not move",
     "compose": "measure specialists alone and together on some text",
+    "route": "learn which specialist a text wants",
+    "align": "carry a specialist to another version of its base",
     "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "retrofit": "give a frozen model a draft stage and a table of its own text, in a sidecar",
     "bench": "measure ways of running a model, and of training one",

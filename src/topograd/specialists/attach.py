@@ -181,7 +181,7 @@ def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
                 "them one at a time"
             )
     vocabulary = Vocabulary(base.tokenizer, _vocab(base), tokens)
-    stack = _copy(base.stack)
+    stack = copied(base.stack)
     with_new_rows(stack, vocabulary)
     topology = base.plan.topology
     depths = [shape.layers for shape in shapes.values()]
@@ -197,7 +197,7 @@ def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
     return Attached(base, stack.eval(), plan, stages, vocabulary)
 
 
-def _copy(stack: Stack) -> Stack:
+def copied(stack: Stack) -> Stack:
     """The same weights in a stack whose lists of layers and heads can grow by themselves."""
     head = getattr(stack, "head", None)
     if not hasattr(stack, "append_layers") or not isinstance(head, Head):

@@ -125,7 +125,11 @@ class FineTuning:
         if not path.is_file():
             raise RunError(f"{folder} has no training to resume; give --data to start one")
         saved = read_json(path)
-        tuning = cls(sidecar, FineTune(**saved["settings"]), base)
+        try:
+            settings = FineTune(**saved["settings"])
+        except (TypeError, KeyError):
+            raise RunError(f"{path} is damaged; restore it, or delete {path.parent} to give up") from None
+        tuning = cls(sidecar, settings, base)
         if tuning.digest != saved["data"]:
             raise RunError(
                 f"{saved['settings']['data']} has changed since {folder} was trained on it, so it cannot be "
@@ -151,7 +155,8 @@ class FineTuning:
         last = min(self.settings.steps, stop_after or self.settings.steps)
         with hold_lock(self.sidecar.folder / "lock"):
             store = self._store(on_rows)
-            loader = StateLoader(store, self.settings.batch, self.settings.seed)
+            batch = min(self.settings.batch, len(store))  # the same row twice in a step teaches nothing
+            loader = StateLoader(store, batch, self.settings.seed)
             if self.position is not None:
                 loader.seek(self.position)
             self._drop_later_records()

@@ -26,8 +26,9 @@ from torch import Tensor
 from topograd.data.loader import IGNORED
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
+from topograd.topology.branches import predicting_plan
 from topograd.topology.plan import Plan
-from topograd.training.forward import Predictor
+from topograd.training.forward import predict, stage_outputs
 
 SENTENCES = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -108,48 +109,59 @@ class Preservation:
             for (q, _), each in zip(QUESTIONS, self.items, strict=True)
         ]
         self.separator, self.context = tokenizer.separator, context
-        self.before = _logits(base.stack, base.plan, self.sentences)
+        flat = [ids for each in self.items for ids in each]
+        self.choice_inputs, self.choice_targets = _batch(flat, self.separator, context)
+        scored = torch.full_like(self.choice_targets, IGNORED)
+        for row, (ids, start) in enumerate(
+            zip(flat, [start for each in self.starts for start in each], strict=True)
+        ):
+            scored[row, start : len(ids)] = self.choice_targets[row, start : len(ids)]
+        self.choice_targets = scored
+        (self.before,) = _logits(base.stack, [base.plan], self.sentences)
 
     def read(self, stack: Stack, base: Plan, active: Plan | None = None) -> Reading:
-        """What a stack makes of the probe set by the base's plan and by the `active` one."""
-        now = _logits(stack, base, self.sentences)
+        """What a stack makes of the probe set by the base's plan and by the `active` one.
+
+        Both are plans of the same stages that predict otherwise: each stage runs once.
+        """
+        plans = [base] if active is None else [base, active]
+        now, *on = _logits(stack, plans, self.sentences)
         now = now[..., : self.before.shape[-1]]  # new tokens have logits of their own behind these
-        bpb, choices = self._bpb(now), self._choices(stack, base)
-        on = (bpb, choices) if active is None else self.knows(stack, active)
-        return Reading(
-            float((now - self.before).abs().max()), torch.equal(now, self.before), bpb, choices, *on
-        )
+        bpbs, choices = [self.bpb_of(z) for z in (now, *on)], self._choices(stack, plans)
+        delta = float((now - self.before).abs().max())
+        return Reading(delta, torch.equal(now, self.before), bpbs[0], choices[0], bpbs[-1], choices[-1])
 
-    def knows(self, stack: Stack, plan: Plan) -> tuple[float, float]:
-        """Bits per byte of the sentences, and the share of the questions answered."""
-        return self._bpb(_logits(stack, plan, self.sentences)), self._choices(stack, plan)
-
-    def _bpb(self, logits: Tensor) -> float:
+    def bpb_of(self, logits: Tensor) -> float:
+        """Bits per byte of the sentences under some logits of them."""
         nats = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), reduction="sum")
         return float(nats) / math.log(2) / self.nbytes
 
-    def _choices(self, stack: Stack, plan: Plan) -> float:
-        flat = [ids for each in self.items for ids in each]
-        inputs, targets = _batch(flat, self.separator, self.context)
-        losses = F.cross_entropy(
-            _logits(stack, plan, inputs).transpose(1, 2), targets, reduction="none", ignore_index=IGNORED
-        )
-        right, row = 0, 0
-        for each, starts in zip(self.items, self.starts, strict=True):
-            scores = [
-                float(losses[row + i, start : len(ids)].mean())
-                for i, (ids, start) in enumerate(zip(each, starts, strict=True))
-            ]
-            right += min(range(len(scores)), key=scores.__getitem__) == 0
-            row += len(each)
-        return right / len(self.items)
+    def _choices(self, stack: Stack, plans: Sequence[Plan]) -> list[float]:
+        """The share of the questions that each plan answers: the choice of the least mean loss."""
+        where = (self.choice_targets != IGNORED).nonzero(as_tuple=True)
+        rows = where[0]
+        counts = torch.bincount(rows, minlength=len(self.choice_inputs)).clamp(min=1)
+        shares = []
+        for logits in _logits(stack, plans, self.choice_inputs, where):
+            losses = F.cross_entropy(logits, self.choice_targets[where], reduction="none")
+            means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts
+            each = means.split([len(choices) for choices in self.items])
+            shares.append(sum(int(part.argmin()) == 0 for part in each) / len(self.items))
+        return shares
 
 
 @torch.no_grad()
-def _logits(stack: Stack, plan: Plan, inputs: Tensor) -> Tensor:
+def _logits(
+    stack: Stack, plans: Sequence[Plan], inputs: Tensor, where: tuple[Tensor, ...] | None = None
+) -> list[Tensor]:
+    """What each plan predicts, at all positions or `where`; their stages run once."""
+    full = [predicting_plan(plan) for plan in plans]
+    wanted = sorted({stage for plan in full for stage, _ in plan.prediction.full})
     device = next(stack.parameters()).device
-    logits: Tensor = Predictor(stack, plan)(inputs.to(device))
-    return logits.cpu()
+    outputs = stage_outputs(stack, full[0], inputs.to(device), wanted)
+    if where is not None:
+        outputs = {stage: h[where] for stage, h in outputs.items()}
+    return [predict(stack, plan, outputs, plan.prediction.full).cpu() for plan in full]
 
 
 def _shared(question: Sequence[int], whole: Sequence[int]) -> int:

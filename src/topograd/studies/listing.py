@@ -91,6 +91,13 @@ STUDIES: Mapping[str, Study] = {
         "§10.7 E).",
         _staged("experiment_e"),
     ),
+    "specialists": Study(
+        "Specialists and facts",
+        "A specialist with a head of its own leaves the base's logits as they are, bit for bit, and training "
+        "the shared head destroys them; chats make a model trust passages more than prose does, and framings "
+        "of a wrong claim hardly matter (Product of Experts, §6.3 to §6.6, §8.2.1).",
+        _in("specialist_facts"),
+    ),
     "interfaces": Study(
         "What a bounded interface costs in quality",
         "A model of regions with bounded interfaces comes close to the dense model, on four architectures "

@@ -1,0 +1,175 @@
+"""A specialist carried from one version of a base to the next, by aligning their heads.
+
+"Product of Experts" §10.4: vocabulary space is the frame that two versions share. With W₁, W₂ (vocab, width)
+the heads (behind the gains of their norms), the maps that say the same thing in the other's space are least
+squares over the whole vocabulary, in closed form:
+
+    A = argmin ‖W₁ - W₂ A‖ = (W₂ᵀ W₂)⁻¹ W₂ᵀ W₁         from v1's space to v2's, (d₂, d₁)
+    B = argmin ‖W₂ - W₁ B‖ = (W₁ᵀ W₁)⁻¹ W₁ᵀ W₂         from v2's space to v1's, (d₁, d₂)
+
+A specialist reads its stream by matrices M (queries, keys, values, up, gate; the head's V) and writes into it
+by matrices O (attention's output, the MLP's down). Carried over they are M B and A O: each layer then
+computes in v2's coordinates what it computed in v1's, up to the norm, which commutes with B only where B is
+orthogonal up to a factor. So it is the exact map for a rotation of the base, a good start otherwise, and a
+few steps of training mend the rest. Gains of the specialist's own norms go into the matrices behind them.
+
+Minor versions (trained on, same shape) need little: A and B are near the identity. Major ones (trained anew)
+are what this is for. Limits: bases whose layers have the same shape and whose tokenizers are the same; a
+whole head is carried as W_s B. `versions` says which kind of a step it is, by the angle between the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.nn.heads import FullDelta, Head, LowRankDelta
+from topograd.nn.stack import Stack
+from topograd.runs.session import Session
+from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar
+from topograd.specialists.attach import KIND, Shape, attach, card
+from topograd.specialists.composition import Weights
+from topograd.specialists.interference import token_losses
+from topograd.specialists.records import rows_of
+
+READS = ("query", "key", "value", "qkv", "up", "gate")
+WRITES = ("output", "down")
+
+
+def head_matrix(stack: Stack) -> Tensor:
+    """W behind the gain of the last norm, in float64: (vocab, width)."""
+    head = stack.head
+    assert isinstance(head, Head)
+    return head.weight.detach().double() * _last_gain(stack)
+
+
+def alignment(old: Stack, new: Stack) -> tuple[Tensor, Tensor]:
+    """(A, B): from the old base's space to the new one's, and back."""
+    w1, w2 = head_matrix(old), head_matrix(new)
+    return torch.linalg.lstsq(w2, w1).solution, torch.linalg.lstsq(w1, w2).solution
+
+
+def versions(old: Session, new: Session) -> dict[str, Any]:
+    """How far two versions are apart: relative residuals of the alignment, and of doing nothing."""
+    w1, w2 = head_matrix(old.stack), head_matrix(new.stack)
+    a, _ = alignment(old.stack, new.stack)
+    size = torch.linalg.norm(w1)
+    nothing = float(torch.linalg.norm(w1 - w2) / size) if w1.shape == w2.shape else None
+    residual = float(torch.linalg.norm(w1 - w2 @ a) / size)
+    minor = nothing is not None and nothing < 0.5
+    return {"kind": "minor" if minor else "major", "residual": residual, "residual_of_nothing": nothing}
+
+
+def carry(
+    sidecar: Sidecar, old: Session, new: Session, folder: Path | str, *, aligned: bool = True
+) -> Sidecar:
+    """The specialist of `old` as one of `new`, in a new folder; without `aligned`, with the same weights."""
+    sidecar.check_base(old)
+    _check(sidecar, old, new)
+    shape = Shape.of(sidecar)
+    attached = attach(old, {"old": sidecar})
+    part = attached.part("old")
+    if aligned:
+        a, b = alignment(old.stack, new.stack)
+        with torch.no_grad():
+            for layer in part.layers:
+                _carry_layer(layer, a, b)
+            _carry_head(part.head, b, _last_gain(old.stack), _last_gain(new.stack))
+    origin = {"weights": old.weights, "aligned": aligned}
+    return create_sidecar(
+        folder,
+        kind=KIND,
+        base=BaseIdentity.of(new),
+        tensors=part.tensors(),
+        settings=dict(sidecar.settings) | {"carried_from": origin},
+        card=card(
+            Path(folder).name, new, shape, [f"Carried over from a specialist of `{old.run.folder.name}`."]
+        ),
+    )
+
+
+def compared(
+    path: Path, sidecar: Sidecar, carried: Sidecar, old: Session, new: Session, context: int | None = None
+) -> dict[str, float]:
+    """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it."""
+    before, after = attach(old, {"s": sidecar}), attach(new, {"s": carried})
+    same = attach(new, {"s": replace(sidecar, base=BaseIdentity.of(new))})  # its weights as they are
+    inputs, targets = rows_of(path, after, context)
+    on: Weights = {"s": 1.0}
+    found = {}
+    for name, attached, weights in (
+        ("old base with it", before, on),
+        ("new base", after, {}),
+        ("nothing done", same, on),
+        ("aligned", after, on),
+    ):
+        losses = token_losses(attached, [weights], inputs, targets)
+        found[name] = float(losses.double().sum() / (targets != -100).sum())
+    return found
+
+
+def _check(sidecar: Sidecar, old: Session, new: Session) -> None:
+    if old.tokenizer.digest != new.tokenizer.digest:
+        raise ConfigError(
+            f"{new.run.folder} has another tokenizer than the base of {sidecar.folder}, so their heads share "
+            "no vocabulary; train a new specialist"
+        )
+    shapes = [
+        {name: tuple(p.shape) for name, p in base.stack.layers[-1].named_parameters()} for base in (old, new)
+    ]
+    if shapes[0] != shapes[1] or len(old.stack.layers) != len(new.stack.layers):
+        raise ConfigError(
+            f"the layers of {new.run.folder} have other shapes than those of the base of {sidecar.folder}; "
+            "train a new specialist"
+        )
+
+
+def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:
+    """Re-express a layer's matrices; the gains of its norms go into the matrices that read behind them."""
+    gains = _gains(layer)
+    for name, module in layer.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(getattr(module, "weight", None), Tensor) or isinstance(module, nn.Embedding):
+            continue
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        if last in READS:
+            gain = gains.get("attention_norm" if "attention" in name else "mlp_norm")
+            wide = weight.double() if gain is None else weight.double() * gain
+            weight.copy_((wide @ b).to(weight.dtype))
+        elif last in WRITES:
+            weight.copy_((a @ weight.double()).to(weight.dtype))
+    for name in gains:
+        norm = layer.get_submodule(name)
+        norm.weight.fill_(0.0 if getattr(norm, "around_one", False) else 1.0)  # type: ignore[union-attr, operator]
+
+
+def _gains(layer: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name in ("attention_norm", "mlp_norm"):
+        norm = getattr(layer, name, None)
+        if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), Tensor):
+            gain = norm.weight.detach().double().clone()  # type: ignore[union-attr, operator]
+            found[name] = 1 + gain if getattr(norm, "around_one", False) else gain
+    return found
+
+
+def _carry_head(delta: nn.Module, b: Tensor, old: Tensor | float, new: Tensor | float) -> None:
+    """W_s diag(g₁) B diag(1/g₂): what the delta reads stands behind the last norm's gain, old and new."""
+    carried = {"down": delta.down} if isinstance(delta, LowRankDelta) else {}
+    carried |= {"weight": delta.weight} if isinstance(delta, FullDelta) else {}
+    for matrix in carried.values():
+        matrix.copy_(((matrix.double() * old) @ b / new).to(matrix.dtype))
+
+
+def _last_gain(stack: Stack) -> Tensor | float:
+    """The gain of the norm before the head; 1 where it has none."""
+    norm = getattr(stack, "norm", None)
+    if not isinstance(norm, nn.Module) or not isinstance(getattr(norm, "weight", None), Tensor):
+        return 1.0
+    gain: Tensor = norm.weight.detach().double()  # type: ignore[union-attr, operator, assignment]
+    return 1 + gain if getattr(norm, "around_one", False) else gain

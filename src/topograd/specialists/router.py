@@ -1,0 +1,177 @@
+"""A learned router: which specialist a text wants, from the base's own state ("Product of Experts" §10.2).
+
+    x = mean over the read positions of norm(h_base)     p = softmax(MLP(x)) over base and specialists
+
+The MLP has one hidden layer of 32. It is trained on held-out text: it reads the first half of a row and is
+judged on the second half, whose mean loss under each choice c is known (`interference.py`):
+
+    minimise  Σ_rows Σ_c p_c ℓ_c                             the expected loss of drawing a choice
+
+Its regret is what it loses against the oracle, who knows the best choice for each row: mean ℓ_chosen - min ℓ.
+On rows that it was not trained on, beside always the base, always each specialist, and everything at once.
+The hidden state is normalised, and position 0 is left out: in imported models it is thousands of times
+longer.
+
+A router is a sidecar of kind "router" that names its specialists by digest. Cost: the base's state is there
+anyway; two small products. Limits: it chooses once for a request, not for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError, RunError
+from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar, open_sidecar
+from topograd.specialists.attach import Attached
+from topograd.specialists.composition import Weights
+from topograd.specialists.interference import token_losses
+from topograd.training.forward import stage_outputs
+
+KIND = "router"
+HIDDEN = 32
+STEPS = 300
+BASE = "base"
+
+
+class Router(nn.Module):
+    """From a base's state to a choice: the base, or one of the specialists."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, width: int, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = [BASE, *names]
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("scale", torch.ones(width))
+        self.inner = nn.Linear(width, HIDDEN)
+        self.outer = nn.Linear(HIDDEN, len(self.names))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.relu(self.inner((x - self.mean) / self.scale)))
+
+    @torch.no_grad()
+    def choose(self, attached: Attached, tokens: Sequence[int]) -> Weights:
+        """The specialist that a prompt wants, as weights; none is the base."""
+        x = features(attached, torch.tensor([list(tokens)]))
+        name = self.names[int(self(x).argmax())]
+        return {} if name == BASE else {name: 1.0}
+
+
+@torch.no_grad()
+def features(attached: Attached, inputs: Tensor, batch: int = 8) -> Tensor:
+    """(rows, width): the base's last state, normalised, averaged over positions but the first."""
+    stage = attached.base.plan.prediction.full[-1][0]
+    device = next(attached.stack.parameters()).device
+    found = []
+    for rows in inputs.split(batch):
+        h = stage_outputs(attached.stack, attached.plan, rows.to(device), [stage])[stage]
+        h = F.rms_norm(h.float(), (h.shape[-1],))
+        found.append((h[:, 1:] if h.shape[1] > 1 else h).mean(1).cpu())
+    return torch.cat(found)
+
+
+def choice_losses(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(choices, rows) mean nats of each row's second half, and which rows have a target there."""
+    half = inputs.shape[1] // 2
+    late = targets.clone()
+    late[:, :half] = -100
+    choices: list[Weights] = [{}, *({name: 1.0} for name in attached.stages)]
+    losses = token_losses(attached, choices, inputs, late)
+    counts = (late != -100).sum(1)
+    return losses.sum(2) / counts.clamp(min=1), counts > 0
+
+
+def train_router(
+    attached: Attached, texts: Sequence[tuple[Tensor, Tensor]], seed: int = 0
+) -> tuple[Router, dict[str, Any]]:
+    """A router for what is attached, trained on every second row of the texts and judged on the others."""
+    if not attached.stages:
+        raise ConfigError("a router needs a specialist to choose; attach at least one")
+    parts = [_judged(attached, inputs, targets) for inputs, targets in texts]
+    x, losses = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
+    if len(x) < 4:
+        raise ConfigError(f"a router is trained on rows of text, and there are {len(x)}; give more text")
+    learning = torch.arange(len(x)) % 2 == 0
+    torch.manual_seed(seed)
+    router = Router(x.shape[1], list(attached.stages))
+    router.mean.copy_(x[learning].mean(0))
+    router.scale.copy_(x[learning].std(0).clamp(min=1e-3))
+    optimizer = torch.optim.AdamW(router.parameters(), lr=3e-3, weight_decay=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        p = router(x[learning]).softmax(-1)
+        (p * losses.t()[learning]).sum(1).mean().backward()
+        optimizer.step()
+    return router.requires_grad_(False), regret(router, x[~learning], losses[:, ~learning])
+
+
+def _judged(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    losses, counted = choice_losses(attached, inputs, targets)
+    half = max(inputs.shape[1] // 2, 1)
+    return features(attached, inputs[counted, :half]), losses[:, counted]
+
+
+@torch.no_grad()
+def regret(router: Router, x: Tensor, losses: Tensor) -> dict[str, Any]:
+    """Mean nats of the router's choices beside the oracle's, and beside always the same choice."""
+    chosen = router(x).argmax(-1)
+    routed = losses[chosen, torch.arange(len(x))]
+    oracle = losses.min(0)
+    always = {name: float(losses[i].mean()) for i, name in enumerate(router.names)}
+    return {
+        "rows": len(x),
+        "router": float(routed.mean()),
+        "oracle": float(oracle.values.mean()),
+        "regret": float((routed - oracle.values).mean()),
+        "agreement": float((chosen == oracle.indices).float().mean()),
+        "always": always,
+        "best_fixed": min(always.values()),
+        "chosen": {name: int((chosen == i).sum()) for i, name in enumerate(router.names)},
+    }
+
+
+def save_router(
+    folder: Path | str,
+    attached: Attached,
+    sidecars: Mapping[str, Sidecar],
+    router: Router,
+    found: Mapping[str, Any],
+) -> Sidecar:
+    """Write a router as a sidecar that names its specialists."""
+    settings = {
+        "peft_type": "TOPOGRAD_ROUTER",
+        "specialists": {name: sidecars[name].digest for name in attached.stages},
+        "regret": dict(found),
+    }
+    lines = [f"# {Path(folder).name}", "", "A router over: " + ", ".join(router.names) + "."]
+    lines += [f"Regret on held-out rows: {found['regret']:.4f} nats a token."]
+    return create_sidecar(
+        folder,
+        kind=KIND,
+        base=BaseIdentity.of(attached.base),
+        tensors=router.state_dict(),
+        settings=settings,
+        card="\n".join(lines),
+    )
+
+
+def open_router(folder: Path | str, attached: Attached, sidecars: Mapping[str, Sidecar]) -> Router:
+    """A router's folder; one of other specialists or of another base is refused."""
+    sidecar = open_sidecar(folder, KIND)
+    sidecar.check_base(attached.base)
+    digests = {name: sidecars[name].digest for name in attached.stages}
+    if sidecar.settings["specialists"] != digests:
+        raise RunError(
+            f"router {folder} was trained for {', '.join(sidecar.settings['specialists'])} as they were; "
+            "give it those specialists, or train it again"
+        )
+    router = Router(attached.stack.width, list(attached.stages))
+    router.load_state_dict(sidecar.tensors)
+    return router.requires_grad_(False)

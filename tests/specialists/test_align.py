@@ -1,0 +1,108 @@
+"""Alignment: exact where the new base is the old one in other coordinates, and what cannot be carried."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from topograd.errors import ConfigError
+from topograd.runs.session import Session
+from topograd.runs.sidecar import Sidecar, update_sidecar
+from topograd.specialists.align import alignment, carry, compared, versions
+from topograd.specialists.attach import attach, new_specialist
+from topograd.specialists.composition import composed
+from topograd.training.forward import Predictor
+
+
+def learned(base: Session, folder: Path, rank: int | None = 3) -> Sidecar:
+    sidecar = new_specialist(folder, base, layers=2, head_rank=rank)
+    generator = torch.Generator().manual_seed(1)
+    noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
+    return update_sidecar(sidecar, noisy, sidecar.settings)
+
+
+def rotated(base: Session) -> tuple[Session, Session]:
+    """A base without gains, and the same function in other coordinates: the stream turned. In float64."""
+    stack = copy.deepcopy(base.stack).double()
+    q, _ = torch.linalg.qr(
+        torch.randn(32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    )
+    with torch.no_grad():
+        for name, parameter in stack.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+        plain = copy.deepcopy(stack)
+        for name, parameter in stack.named_parameters():
+            last = name.split(".")[-2]
+            if last in ("embedding", "query", "key", "value", "up", "gate"):
+                parameter.copy_(parameter @ q)
+            elif last in ("output", "down"):
+                parameter.copy_(q.T @ parameter)
+    return replace(base, stack=plain), replace(base, stack=stack, weights="rotated")
+
+
+def trained_on(base: Session) -> Session:
+    """Another version of a base: its weights have moved."""
+    stack = copy.deepcopy(base.stack)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return replace(base, stack=stack, weights="trained on")
+
+
+@pytest.mark.parametrize("rank", [3, None], ids=["rank", "whole"])
+@torch.no_grad()
+def test_a_turned_base_gets_the_same_specialist(imported: Session, tmp_path: Path, rank: int | None) -> None:
+    old, new = rotated(imported)
+    tokens = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(Predictor(new.stack, new.plan)(tokens), Predictor(old.stack, old.plan)(tokens))
+    sidecar = learned(old, tmp_path / "s", rank)
+    carried = carry(sidecar, old, new, tmp_path / "t")
+    logits = []
+    for base, each in ((old, sidecar), (new, carried)):
+        attached = attach(base, {"s": each})
+        logits.append(Predictor(attached.stack, composed(attached, {"s": 1.0}))(tokens))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)  # tensors are kept in float64
+    same = attach(new, {"s": replace(sidecar, base=carried.base)})
+    wrong = Predictor(same.stack, composed(same, {"s": 1.0}))(tokens)
+    assert (wrong - logits[0]).abs().max() > 100 * (logits[1] - logits[0]).abs().max()
+    assert versions(old, new)["kind"] == "major"
+    assert versions(old, new)["residual"] < 1e-6
+
+
+def test_the_maps_are_least_squares(gpt: Session) -> None:
+    other = trained_on(gpt)
+    a, b = alignment(gpt.stack, other.stack)
+    w1, w2 = (s.stack.get_parameter("head.weight").double() for s in (gpt, other))
+    for left, right, solved in ((w2, w1, a), (w1, w2, b)):
+        residual = left @ solved - right
+        torch.testing.assert_close(left.T @ residual, torch.zeros_like(solved), rtol=0, atol=1e-8)
+    found = versions(gpt, gpt)
+    assert found["kind"] == "minor"
+    assert found["residual_of_nothing"] == 0
+
+
+def test_it_is_measured_beside_nothing(gpt: Session, chats: Path, tmp_path: Path) -> None:
+    sidecar, other = learned(gpt, tmp_path / "s"), trained_on(gpt)
+    carried = carry(sidecar, gpt, other, tmp_path / "t")
+    found = compared(chats, sidecar, carried, gpt, other, context=16)
+    assert list(found) == ["old base with it", "new base", "nothing done", "aligned"]
+    assert all(value > 0 for value in found.values())
+    assert carried.settings["carried_from"]["weights"] == gpt.weights
+
+
+def test_what_cannot_be_carried_is_refused(
+    make_session: Callable[..., Session], gpt: Session, imported: Session, tmp_path: Path
+) -> None:
+    sidecar = learned(gpt, tmp_path / "s")
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        carry(sidecar, gpt, imported, tmp_path / "t")
+    with pytest.raises(ConfigError, match="have other shapes"):
+        carry(sidecar, gpt, make_session(2), tmp_path / "t")
+    assert not (tmp_path / "t").exists()

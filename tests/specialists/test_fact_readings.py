@@ -1,0 +1,59 @@
+"""Readings of facts: recall, trust and votes as they follow from the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topograd.runs.session import Session
+from topograd.specialists.attach import Attached, attach, new_specialist
+from topograd.specialists.composition import composed
+from topograd.specialists.fact_readings import Reader, asked, by_stage, recall, trust, weighting
+from topograd.specialists.facts import REAL, KnownFact, World
+from topograd.training.forward import Predictor
+
+PATHS: dict[str, dict[str, float]] = {"base": {}, "s": {"s": 1.0}}
+
+
+@pytest.fixture(scope="module")
+def attached(imported: Session, tmp_path_factory: pytest.TempPathFactory) -> Attached:
+    made = attach(imported, [new_specialist(tmp_path_factory.mktemp("s") / "s", imported)])
+    with torch.no_grad():
+        for parameter in made.part("s").parameters():
+            parameter.add_(0.1)
+    return made
+
+
+@torch.no_grad()
+def test_probabilities_are_those_of_the_model(attached: Attached) -> None:
+    reader = Reader(attached, PATHS)
+    found = reader.probability("def", "read")
+    target = attached.vocabulary.tokenizer.encode(" read")
+    begun = reader.ids("def")
+    for name, weights in PATHS.items():
+        logits = Predictor(attached.stack, composed(attached, weights))(torch.tensor([[*begun, *target]]))[0]
+        logs = logits.log_softmax(-1)[len(begun) - 1 : -1]
+        expected = float(logs[range(len(target)), target].sum().exp())
+        assert found[name] == pytest.approx(expected, rel=1e-4)
+    hit, value, margin = reader.first("def", "read")["base"]
+    assert hit == (margin > 0)
+    assert value == pytest.approx(float(reader.logits("def", "read")[0]["base"][0, target[0]]))
+
+
+def test_tables_have_every_case(attached: Attached) -> None:
+    facts = World.make(1).facts[:1]
+    texts = asked(attached, facts, 0)
+    assert texts[0].endswith(facts[0].prompt)
+    assert set(recall(Reader(attached, PATHS), facts, 0)) == {"base", "s"}
+    short = [KnownFact("a is", "b", "c")]
+    rows = trust(Reader(attached, PATHS), short)
+    assert len(rows) == 2 * (3 + 6)
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["correct"] / row["wrong"])
+        assert row["gullible"] in (0, 1)
+    votes = {row["votes"]: row["logit"] for row in weighting(attached, "s", short)}
+    assert votes["1:1"] == pytest.approx((votes["1:0"] + votes["0:1"]) / 2, rel=1e-3)
+    assert votes["3:1"] == pytest.approx((3 * votes["1:0"] + votes["0:1"]) / 4, rel=1e-3)
+    stages = by_stage(attach(attached.base, []), short)
+    assert [row["stage"] for row in stages] == [1, 2]
+    assert len(REAL) == 12

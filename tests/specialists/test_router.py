@@ -1,0 +1,84 @@
+"""The router: it tells texts apart that want different specialists, and its regret is against the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from topograd.errors import ConfigError, RunError
+from topograd.runs.session import Session
+from topograd.runs.sidecar import Sidecar
+from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
+from topograd.specialists.router import Router, open_router, regret, save_router, train_router
+
+
+@pytest.fixture(scope="module")
+def made(gpt: Session, tmp_path_factory: pytest.TempPathFactory) -> tuple[Attached, dict[str, Sidecar]]:
+    """Two specialists that each like one token: their heads are pulled to it."""
+    place = tmp_path_factory.mktemp("s")
+    sidecars = {name: new_specialist(place / name, gpt) for name in ("a", "b")}
+    attached = attach(gpt, sidecars)
+    with torch.no_grad():
+        for name, token in (("a", 65), ("b", 90)):
+            noise = torch.randn(16, generator=torch.Generator().manual_seed(token))
+            attached.part(name).get_parameter("head.weight")[token] += 3 * noise
+    return attached, sidecars
+
+
+def texts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for token in (65, 90):
+        inputs = torch.randint(token - 5, token + 5, (16, 12), generator=generator)
+        found.append((inputs, inputs.roll(-1, 1)))
+    return found
+
+
+def test_it_beats_every_fixed_choice_or_comes_close(made: tuple[Attached, dict[str, Sidecar]]) -> None:
+    router, found = train_router(made[0], texts())
+    assert found["rows"] == 16
+    assert found["oracle"] <= found["router"]
+    assert found["regret"] == pytest.approx(found["router"] - found["oracle"], abs=1e-5)
+    assert found["router"] <= found["best_fixed"] + 0.1
+    assert set(found["always"]) == {"base", "a", "b"}
+    assert set(router.choose(made[0], [65, 66, 64])) <= {"a", "b"}
+
+
+def test_regret_of_a_perfect_and_of_a_bad_router() -> None:
+    losses = torch.tensor([[1.0, 3.0], [2.0, 1.0]])
+    router = Router(2, ["s"])
+    with torch.no_grad():
+        router.inner.weight.zero_()
+        router.outer.weight.zero_()
+        router.outer.bias.copy_(torch.tensor([1.0, 0.0]))
+    found = regret(router, torch.zeros(2, 2), losses)
+    assert (found["router"], found["oracle"], found["regret"]) == (2.0, 1.0, 1.0)
+    assert found["agreement"] == 0.5
+    assert found["always"] == {"base": 2.0, "s": 1.5}
+
+
+def test_it_is_kept_and_belongs_to_its_specialists(
+    made: tuple[Attached, dict[str, Sidecar]], gpt: Session, tmp_path: Path
+) -> None:
+    attached, sidecars = made
+    router, found = train_router(attached, texts())
+    save_router(tmp_path / "r", attached, sidecars, router, found)
+    again = open_router(tmp_path / "r", attached, sidecars)
+    x = torch.randn(3, 16)
+    assert torch.equal(router(x), again(x))
+    other = new_specialist(tmp_path / "a", gpt, seed=9)
+    with pytest.raises(RunError, match="was trained for a, b as they were"):
+        open_router(tmp_path / "r", attached, {"a": other, "b": sidecars["b"]})
+    with pytest.raises(RunError, match="is a specialist, and a router is wanted"):
+        open_router(other.folder, attached, sidecars)
+    with pytest.raises(RunError, match="is a router, and a specialist is wanted"):
+        open_specialist(tmp_path / "r")
+
+
+def test_nothing_to_choose_is_refused(gpt: Session, made: tuple[Attached, dict[str, Sidecar]]) -> None:
+    with pytest.raises(ConfigError, match="attach at least one"):
+        train_router(attach(gpt, []), texts())
+    with pytest.raises(ConfigError, match="give more text"):
+        train_router(made[0], [(i[:1], t[:1]) for i, t in texts()[:1]])
