@@ -17,7 +17,7 @@ NAMES = {
     *("Composition", "Configuration", "Topology", "Edge", "Stage", "Plan", "TopologyConfig"),
     *("Stack", "Bus", "GPT", "GPTConfig", "adapt", "prepare", "pool"),
     *("train_step", "TrainingLoop", "make_optimizers", "linear_cross_entropy"),
-    *("TrainConfig", "OptimizerConfig", "preset", "Trainer", "start", "resume"),
+    *("TrainConfig", "OptimizerConfig", "preset", "Trainer", "start", "resume", "score"),
     *("Text", "evaluate", "Evaluation", "Predictor", "stage_outputs"),
     *("Model", "load", "generate", "Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule"),
     *("Sampling", "generate_tokens", "TopogradError"),

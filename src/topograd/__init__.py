@@ -7,6 +7,7 @@
 
     model = tg.load("runs/mine")                                 # a run that `topograd train` made
     model.generate("def ", tokens=8)
+    tg.score(model, "The capital of France is", " Paris")        # at every depth, token by token
 
 A name is imported when it is first used, so that what needs no torch does not wait for it.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from topograd.depth.speculation import Speculate
     from topograd.depth.wand import Wand
     from topograd.errors import TopogradError
+    from topograd.evaluation.texts import score
     from topograd.nn.adapt import adapt
     from topograd.nn.config import MIXERS, GPTConfig
     from topograd.nn.gpt import GPT
@@ -92,6 +94,7 @@ else:
         "prepare": "nn.preparation",
         "preset": "runs.config",
         "resume": "training.trainer",
+        "score": "evaluation.texts",
         "stage_outputs": "training.forward",
         "start": "training.trainer",
         "train_step": "training.executor",
@@ -163,6 +166,7 @@ __all__ = [
     "prepare",
     "preset",
     "resume",
+    "score",
     "specialists",
     "stage_outputs",
     "start",

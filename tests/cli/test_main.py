@@ -27,6 +27,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "export",
         "train",
         "eval",
+        "score",
         "compare",
         "generate",
         "calibrate",

@@ -1,4 +1,4 @@
-"""`topograd eval`: measure a run on its held-out text, or on any other."""
+"""`topograd eval`: measure a run on its held-out text, or on any other; `eval core` is in eval_core.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _KIND = {True: "images", False: "text"}
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Measure a run: bits per byte or accuracy, calibration, effective rank and usefulness of each stage."""
+    """Measure a run: bits per byte or accuracy, calibration, effective rank and usefulness of each stage.
+
+    `topograd eval core DIR --tasks DIR` scores it on the tasks of CORE instead."""
 
     folder: Folder
     """The run's folder."""
@@ -35,6 +37,10 @@ class Eval:
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
+    if argv[:1] == ["core"]:  # a run in a folder of that name is ./core
+        from topograd.cli.eval_core import run as run_core
+
+        return run_core(argv[1:])
     asked = parse(Eval, argv, "eval")
     for flag, given in (("--bytes", asked.bytes), ("--images", asked.images)):
         if given is not None and given < 1:

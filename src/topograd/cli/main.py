@@ -14,7 +14,8 @@ import sys
 VERBS = {
     "demo": "train a staged model and its backprop twin, compare them, write a report",
     "train": "train a model, or continue a run",
-    "eval": "measure a run: bits per byte, calibration, rank",
+    "eval": "measure a run: bits per byte, calibration, rank; `eval core`: the tasks of CORE, at every depth",
+    "score": "how likely a model finds a text behind another, token by token, at every depth",
     "compare": "put runs side by side",
     "calibrate": "measure when a run's tokens may leave early, and which drafts pay",
     "generate": "continue a text with the first stages of a run, or all of them",

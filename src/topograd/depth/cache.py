@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
-from topograd.nn.layer_state import grown
+from topograd.nn.layer_state import grown, selected
 from topograd.nn.stack import Bus, Stack
 from topograd.runtime.protocol import Runtime, TorchRuntime
 from topograd.topology.dag import EMBEDDING
@@ -149,7 +149,11 @@ class Cache:
             memory.select(index)
         self._ids = self._ids[index]
         # A stage that sends its output as it is shares the buffer with its port, and goes on sharing it.
-        once = {id(values): values[index] for values in self.outputs.values()}
+        length, room = max(self.lengths()), self.capacity + 1
+        once = {
+            id(values): selected(values, index, 1, min(length, values.shape[1]), room)
+            for values in self.outputs.values()
+        }
         self.outputs = {key: once[id(values)] for key, values in self.outputs.items()}
         self.tokens = [list(self.tokens[row]) for row in rows]
         self.marks = [[marks[row] for row in rows] for marks in self.marks]

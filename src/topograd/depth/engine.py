@@ -101,7 +101,7 @@ class Engine:
         return exits[exit_]
 
     @torch.inference_mode()
-    def start(self, prompts: Tokens) -> AnyCache:
+    def start(self, prompts: Tokens) -> Cache | RecomputedCache:
         """A cache that holds the end of each prompt, unread."""
         if not prompts or not all(prompts):
             raise ConfigError("a prompt has no token; start with the document separator")

@@ -1,0 +1,154 @@
+"""`topograd eval core`: the tasks of CORE, at every depth of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.table import Table
+
+from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
+from topograd.files import write_json
+from topograd.limits import REPEATS, check_numbers
+from topograd.pretrained import REFERENCE
+
+if TYPE_CHECKING:
+    from topograd.depth.model import Model
+    from topograd.evaluation.core import CoreRequest, CoreResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """CORE of a run: 22 tasks by 0, 3 or 10 examples each, centred by chance, at every exit from one pass."""
+
+    folder: Folder
+    """The run's folder."""
+    tasks: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """A folder with task files such as copa.jsonl, in it or below it."""
+    only: Annotated[str | None, tyro.conf.arg(metavar="LABELS")] = None
+    """Some labels, with commas between: copa,piqa."""
+    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """At most this many items of each task, the first of a fixed shuffle."""
+    depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
+    """One depth instead of every exit: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    baselines: Literal["v1", "v2"] = "v1"
+    """What accuracies are centred by: chance as in v1, or with the four labels that v2 changed."""
+    against: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Another run on the same items: which tasks are won and which lost, at full depth."""
+    log: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Where each item goes, as a line of JSON; by default a file in RUN/evaluation. What is there is not
+    computed again."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, limit=REPEATS)
+
+
+def run(argv: list[str]) -> int:
+    """Evaluate, print, return the exit code."""
+    asked = parse(Core, argv, "eval core")
+    from topograd.evaluation.tasks import chosen_tasks
+
+    only = tuple(filter(None, (label.strip() for label in (asked.only or "").split(","))))
+    chosen_tasks(only)  # a label that is unknown is refused at once
+    from topograd.evaluation.core import CoreRequest
+
+    request = CoreRequest(asked.tasks, only, asked.limit, asked.depth)
+    model, found = _evaluate(asked.folder, request, asked.log)
+    answer = {"run": str(asked.folder), "steps": model.session.step, **found.as_dict(asked.baselines)}
+    answer["limit"] = asked.limit
+    if asked.against is not None:
+        from topograd.evaluation.polarisation import polarisation
+
+        _, other = _evaluate(asked.against, request, None)
+        answer["polarisation"] = {"against": str(asked.against), **polarisation(found, other)}
+    _tell(answer)
+    if asked.depth is None and (folder := _place(model)) is not None:
+        write_json(folder / "core.json", answer | {"weights": model.session.weights})
+    if asked.json:
+        print_json(answer)
+    else:
+        _show(answer)
+    return 0
+
+
+def _evaluate(folder: Path, request: CoreRequest, log: Path | None) -> tuple[Model, CoreResult]:
+    from topograd.cli.progress import counted
+    from topograd.depth.model import load
+    from topograd.evaluation.core import evaluate_core, log_name
+
+    model = load(folder)
+    if log is None and (place := _place(model)) is not None:
+        log = place / log_name(model, request)
+    if log is None:
+        note(f"{folder} cannot be written to, so no item is logged; give --log FILE to keep them")
+    lines: dict[str, Any] = {}
+
+    def on_task(label: str, done: int, count: int) -> None:
+        lines.setdefault(label, counted(f"{label}, items"))(done, count)
+
+    return model, evaluate_core(model, request, log, on_task)
+
+
+def _place(model: Model) -> Path | None:
+    """The folder of a run's evaluations; none in one that cannot be written, nor in the package itself."""
+    run = model.session.run.folder
+    if run.resolve() == REFERENCE.resolve() or not os.access(run, os.W_OK):
+        return None
+    folder = run / "evaluation"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _tell(answer: Mapping[str, Any]) -> None:
+    if answer["absent"]:
+        note(f"no file for {', '.join(answer['absent'])}: left out, so this is {answer['name']}")
+    cut = {label: task["cut"] for label, task in answer["tasks"].items() if task["cut"]}
+    if cut:
+        words = ", ".join(f"{label} {count}" for label, count in cut.items())
+        note(f"prompts longer than the model's context lost their beginning, in items: {words}")
+
+
+def _show(answer: Mapping[str, Any]) -> None:
+    console = out()
+    console.print(core_table(answer))
+    if "polarisation" in answer:
+        console.print(polarisation_table(answer["polarisation"]))
+
+
+def core_table(answer: Mapping[str, Any]) -> Table:
+    """Accuracy and its interval by task and depth, and the centred mean."""
+    depths = len(answer["core"])
+    limit = "" if answer["limit"] is None else f", at most {answer['limit']} items each"
+    table = Table(title=f"{answer['run']}: {answer['name']}, baselines {answer['baselines']}{limit}")
+    for name in ("task", "shots", "items"):
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for k in range(depths):
+        table.add_column(f"stages 1..{k + 1}" if depths > 1 else "accuracy", justify="right")
+    for label, task in answer["tasks"].items():
+        cells = [_cell(x, pair) for x, pair in zip(task["accuracy"], task["interval"], strict=True)]
+        table.add_row(label, str(task["shots"]), str(task["items"]), *cells)
+    table.add_section()
+    cells = [_cell(x, pair, 4) for x, pair in zip(answer["core"], answer["interval"], strict=True)]
+    table.add_row(answer["name"], "", "", *cells)
+    return table
+
+
+def polarisation_table(found: Mapping[str, Any]) -> Table:
+    """What is won and lost against another run."""
+    table = Table(title=f"against {found['against']}")
+    for name in ("task", "group", "accuracy", "other", "difference", "verdict", "the paper's word"):
+        table.add_column(name)
+    for row in found["tasks"]:
+        change = _cell(row["difference"], row["interval"])
+        accuracies = (number(row["accuracy"], 3), number(row["other"], 3))
+        table.add_row(row["task"], row["group"], *accuracies, change, row["verdict"], row["paper"])
+    return table
+
+
+def _cell(value: float, interval: list[float], digits: int = 3) -> str:
+    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"

@@ -1,0 +1,77 @@
+"""`topograd score`: how likely a model finds a text behind another, at every depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from topograd.cli.console import Folder, Json, note, out, parse, print_json
+from topograd.cli.flags import as_typed, flags_of
+from topograd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from topograd.evaluation.texts import ScoredText
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The log-probability of a text behind another: rank and logit of every token, at every exit."""
+
+    folder: Folder
+    """The run's folder."""
+    context: str
+    """The text before; nothing starts a new document."""
+    continuation: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
+    """What is scored, with the space before its first word; given again for another. The context is run
+    once for all."""
+    depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
+    """One depth instead of every exit: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Score, print, return the exit code."""
+    asked = parse(Score, argv, "score")
+    if not asked.continuation:
+        raise ConfigError('--continuation is missing; give the text to score, as in --continuation " Paris"')
+    from topograd.depth.model import load
+    from topograd.evaluation.texts import score
+
+    model = load(asked.folder)
+    try:
+        scored = score(model, asked.context, asked.continuation, asked.depth)
+    except ConfigError as error:
+        raise ConfigError(as_typed(str(error), flags_of(Score), argv)) from None
+    if cut := max(each.cut for each in scored):
+        note(f"the context is longer than the model reads; its first {cut} tokens were left out")
+    if asked.json:
+        print_json(_answer(scored))
+    else:
+        console = out()
+        for each in scored:
+            console.print(_table(each))
+    return 0
+
+
+def _answer(scored: list[ScoredText]) -> dict[str, Any]:
+    """Of one continuation its stages; of several those of each."""
+    each = [{"continuation": one.text, "stages": one.stages(), "cut": one.cut} for one in scored]
+    return each[0] if len(each) == 1 else {"continuations": each}
+
+
+def _table(scored: ScoredText) -> Table:
+    """A row for each token: its log-probability and rank at each depth."""
+    stages = scored.stages()
+    table = Table(title=repr(scored.text), title_justify="left")
+    table.add_column("token")
+    for k in range(len(stages)):
+        table.add_column(f"stage {k + 1}" if len(stages) > 1 else "log p (rank)", justify="right")
+    for i, piece in enumerate(scored.pieces):
+        cells = [stage["tokens"][i] for stage in stages]
+        table.add_row(repr(piece), *(f"{cell['logprob']:.4f} ({cell['rank']})" for cell in cells))
+    table.add_section()
+    table.add_row("all", *(f"{stage['logprob']:.4f}" for stage in stages))
+    return table

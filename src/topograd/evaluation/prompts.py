@@ -1,0 +1,84 @@
+"""An item of a task as tokens: what is shown before it, and which of its tokens are scored.
+
+Text. Examples come first, each with its answer and a blank line behind it; then the item:
+
+    multiple choice      query      + delimiter + choice         once for every choice
+    schema               context    + delimiter + continuation   once for every context
+    language modelling   context    + delimiter + continuation   once; contexts without space at their ends
+
+Scored are, as in nanochat, the tokens in which prompts differ: behind the tokens that all choices share
+(which may reach into them, where two begin alike), the tokens that all schemas end with (at least one), or
+those behind the prompt without its continuation and without space at its end. A prompt of a run begins with
+the separator, as its training documents do; one of an imported model with what its tokenizer puts there,
+for SmolLM2 nothing (nanochat always puts a token there: docs/evaluation.md has both). What is longer than
+the model's context loses tokens from the left, each prompt for itself.
+
+Limits. Two choices that are the same have the same loss, and the first wins. Where a tokenizer joins the end
+of a context with what follows, language modelling scores the tokens behind those that the two still share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.tokenizer import Tokenizer
+from topograd.evaluation.scoring import TokenRow
+from topograd.evaluation.tasks import Item, Task
+
+
+def prompts(task: Task, item: Item, shown: Sequence[Item]) -> list[str]:
+    """The texts to score; of language modelling the one without and the one with the continuation."""
+    before = "".join(f"{_answered(task, example)}\n\n" for example in shown)
+    if task.kind == "multiple_choice":
+        return [f"{before}{item['query']}{task.delimiter}{choice}" for choice in item["choices"]]
+    if task.kind == "schema":
+        return [
+            f"{before}{context}{task.delimiter}{item['continuation']}" for context in item["context_options"]
+        ]
+    start = f"{before}{item['context'].strip()}{task.delimiter}"
+    return [start.rstrip(), f"{start}{item['continuation']}"]
+
+
+def _answered(task: Task, example: Item) -> str:
+    if task.kind == "multiple_choice":
+        return f"{example['query']}{task.delimiter}{example['choices'][example['gold']]}"
+    if task.kind == "schema":
+        context = example["context_options"][example["gold"]]
+        return f"{context}{task.delimiter}{example['continuation']}"
+    return f"{example['context'].strip()}{task.delimiter}{example['continuation']}"
+
+
+def bundle_of(
+    task: Task, item: Item, shown: Sequence[Item], tokenizer: Tokenizer, context: int
+) -> tuple[list[TokenRow], int]:
+    """The sequences of an item with what is scored of each, and how many of them had to be cut."""
+    texts = prompts(task, item, shown)
+    begin = beginning(tokenizer)
+    tokens = [[*begin, *tokenizer.encode(text)] for text in texts]
+    if task.kind == "multiple_choice":
+        start = min(shared(tokens), min(map(len, tokens)) - 1)
+        rows = [TokenRow(each, max(start, 1)) for each in tokens]
+    elif task.kind == "schema":
+        same = max(1, shared([each[::-1] for each in tokens]))
+        rows = [TokenRow(each, max(len(each) - same, 1)) for each in tokens]
+    else:
+        without, whole = tokens
+        start = min(shared([without, whole]), len(whole) - 1)
+        rows = [TokenRow(whole, max(start, 1))]
+    return [row.cut(context) for row in rows], sum(len(row.tokens) > context for row in rows)
+
+
+def shared(sequences: Sequence[Sequence[int]]) -> int:
+    """How many leading tokens all sequences have in common."""
+    for place, tokens in enumerate(zip(*sequences, strict=False)):
+        if len(set(tokens)) > 1:
+            return place
+    return min(map(len, sequences))
+
+
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """What stands before a text: what a model's own tokenizer puts there, or the separator of training."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        return tokenizer.encode("", special=True)
+    return [tokenizer.separator]

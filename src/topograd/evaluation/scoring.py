@@ -1,0 +1,258 @@
+"""How likely a model finds given tokens, at every depth, from one pass.
+
+    z_k(t)       logits of depth k before token t; log p_k(t) = z_k(t)_t - logsumexp z_k(t)
+    score        Σ_t log p_k(t) over the scored tokens t = start..n-1 of a sequence
+    rank         1 + how many tokens have a larger logit; a token is `greedy` where it is the argmax
+
+What is scored together is a *bundle*: sequences that begin alike, such as the choices of one question. Their
+common tokens are run once, in one row of the cache; the row is then taken as often as there are sequences
+(`Cache.select`), and each goes on with its own tokens. The head, which for a large vocabulary costs a quarter
+of a small model, is read at scored positions only; every depth reads the same pass.
+
+A depth is a weighted sum of stages' logits: an exit as the plan says, a path, or several paths pooled in log
+space, whose weights sum to 1 ("Product of Experts" eq. 6, 7). Sequence probabilities rather than single
+tokens are what its §8.2.1 asks for.
+
+Cost: shared + Σ_i (n_i - shared) positions a bundle instead of Σ_i n_i; K readouts of the scored positions.
+
+Batches are cut by length, `batch_tokens` padded positions each. A score is a function of its bundle alone: in
+float64 every bundle is a batch by itself, so neither batch size nor order changes a bit. In float32 the last
+bits of a product depend on how many rows it has; `batch_tokens=1` makes every bundle a batch there too, and
+how far larger batches move a score is in docs/evaluation.md.
+
+Limits. A stack without memory recomputes what is shared. Sequences must fit into the context: `cut` them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from topograd.depth.engine import AnyCache, Engine
+from topograd.errors import ConfigError
+from topograd.topology.branches import parse_branches, parse_path, path_name
+from topograd.topology.prediction import Terms
+from topograd.training.forward import predict
+
+BATCH_TOKENS = 1024
+HEAD_BYTES = 2**26
+"""Logits that are made at a time, in bytes."""
+
+OnMore = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens of which those from `start` on are scored; at least one stands before them."""
+
+    tokens: Sequence[int]
+    start: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start < len(self.tokens):
+            raise ConfigError(
+                f"start is {self.start} of {len(self.tokens)} tokens; score at least one token, behind at "
+                "least one other"
+            )
+
+    def cut(self, most: int) -> TokenRow:
+        """The last `most` tokens; scored ones that then have nothing before them are left out."""
+        gone = max(0, len(self.tokens) - most)
+        return TokenRow(self.tokens[gone:], max(self.start - gone, 1)) if gone else self
+
+
+Bundle = Sequence[TokenRow]
+"""Sequences that begin alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """What each depth makes of the scored tokens of one sequence: tensors (depths, tokens) on the CPU."""
+
+    logprob: Tensor
+    """float64."""
+    logit: Tensor
+    rank: Tensor
+    """1 is the likeliest."""
+    greedy: Tensor
+    """Whether the token is the one that a greedy decoder would write."""
+
+    @property
+    def total(self) -> list[float]:
+        """The log-probability of all scored tokens, for each depth."""
+        return [float(x) for x in self.logprob.sum(-1)]
+
+    @property
+    def mean_loss(self) -> list[float]:
+        """The mean cross-entropy of the scored tokens, in nats, for each depth."""
+        return [-float(x) for x in self.logprob.mean(-1)]
+
+
+class Scorer:
+    """Scores bundles with an engine, at every exit or at one depth that is named."""
+
+    def __init__(self, engine: Engine, depth: str | None = None, *, batch_tokens: int = BATCH_TOKENS) -> None:
+        if batch_tokens < 1:
+            raise ConfigError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+        self.parts = exits_of(engine) if depth is None else [depth_of(engine, depth)]
+        self.context = engine.context
+        self.batch_tokens = batch_tokens
+
+    @property
+    def depths(self) -> int:
+        """How many depths are scored."""
+        return sum(len(depths) for _, depths in self.parts)
+
+    def score(self, bundles: Sequence[Bundle], on_more: OnMore | None = None) -> list[list[Score]]:
+        """A score for each sequence of each bundle; `on_more` is told how many bundles are done."""
+        for bundle in bundles:
+            for row in bundle:
+                if len(row.tokens) - 1 > self.context:
+                    raise ConfigError(
+                        f"a sequence has {len(row.tokens)} tokens and the model reads {self.context}; cut it"
+                    )
+        scores: list[list[Score]] = [[] for _ in bundles]
+        done = 0
+        for batch in self._batches(bundles):
+            for place, found in zip(batch, self._batch([bundles[i] for i in batch]), strict=True):
+                scores[place] = found
+            done += len(batch)
+            if on_more is not None:
+                on_more(done, len(bundles))
+        return scores
+
+    def _batches(self, bundles: Sequence[Bundle]) -> Iterator[list[int]]:
+        """Indices of bundles of like length, as many as fit into a batch; empty bundles need none."""
+        shape = [(common(bundle), max((len(r.tokens) for r in bundle), default=0)) for bundle in bundles]
+        order = sorted((i for i, bundle in enumerate(bundles) if bundle), key=lambda i: (shape[i], i))
+        alone = next(self.parts[0][0].stack.parameters()).dtype == torch.float64
+        batch: list[int] = []
+        for i in order:
+            longest = max([shape[j][1] for j in (*batch, i)])
+            mixed = bool(batch) and (shape[batch[0]][0] > 0) != (shape[i][0] > 0)
+            if batch and (alone or mixed or (len(batch) + 1) * longest > self.batch_tokens):
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def _batch(self, batch: Sequence[Bundle]) -> list[list[Score]]:
+        rows = [row for bundle in batch for row in bundle]
+        parts = [_read(engine, depths, _run(engine, depths, batch), rows) for engine, depths in self.parts]
+        joined = [
+            Score(*(torch.cat([getattr(part[i], name) for part in parts]) for name in _COLUMNS))
+            for i in range(len(rows))
+        ]
+        found = iter(joined)
+        return [[next(found) for _ in bundle] for bundle in batch]
+
+
+_COLUMNS = ("logprob", "logit", "rank", "greedy")
+
+
+def exits_of(engine: Engine) -> list[tuple[Engine, list[Terms]]]:
+    """Every exit as the model predicts there; a last one that is a path has an engine of its own."""
+    prediction = engine.plan.prediction
+    exits = [prediction.after(stage) for stage in engine.exits]
+    if prediction.path is None:
+        return [(engine, exits)]
+    branched, (end,) = engine.branched([prediction.path])
+    path: Terms = ((end, 1.0),)
+    return [(engine, exits[:-1]), (branched, [path])] if exits[:-1] else [(branched, [path])]
+
+
+def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
+    """A depth as users name it: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    kind, _, rest = depth.partition(":")
+    if kind == "full" and not rest:
+        part, exits = exits_of(engine)[-1]
+        return part, exits[-1:]
+    if kind == "prefix" and rest.isdecimal():
+        engine.stage_of(int(rest) - 1)
+        each = [(part, terms) for part, depths in exits_of(engine) for terms in depths]
+        part, terms = each[int(rest) - 1]
+        return part, [terms]
+    if kind in ("path", "branches"):
+        weights = {parse_path(rest): 1.0} if kind == "path" else parse_branches(rest)
+        for path in weights:
+            if path[-1] not in engine.exits:
+                known = ", ".join(str(k + 1) for k in engine.exits)
+                raise ConfigError(
+                    f"path {path_name(path)} ends at a stage that does not predict; these do: {known}"
+                )
+        branched, ends = engine.branched(list(weights))
+        total = sum(weights.values())
+        after = branched.plan.prediction.after
+        paths = zip(ends, weights.values(), strict=True)
+        return branched, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
+    raise ConfigError(f"depth {depth!r} is unknown; use full, prefix:J, path:1,3 or branches:1-4*3+1-2")
+
+
+def common(bundle: Bundle) -> int:
+    """How many leading tokens are run once for all: before the last that stands before a scored one."""
+    if len(bundle) < 2:
+        return 0
+    most = min(row.start for row in bundle) - 1
+    first = bundle[0].tokens
+    for place in range(most):
+        if any(row.tokens[place] != first[place] for row in bundle):
+            return place
+    return most
+
+
+def _run(engine: Engine, depths: Sequence[Terms], batch: Sequence[Bundle]) -> AnyCache:
+    """A cache that holds every sequence of the batch but its last token, run as deep as the depths need."""
+    shared = [common(bundle) for bundle in batch]
+    if all(shared):
+        cache = engine.start([bundle[0].tokens[:n] for bundle, n in zip(batch, shared, strict=True)])
+        _run_stages(cache, depths)
+        cache.select([i for i, bundle in enumerate(batch) for _ in bundle])
+        cache.push([row.tokens[n:-1] for bundle, n in zip(batch, shared, strict=True) for row in bundle])
+    else:
+        cache = engine.start([row.tokens[:-1] for bundle in batch for row in bundle])
+    _run_stages(cache, depths)
+    return cache
+
+
+def _run_stages(cache: AnyCache, depths: Sequence[Terms]) -> None:
+    for stage in _stages(depths):
+        cache.run(stage)
+
+
+def _stages(depths: Sequence[Terms]) -> list[int]:
+    return sorted({stage for terms in depths for stage, _ in terms})
+
+
+def _read(engine: Engine, depths: Sequence[Terms], cache: AnyCache, rows: Sequence[TokenRow]) -> list[Score]:
+    """The scores of every row, from the hidden states that predict its scored tokens."""
+    counts = [len(row.tokens) - row.start for row in rows]
+    here = torch.tensor([[i < n for i in range(max(counts))] for n in counts])
+    hidden = {stage: cache.hidden(stage, counts) for stage in _stages(depths)}
+    flat = {stage: h[here.to(h.device)] for stage, h in hidden.items()}
+    targets = torch.tensor([token for row in rows for token in row.tokens[row.start :]])
+    columns = [_columns(engine, flat, terms, targets) for terms in depths]
+    each = [torch.stack([column[i] for column in columns]).split(counts, dim=1) for i in range(len(_COLUMNS))]
+    return [Score(*(column[i] for column in each)) for i in range(len(rows))]
+
+
+def _columns(engine: Engine, flat: dict[int, Tensor], terms: Terms, targets: Tensor) -> list[Tensor]:
+    """log p, logit, rank and greedy of each target, the head in chunks of tokens."""
+    parts = []
+    step, start = 32, 0
+    while start < len(targets):
+        stop = start + step
+        outputs = {stage: flat[stage][start:stop] for stage, _ in terms}
+        z = predict(engine.stack, engine.plan, outputs, terms)
+        t = targets[start:stop].to(z.device)[:, None]
+        own = z.gather(-1, t)
+        logprob = own.double() - torch.logsumexp(z, -1, keepdim=True).double()
+        rank = (z > own).sum(-1) + 1
+        greedy = z.argmax(-1) == t[:, 0]
+        parts.append([x.cpu() for x in (logprob[:, 0], own[:, 0], rank, greedy)])
+        start, step = stop, max(1, HEAD_BYTES // (z.shape[-1] * z.element_size()))
+    return [torch.cat(column) for column in zip(*parts, strict=True)]

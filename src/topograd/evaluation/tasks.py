@@ -1,0 +1,196 @@
+"""The tasks of CORE: their labels, files, few-shot counts and baselines, and their items.
+
+CORE ("DataComp-LM", its low-variance set of 22 tasks) as nanochat computes it: the mean over labels of
+
+    centred = (accuracy - b) / (1 - b),        b the baseline of the label
+
+Two conventions of b. v1 has chance, or what always naming the commonest answer gives; v2 changes four.
+
+A folder of task files is given by the user; a file is found by its name, wherever it lies in the folder.
+Every line is checked before anything runs.
+
+An item is one of three kinds:
+
+    multiple choice      {"query", "choices", "gold"}                    which choice has the least mean loss
+    schema               {"context_options", "continuation", "gold"}     which context makes it likelier
+    language modelling   {"context", "continuation"}                     whether every token is the argmax
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from topograd.errors import ConfigError, DataError
+
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+Item = dict[str, Any]
+Baselines = Literal["v1", "v2"]
+
+SHUFFLE_SEED = 1337
+SHOT_SEED = 1234
+MOST_BYTES = 2**30
+MOST_CHOICES = 100
+ANSWER = "\nAnswer: "
+
+
+@dataclass(frozen=True)
+class Task:
+    """One label of CORE."""
+
+    label: str
+    kind: Kind
+    file: str
+    shots: int
+    chance: float
+    """Baseline in v1, in per cent."""
+    chance_v2: float
+    delimiter: str = " "
+
+    def baseline(self, convention: Baselines = "v1") -> float:
+        """b, as a share."""
+        return 0.01 * (self.chance if convention == "v1" else self.chance_v2)
+
+    def centred(self, accuracy: float, convention: Baselines = "v1") -> float:
+        """(accuracy - b) / (1 - b)."""
+        b = self.baseline(convention)
+        return (accuracy - b) / (1 - b)
+
+
+def _choice(label: str, shots: int, chance: float, v2: float | None = None, **more: str) -> Task:
+    file = more.pop("file", f"{label}.jsonl")
+    return Task(label, "multiple_choice", file, shots, chance, chance if v2 is None else v2, **more)
+
+
+def _language(label: str, shots: int, **more: str) -> Task:
+    file = more.pop("file", f"{label}.jsonl")
+    return Task(label, "language_modeling", file, shots, 0.0, 0.0, **more)
+
+
+_ALL = (
+    _choice("hellaswag_zeroshot", 0, 25.0, file="hellaswag.jsonl"),
+    _language("jeopardy", 10, file="jeopardy_all.jsonl", delimiter=ANSWER),
+    _language("bigbench_qa_wikidata", 10),
+    _choice("arc_easy", 10, 25.0, delimiter=ANSWER),
+    _choice("arc_challenge", 10, 25.0, delimiter=ANSWER),
+    _choice("copa", 0, 50.0),
+    _choice("commonsense_qa", 10, 20.0, 40.3),
+    _choice("piqa", 10, 50.0, delimiter=ANSWER),
+    _choice("openbook_qa", 0, 25.0),
+    _language("lambada_openai", 0),
+    _choice("hellaswag", 10, 25.0),
+    Task("winograd", "schema", "winograd_wsc.jsonl", 0, 50.0, 50.0),
+    Task("winogrande", "schema", "winogrande.jsonl", 0, 50.0, 50.0),
+    _language("bigbench_dyck_languages", 10),
+    _choice("agi_eval_lsat_ar", 3, 20.0, 25.0),
+    _language("bigbench_cs_algorithms", 10),
+    _language("bigbench_operators", 10),
+    _language("bigbench_repeat_copy_logic", 10),
+    _language("squad", 10),
+    _language("coqa", 0),
+    _choice("boolq", 10, 62.0, delimiter=ANSWER),
+    _choice("bigbench_language_identification", 10, 9.1, 25.0),
+)
+TASKS: Mapping[str, Task] = {task.label: task for task in _ALL}
+
+
+def chosen_tasks(only: Sequence[str] = ()) -> list[Task]:
+    """The tasks with these labels, in CORE's order, or all."""
+    for label in only:
+        if label not in TASKS:
+            raise ConfigError(f"task {label!r} is unknown; choose some of {', '.join(TASKS)}")
+    return [task for label, task in TASKS.items() if not only or label in only]
+
+
+def core_name(tasks: int) -> str:
+    """What a mean over this many labels may be called."""
+    return "CORE" if tasks == len(TASKS) else f"CORE-{tasks}"
+
+
+def find_files(folder: Path, tasks: Sequence[Task]) -> dict[str, Path]:
+    """The file of each task that has one in the folder, by label."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; give one that holds task files such as copa.jsonl")
+    wanted = {task.file for task in tasks}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.jsonl")):
+        if path.name in wanted and path.is_file():
+            found.setdefault(path.name, path)
+    return {task.label: found[task.file] for task in tasks if task.file in found}
+
+
+def read_items(task: Task, path: Path) -> list[Item]:
+    """Every item of a task's file, in nanochat's order; one that cannot be scored is refused."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise DataError(f"{path} has more than {MOST_BYTES} bytes; give a task file")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as problem:
+        raise DataError(f"{path} cannot be read ({problem.strerror})") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8; give a task file in JSON lines") from None
+    items = [_item(task, path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if len(items) <= task.shots:
+        raise DataError(
+            f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each; "
+            f"give at least {task.shots + 1}"
+        )
+    random.Random(SHUFFLE_SEED).shuffle(items)
+    return items
+
+
+def examples(task: Task, items: Sequence[Item], index: int, limit: int | None = None) -> list[Item]:
+    """The items that are shown before item `index`: drawn, with a seed of its own, from those in use.
+
+    Where the limit leaves too few to draw from, as many as are needed are in use.
+    """
+    if not task.shots:
+        return []
+    pool = len(items) if limit is None else min(len(items), max(limit, task.shots + 1))
+    others = [i for i in range(pool) if i != index]
+    return [items[i] for i in random.Random(SHOT_SEED + index).sample(others, task.shots)]
+
+
+def _item(task: Task, path: Path, number: int, line: str) -> Item:
+    where = f"{path} line {number}"
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError):
+        raise DataError(f"{where} is no JSON; restore the file") from None
+    if not isinstance(item, dict):
+        raise DataError(f"{where} holds no JSON object; an item of {task.label} is one")
+    if task.kind == "multiple_choice":
+        _check_text(task, where, item, "query")
+        _check_gold(task, where, item, "choices")
+    elif task.kind == "schema":
+        _check_text(task, where, item, "continuation")
+        _check_gold(task, where, item, "context_options")
+    else:
+        _check_text(task, where, item, "context")
+        _check_text(task, where, item, "continuation")
+    return item
+
+
+def _check_text(task: Task, where: str, item: Item, key: str) -> None:
+    if not isinstance(item.get(key), str):
+        raise DataError(f"{where} has no {key!r}; an item of {task.label} needs that text")
+    if key == "continuation" and not item[key].strip():
+        raise DataError(f"{where} has nothing in {key!r}; an item of {task.label} needs that text")
+
+
+def _check_gold(task: Task, where: str, item: Item, options: str) -> None:
+    given = item.get(options)
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise DataError(f"{where} has no {options!r}; an item of {task.label} needs a list of texts")
+    if not 2 <= len(given) <= MOST_CHOICES:
+        raise DataError(f"{where} has {len(given)} {options}; give 2 to {MOST_CHOICES}")
+    gold = item.get("gold")
+    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(given):
+        raise DataError(
+            f"{where} has no gold answer (gold is {gold!r}); give one of 0 to {len(given) - 1}, or leave the "
+            "item out"
+        )

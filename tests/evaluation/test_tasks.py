@@ -1,0 +1,101 @@
+"""The table of CORE, and files that are checked before anything runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.errors import ConfigError, DataError
+from topograd.evaluation.tasks import TASKS, chosen_tasks, core_name, examples, find_files, read_items
+
+
+def test_the_table_is_cores() -> None:
+    assert len(TASKS) == 22
+    assert core_name(22) == "CORE"
+    assert core_name(18) == "CORE-18"
+    by_kind: dict[str, int] = {}
+    for task in TASKS.values():
+        by_kind[task.kind] = by_kind.get(task.kind, 0) + 1
+    assert by_kind == {"multiple_choice": 11, "schema": 2, "language_modeling": 9}
+    changed = {label for label, task in TASKS.items() if task.chance != task.chance_v2}
+    assert changed == {"commonsense_qa", "agi_eval_lsat_ar", "bigbench_language_identification"}
+
+
+def test_accuracies_are_centred_by_chance() -> None:
+    assert TASKS["copa"].centred(0.75) == pytest.approx(0.5)
+    assert TASKS["copa"].centred(0.5) == 0
+    assert TASKS["jeopardy"].centred(0.3) == pytest.approx(0.3)
+    assert TASKS["boolq"].centred(0.5) == pytest.approx((0.5 - 0.62) / 0.38)
+    assert TASKS["commonsense_qa"].centred(0.5, "v2") == pytest.approx((0.5 - 0.403) / 0.597)
+
+
+def test_tasks_are_chosen_by_label() -> None:
+    assert [task.label for task in chosen_tasks(["piqa", "copa"])] == ["copa", "piqa"]
+    with pytest.raises(ConfigError, match="task 'copi' is unknown; choose some of hellaswag_zeroshot, jeop"):
+        chosen_tasks(["copa", "copi"])
+
+
+def test_files_are_found_wherever_they_lie(tasks: Path) -> None:
+    found = find_files(tasks, chosen_tasks())
+    assert set(found) == {"copa", "winograd", "lambada_openai", "bigbench_qa_wikidata"}
+    with pytest.raises(DataError, match="is no folder"):
+        find_files(tasks / "none", chosen_tasks())
+
+
+def test_items_are_shuffled_and_examples_drawn_as_nanochat_does(tasks: Path) -> None:
+    task = TASKS["bigbench_qa_wikidata"]
+    path = find_files(tasks, [task])[task.label]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    random.Random(1337).shuffle(lines)
+    items = read_items(task, path)
+    assert items == lines
+    places = random.Random(1234 + 3).sample([i for i in range(14) if i != 3], 10)
+    assert examples(task, items, 3) == [lines[i] for i in places]
+    places = random.Random(1234 + 3).sample([i for i in range(12) if i != 3], 10)
+    assert examples(task, items, 3, limit=12) == [lines[i] for i in places]
+    few = examples(task, items, 1, limit=2)
+    assert all(example in lines[:11] for example in few), "as many as are needed are in use"
+    assert examples(TASKS["copa"], items, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (
+            {"query": "q", "choices": ["a", "b"]},
+            r"line 2 has no gold answer \(gold is None\); give one of 0 to 1",
+        ),
+        ({"query": "q", "choices": ["a", "b"], "gold": 2}, r"no gold answer \(gold is 2\)"),
+        ({"query": "q", "choices": ["a", "b"], "gold": True}, r"no gold answer \(gold is True\)"),
+        ({"choices": ["a", "b"], "gold": 0}, "line 2 has no 'query'; an item of copa needs that text"),
+        ({"query": "q", "choices": ["a"], "gold": 0}, "has 1 choices; give 2 to 100"),
+        ({"query": "q", "choices": "ab", "gold": 0}, "has no 'choices'; an item of copa needs a list"),
+        ([1], "line 2 holds no JSON object"),
+    ],
+)
+def test_an_item_that_cannot_be_scored_is_named(tmp_path: Path, item: Any, words: str) -> None:
+    good = {"query": "q", "choices": ["a", "b"], "gold": 0}
+    file = tmp_path / "copa.jsonl"
+    file.write_text(f"{json.dumps(good)}\n{json.dumps(item)}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=words):
+        read_items(TASKS["copa"], file)
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "copa.jsonl"
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1 is no JSON"):
+        read_items(TASKS["copa"], file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="is not UTF-8"):
+        read_items(TASKS["copa"], file)
+    file.write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match="has 0 items and copa shows 0 of them before each; give at least 1"):
+        read_items(TASKS["copa"], file)
+    file.write_text('{"context": "a", "continuation": " "}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="has nothing in 'continuation'"):
+        read_items(TASKS["lambada_openai"], file)
