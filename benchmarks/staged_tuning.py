@@ -1,8 +1,9 @@
 """Staged fine-tuning of a model from outside: what each way costs, and what its exits gain.
 
-    python benchmarks/staged_tuning.py RUN --out FOLDER [--partition 10,10,10] [--minutes 10] [--json]
+    python benchmarks/staged_tuning.py RUN --out FOLDER [--partition 10,10,10] [--steps 60] [--json]
 
-Four ways, each a `topograd train --init RUN` with the same text and about the same time on the clock:
+Four ways, each a `topograd train --init RUN` with the same text and the same number of steps (exits, whose
+steps cost a small part of the others', get four times as many):
 
     exits        --frozen: heads of low rank at the exits, distilled from the model's own last stage
     lora         LoRA, hierarchical, weights by depth, layer dropout, distillation: LayerSkip's recipe
@@ -18,7 +19,6 @@ Seconds are those of the steps and, apart, of computing hidden states once.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,12 +58,10 @@ class Settings:
     out: Path
     partition: str = "10,10,10"
     ways: tuple[str, ...] = tuple(WAYS)
-    minutes: float = 10.0
-    """For the steps of each way; the number of steps follows from the first one's time."""
-    window: int = 128
+    steps: int = 60
+    window: int = 64
     batch: int = 4
-    most_steps: int = 400
-    eval_bytes: int = 12_000
+    eval_bytes: int = 8_000
     threads: int = 1
     json: bool = False
 
@@ -79,6 +77,7 @@ def config_of(settings: Settings, base: Session, way: str, steps: int) -> TrainC
         whole,
         steps=steps,
         batch=settings.batch,
+        eval_bytes=10_000,
         save_every=0,
         tune=replace(whole.tune, window=settings.window, **tune),
     )
@@ -133,12 +132,8 @@ def reading(session: Session, plan: Plan, samples: dict[str, Text], before: dict
 
 
 def tune(settings: Settings, base: Session, way: str) -> dict[str, Any]:
-    """Train one way for as long as it may; what it cost."""
-    trial = start(config_of(settings, base, way, 2), settings.out / f"{way}-trial")
-    trial.train()
-    per_step = trial.seconds / 2
-    shutil.rmtree(trial.run.folder)
-    steps = max(min(int(settings.minutes * 60 / per_step), settings.most_steps), 10)
+    """Train one way; what it cost."""
+    steps = settings.steps * (4 if way == "exits" else 1)
     trainer = start(config_of(settings, base, way, steps), settings.out / way)
     began, states = time.perf_counter(), 0.0
 

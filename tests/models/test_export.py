@@ -16,6 +16,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.models.export import export_model
 from topograd.models.importing import import_model
 from topograd.runs.folder import Run
+from topograd.runs.sidecar import open_sidecar
 
 Source = Callable[[str], tuple[Path, Any]]
 TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -61,3 +62,26 @@ def test_what_no_format_can_say_is_refused(source: Source, straight: Run, tmp_pa
     (tmp_path / "out").mkdir()
     with pytest.raises(RunError, match="exists already"):
         export_model(tmp_path / "run", tmp_path / "out", "hf")
+
+
+@pytest.mark.parametrize("how", [["--lora-rank", "2"], ["--frozen"]], ids=["lora", "frozen"])
+def test_a_tuned_model_is_plain_with_a_sidecar_beside_it(
+    source: Source, corpus: Path, tmp_path: Path, how: list[str]
+) -> None:
+    """LoRA is merged, the heads of exits stay outside; a frozen model is the one that came in."""
+    transformers = pytest.importorskip("transformers")
+    import_model(source("llama")[0], tmp_path / "run", partition="2,2", context=32)
+    flags = ["train", "--init", str(tmp_path / "run"), "--out", str(tmp_path / "tuned"), *how]
+    more = ["--data", str(corpus), "--partition", "2,2", "--steps", "2", "--window", "16"]
+    assert main([*flags, *more, "--eval-bytes", "400"]) == 0
+    export_model(tmp_path / "tuned", tmp_path / "out", "hf")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = back(TOKENS, use_cache=False).logits
+    assert torch.equal(logits, tg.load(tmp_path / "tuned").logits(TOKENS))
+    assert torch.equal(logits, tg.load(tmp_path / "run").logits(TOKENS)) == (how == ["--frozen"])
+    sidecar = open_sidecar(tmp_path / "out" / "topograd")
+    assert sidecar.settings["stages"] == [[0, 2], [2, 4]]
+    ends = {name.rpartition(".")[2] for name in sidecar.tensors}
+    assert ends == ({"up", "down"} if how == ["--frozen"] else {"lora_a", "lora_b"})
+    assert (tmp_path / "out" / "topograd" / "README.md").is_file()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from topograd.cli.console import Folder, Json, out, parse, print_json
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
+
+if TYPE_CHECKING:
+    from topograd.runs.session import Session
 
 _KIND = {True: "images", False: "text"}
 
@@ -72,4 +76,17 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
         return opened.config, measured_images(opened, asked.data, asked.images, counted("images read"))
     session = open_session(asked.folder, asked.from_)
     text = heldout_text(session, asked.data, asked.bytes)
-    return session.config, measured(session, text, counted("windows read"))
+    results = measured(session, text, counted("windows read"))
+    if asked.data is None and asked.from_ is None:
+        _keep(session, results)
+    return session.config, results
+
+
+def _keep(session: Session, results: dict[str, Any]) -> None:
+    """What is measured of a run that was never trained here, as an imported one, goes into its card."""
+    from topograd.models.card import write_card
+
+    with contextlib.suppress(OSError):  # a folder that cannot be written
+        if session.run.read_results() is None:
+            session.run.write_results({**results, "weights": session.weights})
+            write_card(session.run)

@@ -189,6 +189,7 @@ def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
 
 def _train(asked: Train, trainer: Trainer) -> int:
     from topograd.cli.progress import counted, training_progress
+    from topograd.models.card import write_card
 
     config = trainer.config
     for reason in trainer.data.skipped:
@@ -196,6 +197,7 @@ def _train(asked: Train, trainer: Trainer) -> int:
     units = config.accumulate * trainer.task.units
     with training_progress(trainer.run.folder.name, units, trainer.task.unit) as on_step:
         results = trainer.train(asked.stop_after, on_step, counted("states of frozen layers, rows"))
+    write_card(trainer.run)
     _show(asked, trainer.config, results)
     if "halted" in results:
         stages = ", ".join(map(str, results["halted"]))

@@ -2,11 +2,14 @@
 
     hf      config.json, model.safetensors (tied weights once), tokenizer.json, tokenizer_config.json
     gguf    model.gguf: weights as F32, F16 or Q8_0, sizes and tokenizer in its metadata
-    both    README.md, a card: what it is, bits per byte by prefix, the licence to look up
+    both    README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
+            topograd/, a sidecar with a card of its own: stages, heads of exits, LoRA, calibration.json
 
-What is written is the plain model: all layers in order, the shared head. Stages are a way of training and of
-leaving early that these formats do not know; heads and relays of a run's own cannot be written, and are
-refused. Limits: families that were imported; our own GPT has no counterpart there.
+What is written is the plain model: all layers in order, the shared head, a LoRA merged into its matrices.
+Stages are a way of training and of leaving early that these formats do not know: what belongs to them goes
+into the sidecar (`runs/sidecar.py`), where there is any. A last stage with a head of its own, relays, and
+predictions by several stages cannot be written, and are refused. Specialists are sidecars already. Limits:
+families that were imported; our own GPT has no counterpart there.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from torch import Tensor
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
+from topograd.models.card import card
 from topograd.models.families import hugging_face_config
 from topograd.models.tensor_names import tensor_names
 from topograd.nn.transformer import Transformer
+from topograd.runs.based import BasedStore
 from topograd.runs.session import Session, open_session
+from topograd.runs.sidecar import BaseIdentity, create_sidecar
 
 FORMATS = ("hf", "gguf")
 
@@ -48,7 +54,8 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
             _write_folder(temporary, stack, tokenizer)
         else:
             _write_gguf(temporary / "model.gguf", stack, tokenizer, kind, out.name)
-        write_atomic(temporary / "README.md", card(session, out.name))
+        write_atomic(temporary / "README.md", card(session.run, out.name))
+        _write_sidecar(temporary / "topograd", session, stack)
         temporary.rename(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -65,12 +72,41 @@ def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:
             f"{where} is a model of our own kind, which no other program knows; only imported models are "
             "exported: keep the run's folder"
         )
-    if len(stack.head.deltas) or stack.own_relays() or session.plan.prediction.kind != "last":
+    plan = session.plan
+    if stack.has_head(plan.last) or stack.own_relays() or plan.prediction.kind != "last":
         raise ConfigError(
-            f"{where} has heads or relays of its own, or predicts by several stages, which these formats "
-            "cannot say; keep the run's folder"
+            f"{where} has a last head or relays of its own, or predicts by several stages, which these "
+            "formats cannot say; keep the run's folder"
         )
     return stack, tokenizer
+
+
+def _write_sidecar(folder: Path, session: Session, stack: Transformer) -> None:
+    """What these formats cannot say of the run, if there is anything."""
+    run, store, config = session.run, session.run.store, session.config
+    own = stack.head.deltas.named_parameters()
+    tensors = {f"head.deltas.{name}": value.detach() for name, value in own}
+    if isinstance(store, BasedStore):
+        tensors |= store.own_tensors(store.names()[-1])
+    if not tensors and len(session.plan.stages) == 1 and not run.calibration_file.is_file():
+        return
+    run.manifest.verify(run.calibration_file.name)
+    settings: dict[str, Any] = {"peft_type": "LORA"} if config.tune.lora_rank else {}
+    if config.tune.lora_rank:
+        rank = config.tune.lora_rank
+        settings |= {"r": rank, "lora_alpha": config.tune.lora_alpha or 2 * rank, "merged": True}
+    settings["stages"] = [[stage.layers.start, stage.layers.stop] for stage in session.plan.stages]
+    words = "Stages, heads of exits, low-rank corrections (already merged into the model beside it) and "
+    create_sidecar(
+        folder,
+        kind="lora" if config.tune.lora_rank else "exits",
+        base=BaseIdentity.of(session),
+        tensors=tensors,
+        settings=settings,
+        card=f"{words}calibration of {run.folder.name}: what the plain model's format cannot say.",
+    )
+    if run.calibration_file.is_file():
+        shutil.copyfile(run.calibration_file, folder / run.calibration_file.name)
 
 
 def _tensors(stack: Transformer, naming: Any) -> dict[str, Tensor]:
@@ -161,23 +197,3 @@ def _split_name(content: Mapping[str, Any]) -> str:
     if "\\\\p{L}" in text:
         return "qwen2"
     return "smollm" if "Digits" in text else "gpt-2"
-
-
-def card(session: Session, name: str) -> str:
-    """A model card: what the model is, and what was measured of it here."""
-    config, shape = session.config, session.config.imported
-    results = session.run.read_results()
-    lines = [f"# {name}", "", f"A {shape.family if shape else 'GPT'} of {config.model.layers} layers, width "]
-    lines[-1] += f"{config.model.width}, vocabulary {config.model.vocab}, exported by topograd."
-    if config.init is not None:
-        lines.append(f"It was trained on from another model, in stages {config.topology.partition}.")
-    lines += [
-        "",
-        "Its licence is that of the model it comes from: look it up before you pass it on.",
-        "",
-    ]
-    if results is not None and "bpb" in results:
-        lines += ["| prediction | bits per byte |", "|---|---|"]
-        for k, value in enumerate(results["bpb"]["prefix"], 1):
-            lines.append(f"| first {k} of {len(results['bpb']['prefix'])} stages | {value:.4f} |")
-    return "\n".join(lines) + "\n"

@@ -28,6 +28,7 @@ from torch import Tensor
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
 from topograd.files import dump_json, read_json
+from topograd.models.card import origin_of_folder, origin_of_gguf, write_card, write_origin
 from topograd.models.families import config_of, load_tensors
 from topograd.models.tensor_names import tensor_names
 from topograd.nn.config import GPTConfig
@@ -56,6 +57,8 @@ class Source:
     """With its weights in place, as views of the files where they need no change."""
     references: dict[str, Any] | None
     """What weights.json would say; None where the weights must be copied."""
+    origin: dict[str, str | None]
+    """Its name and its licence, as far as it says them."""
 
 
 def import_model(
@@ -74,6 +77,7 @@ def import_model(
         config = _settings(found, partition, context)
         run = Run.create(out)
         _write(run, found, config, copy)
+        write_card(run)
     return {
         "run": str(run.folder),
         "source": str(source),
@@ -84,6 +88,7 @@ def import_model(
         "context": config.model.context,
         "parameters": sum(parameter.numel() for parameter in found.stack.parameters()),
         "tokenizer": found.tokenizer.kind,
+        "licence": found.origin["licence"],
         "weights": "copied" if copy or found.references is None else "referred to",
         "seconds": time.perf_counter() - began,
     }
@@ -116,9 +121,9 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
     names = {file: index for index, file in enumerate(files)}
     sources = tensor_names(config, available=where)
     if any(there.read is not None for there in sources.values()):
-        return Source(config, tokenizer, stack, None)
+        return Source(config, tokenizer, stack, None, origin_of_folder(folder))
     places = {own: Place(names[where[there.name][0]], there.name) for own, there in sources.items()}
-    return Source(config, tokenizer, stack, describe(files, places))
+    return Source(config, tokenizer, stack, describe(files, places), origin_of_folder(folder))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -173,7 +178,7 @@ def _open_gguf(file: Path) -> Source:
     _check_tokenizer(tokenizer, config, file)
     names = [name for name in gguf.tensors if name != "rope_freqs.weight"]  # read into the config
     stack = _filled(config, gguf.tensor, names, "gguf")
-    return Source(config, tokenizer, stack, None)
+    return Source(config, tokenizer, stack, None, origin_of_gguf(file, gguf.metadata))
 
 
 def _filled(
@@ -219,6 +224,7 @@ def _settings(found: Source, partition: str, context: int | None) -> TrainConfig
 def _write(run: Run, found: Source, config: TrainConfig, copy: bool) -> None:
     """Write the run; its settings come last, since they are what makes the folder a run."""
     bind_tokenizer(run, found.tokenizer)
+    write_origin(run, found.origin)
     if found.references is not None and not copy:
         run.manifest.bind(WEIGHTS, dump_json(found.references, indent=1) + "\n")
         run.write_config(config.as_dict())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from topograd.data import Tokenizer
@@ -25,7 +26,7 @@ from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
-from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, fill
+from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers, fill
 from topograd.runs.tune_config import TuneConfig
 from topograd.topology.plan import Plan
 
@@ -107,6 +108,10 @@ class BasedStore:
         tensors = base.stack.state_dict()
         fill(model, {**tensors, **part.loaded}, f"the base {base.run.folder} with {loaded.path}")
         return replace(loaded, weights=self.weights(name))
+
+    def own_tensors(self, name: str) -> dict[str, Tensor]:
+        """What a checkpoint holds beside its base; the file is verified when the run is opened."""
+        return load_file(self.own.folder / name / TENSOR_FILES[0])
 
     def open_base(self) -> Session:
         """The run that this one stands on, at the checkpoint that it was begun with."""

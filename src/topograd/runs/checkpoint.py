@@ -13,8 +13,9 @@ is no longer kept is renamed to `.trash-...` before it is deleted. The next save
 Only one process may save into a folder at a time: `topograd.runs.folder.Run.lock` sees to that.
 
 What is restored exactly: parameters, buffers, every tensor and number of the optimizers (in the saved dtype,
-which torch's own `load_state_dict` would cast to the parameter's) and torch's CPU generator. Limits: other
-generators (of other devices, of numpy) and schedulers are the caller's, who may keep them in `extra`.
+which torch's own `load_state_dict` would cast to the parameter's) and torch's CPU generator. A file that was
+hashed once and was not touched since is not hashed again (`data/remembered.py`). Limits: other generators (of
+other devices, of numpy) and schedulers are the caller's, who may keep them in `extra`.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from topograd.data.remembered import remembered_sha256
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json, read_json, sha256, sync, write_json
 
@@ -397,7 +399,7 @@ def _read_tensors(file: Path, expected: State) -> Tensors:
         size = file.stat().st_size
         if size != expected["bytes"]:
             raise _Unusable(f"is damaged ({file.name}: {size} bytes, expected {expected['bytes']})")
-        if sha256(file) != expected["sha256"]:
+        if remembered_sha256(file) != expected["sha256"]:
             raise _Unusable(f"is damaged ({file.name}: its SHA-256 is not the recorded one)")
         return load_file(file)
     except (OSError, SafetensorError) as problem:

@@ -34,7 +34,7 @@ NAME = "manifest.json"
 FORMAT = "topograd-run"
 VERSION = 1
 ONCE = ("config.toml", "tokenizer.json")
-IMPORTED = ("weights.json", "tokenizer_config.json", "base.json")
+IMPORTED = ("weights.json", "tokenizer_config.json", "base.json", "origin.json")
 """What the run of a model from outside has too, and one that stands on another run."""
 AGAIN = ("results.json", "calibration.json")
 

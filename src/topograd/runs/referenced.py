@@ -4,8 +4,8 @@
 
 What is read is memory-mapped; a tensor that is float32 is not copied. Half precision becomes float32.
 
-Cost: the files are hashed on opening. Limits: safetensors only; nothing is saved here, so a run of this kind
-does not learn: `topograd train --init` starts one that does.
+Cost: files are hashed when they are first opened (`data/remembered.py`). Limits: safetensors only; nothing
+is saved here, so a run of this kind does not learn: `topograd train --init` starts one that does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from topograd.data.remembered import remembered_sha256
 from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json, sha256
 from topograd.runs.checkpoint import Checkpoint, Optimizers, fill
@@ -100,7 +101,7 @@ class ReferencedStore:
         path = Path(file["path"])
         if not path.is_file():
             raise CheckpointError(f"the weights {path} are gone; put them back, or import with --copy")
-        if path.stat().st_size != file["bytes"] or sha256(path) != file["sha256"]:
+        if path.stat().st_size != file["bytes"] or remembered_sha256(path) != file["sha256"]:
             raise CheckpointError(
                 f"the weights {path} have changed since {self.folder} was imported; restore them, or import "
                 "again"

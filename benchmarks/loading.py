@@ -1,0 +1,81 @@
+"""How long a run takes to open, and how much memory: each time in a process of its own.
+
+    python benchmarks/loading.py RUN [--rounds 5] [--json]
+
+`import` is importing topograd and torch, `open` is tg.load after that, `first logits` the logits of eight
+tokens, which read every weight once. `first` opens with an empty cache of hashes, so that the weights are
+hashed; the others find their hash remembered. Memory is the growth of the resident set from before the
+opening to behind the logits, over the bytes of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from topograd.timing import Spread
+
+CHILD = """
+import json, sys, time
+began = time.perf_counter()
+import torch
+import topograd as tg
+tg.load
+from topograd.runs import session
+imported = time.perf_counter()
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
+
+before = resident()
+model = tg.load(sys.argv[1])
+opened = time.perf_counter()
+model.logits(list(range(8)))
+done = time.perf_counter()
+weights = sum(p.numel() * p.element_size() for p in model.session.stack.parameters())
+print(json.dumps({"import": imported - began, "open": opened - imported, "logits": done - opened,
+                  "memory": (resident() - before) / weights, "weights": weights}))
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which run, and how often."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    rounds: int = 5
+    json: bool = False
+
+
+def once(run: Path, cache: str) -> dict[str, float]:
+    """One opening in a new process."""
+    environment = {**os.environ, "XDG_CACHE_HOME": cache}
+    command = [sys.executable, "-c", CHILD, str(run)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main(settings: Settings) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        first = once(settings.run, cache)
+        rest = [once(settings.run, cache) for _ in range(settings.rounds)]
+    found: dict[str, Any] = {"first": first["open"], "weights": first["weights"]}
+    for name in ("import", "open", "logits", "memory"):
+        found[name] = str(Spread.of([each[name] for each in rest]))
+    print(
+        json.dumps(found) if settings.json else "\n".join(f"{key:8} {value}" for key, value in found.items())
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))
