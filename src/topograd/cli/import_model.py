@@ -37,6 +37,11 @@ def run(argv: list[str]) -> int:
     found = import_model(
         asked.source, asked.out, partition=asked.partition, context=asked.context, copy=asked.copy
     )
+    if not found["native"]:
+        note(
+            f"{found['architecture']} has no stack of its own here: transformers runs it, and every token is "
+            "computed from the whole text before it"
+        )
     if asked.json:
         print_json(found)
     else:

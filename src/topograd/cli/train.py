@@ -141,9 +141,10 @@ def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
     from topograd.runs.folder import Run
 
     base = TrainConfig.from_dict(Run.open(folder).read_config())
-    config = replace(config, model=base.model, imported=base.imported, tokenizer=base.tokenizer)
+    config = replace(config, model=base.model, tokenizer=base.tokenizer)
+    config = replace(config, imported=base.imported, adapted=base.adapted)
     config = replace(config, init=str(folder), data=config.data or base.data)
-    return config if base.imported is None else tuning(config, small)
+    return tuning(config, small) if base.foreign else config
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

@@ -67,6 +67,11 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
 def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:
     """The model and the tokenizer, if others know their like."""
     stack, tokenizer, where = session.stack, session.tokenizer, session.run.folder
+    if session.config.adapted is not None:
+        raise ConfigError(
+            f"{where} is a {session.config.adapted.family}, which transformers runs here; only families with "
+            "a stack of our own are exported, and transformers has it already"
+        )
     if not isinstance(stack, Transformer) or not isinstance(tokenizer, ForeignTokenizer):
         raise ConfigError(
             f"{where} is a model of our own kind, which no other program knows; only imported models are "

@@ -50,6 +50,12 @@ def config_of(settings: Mapping[str, Any]) -> TransformerConfig:
         raise ConfigError(f"the model's config does not fit: {error}") from None
 
 
+def is_native(settings: Mapping[str, Any]) -> bool:
+    """Whether the architecture has a stack here; an encoder with a decoder counts, and is refused there."""
+    kind = settings.get("model_type")
+    return kind in ARCHITECTURES.values() or bool(settings.get("is_encoder_decoder")) or not kind
+
+
 def _family(settings: Mapping[str, Any]) -> str:
     kind, classes = settings.get("model_type"), settings.get("architectures") or []
     if not isinstance(classes, list | tuple):

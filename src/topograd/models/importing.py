@@ -8,8 +8,9 @@ Everything is read and checked before anything is written: what does not fit lea
 are memory-mapped, so that checking a model takes little more memory than its largest tensor, and opening it
 about as much as its weights.
 
-Cost: hashing the weights, and for GGUF writing them as float32. Limits: the families of `families.py`; no
-code of the folder is run and no pickle is read.
+Cost: hashing the weights, and for GGUF writing them as float32. Limits: the families of `families.py` decode
+with a cache; other architectures, of folders, are run by transformers and recompute (`adapted.py`). No code
+of the folder is run and no pickle is read.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from torch import Tensor
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
 from topograd.files import dump_json, read_json
+from topograd.models.adapted import adapt_folder
 from topograd.models.card import origin_of_folder, origin_of_gguf, write_card, write_origin
-from topograd.models.families import config_of, load_tensors
+from topograd.models.families import config_of, is_native, load_tensors
 from topograd.models.tensor_names import tensor_names
+from topograd.nn.adapted_config import AdaptedConfig
 from topograd.nn.config import GPTConfig
+from topograd.nn.stack import Stack
 from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_config import TransformerConfig
 from topograd.runs.config import TrainConfig
@@ -51,9 +55,9 @@ MOST_JSON = 2**26
 class Source:
     """A model from outside, opened and checked."""
 
-    config: TransformerConfig
+    config: TransformerConfig | AdaptedConfig
     tokenizer: ForeignTokenizer
-    stack: Transformer
+    stack: Stack
     """With its weights in place, as views of the files where they need no change."""
     references: dict[str, Any] | None
     """What weights.json would say; None where the weights must be copied."""
@@ -89,6 +93,7 @@ def import_model(
         "parameters": sum(parameter.numel() for parameter in found.stack.parameters()),
         "tokenizer": found.tokenizer.kind,
         "licence": found.origin["licence"],
+        "native": isinstance(found.config, TransformerConfig),
         "weights": "copied" if copy or found.references is None else "referred to",
         "seconds": time.perf_counter() - began,
     }
@@ -104,6 +109,8 @@ def _open(source: Path, opened: ExitStack) -> Source:
 
 def _open_folder(folder: Path, opened: ExitStack) -> Source:
     settings = _read_settings(folder / "config.json")
+    if not is_native(settings):
+        return _open_adapted(folder, settings)
     config = config_of(settings)
     files, where = _tensor_files(folder, opened)
 
@@ -124,6 +131,14 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
         return Source(config, tokenizer, stack, None, origin_of_folder(folder))
     places = {own: Place(names[where[there.name][0]], there.name) for own, there in sources.items()}
     return Source(config, tokenizer, stack, describe(files, places), origin_of_folder(folder))
+
+
+def _open_adapted(folder: Path, settings: dict[str, Any]) -> Source:
+    """A model without a native stack, which transformers runs."""
+    config, stack = adapt_folder(folder, settings)
+    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json")
+    _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
+    return Source(config, tokenizer, stack, None, origin_of_folder(folder))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -190,7 +205,9 @@ def _filled(
     return stack
 
 
-def _check_tokenizer(tokenizer: ForeignTokenizer, config: TransformerConfig, where: Path) -> None:
+def _check_tokenizer(
+    tokenizer: ForeignTokenizer, config: TransformerConfig | AdaptedConfig, where: Path
+) -> None:
     if tokenizer.vocab > config.vocab:
         raise DataError(
             f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}; it is the tokenizer of "
@@ -217,7 +234,8 @@ def _settings(found: Source, partition: str, context: int | None) -> TrainConfig
         tokenizer="imported",
         eval_bytes=EVAL_BYTES,
         model=model,
-        imported=shape,
+        imported=shape if isinstance(shape, TransformerConfig) else None,
+        adapted=shape if isinstance(shape, AdaptedConfig) else None,
     )
 
 

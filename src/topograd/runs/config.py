@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.nn.adapted_config import AdaptedConfig
 from topograd.nn.config import MOST, GPTConfig, SegmentInterface
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.transformer_config import TransformerConfig
@@ -187,6 +188,8 @@ class TrainConfig:
     """What is searched for while the weights learn."""
     imported: Annotated[TransformerConfig | None, tyro.conf.Suppress] = None
     """The shape of a model from outside; `model` then only says its sizes."""
+    adapted: Annotated[AdaptedConfig | None, tyro.conf.Suppress] = None
+    """A model from outside that transformers runs."""
     images: Annotated[ImageConfig | None, tyro.conf.Suppress] = None
     """A network on pictures (`train --task images`); `model`, `tokenizer` and `eval_bytes` then say
     nothing."""
@@ -226,7 +229,7 @@ class TrainConfig:
         for name, given in (
             ("interface", self.topology.interface is not None),
             ("search", self.search.kind != "none"),
-            ("imported", self.imported is not None),
+            ("imported", self.foreign),
             *((name, bool(getattr(self.tune, name))) for name in PARTIAL),
         ):
             if given:
@@ -273,6 +276,11 @@ class TrainConfig:
     def row(self) -> int:
         """Tokens in a row of training text."""
         return self.tune.window or self.model.context
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the model comes from outside, with a tokenizer of its own."""
+        return self.imported is not None or self.adapted is not None
 
     def stack_config(self) -> GPTConfig | TransformerConfig | ImageConfig:
         """The model's shape with the layers of private decoders, which lie behind its own.

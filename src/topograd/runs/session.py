@@ -16,6 +16,7 @@ from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windo
 from topograd.data.images import ImageData, Pictures, read_images, read_test_images
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json
+from topograd.nn.adapted_model import build_adapted
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.images.config import ImageConfig
@@ -73,7 +74,7 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     run = Run.open(folder)
     found = find_checkpoint(run, name)
     config = topology_at(read_settings(run), run.store.extra(found))
-    if tokenizer is not None and config.imported is None and tokenizer.vocab != config.model.vocab:
+    if tokenizer is not None and not config.foreign and tokenizer.vocab != config.model.vocab:
         raise RunError(
             f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}; "
             "restore it"
@@ -145,7 +146,9 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
     torch.manual_seed(config.seed)
     shape, device = config.stack_config(), device_of(config)
     stack: Stack
-    if isinstance(shape, ImageConfig):
+    if config.adapted is not None:
+        stack = build_adapted(config.adapted).to(device)
+    elif isinstance(shape, ImageConfig):
         stack = make_image_stack(shape, config.build_topology()).to(device)
     elif isinstance(shape, GPTConfig):
         stack = GPT(shape).to(device)
@@ -173,7 +176,7 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
     """The corpus of the settings, prepared, and the settings with its true vocabulary."""
     path = None if config.data is None else Path(config.data)
     data = prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
-    if config.imported is not None:  # its head may have rows that no token has
+    if config.foreign:  # its head may have rows that no token has
         return config, data
     return replace(config, model=replace(config.model, vocab=data.tokenizer.vocab)), data
 

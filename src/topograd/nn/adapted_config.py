@@ -1,0 +1,46 @@
+"""A model of transformers without a stack of our own, in a run's settings. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from topograd.errors import ConfigError
+from topograd.nn.config import MOST
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedConfig:
+    """What `nn.adapt` needs to make a stack of somebody else's model, and its sizes."""
+
+    settings: str
+    """Its config.json, as text."""
+    list: str
+    """The dotted path of its list of layers."""
+    head: str
+    """The path of its output matrix."""
+    norm: str | None = None
+    """The path of its last norm."""
+    layers: int
+    width: int
+    vocab: int
+    context: int
+
+    heads = 1
+    tied = False
+
+    def __post_init__(self) -> None:
+        try:
+            whole = isinstance(json.loads(self.settings), dict)
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ConfigError("adapted.settings is no JSON object; restore the run's config.toml")
+        for name in ("layers", "width", "vocab", "context"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"adapted.{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def family(self) -> str:
+        """What transformers calls the architecture."""
+        return str(json.loads(self.settings).get("model_type"))
