@@ -1,6 +1,6 @@
 """An exported GGUF read by llama.cpp itself: the same greedy text as the run it was made of.
 
-    python benchmarks/llama_cpp.py RUN [--python PYTHON] [--tokens 24] [--json]
+    python benchmarks/exported_gguf.py RUN [--python PYTHON] [--tokens 24] [--json]
 
 PYTHON is an interpreter that has llama-cpp-python, which needs a compiler to install and is therefore not
 among this package's extras; by default the one that runs this. Exports the run as GGUF (F32), lets llama.cpp
