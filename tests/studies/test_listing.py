@@ -16,6 +16,9 @@ from topograd.studies.verdicts import UNDECIDED
 STAGED = [name for name in STUDIES if name.startswith(("stage", "experiment"))]
 ELSEWHERE = {
     "experiment-c": "its probes take most of a minute; its parts are tested in test_experiments.py",
+    "continual": "test_continual.py runs it",
+    "elastic": "test_elastic.py runs it",
+    "image-topologies": "test_image_topologies.py runs it",
     "fields": "test_field_training.py runs it",
     "optimizers": "test_optimizer_comparison.py runs it",
     "minilm": "it needs weights that are not installed here",

@@ -34,6 +34,8 @@ class Run:
     """tiny takes seconds and decides little, small minutes, and more than an hour for `interfaces`."""
     seeds: int | None = None
     """Seeds of every arm, where a study has a choice; by default the preset's."""
+    data: str | None = None
+    """Of studies on pictures: a folder of IDX or CIFAR binary files; scikit-learn's digits by default."""
     out: Path = Path("runs/studies")
     """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
     json: Json = False
@@ -75,7 +77,7 @@ def _run(asked: Run) -> dict[str, Any]:
     make_folder(asked.out)
     if asked.preset == "small":
         note(f"{asked.name}: some minutes")
-    record = run_study(asked.name, asked.preset, asked.seeds, counted(asked.name))
+    record = run_study(asked.name, asked.preset, asked.seeds, counted(asked.name), asked.data)
     return {**record, "page": str(write_study(asked.out, record))}
 
 

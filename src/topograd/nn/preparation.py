@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from topograd.errors import StackError
+from topograd.nn.auxiliaries import add_auxiliaries
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import add_interfaces
 from topograd.nn.learned_relays import add_relays
@@ -33,6 +34,7 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     if wanted.heads == "per-stage":
         stack.add_heads(_own_heads(plan), wanted.head_rank)
     add_relays(stack, wanted)
+    add_auxiliaries(stack, plan)
     if wanted.interface is not None:
         settings = SegmentInterface.parse(wanted.interface)
         add_interfaces(stack, settings, len(plan.stages), stack.width, stack.context)

@@ -124,6 +124,28 @@ class Stack(nn.Module):
         """Positions that the stack sees, which interfaces are sized by."""
         raise StackError(f"{type(self).__name__} does not say its context; define it, or add relays yourself")
 
+    def features(self, h: Tensor) -> Tensor:
+        """The numbers (..., width) that a head reads of a hidden state."""
+        return h
+
+    def feature_width(self, shape: tuple[int, ...]) -> int:
+        """How many numbers `features` gives for a hidden state of some shape."""
+        return shape[-1]
+
+    def shape_before(self, layer: int) -> tuple[int, ...]:
+        """The shape of what a layer takes, behind the batch; of one position where there are several."""
+        return (self.width,)
+
+    def shape_behind(self, layer: int) -> tuple[int, ...]:
+        """The shape of what a layer gives."""
+        return (self.width,)
+
+    def after_step(self) -> None:
+        """Called when the optimizers have stepped: what follows the weights without learning moves on."""
+        for module in self.own_relays().values():
+            if hasattr(module, "after_step"):
+                module.after_step(self)
+
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         """Parameters that only the head of `stage` has; what a specialist on a frozen base may train."""
         return []

@@ -3,6 +3,7 @@
     graph = "chain"        partition = "2,2"                   stages one behind the other
     graph = "forest"       branches = ["2", "1,1"]             several chains from the embedding
     graph = "cover"        intervals = [[0, 3], [2, 4]]        experts whose layers overlap
+    graph = "targets"      partition = "1,1,1"                 difference target propagation
     graph = "soft"         transmissivities = [0.2, 0.9, 0.0]  a boundary after every layer
     graph = "stages"       [[topology.stages]]                 every stage and edge by itself
     interface = "S=8,r=8"  partition = "2,2"                   regions joined by bounded interfaces
@@ -23,20 +24,21 @@ import tyro
 from topograd.errors import ConfigError, TopologyError
 from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
-from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
+from topograd.topology.dag import EMBEDDING, HEADLESS, PLAIN_RELAYS, Edge, Stage, Topology
 from topograd.topology.plan import Plan
 
 HEAD_RANK = 8
 """Rank of low-rank heads where none is given."""
 OWN_TEACHER = "self"
 """What `teacher` says where the model teaches itself."""
-Graph = Literal["chain", "forest", "cover", "soft", "stages"]
+Graph = Literal["chain", "forest", "cover", "soft", "targets", "stages"]
 Backward = Literal["autograd", "scan", "hybrid"]
 _USES: dict[str, tuple[str, ...]] = {
     "chain": ("partition", "transmissivity", "transmissivities"),
     "forest": ("branches",),
     "cover": ("intervals",),
     "soft": ("transmissivities",),
+    "targets": ("partition",),
     "stages": ("stages",),
 }
 _NOT_WITH_INTERFACES = (
@@ -50,7 +52,8 @@ class TopologyConfig:
     """Where gradients flow, and how the stages predict."""
 
     graph: Graph = "chain"
-    """What the stages are: a chain, a forest, a cover, soft boundaries, or stages listed one by one."""
+    """What the stages are: a chain, a forest, a cover, soft boundaries, a chain with target propagation
+    (targets), or stages listed one by one."""
     partition: str = "L"
     """Layers per stage, as "2,2,2"; "L" or the number of layers alone is backprop."""
     branches: tuple[str, ...] = ()
@@ -67,7 +70,9 @@ class TopologyConfig:
     """Layers that every stage has to itself between its end and its head: a private decoder."""
     objective: str = "cross-entropy"
     """What every stage is asked: cross-entropy, residual (correct the sum of the stages before), z-loss,
-    distillation (needs a teacher), or package.module:attribute of your own."""
+    distillation (needs a teacher), diversity (make other mistakes than those before), autoencoder (rebuild
+    what was received; the last stage predicts), byol, ridge, forward-forward, or package.module:attribute of
+    your own."""
     objectives: tuple[str, ...] = ()
     """An objective for each stage with a loss, instead of one for all."""
     weights: tuple[float, ...] = ()
@@ -201,13 +206,13 @@ class TopologyConfig:
             head_rank=rank,
             relay_rank=self.relay_rank,
             bus=self.bus,
-            reduction=self.reduction,
+            reduction="sum" if self.graph == "targets" else self.reduction,
             prediction=self._prediction(),
         )
         return topology.with_decoders(self.decoder) if self.decoder else topology
 
     def _named(self) -> str:
-        if self.graph == "chain":
+        if self.graph in ("chain", "targets"):
             return f"partition {self.partition}"
         return f"{self.graph} {getattr(self, _USES[self.graph][0])}"
 
@@ -220,6 +225,7 @@ class TopologyConfig:
             "forest": lambda: Topology.forest(self.branches),
             "cover": lambda: Topology.cover(self.intervals),
             "soft": lambda: Topology.soft(self.transmissivities),
+            "targets": lambda: self._targets(partition),
             "stages": lambda: Topology(max(stage.stop for stage in self.stages), self.stages),
         }
         if self.interface is None:
@@ -231,6 +237,15 @@ class TopologyConfig:
                 "give partition at least two parts"
             )
         return regions
+
+    def _targets(self, partition: str) -> Topology:
+        for name in ("objective", "objectives", "weights", "relay", "source", "decoder", "reduction"):
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; target propagation has its own, leave it out"
+                )
+        return Topology.targets(partition)
 
     def _edges(self, topology: Topology) -> Topology:
         """Boundaries with their own transmissivity, relays, and an input bus."""
@@ -288,11 +303,15 @@ class TopologyConfig:
                 )
             for k, name in zip(learning, self.objectives, strict=True):
                 stages[k] = replace(stages[k], objective=name)
+        elif self.objective in HEADLESS:  # something must learn to predict: the last stage
+            for k in learning[:-1]:
+                stages[k] = replace(stages[k], objective=self.objective)
         elif self.objective != "cross-entropy":
             stages = [replace(stage, objective=self.objective) for stage in stages]
             if self.objective == "distillation" and self.teacher == OWN_TEACHER:
                 last = learning[-1]  # which is what teaches the others
                 stages[last] = replace(stages[last], objective="cross-entropy")
+        stages = [replace(s, head=False) if s.objective in HEADLESS else s for s in stages]
         return replace(topology, stages=tuple(stages))
 
     def _prediction(self) -> str | tuple[float, ...]:

@@ -24,6 +24,8 @@ from topograd.topology.prediction import prediction_of
 
 EMBEDDING = -1
 """The source that is not a stage: the embedding stream x0."""
+HEADLESS = ("autoencoder", "inverse")
+"""Objectives that train no head: their stages have a loss and do not predict."""
 PLAIN_RELAYS = ("identity", "pre-norm")
 """The relays without parameters; every other one belongs to a single edge and has a name of its own."""
 
@@ -52,7 +54,8 @@ class Stage:
     frozen: bool = False
     """Run without gradients and without a loss."""
     head: bool = True
-    """Whether its head was trained before it was frozen; what never had a loss has no logits to offer."""
+    """Whether its loss trains its head, or did before it was frozen; a head that nothing trained is not
+    read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,25 @@ class Topology:
             heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=interface_name(k))
             stages.append(Stage(start, stop, (heard,), weight=float(k == last)))
         return cls(composition.layers, tuple(stages), interface=interface)
+
+    @classmethod
+    def targets(cls, composition: Composition | str) -> Topology:
+        """Difference target propagation: stages tell those before them what they should have given.
+
+        The loss is the last stage's, and the gradient of it is the last error that is one; every stage before
+        it but the first sends errors on through its own map back (`nn/inverse.py`), which it learns by
+        reconstruction.
+        """
+        composition = _configuration(composition).composition
+        last = composition.stages - 1
+        stages = []
+        for k, (start, stop) in enumerate(composition.intervals):
+            relay = f"target-{k}" if 0 < k < last else "identity"
+            heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=relay)
+            asked = "inverse" if 0 < k < last else "cross-entropy"
+            weight = 0.0 if k == 0 < last else 1.0
+            stages.append(Stage(start, stop, (heard,), asked, weight, head=k == last))
+        return cls(composition.layers, tuple(stages), reduction="sum")
 
     @classmethod
     def soft(
@@ -259,7 +281,7 @@ class Topology:
         How several predict together is for who composes them to say: see `specialists/composition.py`.
         """
         base = tuple(
-            replace(s, frozen=True, weight=0.0, head=s.head if s.frozen else s.weight > 0)
+            replace(s, frozen=True, weight=0.0, head=s.head and (s.frozen or s.weight > 0))
             for s in self.stages
         )
         heard = tuple(Edge(k) for k in self.leaves())

@@ -47,8 +47,8 @@ class PlannedStage:
 
     @property
     def predicts(self) -> bool:
-        """Whether its head is worth reading: it has a loss, or had one before it was frozen."""
-        return self.scale > 0 or (self.stage.frozen and self.stage.head)
+        """Whether its head is worth reading: a loss trains it, or did before the stage was frozen."""
+        return self.stage.head and (self.scale > 0 or self.stage.frozen)
 
     @property
     def layers(self) -> range:

@@ -8,8 +8,9 @@
 An exit after stage k predicts by what there is up to k: its own logits, the sum or the pool so far.
 
 What `auto` means. A stage whose objective is `residual` was trained as the sum of all stages up to it, and
-predicts so. Any other stage predicts alone. The model predicts by its leaves, the stages whose end nobody
-hears: by the one leaf of a chain, by the mean of the branches of a forest and of the experts of a cover.
+predicts so; so do stages of `diversity`, which is about their product, and of `forward-forward`. Any other
+stage predicts alone. The model predicts by its leaves, the stages whose end nobody hears: by the one leaf of
+a chain, by the mean of the branches of a forest and of the experts of a cover.
 
 Whoever runs a plan reads this here and nowhere else: the engine, exits, speculation, evaluation, reports, the
 search and a distillation teacher. Pure data; adding a constant to logits changes no probability, so pooling
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 Terms = tuple[tuple[int, float], ...]
 """Stages and the weights of their logits."""
 WORDS = ("auto", "last", "sum", "mean")
+SUMMED = ("residual", "diversity", "forward-forward")
+"""Objectives of stages that predict as a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def prediction_of(topology: Topology, predicting: Sequence[int]) -> Prediction:
 
 
 def _auto(topology: Topology, predicting: Sequence[int]) -> Prediction:
-    residual = {k: topology.stages[k].objective == "residual" for k in predicting}
+    residual = {k: topology.stages[k].objective in SUMMED for k in predicting}
     exits: dict[int, Terms] = {
         k: _equal([j for j in predicting if j <= k], False) if residual[k] else ((k, 1.0),)
         for k in predicting

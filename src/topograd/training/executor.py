@@ -12,7 +12,7 @@ one graph, one backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from topograd.nn.preparation import check_prepared
-from topograd.nn.stack import Stack
+from topograd.nn.stack import Bus, Stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.forward import given_messages, needed_stages, run_stage
-from topograd.training.objectives import Logits, Objective, objectives_of, stage_loss
+from topograd.training.local_objectives import LocalObjective, StageView
+from topograd.training.objectives import CrossEntropy, Logits, Objective, objectives_of, stage_loss
 
 
 @dataclass
@@ -88,24 +89,27 @@ def train_step(
     for planned in plan.stages:
         opened = _Open(planned, None, {})
         own_bus = bus if planned.live_bus else detached_bus
+        received: list[Tensor] = []
         with torch.set_grad_enabled(not planned.stage.frozen), _still(stack, planned):
             if planned.index in running:
                 received = [_receive(port, lam, messages, stream, opened) for port, lam in planned.inputs]
                 h, sent = run_stage(stack, planned, received, own_bus, lean=not planned.predicts)
-                del received
             else:
                 h = known.get(planned.stage.stop, x0)  # x0 where nobody reads it
                 sent = {port: value for port, value in given.items() if port.source == planned.index}
             if planned.scale > 0:
                 objective = asked[planned.index]
-                opened.loss = stage_loss(stack, h, planned.head, objective, targets, finished, teacher)
+                if isinstance(objective, LocalObjective):
+                    opened.loss = objective.of_stage(_view(stack, planned, received, h, own_bus, targets))
+                else:
+                    opened.loss = stage_loss(stack, h, planned.head, objective, targets, finished, teacher)
         opened.sent = {port: _Message(value) for port, value in sent.items()}
         messages.update(opened.sent)
         losses.append(x0.new_tensor(float("nan")) if opened.loss is None else opened.loss.detach())
         if keep and planned.predicts:
             finished.append((planned.head, h.detach()))
         open_stages[planned.index] = opened
-        del h, sent
+        del h, sent, received
         _close_ready(plan, planned.index, open_stages, waiting, scale)
         for port in planned.forget:
             messages.pop(port, None)
@@ -134,6 +138,15 @@ def _trunk(stack: Stack) -> int:
         if any(parameter.requires_grad for parameter in layer.parameters()):
             return index
     return len(stack.layers)
+
+
+def _view(
+    stack: Stack, planned: PlannedStage, received: Sequence[Tensor], h: Tensor, bus: Bus, targets: Tensor
+) -> StageView:
+    def cross_entropy() -> Tensor:
+        return stage_loss(stack, h, planned.head, CrossEntropy(), targets)
+
+    return StageView(stack, planned, received[0].detach(), h, bus, targets, cross_entropy)
 
 
 @contextmanager

@@ -109,6 +109,10 @@ def run_stage(
                 h = module(h, bus)[:, rows]
             tapped[layer + 1] = h
     h = tapped[planned.stage.stop]
+    for (port, _), message in zip(planned.inputs, messages, strict=True):
+        relay = stack.relay(port.relay)
+        if hasattr(relay, "close"):  # a relay that chooses what goes back (`nn/inverse.py`)
+            h = tapped[planned.stage.stop] = relay.close(h, message)
     sent = {}
     for port in planned.sends:
         relay = stack.relay(port.relay)

@@ -106,6 +106,7 @@ class TrainingLoop:
         self.halted.update(newly)
         self._clip(parts, norms)
         self.optimizers.step()
+        self.stack.after_step()
         self.stack.zero_grad(set_to_none=True)
         return Step(losses, tuple(norm.item() for norm in norms), tuple(newly))
 

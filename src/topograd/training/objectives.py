@@ -9,7 +9,8 @@ An objective is a function from a chunk's logits (C, V), the detached sum of the
 None), the teacher's logits (or None) and the targets (C) to the sum of the losses of the chunk. `stage_loss`
 divides by the number of targets. Plain cross-entropy of a linear readout takes the fast path; everything
 else recomputes each chunk's logits in its backward, so that they are never whole in memory either. Logits
-of earlier stages and of a teacher are recomputed from their hidden states, chunk by chunk.
+of earlier stages and of a teacher are recomputed from their hidden states, chunk by chunk. Objectives that
+look at more than logits are in `local_objectives.py`.
 """
 
 from __future__ import annotations
@@ -118,6 +119,12 @@ OBJECTIVES: Registry[Objective] = Registry(
         "residual": Residual(),
         "distillation": Distillation(),
         "z-loss": Z_LOSS,
+        "diversity": "topograd.training.local_objectives:Diversity",
+        "forward-forward": "topograd.training.local_objectives:ForwardForward",
+        "autoencoder": "topograd.training.local_objectives:Autoencoder",
+        "byol": "topograd.training.local_objectives:Byol",
+        "ridge": "topograd.training.local_objectives:Ridge",
+        "inverse": "topograd.training.local_objectives:InverseObjective",
     },
 )
 """What settings call objectives by. An entry is an objective, or a class that makes one without arguments."""
@@ -190,6 +197,8 @@ def stage_loss(
         return objective(stack.readout(rows, stage), summed, taught, y[where])
 
     total = torch.zeros((), device=h.device, dtype=h.dtype)
+    if tokens <= chunk:  # one chunk is whole either way, so there is nothing to recompute
+        return part(flat, 0) / (y != -100).sum().clamp(min=1)
     for i, rows in enumerate(flat.split(chunk)):
         total = total + checkpoint(part, rows, i * chunk, use_reentrant=False)
     return total / (y != -100).sum().clamp(min=1)

@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topograd.errors import ConfigError
+from topograd.nn.auxiliaries import auxiliary_name
 from topograd.nn.blocks import MLP
 from topograd.nn.heads import FullDelta, Head
 from topograd.nn.stack import Stack
@@ -156,6 +157,7 @@ def stage_parameters(stack: Stack, plan: Plan, stages: Iterable[int]) -> list[nn
         planned = plan.stages[stage]
         modules = [stack.layers[i] for i in planned.layers]
         modules += [relays[port.relay] for port, _ in planned.inputs if port.relay in relays]
+        modules += [relays[name] for name in (auxiliary_name(planned),) if name in relays]
         found |= {id(p): p for module in modules for p in module.parameters()}
         found |= {id(p): p for p in stack.head_parameters(planned.head)}
     return list(found.values())

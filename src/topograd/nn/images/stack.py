@@ -97,6 +97,12 @@ class ImageStack(Stack):
         """How many numbers `features` gives."""
         return shape[0]
 
+    def shape_before(self, layer: int) -> Shape:
+        return self.shapes[layer][0]
+
+    def shape_behind(self, layer: int) -> Shape:
+        return self.shapes[layer][1]
+
     # The stack
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
@@ -106,7 +112,11 @@ class ImageStack(Stack):
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         x = self.features(h)
-        logits: Tensor = self.head[str(x.shape[-1])](x, stage, rows)
+        solved = self.own_relays().get(f"ridge-{stage}")
+        if solved is not None:  # a head in closed form (`nn/auxiliaries.py`)
+            logits: Tensor = solved(x)
+            return logits if rows is None else logits[..., rows]
+        logits = self.head[str(x.shape[-1])](x, stage, rows)
         return logits
 
     def _build(self, topology: Topology) -> None:
@@ -187,14 +197,15 @@ class ImageStack(Stack):
         return any(added)
 
     def has_head(self, stage: int) -> bool:
-        return stage in self._stage_widths and self._head_of(stage).has_delta(stage)
+        known = str(self._stage_widths.get(stage)) in self.head
+        return known and self._head_of(stage).has_delta(stage)
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         return self._head_of(stage).own_parameters(stage) if self.has_head(stage) else []
 
     @property
     def last_stage(self) -> int:
-        return max((self._head_of(stage).last_stage for stage in self._stage_widths), default=0)
+        return max((stage for stage in self._stage_widths if self.has_head(stage)), default=0)
 
     @property
     def width(self) -> int:

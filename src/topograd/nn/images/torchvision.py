@@ -1,0 +1,212 @@
+"""torchvision's own networks as stacks: its ResNets and vision transformers, their modules used as they are.
+
+    ResNet               x0 = maxpool(relu(bn1(conv1(x))))    layers: the blocks of layer1 to layer4, in order
+                         readout: fc(flatten(avgpool(h)))
+    VisionTransformer    x0 = dropout([class; patches] + position)    layers: the encoder's
+                         readout: heads(ln(h)[:, 0])
+
+Logits are those of the network bit for bit: the same modules run in the same order, and nothing else.
+torchvision is not imported here: a network is known by the modules that it has. A stage that ends where the
+network is narrower than at its end gets a head of its own width, drawn like torch's linear layers; `prepare`
+adds it.
+
+Limits. Inputs are float pictures, normalised by whoever has the network. What torchvision's forward does
+beside its modules is repeated here; `verify` compares the logits, and a version that does otherwise is
+refused by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import StackError
+from topograd.nn.heads import Head
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.plan import Plan
+
+_RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc")
+_VIT = ("conv_proj", "class_token", "encoder", "heads", "_process_input")
+
+
+class _Block(nn.Module):
+    """A block of the network, called as a layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+        out: Tensor = self.inner(h)
+        return out
+
+
+class TorchvisionStack(Stack):
+    """Base of both: the network's last matrix is the shared head, narrower stages have others."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], last: nn.Linear) -> None:
+        super().__init__()
+        self.model = model
+        # Not registered: the model has these modules already, under their own names.
+        self.__dict__["layers"] = nn.ModuleList(_Block(block) for block in blocks)
+        self.__dict__["last"] = last
+        self.heads = nn.ModuleDict()
+        """Beside the network's own: by width, and the deltas of stages."""
+        self._widths: dict[int, int] = {}
+
+    def features(self, h: Tensor) -> Tensor:
+        raise StackError(f"{type(self).__name__} has no features; a stack of torchvision's must define them")
+
+    def width_after(self, layer: int) -> int:
+        """The features behind a layer."""
+        raise StackError(f"{type(self).__name__} has no width_after; it must be defined")
+
+    def arrange(self, plan: Plan) -> None:
+        for planned in plan.stages:
+            width = self.width_after(planned.stage.stop - 1)
+            self._widths[planned.head] = width
+            if planned.predicts:
+                self._add_head(width)
+
+    def _add_head(self, width: int) -> None:
+        last: nn.Linear = self.__dict__["last"]
+        if str(width) in self.heads:
+            return
+        if width == last.in_features:
+            self.heads[str(width)] = Head(last.weight, last.bias)
+            return
+        bound = 1 / math.sqrt(width)
+        weight = torch.empty(last.out_features, width).uniform_(-bound, bound).to(last.weight)
+        self.heads[str(width)] = Head(nn.Parameter(weight), nn.Parameter(torch.zeros_like(last.bias)))
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        x = self.features(h)
+        last: nn.Linear = self.__dict__["last"]
+        if str(x.shape[-1]) not in self.heads and x.shape[-1] == last.in_features:
+            out: Tensor = last(x)
+            return out if rows is None else out[..., rows]
+        if str(x.shape[-1]) not in self.heads:
+            raise StackError(
+                f"no head reads {x.shape[-1]} features; call tg.prepare(stack, topology) for the topology"
+            )
+        logits: Tensor = self.heads[str(x.shape[-1])](x, stage, rows)
+        return logits
+
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        added = [self._head(stage).add([stage], rank) for stage in stages]
+        return any(added)
+
+    def has_head(self, stage: int) -> bool:
+        return str(self._widths.get(stage)) in self.heads and self._head(stage).has_delta(stage)
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        return self._head(stage).own_parameters(stage) if self.has_head(stage) else []
+
+    def _head(self, stage: int) -> Head:
+        head = self.heads[str(self._widths[stage])]
+        assert isinstance(head, Head)
+        return head
+
+    @property
+    def last_stage(self) -> int:
+        return max((stage for stage in self._widths if self.has_head(stage)), default=0)
+
+    @torch.no_grad()
+    def verify(self, images: Tensor) -> None:
+        """Refuse the network unless the stack gives its logits bit for bit, both as in inference."""
+        training = self.model.training
+        self.model.eval()
+        h = self.embed(images)
+        for layer in self.layers:
+            h = layer(h, self.bus(h, images))
+        ours, theirs = self.__dict__["last"](self.features(h)), self.model(images)
+        self.model.train(training)
+        if not torch.equal(ours, theirs):
+            raise StackError(
+                f"the stack differs from {type(self.model).__name__} by {(ours - theirs).abs().max():.3g}; "
+                "write "
+                "a Stack for this network instead"
+            )
+
+
+class ResNetStack(TorchvisionStack):
+    """torchvision.models.ResNet: resnet18, resnet50, wide_resnet50_2 and so on."""
+
+    model: Any
+
+    def __init__(self, model: Any) -> None:
+        blocks = [
+            block for group in (model.layer1, model.layer2, model.layer3, model.layer4) for block in group
+        ]
+        super().__init__(model, blocks, model.fc)
+        self._outputs = [_channels(block) for block in blocks]
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        m = self.model
+        out: Tensor = m.maxpool(m.relu(m.bn1(m.conv1(inputs))))
+        return out
+
+    def features(self, h: Tensor) -> Tensor:
+        return torch.flatten(self.model.avgpool(h), 1)
+
+    def width_after(self, layer: int) -> int:
+        return self._outputs[layer]
+
+
+class VisionTransformerStack(TorchvisionStack):
+    """torchvision.models.VisionTransformer: vit_b_16 and its kin."""
+
+    model: Any
+
+    def __init__(self, model: Any) -> None:
+        head = list(model.heads)
+        if len(head) != 1 or not isinstance(head[0], nn.Linear):
+            raise StackError(
+                "this VisionTransformer has a head of several layers; only a linear one is taken"
+            )
+        super().__init__(model, list(model.encoder.layers), head[0])
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        m = self.model
+        patches = m._process_input(inputs)
+        first = m.class_token.expand(len(patches), -1, -1)
+        out: Tensor = m.encoder.dropout(torch.cat([first, patches], dim=1) + m.encoder.pos_embedding)
+        return out
+
+    def features(self, h: Tensor) -> Tensor:
+        out: Tensor = self.model.encoder.ln(h)[:, 0]
+        return out
+
+    def width_after(self, layer: int) -> int:
+        last: nn.Linear = self.__dict__["last"]
+        return last.in_features
+
+
+def _channels(block: nn.Module) -> int:
+    """What a residual block gives: the channels of its last convolution."""
+    found = [m for m in block.modules() if isinstance(m, nn.Conv2d)]
+    names = dict(block.named_children())
+    last = names.get("conv3", names.get("conv2", found[-1]))
+    assert isinstance(last, nn.Conv2d)
+    return last.out_channels
+
+
+def adapt_torchvision(model: nn.Module, images: Tensor | None = None) -> TorchvisionStack:
+    """A stack of one of torchvision's networks; with `images`, (batch, 3, height, width), it is verified."""
+    if all(hasattr(model, name) for name in _RESNET):
+        stack: TorchvisionStack = ResNetStack(model)
+    elif all(hasattr(model, name) for name in _VIT):
+        stack = VisionTransformerStack(model)
+    else:
+        raise StackError(
+            f"{type(model).__name__} is no ResNet or VisionTransformer of torchvision; use tg.adapt, or "
+            "write a "
+            "Stack for it"
+        )
+    if images is not None:
+        stack.verify(images)
+    return stack

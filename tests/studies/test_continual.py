@@ -1,0 +1,57 @@
+"""The study of continual learning in miniature, through its door."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from topograd.cli.main import main
+from topograd.errors import ConfigError
+from topograd.studies import continual, continual_methods
+from topograd.studies.continual import NAMES, Scale
+from topograd.studies.listing import run_study
+
+
+@pytest.fixture
+def miniature(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setitem(continual.PRESETS, "tiny", Scale((6,), 2, 8, 1, 8, (0.003,)))
+    monkeypatch.setattr(continual_methods, "FISHER_ROWS", 2)
+
+
+@pytest.mark.usefixtures("miniature")
+def test_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "run", "continual", "--preset", "tiny", "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["method"] for row in found["rows"]} == set(NAMES)
+    assert {row["scenario"] for row in found["rows"]} == {"class", "domain"}
+    for row in found["rows"]:
+        assert {"method", "accuracy", "forgetting", "seed"} <= row.keys()
+        assert len(row["matrix"]) == 5
+        assert 0 <= row["accuracy"] <= 1
+    assert found["verdict"]
+    assert [table["caption"] for table in found["tables"]] == ["class-incremental", "domain-incremental"]
+
+
+@pytest.mark.usefixtures("miniature")
+def test_rates_are_tuned_on_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(continual.PRESETS, "tiny", Scale((6,), 1, 8, 1, 8, (0.0, 0.01), tuned=True))
+    seeds = []
+    real = continual.learn
+    monkeypatch.setattr(continual, "METHODS", {"finetune": continual.METHODS["finetune"]})
+    monkeypatch.setattr(continual, "SCENARIOS", ("class",))
+    monkeypatch.setattr(continual, "_claims", lambda rows: ())
+    monkeypatch.setattr(continual, "_findings", lambda rows: ())
+
+    def watched(*args: object) -> object:
+        seeds.append(args[-1])
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(continual, "learn", watched)
+    continual.run("tiny", 1, lambda done, total: None)
+    assert seeds == [continual.TUNING_SEED, continual.TUNING_SEED, 0]
+
+
+def test_studies_with_data_of_their_own_refuse_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="data of its own"):
+        run_study("leak", "tiny", None, lambda done, total: None, "somewhere")
