@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,9 @@ def main() -> None:
 
         turns: dict[str, Turn] = {}
         for name in llamas:
-            turns[f"llama.cpp {name}"] = lambda name=name: llama(name, short, asked.tokens)
+            turns[f"llama.cpp {name}"] = partial(llama, name, short, asked.tokens)
         for weights, engine in engines.items():
-            turns[f"ours {weights}"] = lambda engine=engine: ours(engine, short, asked.tokens)
+            turns[f"ours {weights}"] = partial(ours, engine, short, asked.tokens)
         if not asked.no_transformers:
             plain = hugging_face(Path(place) / "hf")
             turns["transformers"] = lambda: plain(short, asked.tokens)

@@ -7,18 +7,19 @@ The prompt is read as one batch; then each token is the likeliest one, evaluated
 llama_cpp.py` starts it with the Python that has llama-cpp-python.
 """
 
+import importlib
 import json
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
 
 def main() -> None:
-    from llama_cpp import Llama  # type: ignore[import-not-found]
-
+    make: Any = importlib.import_module("llama_cpp").Llama
     file, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    llama = Llama(file, n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+    llama = make(file, n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
     vocab = llama.n_vocab()
 
     def likeliest() -> int:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from topograd.benchmarks.settings import DecodeSettings
+from topograd.benchmarks.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.data.windows import Text
 from topograd.depth.agreement import differences, distinct, identical, mean_stage
 from topograd.depth.autotune import DraftRule, simulate
@@ -49,12 +50,14 @@ WARM = 0.8
 """The temperature of the sampled comparison."""
 
 
-def bench_decode(session: Session, settings: DecodeSettings) -> dict[str, Any]:
-    """Every reading of this module, as plain numbers."""
+def bench_decode(
+    session: Session, settings: DecodeSettings, runtime: str | None = None, weights: str = "float32"
+) -> dict[str, Any]:
+    """Every reading of this module, as plain numbers; full depth is that of the runtime and its weights."""
     check_exits(session.plan)
-    engine = engine_of(session)
+    engine = engine_of(session, runtime, weights)
     text = heldout_text(session, None, settings.bytes)
-    seen, unseen = heldout_readings(session, text).split()
+    seen, unseen = heldout_readings(session, text, engine=engine).split()
     if not len(seen) or not len(unseen):
         raise ConfigError(f"{settings.bytes} bytes are too little held-out text; give more --bytes")
     calibration = Calibration.of(seen, session.step)
@@ -68,6 +71,8 @@ def bench_decode(session: Session, settings: DecodeSettings) -> dict[str, Any]:
     rate = {name: tokens / sorted(times)[len(times) // 2] for name, times in seconds.items()}
     results = {
         "run": str(session.run.folder),
+        "runtime": engine.runtime.name,
+        "weights": engine.runtime.precision,
         "threads": torch.get_num_threads(),
         "settings": vars(settings),
         "full": {"tokens_per_second": rate["full"], "distinct_4grams": distinct(written["full"].texts)},
@@ -77,6 +82,8 @@ def bench_decode(session: Session, settings: DecodeSettings) -> dict[str, Any]:
         "sampled": _sampled(written, seconds, rate),
         "batch": _batched(engine, tuning, text, settings),
         "row_costs": tuning.costs.as_dict(),
+        "rows": relative_rows(row_costs(engine)),
+        "bandwidth_share": matrix_bytes(engine, session.stack) * rate["full"] / read_bandwidth(),
     }
     return {**results, "ways": ways(results)}
 

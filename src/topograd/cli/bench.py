@@ -11,7 +11,17 @@ import tyro
 from rich.table import Table
 
 from topograd.benchmarks.settings import DecodeSettings, KernelSettings, OptimizerSettings
-from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.cli.console import (
+    DASH,
+    Json,
+    RuntimeFlag,
+    WeightsFlag,
+    note,
+    number,
+    out,
+    parse_one_of,
+    print_json,
+)
 from topograd.interfaces.settings import BenchSettings
 from topograd.pretrained import REFERENCE
 
@@ -23,6 +33,8 @@ class Decode:
     folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
     """The run's folder; by default the reference model that comes with the package."""
     settings: Annotated[DecodeSettings, tyro.conf.arg(name="")] = field(default_factory=DecodeSettings)
+    runtime: RuntimeFlag = None
+    weights: WeightsFlag = "float32"
     json: Json = False
 
 
@@ -68,7 +80,7 @@ def run(argv: list[str]) -> int:
 
             session = open_session(asked.folder or REFERENCE)
             note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
-            results = bench_decode(session, asked.settings)
+            results = bench_decode(session, asked.settings, asked.runtime, asked.weights)
             tables = [decode_table(results), curve_table(results["wand"])]
         case Scan():
             note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")

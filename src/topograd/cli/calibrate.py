@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
-from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
+from topograd.cli.console import Folder, Json, RuntimeFlag, note, number, out, parse, print_json
 from topograd.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Calibrate:
     """The run's folder."""
     bytes: int = 200_000
     """Read at most this much held-out text, spaced evenly over it."""
+    runtime: RuntimeFlag = None
     json: Json = False
 
 
@@ -54,7 +55,7 @@ def run(argv: list[str]) -> int:
     calibrating, measuring = heldout_readings(session, text, on_batch=counted("windows read")).split()
     calibration = Calibration.of(calibrating, session.step)
     note("measuring what drafts cost on this machine")
-    engine = engine_of(session)
+    engine = engine_of(session, asked.runtime)
     tuning = tune(engine, calibration.sample, own_text(session, engine, text))
     tuning = tune_drafting(session, engine, text, tuning)
     store(session, calibration, tuning)

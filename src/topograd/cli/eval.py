@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from topograd.cli.console import Folder, Json, out, parse, print_json
+from topograd.cli.console import Folder, Json, WeightsFlag, note, out, parse, print_json
 from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
 
 if TYPE_CHECKING:
+    from topograd.data.windows import Text
     from topograd.runs.session import Session
 
 _KIND = {True: "images", False: "text"}
@@ -36,6 +37,9 @@ class Eval:
     """Read at most this much of the text, spaced evenly over it."""
     images: int | None = None
     """Of a run on images: read at most so many pictures, spaced evenly."""
+    weights: WeightsFlag = "float32"
+    keep_weights: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Keep the int8 or int4 weights beside the run: they need not be made at every start then."""
     json: Json = False
 
 
@@ -49,6 +53,8 @@ def run(argv: list[str]) -> int:
     for flag, given in (("--bytes", asked.bytes), ("--images", asked.images)):
         if given is not None and given < 1:
             raise ConfigError(f"{flag} is {given}; it must be at least 1")
+    if asked.keep_weights and asked.weights == "float32":
+        raise ConfigError("--keep-weights is for --weights int8 or int4; a run keeps its own anyway")
     config, results = _measured(asked)
     if asked.json:
         print_json(results)
@@ -56,6 +62,14 @@ def run(argv: list[str]) -> int:
         from topograd.cli.results import readings_table
 
         out().print(readings_table(config, results))
+        if "precision" in results:
+            cost = results["precision"]
+            each = zip(cost["bpb"], cost["float32_bpb"], cost["agreement"], strict=True)
+            for k, (bpb, own, agreement) in enumerate(each, 1):
+                out().print(
+                    f"{asked.weights}, first {k} stages: BPB {bpb:.4f} for {own:.4f}, "
+                    f"likeliest token float32's {agreement:.4f}"
+                )
     return 0
 
 
@@ -79,7 +93,7 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     results = measured(session, text, counted("windows read"))
     if asked.data is None and asked.from_ is None:
         _keep(session, results)
-    return session.config, results
+    return session.config, results | _quantised(asked, session, text)
 
 
 def _keep(session: Session, results: dict[str, Any]) -> None:
@@ -90,3 +104,23 @@ def _keep(session: Session, results: dict[str, Any]) -> None:
         if session.run.read_results() is None:
             session.run.write_results({**results, "weights": session.weights})
             write_card(session.run)
+
+
+def _quantised(asked: Eval, session: Session, text: Text) -> dict[str, Any]:
+    """What the weights that are asked for cost, and whether they are kept."""
+    if asked.weights == "float32":
+        return {}
+    from topograd.cli.progress import counted
+    from topograd.depth.modes import engine_of
+    from topograd.depth.precision import precision_cost
+    from topograd.runtime.onnx_runtime import OnnxRuntime
+    from topograd.runtime.saved import save, weights_file
+
+    engine = engine_of(session, "onnx", asked.weights)
+    cost = precision_cost(session, engine, text, counted(f"windows read in {asked.weights}"))
+    if asked.keep_weights:
+        assert isinstance(engine.runtime, OnnxRuntime)
+        file = weights_file(session.run.folder, asked.weights)
+        save(file, engine.runtime.made, asked.weights, session.weights)
+        note(f"kept in {file}")
+    return {"precision": cost}

@@ -1,4 +1,4 @@
-"""`topograd export`: write a run's model for transformers or for llama.cpp."""
+"""`topograd export`: write a run's model for transformers, for llama.cpp or for ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from topograd.cli.console import Folder, Json, out, parse, print_json
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write the plain model of a run: a folder that transformers loads, or a GGUF file for llama.cpp."""
+    """Write a run's model: a folder for transformers, a GGUF file for llama.cpp, or its stages as ONNX."""
 
     folder: Folder
     """The run's folder."""
     out: Path
     """The new folder to write."""
-    format: Literal["hf", "gguf"] = "hf"
-    """hf: config.json, safetensors, tokenizer.json; gguf: one file (extra `models`)."""
+    format: Literal["hf", "gguf", "onnx"] = "hf"
+    """hf: config.json, safetensors, tokenizer.json; gguf: one file (extra `models`); onnx: a graph for each
+    stage and a script that runs them (extra `runtime`)."""
     weights: Literal["F32", "F16", "Q8_0"] = "F32"
     """How a GGUF file keeps matrices."""
     json: Json = False

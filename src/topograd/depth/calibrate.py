@@ -24,8 +24,9 @@ from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, read_json
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
+from topograd.runtime.protocol import Runtime
 from topograd.topology.plan import Plan
-from topograd.training.forward import predict, stage_outputs
+from topograd.training.forward import StageStates, predict, stage_outputs
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows for which the deep stages are timed."""
@@ -54,10 +55,16 @@ class Tuning:
 
 
 def heldout_readings(
-    session: Session, text: Text, batch: int = 4, on_batch: Callable[[int, int], None] | None = None
+    session: Session,
+    text: Text,
+    batch: int = 4,
+    on_batch: Callable[[int, int], None] | None = None,
+    engine: Engine | None = None,
 ) -> Readings:
-    """The readings of every exit on held-out text, a window a sequence."""
-    return exit_readings(session.stack, session.plan, text, batch, on_batch)
+    """The readings of every exit on held-out text, a window a sequence; of an engine's quantised weights."""
+    quantised = engine is not None and engine.runtime.precision != "float32"
+    runtime = engine.runtime if engine is not None and quantised else None
+    return exit_readings(session.stack, session.plan, text, batch, on_batch, runtime)
 
 
 @torch.no_grad()
@@ -67,18 +74,24 @@ def exit_readings(
     text: Text,
     batch: int = 4,
     on_batch: Callable[[int, int], None] | None = None,
+    runtime: Runtime | None = None,
 ) -> Readings:
-    """The readings of what each exit of a plan predicts, a row of text a sequence."""
+    """The readings of what each exit of a plan predicts, a row of text a sequence; in a runtime, or torch."""
     stages = plan.predicting()
     device = next(stack.parameters()).device
     parts = []
     for start in range(0, len(text.inputs), batch):
         inputs = text.inputs[start : start + batch].to(device)
         counted = (text.targets[start : start + batch] != -100).to(device)
-        outputs = stage_outputs(stack, plan, inputs, stages)
+        states = None
+        if runtime is not None:
+            count, length = inputs.shape
+            states = StageStates(stack, plan, count, length, runtime.memories(plan, count, length))
+        outputs = stage_outputs(stack, plan, inputs, stages, states)
         rows = torch.arange(start, start + len(inputs), device=device)[:, None].expand_as(inputs)
         flat = {k: h[counted] for k, h in outputs.items()}
-        logits = [predict(stack, plan, flat, plan.prediction.after(k)) for k in stages]
+        reader = stack if runtime is None else runtime
+        logits = [predict(reader, plan, flat, plan.prediction.after(k)) for k in stages]
         parts.append(read(logits, rows[counted]))
         if on_batch is not None:
             on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
@@ -142,7 +155,7 @@ def own_text(session: Session, engine: Engine, text: Text) -> Sample:
     inputs, start = own_rows(engine, text)
     targets = torch.tensor([[*row[1:], -100] for row in inputs])
     targets[:, : start - 1] = -100
-    return Sample.of(heldout_readings(session, Text(torch.tensor(inputs), targets, 0)))
+    return Sample.of(heldout_readings(session, Text(torch.tensor(inputs), targets, 0), engine=engine))
 
 
 def tune(engine: Engine, text: Sample, own: Sample) -> Tuning:

@@ -48,6 +48,9 @@ from topograd.errors import ConfigError, RunError
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import is_sidecar
 from topograd.runtime.choice import runtime_of
+from topograd.runtime.quantize import check_precision
+from topograd.runtime.saved import load as load_weights
+from topograd.runtime.saved import weights_file
 from topograd.topology.branches import parse_branches, parse_path
 from topograd.training.forward import stage_outputs
 
@@ -59,8 +62,11 @@ _OPENED: WeakKeyDictionary[Engine, dict[str, Retrofitted | Engine]] = WeakKeyDic
 
 def engine_of(session: Session, runtime: str | None = None, weights: str = "float32") -> Engine:
     """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
-    context = session.config.model.context
-    return Engine(session.stack, session.plan, context, runtime_of(session.stack, runtime, weights))
+    made, file = None, weights_file(session.run.folder, weights)
+    if weights != "float32" and file.exists():
+        made = load_weights(file, check_precision(weights), session.weights)
+    chosen = runtime_of(session.stack, runtime, weights, made)
+    return Engine(session.stack, session.plan, session.config.model.context, chosen)
 
 
 def mode_of(

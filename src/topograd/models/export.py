@@ -2,7 +2,8 @@
 
     hf      config.json, model.safetensors (tied weights once), tokenizer.json, tokenizer_config.json
     gguf    model.gguf: weights as F32, F16 or Q8_0, sizes and tokenizer in its metadata
-    both    README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
+    onnx    a graph for each stage and head, a manifest and a script (`onnx_export.py`)
+    all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
             topograd/, a sidecar with a card of its own: stages, heads of exits, LoRA, calibration.json
 
 What is written is the plain model: all layers in order, the shared head, a LoRA merged into its matrices.
@@ -33,8 +34,9 @@ from topograd.nn.transformer import Transformer
 from topograd.runs.based import BasedStore
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import BaseIdentity, create_sidecar
+from topograd.runtime.choice import installed
 
-FORMATS = ("hf", "gguf")
+FORMATS = ("hf", "gguf", "onnx")
 
 
 def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = "F32") -> dict[str, Any]:
@@ -45,13 +47,16 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     if out.exists():
         raise RunError(f"{out} exists already; export to another folder, or delete it")
     session = open_session(folder)
-    stack, tokenizer = _plain(session)
+    if format_ != "onnx":
+        stack, tokenizer = _plain(session)
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         if format_ == "hf":
             _write_folder(temporary, stack, tokenizer)
+        elif format_ == "onnx":
+            _write_onnx(temporary, session)
         else:
             _write_gguf(temporary / "model.gguf", stack, tokenizer, kind, out.name)
         write_atomic(temporary / "README.md", card(session.run, out.name))
@@ -62,6 +67,14 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
         raise
     files = sorted(path.name for path in out.iterdir())
     return {"run": str(session.run.folder), "format": format_, "out": str(out), "files": files}
+
+
+def _write_onnx(folder: Path, session: Session) -> None:
+    if not installed():
+        raise ConfigError("format onnx needs onnx and onnxruntime; pip install 'topograd[runtime]'")
+    from topograd.models.onnx_export import write_onnx
+
+    write_onnx(folder, session)
 
 
 def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,21 +137,33 @@ class Graph:
 
     def session(self, settings: Settings) -> Session:
         """The graph, ready to run."""
+        outside = self._outside()
+        return Session(self._model([_referred(name, a) for name, a in outside.items()]), outside, settings)
+
+    def write(self, file: Path) -> None:
+        """The graph in a file, and its weights in another of the same name that ends in .bin."""
+        data, start, referred = file.with_suffix(".bin"), 0, []
+        with data.open("wb") as opened:
+            for name, array in self._outside().items():
+                opened.write(array.tobytes())
+                place = {"location": data.name, "offset": str(start), "length": str(array.nbytes)}
+                referred.append(_referred(name, array, place))
+                start += array.nbytes
+        file.write_bytes(self._model(referred))
+
+    def _outside(self) -> dict[str, NDArray[Any]]:
+        return {name: a for name, a in self.weights.items() if a.size > INLINE}
+
+    def _model(self, referred: list[TensorProto]) -> bytes:
         inline = [
             helper.make_tensor(name, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape, a.ravel())
             for name, a in self.weights.items()
             if a.size <= INLINE
         ]
-        outside = {name: a for name, a in self.weights.items() if a.size > INLINE}
-        graph = helper.make_graph(
-            self.nodes,
-            "stage",
-            self.inputs,
-            self.outputs,
-            [*inline, *(_referred(name, a) for name, a in outside.items())],
-        )
+        graph = helper.make_graph(self.nodes, "stage", self.inputs, self.outputs, [*inline, *referred])
         model = helper.make_model(graph, opset_imports=OPSETS, ir_version=IR_VERSION)
-        return Session(model.SerializeToString(), outside, settings)
+        serialized: bytes = model.SerializeToString()
+        return serialized
 
 
 def block_matrix(inputs: int) -> NDArray[np.float32]:
@@ -159,12 +172,13 @@ def block_matrix(inputs: int) -> NDArray[np.float32]:
     return np.equal.outer(np.arange(inputs) // BLOCK, np.arange(blocks)).astype(np.float32)
 
 
-def _referred(name: str, array: NDArray[Any]) -> TensorProto:
-    """A weight that is not in the graph; the session is handed its memory."""
+def _referred(name: str, array: NDArray[Any], place: Mapping[str, str] | None = None) -> TensorProto:
+    """A weight that is not in the graph: it has a place in a file, or the session is handed its memory."""
     tensor = TensorProto(name=name, data_location=TensorProto.EXTERNAL)
     tensor.data_type = helper.np_dtype_to_tensor_dtype(array.dtype)
     tensor.dims.extend(array.shape)
-    tensor.external_data.add(key="location", value="memory")
+    for key, value in (place or {"location": "memory"}).items():
+        tensor.external_data.add(key=key, value=value)
     return tensor
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.errors import ConfigError
@@ -119,7 +120,7 @@ class OnnxRuntime:
                 rows,
                 capacity,
                 self.session(planned),
-                self._shapes(planned),
+                self.shapes(planned),
                 fixed,
                 frames,
             )
@@ -155,7 +156,8 @@ class OnnxRuntime:
                 graph.output(stream.sum(), f"h.{index + 1}", FLOAT, "rows", "columns", width)
         return graph
 
-    def _shapes(self, planned: PlannedStage) -> dict[str, tuple[int, int]]:
+    def shapes(self, planned: PlannedStage) -> dict[str, tuple[int, int]]:
+        """The heads and the width of each buffer that a stage remembers in."""
         found: dict[str, tuple[int, int]] = {}
         for i in planned.layers:
             a: Any = self.stack.layers[i].attention
@@ -178,34 +180,40 @@ class OnnxRuntime:
         assert isinstance(self.stack, Transformer)
         return ["all"] if self.stack.local_frequencies is None else ["all", "local"]
 
+    def windows(self) -> list[int]:
+        """The spans of attention that there are."""
+        return sorted({self._window(i) for i in range(len(self.stack.layers))})
+
+    def rotations(self, reach: int) -> dict[str, NDArray[np.float32]]:
+        """Cosines and sines of the first `reach` positions, for each kind of rotation."""
+        where, half = torch.arange(reach), self._head_width() // 2
+        tables: dict[str, tuple[Tensor, Tensor]] = {}
+        if isinstance(self.stack, GPT):
+            angles = where[:, None] * self.stack.frequencies
+            tables["all"] = angles.cos(), -angles.sin()  # `rotate` turns the other way
+        else:
+            each = zip(
+                self._rotations(), (self.stack.frequencies, self.stack.local_frequencies), strict=False
+            )
+            for kind, frequencies in each:
+                assert frequencies is not None
+                cos, sin = rotary_tables(frequencies, where, torch.empty(0))
+                tables[kind] = cos.reshape(reach, -1)[:, :half], sin.reshape(reach, -1)[:, :half]
+        return {
+            f"{turn}.{kind}": table.float().contiguous().numpy()
+            for kind, both in tables.items()
+            for turn, table in zip(("cos", "sin"), both, strict=True)
+        }
+
     def _positions(self, reach: int) -> dict[str, Any]:
         """Rotations of the first `reach` positions, and what else no run changes."""
         if reach > self._reach:
             self._reach = reach
-            where = torch.arange(reach)
-            tables: dict[str, tuple[Tensor, Tensor]] = {}
-            if isinstance(self.stack, GPT):
-                angles = where[:, None] * self.stack.frequencies
-                tables["all"] = angles.cos(), -angles.sin()  # `rotate` turns the other way
-            else:
-                assert isinstance(self.stack, Transformer)
-                half = self._head_width() // 2
-                each = zip(
-                    self._rotations(), (self.stack.frequencies, self.stack.local_frequencies), strict=False
-                )
-                for kind, frequencies in each:
-                    assert frequencies is not None
-                    cos, sin = rotary_tables(frequencies, where, torch.empty(0))
-                    tables[kind] = cos.reshape(reach, -1)[:, :half], sin.reshape(reach, -1)[:, :half]
-            values = {
-                f"{turn}.{kind}": onnxruntime.OrtValue.ortvalue_from_numpy(table.float().contiguous().numpy())
-                for kind, both in tables.items()
-                for turn, table in zip(("cos", "sin"), both, strict=True)
-            }
-            windows = sorted({self._window(i) for i in range(len(self.stack.layers))})
+            tables = self.rotations(reach).items()
+            values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(table) for name, table in tables}
             learned = isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions
             most = min(reach, self.stack.context) - 1 if learned else reach - 1
-            self._fixed = {"values": values, "windows": windows, "most": most}
+            self._fixed = {"values": values, "windows": self.windows(), "most": most}
         return self._fixed
 
     # Heads

@@ -156,8 +156,18 @@ class StageStates:
     All rows go on together and no stage lags behind: the plain form of `depth.cache.Cache`.
     """
 
-    def __init__(self, stack: Stack, plan: Plan, batch: int, capacity: int) -> None:
-        self.stages = [StageMemory(stack, planned, batch, capacity) for planned in plan.stages]
+    def __init__(
+        self,
+        stack: Stack,
+        plan: Plan,
+        batch: int,
+        capacity: int,
+        stages: Sequence[StageMemory] | None = None,
+    ) -> None:
+        if stages is None:
+            stages = [StageMemory(stack, planned, batch, capacity) for planned in plan.stages]
+        self.stages = stages
+        """Torch's, unless they are given: another runtime's."""
         self.seen = [0] * len(plan.stages)
         """How many positions each stage has run; one that was not needed lags behind."""
         self.previous: Tensor | None = None

@@ -1,0 +1,47 @@
+"""Quantised weights beside a run: read back as they were, and refused for another run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime")
+
+from topograd.depth.engine import Prefix, generate_batch
+from topograd.depth.modes import engine_of
+from topograd.errors import RunError
+from topograd.pretrained import REFERENCE
+from topograd.runs.session import open_session
+from topograd.runtime.onnx_runtime import OnnxRuntime
+from topograd.runtime.saved import load, save, weights_file
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_what_is_kept_is_used(tmp_path: Path, precision: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(REFERENCE, folder)
+    session = open_session(folder)
+    engine = engine_of(session, "onnx", precision)
+    (text,) = generate_batch(Prefix(engine), [[5, 6, 7]], 8)
+    assert isinstance(engine.runtime, OnnxRuntime)
+    file = weights_file(folder, precision)
+    save(file, engine.runtime.made, "int8" if precision == "int8" else "int4", session.weights)
+    again = engine_of(session, "onnx", precision)
+    assert isinstance(again.runtime, OnnxRuntime)
+    assert again.runtime.made.keys() == engine.runtime.made.keys()
+    for name, packed in engine.runtime.made.items():
+        np.testing.assert_array_equal(again.runtime.made[name].codes, packed.codes)
+    assert generate_batch(Prefix(again), [[5, 6, 7]], 8) == [text]
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    file = weights_file(tmp_path, "int8")
+    save(file, {}, "int8", "a")
+    with pytest.raises(RunError, match=r"of other weights than this run's; delete it, or make it again"):
+        load(file, "int8", "b")
+    file.write_bytes(b"nothing")
+    with pytest.raises(RunError, match="is damaged"):
+        load(file, "int8", "a")
