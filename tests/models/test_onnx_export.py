@@ -37,7 +37,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(out: Path, *arguments: str) -> str:
     """The script in a Python that cannot import torch or topograd."""
     alone = "import sys; sys.modules['torch'] = sys.modules['topograd'] = None"
-    code = f"{alone}; sys.argv = {[str(out), *arguments]}; import runpy; runpy.run_path({str(out / 'run.py')!r}, run_name='__main__')"
+    begin = f"{alone}; sys.argv = {[str(out), *arguments]}"
+    code = f"{begin}; import runpy; runpy.run_path({str(out / 'run.py')!r}, run_name='__main__')"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 

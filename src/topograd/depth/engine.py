@@ -180,12 +180,25 @@ class Chooser:
     def choose(self, logits: Tensor, active: Sequence[bool]) -> list[int]:
         """A token for each row of logits (rows, vocab); rows that are not active draw nothing."""
         if self.sampling.greedy:
-            best, tokens = logits.max(-1)
-            check_finite(best.tolist())
-            found: list[int] = tokens.tolist()
-            return found
+            best, tokens = likeliest(logits)
+            check_finite(best)
+            return tokens
         each = zip(logits, self.generators, active, strict=True)
         return [draw(probabilities(z, self.sampling), g) if on else 0 for z, g, on in each]
+
+
+def likeliest(logits: Tensor) -> tuple[list[float], list[int]]:
+    """The largest logit of each row (rows, vocab), and which it is; the first of several.
+
+    On a CPU by numpy, in one thread: torch's threads would wait for more work, and so take the processor from
+    those of another runtime.
+    """
+    if logits.device.type != "cpu":
+        best, tokens = logits.max(-1)
+        return best.tolist(), tokens.tolist()
+    values = logits.numpy()
+    found = values.argmax(-1)
+    return values[range(len(values)), found].tolist(), found.tolist()
 
 
 def check_finite(best: Sequence[float]) -> None:

@@ -97,13 +97,26 @@ class OnnxRuntime:
         self.settings = shared_settings(provider)
         self.made = {} if made is None else made
         """Matrices that are quantised, by name."""
-        self.embed = stack.embed
+        tables = (stack.embedding, stack.previous) if isinstance(stack, GPT) else ()
+        self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...]], Session] = {}
         self._heads: dict[int, Session] = {}
         self._reach = 0
         self._fixed: dict[str, Any] = {}
 
     # Stages
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        if not isinstance(self.stack, GPT):
+            return self.stack.embed(inputs, previous)
+        ids = inputs.numpy()  # fewer steps than torch takes, for the few tokens of a round
+        x = self._tables[0][ids]
+        if len(self._tables) > 1:
+            x[:, 1:] += self._tables[1][ids[:, :-1]]
+            if previous is not None:
+                x[:, 0] += self._tables[1][previous.numpy()]
+        x /= np.sqrt(np.einsum("rcw,rcw->rc", x, x)[..., None] / x.shape[-1] + np.float32(EPSILON))
+        return torch.from_numpy(x)
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
         if isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions:
