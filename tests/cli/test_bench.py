@@ -26,9 +26,12 @@ def test_what_is_measured_as_json(staged: Path, call: Any) -> None:
     results = answer.json
     assert f"measuring {staged}" in answer.err
     assert list(results) == [
-        *("run", "threads", "settings", "full", "prefix", "wand", "speculate", "sampled", "batch"),
-        *("row_costs", "ways"),
+        *("run", "runtime", "weights", "threads", "settings", "full", "prefix", "wand", "speculate"),
+        *("sampled", "batch", "row_costs", "rows", "bandwidth_share", "ways"),
     ]
+    assert (results["runtime"], results["weights"]) == ("onnx", "float32")
+    assert results["rows"]["1"] == 1.0
+    assert results["bandwidth_share"] > 0
     assert results["run"] == str(staged)
     assert results["settings"] == {
         "prompts": 2,
