@@ -4,7 +4,7 @@
     gguf    model.gguf: weights as F32, F16 or Q8_0, sizes and tokenizer in its metadata
     onnx    a graph for each stage and head, a manifest and a script (`onnx_export.py`)
     all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
-            topograd/, a sidecar with a card of its own: stages, heads of exits, LoRA, calibration.json
+    (not onnx) topograd/, a sidecar with its own card: stages, heads of exits, LoRA, calibration.json
 
 What is written is the plain model: all layers in order, the shared head, a LoRA merged into its matrices.
 Stages are a way of training and of leaving early that these formats do not know: what belongs to them goes
@@ -47,20 +47,21 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     if out.exists():
         raise RunError(f"{out} exists already; export to another folder, or delete it")
     session = open_session(folder)
-    if format_ != "onnx":
-        stack, tokenizer = _plain(session)
+    plain = None if format_ == "onnx" else _plain(session)
     temporary = out.with_name(f".{out.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        if format_ == "hf":
-            _write_folder(temporary, stack, tokenizer)
-        elif format_ == "onnx":
+        if plain is None:
             _write_onnx(temporary, session)
         else:
-            _write_gguf(temporary / "model.gguf", stack, tokenizer, kind, out.name)
+            stack, tokenizer = plain
+            if format_ == "hf":
+                _write_folder(temporary, stack, tokenizer)
+            else:
+                _write_gguf(temporary / "model.gguf", stack, tokenizer, kind, out.name)
+            _write_sidecar(temporary / "topograd", session, stack)
         write_atomic(temporary / "README.md", card(session.run, out.name))
-        _write_sidecar(temporary / "topograd", session, stack)
         temporary.rename(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
