@@ -29,8 +29,8 @@ def test_a_run_is_retrofitted_and_drafts(session: Session, tmp_path: Path) -> No
     base = open_session(folder)
     before = {name: t.clone() for name, t in base.stack.state_dict().items()}
     told: set[str] = set()
-    found = retrofit(base, None, CONFIG, on_work=lambda what, *_: told.add(what))
-    assert told == {"tokens of own text", "steps of teaching", "steps of exits"}
+    found = retrofit(base, None, CONFIG, exits=True, on_work=lambda what, *_: told.add(what))
+    assert told == {"tokens of own text", "steps of teaching", "exits"}
     assert all(torch.equal(t, before[name]) for name, t in base.stack.state_dict().items())
     assert found["tokens"] == 512
     assert {row["stage"] for row in found["exits"]} == {1, 2}

@@ -37,6 +37,8 @@ class Retrofit:
     """How often the stage sees each row."""
     vocabulary: int = 8192
     """Tokens that the stage can say."""
+    exits: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measure too what can be read off the earlier stages, for diagnosis: some minutes more."""
     seed: int = 0
     """Of beginnings, draws and the order of rows."""
     json: Json = False
@@ -59,7 +61,14 @@ def run(argv: list[str]) -> int:
     rows = min(config.text.rows, max(1, -(-asked.tokens // config.text.length)))
     config = replace(config, text=replace(config.text, rows=rows))
     found = retrofit(
-        session, asked.out, config, data=asked.data, text=asked.text, init=asked.init, on_work=_shown()
+        session,
+        asked.out,
+        config,
+        data=asked.data,
+        text=asked.text,
+        init=asked.init,
+        exits=asked.exits,
+        on_work=_shown(),
     )
     if asked.json:
         print_json(found)
@@ -97,6 +106,6 @@ def _show(found: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     console.print(f"it says what the model says, by step: {rates}", soft_wrap=True)
-    for row in found["exits"]:
+    for row in found.get("exits", []):
         console.print(f"an exit after stage {row['stage']} ({row['kind']}): {row['agreement']:.2f}")
     console.print(f"try: topograd generate {found['run']} --depth speculate:draft+lookup", soft_wrap=True)

@@ -31,8 +31,9 @@ from topograd.depth.engine import AnyCache, Engine
 from topograd.depth.sampling import Sampling
 from topograd.errors import ConfigError, DataError
 
-LONGEST_MATCH = 3
-LOOKUP_TOKENS = 6
+LONGEST_MATCH = 8
+"""A longer match is more often right: of SmolLM2's text 0.2 behind one token, 0.57 behind 3, 0.8 behind 8."""
+LOOKUP_TOKENS = 8
 ORDERS = (4, 3, 2)
 """How many tokens a table looks at, longest first."""
 LEAST_COUNT = 2

@@ -171,7 +171,7 @@ def _speculate(
     if len(drafters) == 1 and isinstance(drafters[0], PrefixDrafter):
         return Speculate(engine, drafters[0], 0, sampling)
     by_margin = any(isinstance(drafter, PrefixDrafter) for drafter in drafters)  # a margin is no probability
-    policy = None if len(drafters) == 1 or by_margin else Paying()
+    policy = None if by_margin else Paying()
     return Speculate(engine, Drafting(engine, drafters, policy), 0, sampling)
 
 

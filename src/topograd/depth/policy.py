@@ -74,8 +74,10 @@ class Acceptance:
 
 
 PRIORS: Mapping[str, Acceptance] = {
-    "lookup": Acceptance((1.0, 2.0, 3.0, 4.0, 6.0), (0.2, 0.4, 0.6, 0.7, 0.8), 0.5),
-    "table": Acceptance((0.0, 0.3, 0.5, 0.7), (0.1, 0.3, 0.45, 0.6), 0.3),
+    "lookup": Acceptance((1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (0.2, 0.46, 0.57, 0.64, 0.72, 0.76, 0.82), 0.5),
+    "table": Acceptance(
+        (0.0, 0.35, 0.55, 0.65, 0.75, 0.85, 0.95), (0.07, 0.22, 0.27, 0.4, 0.5, 0.65, 0.9), 0.3
+    ),
 }
 COMPUTED = Acceptance((0.0, 0.1, 0.3, 0.5, 0.7, 0.9), (0.1, 0.2, 0.35, 0.5, 0.7, 0.85), 0.45)
 """Of a guess that is computed, by its own probability."""

@@ -33,7 +33,7 @@ from topograd.nn.draft_stage import DraftStage
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.training.muon import Muon
 
-SAVE_SECONDS = 60.0
+SAVE_SECONDS = 20.0
 OnStep = Callable[[int, int, float], None]
 """Called with the step, of how many, and the loss."""
 
@@ -44,7 +44,7 @@ class DraftTraining:
 
     epochs: float = 2.0
     batch: int = 2
-    steps: int = 3
+    steps: int = 2
     """How often it is unrolled on its own states."""
     decay: float = 0.8
     """w: each further step weighs so much of the one before."""

@@ -64,11 +64,13 @@ def retrofit(
     data: Path | str | None = None,
     text: Path | str | None = None,
     init: Path | str | None = None,
+    exits: bool = False,
     on_work: OnWork | None = None,
 ) -> dict[str, Any]:
     """Make the sidecar `out` of a run, by default its own `draft/`, and say what came of it.
 
-    `text` is a folder that keeps the model's own text, `init` a sidecar whose stage is taught on.
+    `text` is a folder that keeps the model's own text, `init` a sidecar whose stage is taught on; with
+    `exits`, what can be read off the earlier stages is measured too.
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
     folder = retrofit_folder(session) if out is None else Path(out)
@@ -99,8 +101,9 @@ def retrofit(
         "parameters": sum(p.numel() for p in stage.parameters()),
         "table": len(table),
         **draft_agreement(stage, written),
-        "exits": exit_readings(session, written, lambda done, of: tell("steps of exits", done, of)),
     }
+    if exits:
+        found["exits"] = exit_readings(session, written, lambda done, of: tell("exits", done, of))
     sidecar = create_sidecar(
         folder,
         kind=KIND,
