@@ -41,14 +41,23 @@ def test_what_is_worth_most_is_chosen() -> None:
 def test_nothing_pays_where_rows_are_dear() -> None:
     policy = Paying(RATES, DEAR, 1.2)
     assert policy.look(0, 1.0, {"lookup": guesses(3, 4)}, "draft", 1) == (None, 0)
-    assert policy.keep("draft", 0.9, 0, 1.0, 1) is None
+    assert policy.keep("draft", 0.9, 0, 1.0, 1, True) is None
 
 
 def test_a_guess_is_kept_by_its_own_score() -> None:
     policy = Paying(RATES, CHEAP, 1.2)
-    assert policy.keep("draft", 0.9, 0, 1.0, 1) == pytest.approx(0.8)
-    assert policy.keep("draft", 0.9, 1, 0.5, 1) == pytest.approx(0.4)
-    assert policy.keep("draft", 0.1, 0, 0.4, 1) is None, "0.04 tokens for 0.06"
+    assert policy.keep("draft", 0.9, 0, 1.0, 1, True) == pytest.approx(0.8)
+    assert policy.keep("draft", 0.9, 1, 0.5, 1, True) == pytest.approx(0.4)
+    assert policy.keep("draft", 0.1, 0, 0.4, 1, True) is None, "0.04 tokens for 0.06"
+
+
+def test_what_pays_together_is_taken_together() -> None:
+    """Two rows cost half a token more than one, eight hardly more than two: drafts are long or none."""
+    stepped = RowCosts(0.01, {1: 1.0, 2: 1.8, 16: 1.9}, 1.0)
+    policy = Paying({"lookup": Acceptance((1.0, 4.0), (0.3, 0.8), 0.5)}, stepped, 1.0)
+    assert policy.look(0, 1.0, {"lookup": guesses(*[4] * 8)}, None, 1) == ("lookup", 8)
+    assert policy.look(0, 1.0, {"lookup": guesses(*[1] * 8)}, None, 1) == (None, 0)
+    assert policy.keep("lookup", 4.0, 0, 1.0, 1, False) == pytest.approx(0.8)
 
 
 def test_many_rows_pay_less() -> None:
@@ -60,4 +69,6 @@ def test_many_rows_pay_less() -> None:
 def test_as_json_and_back() -> None:
     policy = Paying(RATES, CHEAP, 1.25)
     assert Paying.from_dict(policy.as_dict()) == policy
-    assert Paying().keep("somebody", 0.95, 0, 1.0, 1) is not None, "priors for whom nothing was measured"
+    assert Paying().keep("somebody", 0.95, 0, 1.0, 1, True) is not None, (
+        "priors for whom nothing was measured"
+    )

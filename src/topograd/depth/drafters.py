@@ -119,7 +119,9 @@ class Policy(Protocol):
     ) -> tuple[str | None, int]:
         """Who drafts at this place of a draft, and how many tokens; nobody: (None, 0)."""
 
-    def keep(self, name: str, score: float, place: int, chance: float, rows: int) -> float | None:
+    def keep(
+        self, name: str, score: float, place: int, chance: float, rows: int, computed: bool
+    ) -> float | None:
         """The chance that a draft is kept with this guess in it, or None if the guess is not to be made."""
 
 
@@ -139,7 +141,9 @@ class FirstGuess:
                 return name, min(len(found[name]), rule.longest)
         return None, 0
 
-    def keep(self, name: str, score: float, place: int, chance: float, rows: int) -> float | None:
+    def keep(
+        self, name: str, score: float, place: int, chance: float, rows: int, computed: bool
+    ) -> float | None:
         return chance if score > self.rules[name].threshold else None
 
 
@@ -197,7 +201,7 @@ class Drafting:
         if name is None or name == steps:
             return name is not None
         for token, score in found[name][:count]:
-            chance = self.policy.keep(name, score, len(draft.tokens), draft.chance, rows)
+            chance = self.policy.keep(name, score, len(draft.tokens), draft.chance, rows, False)
             if chance is None:
                 break
             draft.add(token, name, chance)
@@ -221,7 +225,7 @@ class Drafting:
         for row, draft in enumerate(drafts):
             if not stepping[row]:
                 continue
-            chance = self.policy.keep(steps.name, scores[row], len(draft.tokens), draft.chance, rows)
+            chance = self.policy.keep(steps.name, scores[row], len(draft.tokens), draft.chance, rows, True)
             if chance is None:
                 continue
             q = None

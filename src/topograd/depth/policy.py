@@ -117,20 +117,30 @@ class Paying:
                 if worth > most:
                     who, count, most = name, i + 1, worth
         if steps is not None and place < MOST_STEPS:
-            rate, likely, worth = self._rates(steps).mean, chance, 0.0
-            for i in range(MOST_STEPS - place):
-                likely *= rate
-                gain = likely - self.price(place + i, rows, computed=True)
-                if gain <= 0:
-                    break
-                worth += gain
-            if worth > most:
+            rate = self._rates(steps).mean
+            first = chance * rate - self.price(place, rows, computed=True)
+            if first + self._going_on(chance * rate, rate, place + 1, rows) > most:
                 who, count = steps, 1
         return who, count
 
-    def keep(self, name: str, score: float, place: int, chance: float, rows: int) -> float | None:
-        likely = chance * self._rates(name).at(score)
-        return likely if likely > self.price(place, rows, computed=False) else None
+    def _going_on(self, likely: float, rate: float, place: int, rows: int) -> float:
+        """The most that computed guesses from this place on can be worth, behind what is `likely` kept."""
+        most = worth = 0.0
+        for i in range(place, MOST_STEPS):
+            likely *= rate
+            worth += likely - self.price(i, rows, computed=True)
+            most = max(most, worth)
+        return most
+
+    def keep(
+        self, name: str, score: float, place: int, chance: float, rows: int, computed: bool
+    ) -> float | None:
+        rates = self._rates(name)
+        likely = chance * rates.at(score)
+        if not computed:  # `look` has counted how many pay together
+            return likely
+        worth = likely - self.price(place, rows, computed=False)
+        return likely if worth + self._going_on(likely, rates.mean, place + 1, rows) > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""

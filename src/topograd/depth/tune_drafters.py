@@ -172,7 +172,7 @@ def _round(
             step = min(drafted, len(known.stepped[who][0]) - 1)
             token, score = (part[step][index][place] for part in known.stepped[who])
             computed += 1
-            kept = policy.keep(who, score, drafted, chance, 1)
+            kept = policy.keep(who, score, drafted, chance, 1, True)
             if kept is None:
                 steps = None
                 continue
@@ -180,7 +180,7 @@ def _round(
         else:
             guesses = found[who][: min(count, len(row) - place)]
         for token, score in guesses:
-            chance = policy.keep(who, score, drafted, chance, 1) or chance
+            chance = policy.keep(who, score, drafted, chance, 1, who == steps) or chance
             right = right and token == row[start + drafted]
             drafted, accepted = drafted + 1, accepted + right
         if who != steps:
