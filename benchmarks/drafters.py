@@ -8,6 +8,9 @@ many tokens behind each prompt, taking turns prompt by prompt, the reading of th
 tokens over seconds, summed; the ratio to full depth is given by kind and for all, with the quartiles over
 prompts.
 
+When to draft follows from acceptances as `depth/policy.py` has them and from the seconds of rows, which are
+measured first; "calibrated" is what `topograd calibrate` chose, where the run has that.
+
 Prompts: code and prose are beginnings of held-out documents, chats and lists are questions that no template
 of `models/prompts.py` has; a model without a chat template goes on from the plain question. Nothing here was
 trained or tuned on.
@@ -35,11 +38,15 @@ import tyro
 
 from topograd.data.corpus import read_corpus
 from topograd.depth.agreement import differences
+from topograd.depth.autotune import RowCosts
+from topograd.depth.drafters import Drafting
 from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
 from topograd.depth.modes import engine_of, mode_of
+from topograd.depth.policy import Paying
 from topograd.depth.retrofitted import has_retrofit
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Count, Speculate
+from topograd.depth.tune_drafters import measure_rows
 from topograd.errors import TopogradError
 from topograd.models.own_text import LOOP
 from topograd.models.prompts import Chat
@@ -60,6 +67,8 @@ LISTS = (
     "List the planets of the solar system with their sizes.",
 )
 PROMPT_TOKENS = 48
+SPEEDUP = 1.15
+"""What time is taken to be worth (`depth/policy.py`)."""
 FULL = "full depth"
 
 
@@ -77,6 +86,8 @@ class Settings:
     prompts: int = 2
     """Prompts of each kind."""
     threads: int = 1
+    runtime: str | None = None
+    """torch or onnx; by default the faster."""
     peers: bool = False
     json: bool = False
 
@@ -184,7 +195,7 @@ def peers_of(session: Session) -> dict[str, Callable[[list[int], int], list[int]
 
 def measure(session: Session, settings: Settings) -> dict[str, Any]:
     """Seconds and tallies of every way on every prompt."""
-    engine = engine_of(session)
+    engine = engine_of(session, settings.runtime)
     ends = frozenset(getattr(session.tokenizer, "stop_tokens", {session.tokenizer.separator}))
     prompts = prompts_of(session, settings.prompts)
     full = generate_batch(Prefix(engine), [p.tokens for p in prompts], settings.tokens)
@@ -193,6 +204,7 @@ def measure(session: Session, settings: Settings) -> dict[str, Any]:
     looped = 1 - sum(p.count for p in prompts) / sum(map(len, full))
     prompts = [p for p in prompts if p.count >= 8]
     modes = ways_of(session, engine, settings)
+    costs = _measured(modes, engine)
     peers = peers_of(session) if settings.peers else {}
     seconds: dict[str, list[float]] = {name: [] for name in (*modes, *peers)}
     counts: dict[str, dict[str, Count]] = {name: {} for name in modes}
@@ -210,7 +222,23 @@ def measure(session: Session, settings: Settings) -> dict[str, Any]:
             if name in modes and isinstance(modes[name], Speculate):
                 _add(counts[name], modes[name].tally.by)  # type: ignore[attr-defined]
         print(f"{number + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
-    return _summary(engine, prompts, seconds, counts, texts, looped)
+    about = {"runtime": type(engine.runtime).__name__, "threads": settings.threads, "costs": costs.as_dict()}
+    return about | _summary(engine, prompts, seconds, counts, texts, looped)
+
+
+def _measured(modes: dict[str, Mode], engine: Engine) -> RowCosts:
+    """Seconds of rows on this machine, and the policies with them in the place of the usual ones."""
+    drafting = [
+        (name, mode.drafter)
+        for name, mode in modes.items()
+        if isinstance(mode, Speculate) and isinstance(mode.drafter, Drafting)
+    ]
+    steps = next((drafter.steps for _, drafter in drafting if drafter.steps is not None), None)
+    costs = measure_rows(engine, steps)
+    for name, drafter in drafting:
+        if name != "calibrated" and isinstance(drafter.policy, Paying):
+            drafter.policy = Paying(costs=costs, speedup=SPEEDUP)
+    return costs
 
 
 def _add(total: dict[str, Count], more: dict[str, Count]) -> None:
@@ -255,6 +283,10 @@ def _summary(
 
 def show(found: dict[str, Any]) -> None:
     """The table for people."""
+    rows = found["costs"]["deep"]
+    ratios = " ".join(f"{n}:{seconds / rows['1']:.2f}" for n, seconds in rows.items())
+    step = found["costs"]["draft"] / rows["1"]
+    print(f"{found['runtime']}, {found['threads']} threads; rows over one {ratios}; a step {step:.3f}")
     print(f"{found['tokens']} tokens outside of loops; {found['looped']:.2f} of the text was cut")
     print(f"{'way':34} {'tok/s':>6} {'ratio':>6}  {'by prompt':>20}  " + "  ".join(found["kinds"]))
     for row in found["ways"]:
