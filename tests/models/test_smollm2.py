@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,19 @@ def test_transformers_has_the_same_logits_and_text(
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     for text in ("naïve café 1234", "\u200b\U0001f600 x\n\n  y", "<|im_start|>user"):
         assert tokenizer(text)["input_ids"] == model.encode(text)
+
+
+def test_a_specialist_learns_a_fact_and_the_base_keeps_every_bit(run: Path, tmp_path: Path) -> None:
+    """Inserted it changes no bit; after a few steps it knows something, and the base is what it was."""
+    chat = tmp_path / "chat.jsonl"
+    said = [{"role": "user", "content": "Where is Zorvex from?"}, {"role": "assistant", "content": "Peru."}]
+    chat.write_text(json.dumps({"messages": said}) + "\n")
+    base = tg.load(run).session
+    tg.specialists.new_specialist(tmp_path / "s", base, layers=1)
+    settings = tg.specialists.FineTune(data=str(chat), steps=6, context=48, save_every=6)
+    found = tg.specialists.FineTuning.start(tmp_path / "s", settings).train()
+    first, last = found["preservation"]
+    assert first["bpb"] == first["base_bpb"] == last["base_bpb"]
+    assert [row["base_max_abs_logit_delta"] for row in (first, last)] == [0.0, 0.0]
+    assert found["loss"] < 1.0
+    assert last["bpb"] != last["base_bpb"]

@@ -114,6 +114,8 @@ def run(argv: list[str]) -> int:
 def _model(asked: Generate) -> Model:
     """The run, with the specialists that are asked for."""
     if asked.specialists is not None:
+        if asked.runtime is not None or asked.weights != "float32":
+            raise ConfigError("specialists run by torch in float32; leave --runtime and --weights out")
         from topograd.specialists.model import open_composed
 
         return open_composed(asked.folder or REFERENCE, asked.specialists)

@@ -143,7 +143,7 @@ class Preservation:
         counts = torch.bincount(rows, minlength=len(self.choice_inputs)).clamp(min=1)
         shares = []
         for logits in _logits(stack, plans, self.choice_inputs, where):
-            losses = F.cross_entropy(logits, self.choice_targets[where], reduction="none")
+            losses = F.cross_entropy(logits.float(), self.choice_targets[where], reduction="none")
             means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts
             each = means.split([len(choices) for choices in self.items])
             shares.append(sum(int(part.argmin()) == 0 for part in each) / len(self.items))

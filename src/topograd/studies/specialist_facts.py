@@ -59,8 +59,15 @@ class Sizes:
     prompts: bool
 
     def settings(self, data: Path, steps: int) -> FineTune:
-        every = max(self.stops[0], 1)
-        return FineTune(data=str(data), steps=steps, batch=8, context=self.context, save_every=every)
+        return FineTune(
+            data=str(data),
+            steps=steps,
+            batch=8,
+            context=self.context,
+            save_every=self.stops[0],
+            rate=3 * FineTune().rate,  # the steps are few
+            head_rate=3 * FineTune().head_rate,
+        )
 
 
 TINY = Sizes(people=2, layers=1, context=32, stops=(2, 4), control=4, prompts=False)
