@@ -24,6 +24,7 @@ VERBS = {
     "compose": "measure specialists alone and together on some text",
     "route": "learn which specialist a text wants",
     "align": "carry a specialist to another version of its base",
+    "serve": "an OpenAI-compatible server with depth per request, and a playground",
     "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "retrofit": "give a frozen model a draft stage and a table of its own text, in a sidecar",
     "bench": "measure ways of running a model, and of training one",

@@ -75,6 +75,8 @@ class Speculate:
         self.full = engine.exits[-1]
         self.sampling = sampling or Sampling()
         self.tally = Tally()
+        self.drafted: list[int] = []
+        """How many tokens were drafted in each row by the last `advance`."""
 
     def begin(self, rows: int) -> None:
         self.generators = generators(self.sampling, rows)
@@ -127,6 +129,7 @@ class Speculate:
     def _count(
         self, drafts: Sequence[Draft], verdicts: Sequence[tuple[int, int]], active: Sequence[bool]
     ) -> None:
+        self.drafted = [len(draft.tokens) for draft in drafts]
         self.tally.rounds += sum(active)
         for draft, (accepted, _) in zip(drafts, verdicts, strict=True):
             for place, name in enumerate(draft.drafters):

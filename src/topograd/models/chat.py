@@ -6,7 +6,7 @@ memory and output are bounded. The text is that of transformers' `apply_chat_tem
 with `ForeignTokenizer.encode_chat`, since it spells the special tokens itself.
 
 Cost. One process for each rendering, which imports Jinja: little beside an answer. `render_chats` renders
-many conversations in one process.
+many conversations in one process. A `Renderer` starts the next process before it is asked for.
 """
 
 import importlib.util
@@ -59,13 +59,47 @@ def render_chats(
     many = [given | {"messages": m, "add_generation_prompt": ready} for m, ready in conversations]
     texts = []
     for start in range(0, len(many), AT_ONCE):
-        for answer in _ask(_request(template, many[start : start + AT_ONCE])):
-            if "refused" in answer:
-                raise ConfigError(f"the chat template refuses this conversation: {_line(answer['refused'])}")
-            if "error" in answer:
-                raise _failed(_line(answer["error"]))
-            texts.append(answer["text"])
+        for answer in _ask(_request(template, many[start : start + AT_ONCE]), _start()):
+            texts.append(_text_of(answer))
     return texts
+
+
+class Renderer:
+    """`render_chat` for many conversations: the process of the next one has started already."""
+
+    def __init__(self) -> None:
+        self._next: subprocess.Popen[bytes] | None = _start()
+
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> str:
+        """As `render_chat`, ready for the assistant's answer; for one thread at a time."""
+        given = {"documents": None, "tools": None, **(special_tokens or {})}
+        request = _request(template, [{**given, "messages": messages, "add_generation_prompt": True}])
+        process, self._next = self._next or _start(), None
+        try:
+            (answer,) = _ask(request, process)
+        finally:
+            self._next = _start()
+        return _text_of(answer)
+
+    def close(self) -> None:
+        """End the process that waits."""
+        if self._next is not None:
+            self._next.kill()
+            self._next.communicate()
+            self._next = None
+
+
+def _text_of(answer: Mapping[str, str]) -> str:
+    if "refused" in answer:
+        raise ConfigError(f"the chat template refuses this conversation: {_line(answer['refused'])}")
+    if "error" in answer:
+        raise _failed(_line(answer["error"]))
+    return answer["text"]
 
 
 def chat_template(config: Mapping[str, Any], name: str = "default") -> str | None:
@@ -94,14 +128,24 @@ def _request(template: str, many: Sequence[Mapping[str, Any]]) -> bytes:
     return text.encode()
 
 
-def _ask(request: bytes) -> list[dict[str, str]]:
+def _start() -> subprocess.Popen[bytes]:
+    """A process that waits for a template."""
     if importlib.util.find_spec("jinja2") is None:
         raise ConfigError("chat templates need the package jinja2: pip install 'topograd[models]'")
+    # -I: nothing of the caller's environment and folder is imported there
+    command, pipe = [sys.executable, "-I", str(_WORKER)], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def _ask(request: bytes, process: subprocess.Popen[bytes]) -> list[dict[str, str]]:
     try:
-        # -I: nothing of the caller's environment and folder is imported there
-        command = [sys.executable, "-I", str(_WORKER)]
-        done = subprocess.run(command, input=request, capture_output=True, timeout=SECONDS, check=False)
-        answers: list[dict[str, str]] = json.loads(done.stdout)
+        with process:
+            try:
+                said, _ = process.communicate(request, timeout=SECONDS)
+            except BaseException:
+                process.kill()
+                raise
+        answers: list[dict[str, str]] = json.loads(said)
     except subprocess.TimeoutExpired:
         raise _failed(f"it takes longer than {SECONDS} s") from None
     except ValueError:  # it was ended by the system, or its sandbox did not hold

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: continuous batching over one cache, depth per request, a playground."""

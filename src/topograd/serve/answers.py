@@ -1,0 +1,241 @@
+"""Answers in OpenAI's shapes: whole ones, and chunks of streams.
+
+A stream has one id and one time in all its chunks; `finish_reason` is null until a choice ends; the first
+chunk of a chat's choice has the role; the usage is a chunk of its own, only if it is asked for; then [DONE].
+`timings` is ours: in a whole answer, and in the last chunk of each choice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from topograd.serve.jobs import Job, Progress, Scored, Written
+from topograd.serve.texts import Served
+
+
+class Choice:
+    """One text of a request, as far as it has come."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.text = ""
+        self.written: list[Written] = []
+        self.prompt: Sequence[Scored | None] = ()
+        self.finish: str | None = None
+        self.begun = False
+        """Whether its first chunk was sent."""
+
+    def take(self, progress: Progress) -> str:
+        """Add what is new; the new text."""
+        new = "".join(token.text for token in progress.written) + progress.rest
+        self.text += new
+        self.written += progress.written
+        if progress.prompt is not None:
+            self.prompt = progress.prompt
+        self.finish = progress.finish
+        return new
+
+
+class Answer:
+    """What is told about one request."""
+
+    def __init__(self, served: Served, asked: Mapping[str, Any], jobs: Sequence[Job], chat: bool) -> None:
+        self.served, self.asked, self.chat = served, asked, chat
+        self.choices = [Choice(job) for job in jobs]
+        kind = "chat.completion" if chat else "text_completion"
+        self.echo = not chat and asked["echo"]
+        self.scored = bool(asked["logprobs"]) if chat else asked["logprobs"] is not None
+        self.usage_asked = bool(asked["stream_options"].get("include_usage"))
+        self.head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if chat and asked["stream"] else kind,
+            "created": int(time.time()),
+            "model": asked["model"] or served.name,
+            "system_fingerprint": served.fingerprint,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        jobs = [choice.job for choice in self.choices]
+        return {**self.head, "choices": choices, "usage": self.usage(), "timings": timings(jobs)}
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = self._echoed(choice) + choice.text
+        scored = self._logprobs(choice, choice.written, 0, self.echo) if self.scored else None
+        answer: dict[str, Any] = {"index": index, "logprobs": scored, "finish_reason": choice.finish}
+        if self.chat:
+            answer["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            answer["text"] = text
+        return answer | self._stages(choice.written)
+
+    def _echoed(self, choice: Choice) -> str:
+        return self.served.decode(choice.job.prompt) if self.echo else ""
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens read and written; a prompt counts once however many texts follow it."""
+        prompts = {id(choice.job.prompt): choice.job for choice in self.choices}
+        read = sum(len(job.prompt) for job in prompts.values())
+        made = sum(choice.job.tokens - choice.job.left for choice in self.choices)
+        cached = sum(job.timings.cached for job in prompts.values())
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": made,
+            "total_tokens": read + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def chunks(self, index: int, progress: Progress) -> Iterator[str]:
+        """What a stream says of some progress."""
+        choice = self.choices[index]
+        before = len(choice.text)
+        if not choice.begun and (progress.written or progress.finish or (self.chat and not choice.begun)):
+            if self.chat:
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+                choice.begun = True
+            elif self.echo and (not self.scored or choice.prompt or progress.prompt):
+                choice.prompt = choice.prompt or progress.prompt or ()
+                first: dict[str, Any] = {"text": self._echoed(choice)}
+                first["logprobs"] = self._logprobs(choice, (), 0, True) if self.scored else None
+                yield self._chunk(index, first)
+                choice.begun = True
+        new = choice.take(progress)
+        if not progress.written and not progress.finish:
+            return
+        offset = before + (len(self._echoed(choice)) if self.echo else 0)
+        scored = self._logprobs(choice, progress.written, offset, False) if self.scored else None
+        body: dict[str, Any] = {"logprobs": scored, **self._stages(progress.written)}
+        if new or progress.written:
+            words = {"delta": {"content": new}} if self.chat else {"text": new}
+            if not self.chat and progress.finish:
+                yield self._chunk(index, {**words, **body}, progress.finish, choice)
+                return
+            yield self._chunk(index, {**words, **body})
+        if progress.finish:
+            empty: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            yield self._chunk(index, {**empty, "logprobs": None}, progress.finish, choice)
+
+    def _chunk(
+        self, index: int, words: Mapping[str, Any], finish: str | None = None, ended: Choice | None = None
+    ) -> str:
+        chunk: dict[str, Any] = {**self.head, "choices": [{"index": index, **words, "finish_reason": finish}]}
+        if self.usage_asked:
+            chunk["usage"] = None
+        if ended is not None:
+            chunk["timings"] = timings([ended.job])
+        return event(chunk)
+
+    def end(self) -> str:
+        """The end of a stream."""
+        usage = event({**self.head, "choices": [], "usage": self.usage()}) if self.usage_asked else ""
+        return usage + "data: [DONE]\n\n"
+
+    def _stages(self, written: Sequence[Written]) -> dict[str, Any]:
+        if not self.asked["stages"]:
+            return {}
+        each = [{"id": w.token, "text": w.text, "stage": w.stage + 1, "drafted": w.drafted} for w in written]
+        return {"tokens": each}
+
+    def _logprobs(
+        self, choice: Choice, written: Sequence[Written], offset: int, prompt: bool
+    ) -> dict[str, Any]:
+        tokens = [(w.token, w.score) for w in written]
+        if prompt:
+            tokens = [*zip(choice.job.prompt, choice.prompt, strict=False), *tokens]
+        if self.chat:
+            return {"content": [self._chat_token(*each) for each in tokens if each[1]], "refusal": None}
+        texts, offsets = [], []
+        for token, _ in tokens:
+            texts.append(self._name(token))
+            offsets.append(offset)
+            offset += len(self.served.piece(token).decode("utf-8", "replace"))
+        asked = self.asked["logprobs"]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if score is None else finite(score.logprob) for _, score in tokens],
+            "top_logprobs": [self._top(*each) for each in tokens] if asked else None,
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """A token as text; one that is no text by itself as OpenAI spells it."""
+        piece = self.served.piece(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def _top(self, token: int, score: Scored | None) -> dict[str, float] | None:
+        if score is None:
+            return None
+        found: dict[str, float] = {}
+        for other, logprob in (*score.top, (token, score.logprob)):
+            found.setdefault(self._name(other), finite(logprob))
+        return found
+
+    def _chat_token(self, token: int, score: Scored | None) -> dict[str, Any]:
+        assert score is not None
+        top = [self._said(*each) for each in score.top]
+        return {**self._said(token, score.logprob), "top_logprobs": top}
+
+    def _said(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.served.piece(token)
+        said = {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob)}
+        return {**said, "bytes": list(piece)}
+
+
+def finite(value: float) -> float:
+    """A log-probability that JSON can say: -inf is written -9999, as OpenAI does."""
+    return value if math.isfinite(value) else -9999.0
+
+
+def timings(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Where the time of some texts went, in milliseconds, and what their depths did."""
+    clocks = [job.timings for job in jobs]
+    asked = min(clock.asked for clock in clocks)
+    admitted = min((clock.admitted for clock in clocks if clock.admitted is not None), default=asked)
+    first = min((clock.first for clock in clocks if clock.first is not None), default=None)
+    done = max((clock.finished for clock in clocks if clock.finished is not None), default=admitted)
+    stages = [stage + 1 for job in jobs for stage in job.stages]
+    tokens = sum(job.tokens - job.left for job in jobs)
+    drafted = sum(clock.drafted for clock in clocks)
+    accepted = sum(clock.accepted for clock in clocks)
+    writing = None if first is None else done - first
+    speed = (tokens - len(jobs)) / writing if writing and tokens > len(jobs) else None
+    return {
+        "queued_ms": _ms(admitted - asked),
+        "first_token_ms": None if first is None else _ms(first - asked),
+        "total_ms": _ms(done - asked),
+        "tokens_per_second": speed,
+        "prompt_tokens": sum(len(job.prompt) for job in jobs),
+        "cached_tokens": sum(clock.cached for clock in clocks),
+        "completion_tokens": tokens,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": accepted / drafted if drafted else None,
+        "mean_stage": sum(stages) / len(stages) if stages else None,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def event(value: Mapping[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def error_body(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error as OpenAI says it."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

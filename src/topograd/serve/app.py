@@ -1,0 +1,360 @@
+"""The application: routes, and how a request's texts become its answer.
+
+Bodies are read with a limit on bytes and time. A request's jobs go to the worker; their progress comes back
+through one inbox. A client that goes away is noticed whether it streams or not, and its jobs are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from topograd.serve.answers import Answer, error_body, event
+from topograd.serve.chats import Chats
+from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, TOKENIZE, Field, RequestError, read
+from topograd.serve.jobs import Job, Progress
+from topograd.serve.metrics import Counters
+from topograd.serve.models import describe
+from topograd.serve.openapi import document
+from topograd.serve.texts import Served
+from topograd.serve.worker import Inbox, Worker
+
+AT_ONCE = 2**14
+"""Bodies up to this many bytes are read on the event loop; longer ones would keep others waiting."""
+GONE = -1
+"""In an inbox, for a client that went away."""
+
+
+class Service:
+    """Everything that the routes need."""
+
+    def __init__(self, served: Served, worker: Worker, counters: Counters) -> None:
+        self.served, self.worker, self.counters = served, worker, counters
+        self.chats = Chats(served)
+
+    def app(self) -> Starlette:
+        """The routes."""
+        post, get = ["POST"], ["GET"]
+        return Starlette(
+            routes=[
+                Route("/", self.page, methods=get),
+                Route("/v1/completions", self.completions, methods=post),
+                Route("/v1/chat/completions", self.chat, methods=post),
+                Route("/v1/candidates", self.candidates, methods=post),
+                Route("/v1/models", self.models, methods=get),
+                Route("/v1/models/{model:path}", self.model, methods=get),
+                Route("/tokenize", self.tokenize, methods=post),
+                Route("/health", self.health, methods=get),
+                Route("/metrics", self.metrics, methods=get),
+                Route("/openapi.json", self.openapi, methods=get),
+            ],
+            exception_handlers={
+                RequestError: _refused,
+                HTTPException: _http_error,
+                ClientDisconnect: _gone,
+            },
+        )
+
+    async def page(self, request: Request) -> Response:
+        text, policy = playground()
+        return HTMLResponse(text, headers={"content-security-policy": policy})
+
+    async def health(self, request: Request) -> Response:
+        running, waiting = self.worker.busy
+        alive = self.worker.alive
+        body = {"status": "ok" if alive else "failed", "model": self.served.name}
+        return JSONResponse({**body, "running": running, "waiting": waiting}, 200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            self.counters.text(*self.worker.busy), media_type="text/plain; version=0.0.4"
+        )
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": describe(self.served, self.chats)})
+
+    async def model(self, request: Request) -> Response:
+        wanted = request.path_params["model"]
+        for entry in describe(self.served, self.chats):
+            if entry["id"] == wanted:
+                return JSONResponse(entry)
+        self.served.depth({"model": wanted})
+        base = describe(self.served, self.chats)[0]
+        return JSONResponse({**base, "id": wanted})
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._asked(request, TOKENIZE)
+        self.served.depth(asked)
+        if (asked["prompt"] is None) == (asked["content"] is None):
+            raise RequestError("give the text as prompt, or as content, but not as both", "prompt")
+        text = asked["content"] if asked["prompt"] is None else asked["prompt"]
+        way = self.served.encode if asked["add_special_tokens"] else self.served.tokenizer.encode
+        tokens = await asyncio.to_thread(way, text)
+        body = {"tokens": tokens, "count": len(tokens), "max_model_len": self.served.context}
+        pieces = [self.served.piece(token).decode("utf-8", "replace") for token in tokens]
+        return JSONResponse({**body, "pieces": pieces})
+
+    async def completions(self, request: Request) -> Response:
+        asked = await self._asked(request, COMPLETION)
+        if asked["best_of"] not in (None, asked["n"]):
+            raise RequestError(f"best_of is {asked['best_of']}; leave it out: every text is sent", "best_of")
+        inbox: Inbox = asyncio.Queue()
+
+        def prepare() -> list[Job]:
+            prompts = self.served.prompts(asked["prompt"])
+            return self.served.jobs(asked, prompts, asked["max_tokens"], lambda i: self.worker.tell(inbox, i))
+
+        long = len(asked["prompt"]) > AT_ONCE // 4
+        jobs = await asyncio.to_thread(prepare) if long else prepare()
+        for job in jobs:
+            job.logprobs = asked["logprobs"]
+            job.score_prompt = asked["echo"] and asked["logprobs"] is not None
+        return await self._answer(request, Answer(self.served, asked, jobs, chat=False), jobs, inbox)
+
+    async def chat(self, request: Request) -> Response:
+        asked = await self._asked(request, CHAT)
+        if asked["top_logprobs"] and not asked["logprobs"]:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        most = asked["max_completion_tokens"]
+        tokens = asked["max_tokens"] if most is None else most
+        prompt = await asyncio.to_thread(self.chats.prompt, asked["messages"])
+        inbox: Inbox = asyncio.Queue()
+        jobs = self.served.jobs(asked, [prompt], tokens, lambda i: self.worker.tell(inbox, i))
+        for job in jobs:
+            job.logprobs = (asked["top_logprobs"] or 0) if asked["logprobs"] else None
+        return await self._answer(request, Answer(self.served, asked, jobs, chat=True), jobs, inbox)
+
+    async def candidates(self, request: Request) -> Response:
+        """What each stage would have written behind each token, and how sure it was of the one that came."""
+        asked = await self._asked(request, CANDIDATES)
+        self.served.depth(asked)
+        tokens = self.served.checked(asked["tokens"])
+        inbox: Inbox = asyncio.Queue()
+        plain = {"n": 1, "depth": "full", "model": None, "stop": (), "seed": 0, "temperature": 0}
+        plain |= {"top_k": None, "top_p": 1, "ignore_eos": False, "specialists": (), "weights": None}
+        jobs = self.served.jobs(plain, [tokens], 0, lambda i: self.worker.tell(inbox, i))
+        jobs[0].candidates = asked["top"]
+        self._submit(jobs)
+        async with self._watch(request, jobs, inbox):
+            found = None
+            while True:
+                index, progress = await inbox.get()
+                if index == GONE:
+                    raise ClientDisconnect
+                found = progress.candidates or found
+                if progress.finish:
+                    break
+        _check(progress)
+        stages = [
+            [
+                {
+                    "logprob": score.logprob,
+                    "top": [{"id": t, "text": self.served.decode([t]), "logprob": p} for t, p in score.top],
+                }
+                for score in stage
+            ]
+            for stage in found or ()
+        ]
+        return JSONResponse({"tokens": tokens, "stages": stages})
+
+    async def _answer(self, request: Request, answer: Answer, jobs: list[Job], inbox: Inbox) -> Response:
+        self._submit(jobs)
+        if answer.asked["stream"]:
+            accepted: list[tuple[int, Progress]] = []
+            async with self._watch(request, jobs, inbox):
+                while not accepted:  # the first word says whether it can be done at all
+                    accepted.append(await inbox.get())
+            index, progress = accepted[0]
+            if index == GONE:
+                raise ClientDisconnect
+            if progress.finish == "error":
+                _cancel(jobs)
+            _check(progress)
+            return EventStream(lambda: self._events(answer, inbox), jobs)
+        left = len(jobs)
+        async with self._watch(request, jobs, inbox):
+            while left:
+                index, progress = await inbox.get()
+                if index == GONE:
+                    raise ClientDisconnect
+                answer.choices[index].take(progress)
+                if progress.finish in ("error", "cancelled"):
+                    _cancel(jobs)
+                _check(progress)
+                left -= progress.finish is not None
+        return JSONResponse(answer.whole())
+
+    async def _events(self, answer: Answer, inbox: Inbox) -> AsyncIterator[str]:
+        left = len(answer.choices)
+        while left:
+            index, progress = await inbox.get()
+            if progress.finish in ("error", "cancelled"):
+                _cancel([choice.job for choice in answer.choices])
+                try:
+                    _check(progress)
+                except RequestError as error:
+                    yield event(error_body(error.message, error.status))
+                return
+            said = "".join(answer.chunks(index, progress))
+            if said:
+                yield said
+            left -= progress.finish is not None
+        yield answer.end()
+
+    def _submit(self, jobs: list[Job]) -> None:
+        if not self.worker.room(len(jobs)):
+            raise RequestError(
+                f"{self.worker.busy[1]} texts wait already and here are {len(jobs)} more; try again later",
+                status=429,
+                code="too_many_requests",
+            )
+        self.worker.submit(jobs)
+
+    @contextlib.asynccontextmanager
+    async def _watch(self, request: Request, jobs: list[Job], inbox: Inbox) -> AsyncIterator[None]:
+        """Cancel the jobs if the client goes away meanwhile."""
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            _cancel(jobs)
+            inbox.put_nowait((GONE, Progress()))
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        except BaseException:
+            _cancel(jobs)
+            raise
+        finally:
+            task.cancel()
+
+    async def _asked(self, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
+        limits = self.served.limits
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > limits.body:
+                        raise RequestError(
+                            f"the body has more than {limits.body} bytes; send less", status=413
+                        )
+        except TimeoutError:
+            raise RequestError(f"the body took more than {limits.body_seconds:.0f} s", status=408) from None
+        body = b"".join(parts)
+        if size > AT_ONCE:
+            return await asyncio.to_thread(_read_body, body, fields)
+        return _read_body(body, fields)
+
+
+class EventStream(Response):
+    """Server-sent events, whose jobs are cancelled when the client goes away."""
+
+    def __init__(self, events: Callable[[], AsyncIterator[str]], jobs: list[Job]) -> None:
+        super().__init__(media_type="text/event-stream")
+        self.events, self.jobs = events, jobs
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for said in self.events():
+                await send({"type": "http.response.body", "body": said.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        tasks = [asyncio.create_task(watch()), asyncio.create_task(write())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            _cancel(self.jobs)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cancel(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.cancelled = True
+
+
+def _check(progress: Progress) -> None:
+    if progress.finish == "error":
+        about = "depth" if progress.status == 400 else None
+        raise RequestError(progress.error, about, status=progress.status)
+    if progress.finish == "cancelled":
+        raise RequestError("the server is stopping; ask again later", status=503)
+
+
+def _read_body(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
+    try:
+        given = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        said = str(error).partition(":")[0][:100]
+        raise RequestError(f"the body is not JSON: {said}; send a JSON object") from None
+    return read(fields, given)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return JSONResponse(
+        error_body(error.message, error.status, error.param, error.code), error.status, headers
+    )
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: "there is no such address here; see /openapi.json", 405: "this address takes another method"}
+    message = said.get(error.status_code, str(error.detail))
+    return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+@cache
+def playground() -> tuple[str, str]:
+    """The page, and the policy that lets it load nothing and run only its own script."""
+    text = (resources.files("topograd.serve") / "playground.html").read_text("utf-8")
+
+    def allowed(tag: str) -> str:
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts]
+        return " ".join(f"'sha256-{each}'" for each in hashes)
+
+    policy = (
+        f"default-src 'none'; script-src {allowed('script')}; style-src {allowed('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, policy

@@ -1,0 +1,267 @@
+"""The fields of requests: one table that both reads them and describes them in the OpenAPI document.
+
+A field says what it may be as a small JSON schema; `read` refuses what does not fit, in one line that names
+the field. What OpenAI's API knows and this server does not do is refused where it would change the answer,
+and ignored where it would not (`user`, `metadata`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Schema = Mapping[str, Any]
+MOST_TOKENS = 1_000_000
+MOST_TEXT = 8 * 2**20
+MOST_STOPS, MOST_STOP = 16, 200
+
+
+class RequestError(Exception):
+    """A request that cannot be answered: what is said, with which status, about which field."""
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field: its schema, and what it is if it is left out or null."""
+
+    schema: Schema
+    default: Any = None
+    required: bool = False
+
+
+def text(words: str, most: int = MOST_TEXT, **more: Any) -> Schema:
+    return {"type": "string", "maxLength": most, "description": words, **more}
+
+
+def number(words: str, low: float, high: float, above: bool = False) -> Schema:
+    least = "exclusiveMinimum" if above else "minimum"
+    return {"type": "number", least: low, "maximum": high, "description": words}
+
+
+def whole(words: str, low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high, "description": words}
+
+
+def switch(words: str) -> Schema:
+    return {"type": "boolean", "description": words}
+
+
+def many(items: Schema, words: str, low: int, high: int) -> Schema:
+    return {"type": "array", "items": items, "minItems": low, "maxItems": high, "description": words}
+
+
+def one_of(words: str, *schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas), "description": words}
+
+
+TOKENS = many(whole("A token.", 0, 2**31 - 1), "Tokens.", 1, MOST_TOKENS)
+STOP = one_of(
+    "End before this text, or any of these.",
+    text("A text.", MOST_STOP, minLength=1),
+    many(text("A text.", MOST_STOP, minLength=1), "Texts.", 0, MOST_STOPS),
+)
+SHARED: dict[str, Field] = {
+    "model": Field(text("A model id: a name, or name:depth.", 300)),
+    "temperature": Field(number("0 takes the likeliest token each time.", 0, 100), 1.0),
+    "top_p": Field(number("Draw among the likeliest with this probability.", 0, 1, above=True), 1.0),
+    "top_k": Field(whole("Draw among this many likeliest tokens; 0 or -1 is all.", -1, 2**31 - 1)),
+    "n": Field(whole("How many texts.", 1, 128), 1),
+    "stop": Field(STOP, ()),
+    "seed": Field(whole("Of the draws.", -(2**63), 2**63 - 1)),
+    "stream": Field(switch("Answer as server-sent events."), False),
+    "stream_options": Field(
+        {
+            "type": "object",
+            "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
+            "additionalProperties": False,
+        },
+        {},
+    ),
+    "depth": Field(text("How deep each token goes: full, prefix:1, speculate, wand:flip-rate:0.001.", 300)),
+    "specialists": Field(many(text("A name.", 300), "Specialists to compose with the base.", 0, 16), ()),
+    "weights": Field(many(number("A weight.", 0, 1e6, above=True), "One for each specialist.", 0, 16)),
+    "stages": Field(switch("Say of each token which stage it left after."), False),
+    "ignore_eos": Field(switch("Go on behind an end of text."), False),
+    "user": Field(text("Ignored.", 2**16)),
+    "metadata": Field({"type": "object", "description": "Ignored."}),
+    "store": Field(switch("Ignored: nothing is stored.")),
+    "service_tier": Field(text("Ignored.", 100)),
+    "presence_penalty": Field(number("Only 0.", 0, 0), 0),
+    "frequency_penalty": Field(number("Only 0.", 0, 0), 0),
+    "logit_bias": Field({"type": "object", "maxProperties": 0, "description": "Only empty."}, {}),
+}
+COMPLETION = SHARED | {
+    "prompt": Field(
+        one_of(
+            "A text or its tokens, or several.",
+            text("A text."),
+            many(text("A text."), "Texts.", 1, 128),
+            TOKENS,
+            many(TOKENS, "Texts as tokens.", 1, 128),
+        ),
+        "",
+    ),
+    "max_tokens": Field(whole("How many tokens to write.", 0, MOST_TOKENS), 16),
+    "echo": Field(switch("Answer with the prompt in front."), False),
+    "logprobs": Field(whole("Log-probabilities, with this many alternatives.", 0, 20)),
+    "best_of": Field(whole("Only what n is.", 1, 128)),
+    "suffix": Field({"type": "null", "description": "Not there."}),
+}
+MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": text("Who speaks.", 100, minLength=1),
+        "content": one_of(
+            "What is said.",
+            text("A text."),
+            {"type": "null"},
+            many(
+                {
+                    "type": "object",
+                    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": text("A text.")},
+                    "required": ["type", "text"],
+                    "additionalProperties": False,
+                },
+                "Parts of text.",
+                0,
+                1000,
+            ),
+        ),
+        "name": text("Of the speaker.", 100),
+    },
+    "required": ["role"],
+}
+CHAT = SHARED | {
+    "messages": Field(many(MESSAGE, "The conversation.", 1, 10_000), required=True),
+    "max_tokens": Field(whole("How many tokens to write.", 0, MOST_TOKENS)),
+    "max_completion_tokens": Field(whole("How many tokens to write.", 0, MOST_TOKENS)),
+    "logprobs": Field(switch("Log-probabilities of the tokens."), False),
+    "top_logprobs": Field(whole("With this many alternatives.", 0, 20)),
+    "response_format": Field(
+        {"type": "object", "properties": {"type": {"type": "string", "enum": ["text"]}}, "required": ["type"]}
+    ),
+    "tools": Field({"type": "array", "maxItems": 0, "description": "Only none."}),
+    "tool_choice": Field({"type": "string", "enum": ["none", "auto"], "description": "There are no tools."}),
+    "parallel_tool_calls": Field(switch("Ignored.")),
+    "reasoning_effort": Field(text("Ignored.", 100)),
+}
+TOKENIZE = {
+    "model": Field(text("A model id.", 300)),
+    "prompt": Field(text("A text.")),
+    "content": Field(text("A text: another name for prompt.")),
+    "add_special_tokens": Field(switch("As a prompt is read; else as plain text."), True),
+}
+CANDIDATES = {
+    "model": Field(text("A model id.", 300)),
+    "tokens": Field(TOKENS, required=True),
+    "top": Field(whole("How many candidates of each stage.", 1, 20), 5),
+}
+
+
+def read(fields: Mapping[str, Field], given: object) -> dict[str, Any]:
+    """The fields of a request's JSON, with defaults; RequestError where one does not fit."""
+    if not isinstance(given, dict):
+        raise RequestError('the body is not a JSON object; send one, such as {"prompt": "def "}')
+    for name in given:
+        if name not in fields:
+            raise RequestError(
+                f"the field {str(name)[:100]!r} is unknown here; known are {', '.join(fields)}",
+                str(name)[:100],
+                code="unknown_parameter",
+            )
+    found = {}
+    for name, field in fields.items():
+        value = given.get(name)
+        if value is None:
+            if field.required:
+                raise RequestError(
+                    f"the field {name!r} is missing; it is needed", name, code="missing_required_parameter"
+                )
+            value = field.default
+        elif (problem := fault(field.schema, value)) is not None:
+            raise RequestError(f"{name} {problem}", name, code="invalid_value")
+        found[name] = value
+    return found
+
+
+def fault(schema: Schema, value: object) -> str | None:
+    """What is wrong with a value, as the end of a sentence; None if nothing is."""
+    if "anyOf" in schema:
+        faults = [fault(each, value) for each in schema["anyOf"]]
+        if None in faults:
+            return None
+        kinds = [_kind(each) for each in schema["anyOf"]]
+        fitting = [said for kind, said in zip(kinds, faults, strict=True) if isinstance(value, kind)]
+        return fitting[0] if len(fitting) == 1 else f"is none of what is allowed: {schema['description']}"
+    if not isinstance(value, _kind(schema)) or (isinstance(value, bool) and schema["type"] != "boolean"):
+        return f"is {_shown(value)}; it must be of type {schema['type']}"
+    check = {"string": _text_fault, "number": _number_fault, "integer": _number_fault, "array": _array_fault}
+    return check.get(schema["type"], _object_fault)(schema, value)
+
+
+def _kind(schema: Schema) -> type | tuple[type, ...]:
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "string": str, "number": (int, float), "integer": int, "boolean": bool,
+        "array": list, "object": dict, "null": type(None),
+    }  # fmt: skip
+    return kinds[schema["type"]]
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _text_fault(schema: Schema, value: Any) -> str | None:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_TEXT)
+    if not least <= len(value) <= most:
+        return f"has {len(value)} characters; it must have {least} to {most}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"is {_shown(value)}; it must be one of {', '.join(schema['enum'])}"
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        return "has half of a surrogate pair, which is no text; send UTF-8"
+    return None
+
+
+def _number_fault(schema: Schema, value: Any) -> str | None:
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema["maximum"]
+    if "exclusiveMinimum" in schema and value == low:
+        return f"is {value}; it must be above {low} and at most {high}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not finite; give a number"
+    return None if low <= value <= high else f"is {_shown(value)}; it must be from {low} to {high}"
+
+
+def _array_fault(schema: Schema, value: Sequence[object]) -> str | None:
+    low, high = schema.get("minItems", 0), schema["maxItems"]
+    if not low <= len(value) <= high:
+        return f"has {len(value)} items; it must have {low} to {high}"
+    for place, item in enumerate(value):
+        if (problem := fault(schema["items"], item)) is not None:
+            return f"[{place}] {problem}"
+    return None
+
+
+def _object_fault(schema: Schema, value: Any) -> str | None:
+    if schema["type"] != "object":
+        return None
+    if len(value) > schema.get("maxProperties", 1000):
+        return f"has {len(value)} entries; it must have at most {schema.get('maxProperties', 1000)}"
+    known = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            return f"has no {name!r}; it is needed"
+    for name, item in value.items():
+        if name in known and item is not None and (problem := fault(known[name], item)) is not None:
+            return f".{name} {problem}"
+        if name not in known and schema.get("additionalProperties") is False:
+            return f"has {str(name)[:60]!r}; it may have {', '.join(known)}"
+    return None

@@ -1,0 +1,123 @@
+"""Who may ask, and how much: in front of everything else.
+
+    Host      where no token is needed, only names of this machine: a page elsewhere cannot reach the server
+              under a name of its own (DNS rebinding)
+    Origin    a page of another site is refused, so it can neither read an answer nor cost anything (CORS is
+              closed: no header of it is ever sent)
+    token     `Authorization: Bearer TOKEN`, wherever the server can be reached from elsewhere
+    length    a body that is too long is refused before it is read
+
+What goes wrong inside becomes an error in OpenAI's shape, without a path or a trace.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from topograd.serve.answers import error_body
+from topograd.serve.metrics import Counters
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+OPEN = ("/", "/health", "/favicon.ico")
+"""What needs no token: the page itself, which asks for one, and whether the server lives."""
+ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/tokenize", "/metrics",
+    "/openapi.json", "/health", "/",
+)  # fmt: skip
+
+
+class Guard:
+    """Wraps an application."""
+
+    def __init__(self, app: App, counters: Counters, token: str | None, body: int) -> None:
+        self.app, self.counters, self.token, self.body = app, counters, token, body
+        self.stopping = False
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), *_SAFE]
+            await send(message)
+
+        refused = self._refusal(scope, headers)
+        try:
+            if refused is not None:
+                await answer_error(watched, *refused)
+            else:
+                await self.app(scope, receive, watched)
+        except Exception as error:
+            self.counters.failed(error)
+            if not status:
+                await answer_error(watched, 500, "the server failed at this; its log says why")
+        finally:
+            path = scope["path"] if scope["path"] in ROUTES else "other"
+            self.counters.request(path, status or 499)
+
+    def _refusal(self, scope: Message, headers: dict[str, str]) -> tuple[int, str] | None:
+        """A status and why, or None if the request may be answered."""
+        if self.stopping and scope["path"] != "/health":
+            return 503, "the server is stopping; ask again later"
+        if self.token is None and not local(headers.get("host", "")):
+            return 403, "this server answers names of its own machine only, such as localhost"
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host"):
+            return 403, "pages of other sites may not use this server"
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > self.body:
+            return 413, f"the body has {length[:20]} bytes; at most {self.body} are allowed"
+        if self.token is not None and scope["path"] not in OPEN:
+            given = headers.get("authorization", "")
+            kind, _, token = given.partition(" ")
+            good = hmac.compare_digest(token.strip().encode(), self.token.encode())
+            if kind.lower() != "bearer" or not good:
+                return 401, "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
+        return None
+
+
+_SAFE = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+
+
+def local(host: str) -> bool:
+    """Whether a Host header names this machine.
+
+    >>> local("localhost:8123"), local("127.0.0.1"), local("[::1]:80"), local("example.org")
+    (True, True, True, False)
+    """
+    name = host.rsplit("]", 1)[0].lstrip("[") if host.startswith("[") else host.rpartition(":")[0] or host
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+async def answer_error(
+    send: Send, status: int, message: str, param: str | None = None, code: str | None = None
+) -> None:
+    """An error in OpenAI's shape."""
+    body = json.dumps(error_body(message, status, param, code)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 429:
+        headers.append((b"retry-after", b"1"))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,107 @@
+"""One text to be written: what was asked, and what is told as it comes.
+
+A request is one job or several (its prompts times n). A job goes to the scheduler's thread and comes back as
+`Progress`: tokens with the text that they released, and at the end why it ended and how long it took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from topograd.depth.sampling import Sampling
+from topograd.depth.text import TextStream
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token's log-probability, and those of the likeliest ones: (token, log-probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token that was written: the text that it released, the exit that it left after, who drafted it."""
+
+    token: int
+    text: str
+    stage: int
+    drafted: bool = False
+    score: Scored | None = None
+
+
+@dataclass
+class Timings:
+    """Where a text's time went, by the clock of `time.perf_counter`, and what its depth did."""
+
+    asked: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first: float | None = None
+    finished: float | None = None
+    cached: int = 0
+    """Prompt tokens that an earlier text had left behind."""
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is new of a job."""
+
+    written: tuple[Written, ...] = ()
+    rest: str = ""
+    """Text that was held back, released at the end."""
+    prompt: tuple[Scored | None, ...] | None = None
+    """Scores of the prompt's tokens, once all are known; the first has none."""
+    candidates: tuple[tuple[Scored, ...], ...] | None = None
+    """For each exit and position, where that was asked."""
+    finish: Finish | None = None
+    error: str = ""
+    status: int = 500
+    """Of the answer, where it ended with an error."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A text that is asked for."""
+
+    prompt: list[int]
+    tokens: int
+    depth: str
+    """As `depth/modes.py` reads it."""
+    sampling: Sampling
+    stream: TextStream
+    tell: Callable[[Progress], None]
+    """Called in the scheduler's thread."""
+    ends: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    """How many alternatives to score beside each token written; None scores nothing."""
+    score_prompt: bool = False
+    candidates: int | None = None
+    """Score the prompt by every exit with this many alternatives, and write nothing."""
+    specialists: tuple[tuple[str, float], ...] = ()
+    """Names of specialists and their weights."""
+    number: int = field(default_factory=_numbers.__next__)
+    timings: Timings = field(default_factory=Timings)
+    cancelled: bool = False
+    """Set from any thread; the scheduler looks at it between steps."""
+    deadline: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.sampling.seed)
+        self.left = self.tokens
+        self.read = 0
+        """Prompt tokens that are in the row."""
+        self.scores: list[Scored | None] = [None]
+        self.stages: list[int] = []
+        """The exit of each token that was written."""

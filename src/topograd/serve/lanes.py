@@ -1,0 +1,174 @@
+"""Modes for rows of many requests: each depth one mode, each row its own sampling.
+
+`depth/modes.py` makes a mode for one sampling and counts rows from 0. Here a mode is made once for a depth
+and used for whichever rows have it now; before each step it is told whose rows they are.
+
+    full, prefix, path, branches    one lane a depth; every row draws by its own settings
+    speculate, wand                 one lane a depth and sampling, since their drafts and exits depend on it
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from topograd.depth.drafters import PrefixDrafter
+from topograd.depth.engine import AnyCache, Chooser, Composed, Emitted, Engine, Mode, Prefix, check_finite
+from topograd.depth.log_op import compose
+from topograd.depth.modes import MOST_DRAFT, mode_of
+from topograd.depth.rows import OneRow, Rows
+from topograd.depth.sampling import Sampling, draw, probabilities
+from topograd.depth.speculation import Speculate
+from topograd.depth.wand import Wand
+from topograd.runs.session import Session
+from topograd.serve.jobs import Job
+
+MOST_LANES = 64
+"""Lanes that are kept; others are made again when they are asked for."""
+SCORED_AT_ONCE = 64
+"""Positions whose logits exist at the same time while a prompt is scored."""
+
+
+class RowChooser(Chooser):
+    """A token for each row of logits, by the row's own sampling and random stream."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+
+    def choose(self, logits: Tensor, active: Sequence[bool]) -> list[int]:
+        best, tokens = logits.max(-1)
+        check_finite(best.tolist())
+        found: list[int] = tokens.tolist()
+        for row, (job, on) in enumerate(zip(self.jobs, active, strict=True)):
+            if on and not job.sampling.greedy:
+                found[row] = draw(probabilities(logits[row], job.sampling), job.generator)
+        return found
+
+
+class Lane:
+    """A mode, and how it is asked for rows of jobs."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.engine: Engine = mode.engine
+        self.first = self._first()
+        """The stages that a step is sure to run."""
+        self.reads = self._needed(self._last())
+        """The stages that have to run a prompt."""
+
+    def _last(self) -> list[int]:
+        if isinstance(self.mode, Prefix):
+            return [self.mode.stage]
+        return list(self.mode.ends) if isinstance(self.mode, Composed) else [self.engine.exits[-1]]
+
+    def _first(self) -> list[int]:
+        mode = self.mode
+        if isinstance(mode, Speculate):
+            return self._needed([mode.drafter.stage]) if isinstance(mode.drafter, PrefixDrafter) else []
+        if isinstance(mode, Wand):
+            return (
+                self._needed([self.engine.exits[mode.exits[0][0]]])
+                if mode.exits
+                else self._needed(self._last())
+            )
+        return self._needed(self._last())
+
+    def _needed(self, exits: Sequence[int]) -> list[int]:
+        """The stages that predictions after `exits` read, and all that they hear, in order."""
+        plan = self.engine.plan
+        read = {stage for exit_ in exits for stage, _ in plan.prediction.after(exit_)}
+        return sorted({planned.index for stage in read for planned in plan.needed(stage)})
+
+    @torch.inference_mode()
+    def advance(self, jobs: Sequence[Job], rows: Sequence[OneRow]) -> list[list[Emitted]]:
+        """At least one token in each row."""
+        mode = self.mode
+        if isinstance(mode, Wand):  # it writes one row at a time
+            return [self._wand(mode, job, row) for job, row in zip(jobs, rows, strict=True)]
+        if isinstance(mode, Speculate):
+            mode.generators = [job.generator for job in jobs]
+            written = mode.advance(Rows(rows), [True] * len(rows))
+            for job, drafted, row in zip(jobs, mode.drafted, written, strict=True):
+                job.timings.drafted += drafted
+                job.timings.accepted += sum(bool(token.drafter) for token in row)
+            return written
+        assert isinstance(mode, Prefix | Composed)
+        mode.chooser = RowChooser(jobs)
+        return mode.advance(Rows(rows), [True] * len(rows))
+
+    def _wand(self, mode: Wand, job: Job, row: OneRow) -> list[Emitted]:
+        mode.chooser = RowChooser([job])
+        return mode.advance(row, [True])[0]
+
+    @torch.inference_mode()
+    def logits(self, row: OneRow | _Before, count: int, exit_: int | None = None) -> Tensor:
+        """What this depth predicts behind the last `count` positions that ran: (count, vocab).
+
+        For an exit, or as the depth itself predicts a text that is given.
+        """
+        if exit_ is None and isinstance(self.mode, Composed):
+            each = [self.engine.logits(row, end, [count])[0] for end in self.mode.ends]  # type: ignore[arg-type]
+            return each[0] if len(each) == 1 else compose(each, self.mode.weights)
+        stage = self._last()[0] if exit_ is None else self.engine.exits[exit_]
+        return self.engine.logits(row, stage, [count])[0]  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def span(self, row: OneRow, start: int, stop: int, exit_: int | None = None) -> Tensor:
+        """The same from `start` to `stop` positions before the end: (start - stop, vocab)."""
+        return self.logits(_Before(row, stop), start - stop, exit_)
+
+    def near_end(self, row: OneRow) -> bool:
+        """Whether drafts could pass the end of the context; then full depth goes on, and writes the same."""
+        return isinstance(self.mode, Speculate) and len(row.tokens[0]) + MOST_DRAFT >= self.engine.context
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether a token's exit is its own choice, so that its probability is that exit's."""
+        return isinstance(self.mode, Wand)
+
+    @torch.inference_mode()
+    def run(self, cache: AnyCache, stages: Sequence[int]) -> None:
+        for stage in stages:
+            cache.run(stage)
+
+
+class _Before:
+    """A row as it was `back` positions ago, to read hidden states from."""
+
+    def __init__(self, row: OneRow, back: int) -> None:
+        self.row, self.back = row, back
+
+    def hidden(self, stage: int, counts: Sequence[int]) -> Tensor:
+        """The outputs at the last positions before that."""
+        hidden = self.row.hidden(stage, [counts[0] + self.back])
+        return hidden[:, : counts[0]]
+
+
+class Lanes:
+    """The lanes of a model, made when a depth is first asked for."""
+
+    def __init__(self, session: Session, engine: Engine) -> None:
+        self.session, self.engine = session, engine
+        self._made: OrderedDict[object, Lane] = OrderedDict()
+
+    def of(self, depth: str, sampling: Sampling) -> Lane:
+        """The lane of a depth; ConfigError or RunError where the model has no such depth."""
+        alone = depth.startswith(("speculate", "wand"))
+        key = (depth, sampling.temperature, sampling.top_k, sampling.top_p) if alone else depth
+        if key not in self._made:
+            self._made[key] = Lane(mode_of(depth, self.session, self.engine, sampling))
+        self._made.move_to_end(key)
+        while len(self._made) > MOST_LANES:
+            self._made.popitem(last=False)
+        return self._made[key]
+
+    def full(self) -> Lane:
+        """Full depth."""
+        return self.of("full", Sampling())
+
+    def shared(self, lane: Lane) -> bool:
+        """Whether a lane's rows are those of the model's own plan."""
+        return lane.engine.plan is self.engine.plan

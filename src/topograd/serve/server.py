@@ -1,0 +1,131 @@
+"""A server's life: a socket, a model, a loop, and an end that lets running requests finish.
+
+The first SIGINT or SIGTERM stops taking requests and gives running ones `grace` seconds; a second one ends at
+once. Nothing is written to disk, so a server that is killed loses what was in flight and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from topograd.depth.model import load
+from topograd.errors import ConfigError
+from topograd.serve.app import Service
+from topograd.serve.guard import Guard
+from topograd.serve.lanes import Lanes
+from topograd.serve.metrics import Counters
+from topograd.serve.scheduler import Scheduler
+from topograd.serve.settings import Limits
+from topograd.serve.texts import Served
+from topograd.serve.worker import Worker
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: who runs it has them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; ConfigError where it cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except (OSError, OverflowError, UnicodeError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened on ({reason}); give another port, or 0 for any"
+        ) from None
+    sock.listen(256)
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host's address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Running:
+    """A model behind a socket."""
+
+    def __init__(self, served: Served, sock: socket.socket, token: str | None = None) -> None:
+        self.served, self.sock = served, sock
+        self.counters = Counters()
+        lanes = Lanes(served.model.session, served.model.engine)
+        self.worker = Worker(Scheduler(lanes, served.limits, self.counters))
+        self.service = Service(served, self.worker, self.counters)
+        self.guard = Guard(self.service.app(), self.counters, token, served.limits.body)
+        config = uvicorn.Config(
+            self.guard,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=30,
+            limit_concurrency=1024,
+            timeout_graceful_shutdown=max(1, round(served.limits.grace)),
+            h11_max_incomplete_event_size=2**16,
+        )
+        self.server = _Server(config)
+
+    def address(self) -> str:
+        """Where the server is."""
+        host, port = self.sock.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def stop(self) -> None:
+        """Take no more requests; the running ones may finish. A second time: end at once."""
+        if self.server.should_exit:
+            self.server.force_exit = True
+        self.guard.stopping = True
+        self.server.should_exit = True
+
+    async def run(self, on_ready: Callable[[], None] | None = None) -> int | None:
+        """Serve until a signal or `stop`; the signal that ended it."""
+        loop = asyncio.get_running_loop()
+        received: list[int] = []
+
+        def stop(number: int) -> None:
+            received.append(number)
+            self.stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+                loop.add_signal_handler(number, stop, number)
+        self.worker.start(loop)
+        serving = asyncio.create_task(self.server.serve([self.sock]))
+        while not self.server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if on_ready is not None and not serving.done():
+            on_ready()
+        try:
+            await serving
+        finally:
+            await asyncio.to_thread(self.worker.stop)
+            self.service.chats.close()
+        return received[0] if received else None
+
+
+def open_served(folder: Path, name: str | None, limits: Limits) -> Served:
+    """A run, ready to be served: its model is laid out and has written a token."""
+    model = load(folder)
+    served = Served(model, limits, name=name or "")
+    model.generate([served.tokenizer.separator], 1, depth="full")
+    return served

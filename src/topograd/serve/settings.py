@@ -1,0 +1,39 @@
+"""What a server allows. Light: the command reads it before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topograd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what requests may ask and take."""
+
+    rows: int = 16
+    """Texts that are written at the same time; each keeps its own memory."""
+    waiting: int = 256
+    """Texts that may wait for a row; a request that would make more is refused with 429."""
+    chunk: int = 64
+    """Prompt tokens that are read in one step, of all rows together."""
+    seconds: float = 600.0
+    """How long a request may take, waiting included."""
+    body: int = 8 * 2**20
+    """Bytes of a request's body."""
+    body_seconds: float = 30.0
+    """How long a body may take to arrive."""
+    choices: int = 128
+    """Texts of one request: prompts times n."""
+    logprobs: int = 20
+    """Alternatives beside each token."""
+    grace: float = 10.0
+    """How long running requests may go on after the server is told to stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "waiting", "chunk", "body", "choices"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("seconds", "body_seconds", "grace"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")

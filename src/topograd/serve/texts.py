@@ -1,0 +1,155 @@
+"""From a request's fields to jobs: prompts to tokens, ids to depths, settings to a sampling."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.depth.model import Model
+from topograd.depth.sampling import Sampling
+from topograd.depth.text import TextStream
+from topograd.errors import ConfigError, TopogradError
+from topograd.serve.fields import RequestError
+from topograd.serve.jobs import Job, Progress
+from topograd.serve.names import model_name, split_id
+from topograd.serve.settings import Limits
+
+Tell = Callable[[int], Callable[[Progress], None]]
+"""For each choice of a request who hears of its progress."""
+
+
+@dataclass
+class Served:
+    """The model that is served, and what a request may ask of it."""
+
+    model: Model
+    limits: Limits
+    default_depth: str = "full"
+    name: str = ""
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        session = self.model.session
+        self.name = self.name or model_name(session.run.folder)
+        self.tokenizer = session.tokenizer
+        self.context = session.config.model.context
+        self.vocab = session.config.model.vocab
+        self.fingerprint = f"topograd-{session.weights[:12]}"
+        foreign = isinstance(self.tokenizer, ForeignTokenizer)
+        self.ends = frozenset(self.tokenizer.stop_tokens) if foreign else frozenset()  # type: ignore[attr-defined]
+
+    def depth(self, asked: Mapping[str, Any]) -> str:
+        """The depth of a request, by its model id and its field; they must not disagree."""
+        try:
+            name, named = (self.name, None) if asked["model"] is None else split_id(asked["model"])
+        except ConfigError as error:
+            raise RequestError(str(error), "model", 404, "model_not_found") from None
+        if name != self.name:
+            raise RequestError(
+                f"the model {name[:100]!r} does not exist here; /v1/models says which do: {self.name!r}",
+                "model",
+                404,
+                "model_not_found",
+            )
+        wanted = asked.get("depth")
+        if wanted is not None and named is not None and wanted != named:
+            raise RequestError(
+                f"the model id says depth {named} and the field depth says {wanted[:100]}; give one", "depth"
+            )
+        return str(wanted or named or self.default_depth)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token; a head may have more rows than there are tokens."""
+        return self.tokenizer.pieces[token] if token < len(self.tokenizer.pieces) else b""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
+
+    def prompts(self, given: str | list[Any]) -> list[list[int]]:
+        """The tokens of each prompt of a completion."""
+        if isinstance(given, str):
+            return [self.encode(given)]
+        if all(isinstance(item, int) for item in given):
+            return [self.checked(given)]
+        return [self.encode(item) if isinstance(item, str) else self.checked(item) for item in given]
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens, as the model was trained to read them."""
+        return self.model.encode(text)
+
+    def checked(self, tokens: list[int]) -> list[int]:
+        """Tokens, if the model has them."""
+        if max(tokens) >= self.vocab:
+            raise RequestError(
+                f"prompt has token {max(tokens)}; the model has tokens from 0 to {self.vocab - 1}", "prompt"
+            )
+        return tokens
+
+    def room(self, prompt: Sequence[int], tokens: int | None) -> int:
+        """How many tokens may follow a prompt: as many as are asked for, or what is left of the context."""
+        if tokens is None and len(prompt) < self.context:
+            return self.context - len(prompt)
+        if len(prompt) + (tokens or 0) > self.context or (len(prompt) == self.context and tokens is None):
+            raise RequestError(
+                f"this model's maximum context length is {self.context} tokens; the prompt has {len(prompt)} "
+                f"and {tokens or 1} are to be written: shorten one of them",
+                "messages" if tokens is None else "max_tokens",
+                code="context_length_exceeded",
+            )
+        return tokens or 0
+
+    def jobs(
+        self, asked: Mapping[str, Any], prompts: Sequence[list[int]], tokens: int | None, tell: Tell
+    ) -> list[Job]:
+        """The texts of a request: n for each prompt."""
+        count = asked["n"]
+        if len(prompts) * count > self.limits.choices:
+            raise RequestError(
+                f"{len(prompts)} prompts times n = {count} are too many; ask for {self.limits.choices} texts at most",
+                "n",
+            )
+        refuse_specialists(asked)
+        depth = self.depth(asked)
+        stops = [asked["stop"]] if isinstance(asked["stop"], str) else list(asked["stop"])
+        seed = secrets.randbelow(2**63) if asked["seed"] is None else asked["seed"] % 2**63
+        deadline = time.perf_counter() + self.limits.seconds
+        made = []
+        for i, prompt in enumerate(prompts):
+            room = self.room(prompt, tokens)
+            for k in range(count):
+                job = Job(
+                    prompt=prompt,
+                    tokens=room,
+                    depth=depth,
+                    sampling=self._sampling(asked, (seed + k) % 2**63),
+                    stream=TextStream(self.tokenizer, stops),
+                    tell=tell(i * count + k),
+                    ends=frozenset() if asked["ignore_eos"] else self.ends,
+                    deadline=deadline,
+                )
+                made.append(job)
+        return made
+
+    @staticmethod
+    def _sampling(asked: Mapping[str, Any], seed: int) -> Sampling:
+        top_k = asked["top_k"]
+        try:
+            return Sampling(
+                temperature=float(asked["temperature"]),
+                top_k=None if top_k is None or top_k < 1 else top_k,
+                top_p=None if asked["top_p"] == 1 else float(asked["top_p"]),
+                seed=seed,
+            )
+        except TopogradError as error:
+            raise RequestError(str(error)) from None
+
+
+def refuse_specialists(asked: Mapping[str, Any]) -> None:
+    """Specialists are not served yet."""
+    if asked.get("specialists") or asked.get("weights"):
+        raise RequestError("this server has no specialists; leave specialists and weights out", "specialists")

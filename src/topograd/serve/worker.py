@@ -1,0 +1,99 @@
+"""The thread that owns the model: jobs go in, progress comes out on the event loop, which never waits for it.
+
+What one step tells is handed to the loop in one call. A client that goes away only sets a flag on its jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from topograd.serve.jobs import Job, Progress
+from topograd.serve.scheduler import Scheduler
+
+Inbox = asyncio.Queue[tuple[int, Progress]]
+"""What a request hears: which of its texts, and what is new of it."""
+
+
+class Worker:
+    """Runs a scheduler in a thread of its own."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._new: deque[Sequence[Job]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._told: list[tuple[Inbox, int, Progress]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every text and the thread; returns when it has ended."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def busy(self) -> tuple[int, int]:
+        """Texts that are written, and that wait."""
+        return len(self.scheduler.active), self.scheduler.waiting + sum(map(len, self._new))
+
+    def room(self, texts: int) -> bool:
+        """Whether that many texts may join the queue."""
+        return self.busy[1] + texts <= self.scheduler.limits.waiting
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the texts of one request; from any thread."""
+        with self._wake:
+            self._new.append(jobs)
+            self._wake.notify()
+
+    def tell(self, inbox: Inbox, index: int) -> Callable[[Progress], None]:
+        """How a job's progress gets to an inbox of the loop."""
+        return lambda progress: self._told.append((inbox, index, progress))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._new and not self._stopping and not self._pending():
+                    self._wake.wait()
+                if self._stopping:
+                    break
+                arrived = list(self._new)
+                self._new.clear()
+            for jobs in arrived:
+                self.scheduler.add(jobs)
+            self.scheduler.step()
+            self._deliver()
+        for jobs in self._new:
+            for job in jobs:
+                job.tell(Progress(finish="cancelled"))
+        self.scheduler.stop()
+        self._deliver()
+
+    def _pending(self) -> bool:
+        return bool(self.scheduler.active or self.scheduler.waiting)
+
+    def _deliver(self) -> None:
+        told, self._told = self._told, []
+        if told and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_hand_out, told)
+            time.sleep(0)  # let the loop have the interpreter
+
+
+def _hand_out(told: Sequence[tuple[Inbox, int, Progress]]) -> None:
+    for inbox, index, progress in told:
+        inbox.put_nowait((index, progress))
