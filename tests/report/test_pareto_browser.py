@@ -1,154 +1,33 @@
 """The Pareto page in a real browser: its marks are pointed at, clicked, tapped and walked through by keys.
 
-The browser is driven through its debugging pipe: JSON messages that end with a zero byte, on its file
-descriptors 3 (to it) and 4 (from it). Where no Chromium is installed the tests are skipped.
+Where no Chromium is installed the tests are skipped.
 """
 
-import base64
-import fcntl
-import io
 import itertools
-import json
-import os
-import select
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import numpy as np
 import pytest
+from browser import FOUND, MISSING, Browser
 
 from topograd.report.pareto import write_pareto
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FOUND = next((path for path in map(shutil.which, NAMES) if path), None)
-pytestmark = pytest.mark.skipif(FOUND is None, reason=f"no browser here; looked for {', '.join(NAMES)}")
+pytestmark = pytest.mark.skipif(FOUND is None, reason=MISSING)
 
-_START = """
-import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.dup2(int(sys.argv[2]), 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
 OBJECTIVES = {"bpb": "minimize", "gradient_depth": "minimize", "pipeline_granularity": "maximize"}
 PARTITIONS = [(6,), (3, 3), (2, 2, 2), (4, 2), (2, 4), (1, 5), (5, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3)]
 FRONT = {0, 1, 2}
 
 
-class Browser:
-    """One page of a browser without a window."""
-
-    def __init__(self, profile: Path) -> None:
-        (out, to_it), (from_it, back) = os.pipe(), os.pipe()
-        high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (out, back)]  # not 3 or 4 themselves
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-        where = [f"--user-data-dir={profile}", "--window-size=1000,1200", "about:blank"]
-        start = [sys.executable, "-c", _START, *map(str, high), str(FOUND), *options, *where]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(start, pass_fds=high, start_new_session=True, **quiet)  # type: ignore[call-overload]
-        for end in (out, back, *high):
-            os.close(end)
-        self.to_it, self.from_it = to_it, from_it
-        self.buffer, self.events, self.numbers, self.session = b"", list[Any](), itertools.count(1), ""
-        pages = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        target = {"targetId": pages[0]["targetId"], "flatten": True}
-        self.session = self.call("Target.attachToTarget", **target)["sessionId"]
-        for domain in ("Page", "Log", "Runtime", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; what happens meanwhile goes to `events`."""
-        number = next(self.numbers)
-        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self.to_it, json.dumps(message).encode() + b"\0")
-        while (answer := self.next()).get("id") != number:
-            self.events.append(answer)
-        assert "error" not in answer, answer
-        result: dict[str, Any] = answer["result"]
-        return result
-
-    def next(self) -> dict[str, Any]:
-        """The next message, which comes within some seconds or not at all."""
-        ends = time.monotonic() + 30
-        while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.from_it], [], [], max(ends - time.monotonic(), 0))
-            piece = os.read(self.from_it, 1 << 16) if ready else b""
-            assert piece, f"the browser said nothing; its exit code is {self.process.poll()}"
-            self.buffer += piece
-        message, self.buffer = self.buffer.split(b"\0", 1)
-        found: dict[str, Any] = json.loads(message)
-        return found
-
-    def open(self, page: Path) -> None:
-        """Show a page as it is at first, with the mouse in its corner."""
-        self.events.clear()
-        self.call("Page.navigate", url=page.as_uri())
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
-            self.events.append(self.next())
-        self.mouse("mouseMoved", 1, 1)
-
-    def ask(self, expression: str) -> Any:
-        """The value of an expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def middle(self, selector: str) -> tuple[float, float]:
-        """Where the middle of an element is in the window, after scrolling it there."""
-        self.ask(f"document.querySelector('{selector}').scrollIntoView({{block: 'nearest'}})")
-        box = self.ask(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
-        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-
-    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def point_at(self, selector: str) -> None:
-        self.mouse("mouseMoved", *self.middle(selector))
-
-    def click(self, selector: str) -> None:
-        where = self.middle(selector)
-        self.mouse("mouseMoved", *where)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.mouse(kind, *where, button="left", clickCount=1)
-
-    def press(self, key: str, code: int) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def tap(self, selector: str) -> None:
-        x, y = self.middle(selector)
-        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-
-    def picture(self) -> np.ndarray:
-        """The window as numbers (height, width, 3) from 0 to 255."""
-        data = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        image = np.asarray(matplotlib.image.imread(io.BytesIO(data), format="png"))
-        return np.round(255 * image[:, :, :3]).astype(int)
+class ParetoBrowser(Browser):
+    """A browser that shows the page of a front."""
 
     def card(self) -> str:
         """The id of the card that lies on top, which is empty for the one that says what to do."""
         x, y = self.middle(".hint")
         return str(self.ask(f"document.elementFromPoint({x}, {y}).closest('.card').id"))
-
-    def close(self) -> None:
-        try:
-            self.session = ""
-            self.call("Browser.close")
-            self.process.wait(10)
-        except (AssertionError, OSError, subprocess.TimeoutExpired):
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for end in (self.to_it, self.from_it):
-            os.close(end)
 
 
 def _trial(number: int, parts: tuple[int, ...]) -> dict[str, Any]:
@@ -177,19 +56,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("profile"))
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParetoBrowser]:
+    browser = ParetoBrowser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
 
 
 @pytest.fixture
-def browser(started: Browser, page: Path) -> Browser:
-    started.open(page)
+def browser(started: ParetoBrowser, page: Path) -> ParetoBrowser:
+    started.open(page.as_uri())
     return started
 
 
-def _shown(browser: Browser, selector: str) -> list[str]:
+def _shown(browser: ParetoBrowser, selector: str) -> list[str]:
     """Class names of the elements that the page draws, of those that `selector` finds."""
     every = f"[...document.querySelectorAll('{selector}')]"
     names: list[str] = browser.ask(
@@ -198,20 +77,20 @@ def _shown(browser: Browser, selector: str) -> list[str]:
     return names
 
 
-def test_nothing_is_loaded_and_nothing_is_refused(browser: Browser, page: Path) -> None:
+def test_nothing_is_loaded_and_nothing_is_refused(browser: ParetoBrowser, page: Path) -> None:
     asked = [e["params"]["request"]["url"] for e in browser.events if "WillBeSent" in e.get("method", "")]
     assert asked == [page.as_uri()]
     assert [e for e in browser.events if e.get("method") == "Log.entryAdded"] == []
     assert browser.ask("document.styleSheets.length") == 2
 
 
-def test_at_first_it_shows_two_properties_and_no_card(browser: Browser) -> None:
+def test_at_first_it_shows_two_properties_and_no_card(browser: ParetoBrowser) -> None:
     assert _shown(browser, "g.part") == ["part up-0", "part across-1"]
     assert _shown(browser, "polyline") == ["part line-1-0"]
     assert _shown(browser, ".card") == ["card hint"]
 
 
-def test_pointing_shows_the_configuration_and_leaving_hides_it(browser: Browser) -> None:
+def test_pointing_shows_the_configuration_and_leaving_hides_it(browser: ParetoBrowser) -> None:
     before = browser.picture()
     browser.point_at("#point-4")
     assert browser.card() == "card-4"
@@ -225,7 +104,7 @@ def test_pointing_shows_the_configuration_and_leaving_hides_it(browser: Browser)
     assert np.abs(browser.picture() - before).max() <= 32, "edges may be smoothed a little differently"
 
 
-def test_a_click_keeps_the_card_and_another_mark_covers_it_for_a_while(browser: Browser) -> None:
+def test_a_click_keeps_the_card_and_another_mark_covers_it_for_a_while(browser: ParetoBrowser) -> None:
     browser.click("#point-2")
     browser.mouse("mouseMoved", 1, 1)
     assert browser.card() == "card-2"
@@ -239,7 +118,7 @@ def test_a_click_keeps_the_card_and_another_mark_covers_it_for_a_while(browser: 
     assert _shown(browser, ".card") == ["card", "card hint"], "only one is kept"
 
 
-def test_keys_reach_every_mark_the_front_first(browser: Browser) -> None:
+def test_keys_reach_every_mark_the_front_first(browser: ParetoBrowser) -> None:
     for _ in range(12):
         browser.press("Tab", 9)
         if browser.ask("document.activeElement.name") == "point":
@@ -256,7 +135,7 @@ def test_keys_reach_every_mark_the_front_first(browser: Browser) -> None:
     assert any(name.startswith("partition 2,2,2, stage heads shared, bpb 3.3080") for name in radios)
 
 
-def test_a_tap_on_a_narrow_screen_shows_the_card_below(browser: Browser) -> None:
+def test_a_tap_on_a_narrow_screen_shows_the_card_below(browser: ParetoBrowser) -> None:
     size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": True}
     browser.call("Emulation.setDeviceMetricsOverride", **size)
     browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
@@ -273,7 +152,7 @@ def test_a_tap_on_a_narrow_screen_shows_the_card_below(browser: Browser) -> None
         browser.call("Emulation.clearDeviceMetricsOverride")
 
 
-def test_the_choice_moves_the_marks_to_their_values(browser: Browser) -> None:
+def test_the_choice_moves_the_marks_to_their_values(browser: ParetoBrowser) -> None:
     for across, up in itertools.permutations(range(3), 2):
         browser.click(f"label:has(#across-{across})")
         browser.click(f"label:has(#up-{up})")
@@ -293,7 +172,7 @@ def test_the_choice_moves_the_marks_to_their_values(browser: Browser) -> None:
             assert np.corrcoef(column, boxes[:, side])[0, 1] > 0.98
 
 
-def test_no_mark_is_hidden_by_others(browser: Browser) -> None:
+def test_no_mark_is_hidden_by_others(browser: ParetoBrowser) -> None:
     for across, up in itertools.permutations(range(3), 2):
         browser.click(f"label:has(#across-{across})")
         browser.click(f"label:has(#up-{up})")
@@ -302,7 +181,7 @@ def test_no_mark_is_hidden_by_others(browser: Browser) -> None:
             assert browser.card() == f"card-{number}", (across, up)
 
 
-def test_shapes_and_colours_of_the_marks(browser: Browser) -> None:
+def test_shapes_and_colours_of_the_marks(browser: ParetoBrowser) -> None:
     where = {number: browser.middle(f"#point-{number}") for number in (0, 5, 7)}
     picture = browser.picture()
 

@@ -260,7 +260,8 @@ def _object_fault(schema: Schema, value: Any) -> str | None:
         if name not in value:
             return f"has no {name!r}; it is needed"
     for name, item in value.items():
-        if name in known and item is not None and (problem := fault(known[name], item)) is not None:
+        absent = item is None and name not in schema.get("required", ())
+        if name in known and not absent and (problem := fault(known[name], item)) is not None:
             return f".{name} {problem}"
         if name not in known and schema.get("additionalProperties") is False:
             return f"has {str(name)[:60]!r}; it may have {', '.join(known)}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from topograd.depth.drafters import PrefixDrafter
+from topograd.depth.drafters import Drafter, FirstOf, LookupDrafter, PrefixDrafter
 from topograd.depth.engine import AnyCache, Chooser, Composed, Emitted, Engine, Mode, Prefix, check_finite
 from topograd.depth.log_op import compose
 from topograd.depth.modes import MOST_DRAFT, mode_of
@@ -122,7 +122,8 @@ class Lane:
 
     def near_end(self, row: OneRow) -> bool:
         """Whether drafts could pass the end of the context; then full depth goes on, and writes the same."""
-        return isinstance(self.mode, Speculate) and len(row.tokens[0]) + MOST_DRAFT >= self.engine.context
+        longest = _longest(self.mode.drafter) if isinstance(self.mode, Speculate) else 0
+        return bool(longest) and len(row.tokens[0]) + longest >= self.engine.context
 
     @property
     def leaves_early(self) -> bool:
@@ -133,6 +134,15 @@ class Lane:
     def run(self, cache: AnyCache, stages: Sequence[int]) -> None:
         for stage in stages:
             cache.run(stage)
+
+
+def _longest(drafter: Drafter) -> int:
+    """How many tokens a drafter may guess at once."""
+    if isinstance(drafter, PrefixDrafter):
+        return drafter.rule.longest
+    if isinstance(drafter, LookupDrafter):
+        return drafter.tokens
+    return max(map(_longest, drafter.drafters)) if isinstance(drafter, FirstOf) else MOST_DRAFT
 
 
 class _Before:

@@ -30,6 +30,7 @@ REFUSALS = {
     "401": "The token is missing or wrong.",
     "403": "The request comes from another site's page.",
     "404": "There is no such model.",
+    "405": "The address takes another method.",
     "408": "The body took too long to arrive.",
     "413": "The body is too long.",
     "429": "Too many texts wait already.",

@@ -33,29 +33,28 @@ class Row:
 
 
 class Pool:
-    """The rows of one engine, at most `most`."""
+    """The rows of one engine."""
 
-    def __init__(self, engine: Engine, most: int) -> None:
-        self.engine, self.most = engine, most
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.rows: list[Row] = []
         self._clock = itertools.count(1)
 
-    def free(self) -> bool:
-        """Whether a text can be taken in."""
-        return len(self.rows) < self.most or any(not row.busy for row in self.rows)
-
     @torch.inference_mode()
-    def take(self, prompt: Sequence[int], stages: Sequence[int]) -> tuple[Row, int]:
-        """A row for a prompt, and how many tokens of it the row holds already, run by all of `stages`."""
+    def take(self, prompt: Sequence[int], stages: Sequence[int], grow: bool = True) -> tuple[Row, int]:
+        """A row for a prompt, and how many tokens of it the row holds already, run by all of `stages`.
+
+        With `grow`, a new one rather than one whose text is of no use; else there must be a free one.
+        """
         limit = len(prompt) - 1
         ready = {id(row): min(_ready(row.cache, prompt, stages), limit) for row in self.rows}
         free = [row for row in self.rows if not row.busy]
         best = max(free, key=lambda row: (ready[id(row)], -row.used), default=None)
         have = 0 if best is None else ready[id(best)]
-        if (best is None or have < WORTH) and len(self.rows) < self.most:
+        if (best is None or have < WORTH) and grow:
             best, have = self._new(), 0
             ready[id(best)] = 0
-        assert best is not None, "somebody asks whether there is a free row"
+        assert best is not None, "whoever admits a text knows of a free row"
         donor = max(self.rows, key=lambda row: ready[id(row)])
         best.busy, best.used = True, next(self._clock)
         if ready[id(donor)] >= have + WORTH:

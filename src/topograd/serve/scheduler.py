@@ -60,8 +60,8 @@ class Scheduler:
         self.active: list[Active] = []
         self._waiting: list[tuple[float, int, Job, Lane]] = []
         self._tag = 0.0
-        self._pools: dict[int, Pool] = {}
-        self.base = Pool(lanes.engine, limits.rows)
+        self._pools: dict[Lane, Pool] = {}
+        self.base = Pool(lanes.engine)
 
     @property
     def waiting(self) -> int:
@@ -133,8 +133,8 @@ class Scheduler:
                 return
             tag, _, job, lane = heapq.heappop(self._waiting)
             self._tag = max(self._tag, tag)
-            pool = self._pool(lane)
-            row, have = pool.take(job.prompt, lane.reads)
+            pool, grow = self._pool(lane)
+            row, have = pool.take(job.prompt, lane.reads, grow)
             job.read = job.timings.cached = have
             job.timings.admitted = time.perf_counter()
             self.counters.admitted(len(job.prompt), have)
@@ -151,11 +151,11 @@ class Scheduler:
                     return True
         return False
 
-    def _pool(self, lane: Lane) -> Pool:
-        """The rows of a lane's plan; free rows of other plans go, so that there are never too many."""
-        pool = self.base if self.lanes.shared(lane) else self._pools.get(id(lane))
+    def _pool(self, lane: Lane) -> tuple[Pool, bool]:
+        """The rows of a lane's plan, and whether there may be one more; for that, rows of other plans go."""
+        pool = self.base if self.lanes.shared(lane) else self._pools.get(lane)
         if pool is None:
-            pool = self._pools[id(lane)] = Pool(lane.engine, self.limits.rows)
+            pool = self._pools[lane] = Pool(lane.engine)
         pools = [self.base, *self._pools.values()]
         while sum(len(each.rows) for each in pools) >= self.limits.rows and not any(
             not row.busy for row in pool.rows
@@ -165,7 +165,7 @@ class Scheduler:
             owner.drop(oldest)
         for key in [key for key, each in self._pools.items() if not each.rows and each is not pool]:
             del self._pools[key]
-        return pool
+        return pool, sum(len(each.rows) for each in pools) < self.limits.rows
 
     def _read(self) -> list[Active]:
         """Push prompt tokens; the rows that got some and have more to read."""

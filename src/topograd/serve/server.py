@@ -38,12 +38,15 @@ class _Server(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; ConfigError where it cannot be had."""
+    sock = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except (OSError, OverflowError, UnicodeError) as problem:
+        if sock is not None:
+            sock.close()
         reason = getattr(problem, "strerror", None) or problem
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on ({reason}); give another port, or 0 for any"

@@ -108,9 +108,10 @@ class Served:
     ) -> list[Job]:
         """The texts of a request: n for each prompt."""
         count = asked["n"]
-        if len(prompts) * count > self.limits.choices:
+        most = self.limits.choices
+        if len(prompts) * count > most:
             raise RequestError(
-                f"{len(prompts)} prompts times n = {count} are too many; ask for {self.limits.choices} texts at most",
+                f"{len(prompts)} prompts times n = {count} are more texts than {most}; ask for less",
                 "n",
             )
         refuse_specialists(asked)

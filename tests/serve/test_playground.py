@@ -1,0 +1,104 @@
+"""The playground in a real browser: typed into, run, pointed at, walked through, in the dark, on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from browser import FOUND, MISSING, Browser
+
+from topograd.serve.app import playground
+from topograd.serve.server import Running
+
+pytestmark = pytest.mark.skipif(FOUND is None, reason=MISSING)
+DONE = "document.querySelector('#stop').disabled && document.querySelectorAll('.token').length > 8"
+FIRST = "#columns section:nth-child(1)"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, running: Running) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    browser.open(running.address())
+    browser.wait("document.querySelectorAll('.column').length == 2")
+    browser.ask("document.querySelector('#tokens').value = 24")
+    browser.click("#run")
+    browser.wait(DONE)
+    yield browser
+    browser.close()
+
+
+def test_both_columns_write_the_same_text_where_both_are_exact(started: Browser) -> None:
+    texts = started.ask("[...document.querySelectorAll('.text')].map(e => e.innerText)")
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("    def read(self, size=-1):")
+    stages = started.ask("[...document.querySelectorAll('.stats')].map(e => e.innerText)")
+    assert "24" in stages[0]
+    spoken = started.ask("[...document.querySelectorAll('.exact')].map(e => e.textContent)")
+    assert all(words.startswith("Exact") for words in spoken)
+
+
+def test_nothing_is_loaded_from_elsewhere_and_nothing_is_refused(started: Browser, running: Running) -> None:
+    sent = [e["params"] for e in started.events if e.get("method") == "Network.requestWillBeSent"]
+    asked = [each["request"]["url"] for each in sent]
+    assert asked
+    assert all(url.startswith(running.address()) for url in asked)
+    wrong = [e for e in started.events if e.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")]
+    assert wrong == []
+    assert "unsafe" not in playground()[1]
+
+
+def test_pointing_and_keys_show_every_stages_candidates(started: Browser) -> None:
+    started.point_at(f"{FIRST} .text .token:nth-child(4)")
+    started.wait("document.querySelectorAll('#card tr').length == 4")
+    words = started.ask("document.querySelector('#card').innerText")
+    assert "left after stage" in words
+    assert "%" in words
+    started.ask(f"document.querySelector('{FIRST} .text').focus()")
+    for count in (1, 2):
+        started.press("ArrowRight", 39)
+        started.wait(f"document.querySelector('#card').innerText.startsWith('token {count}:')")
+    started.press("Escape", 27)
+    started.wait("document.querySelector('#card').hidden")
+
+
+def test_sliders_change_the_depth_and_the_honest_line(started: Browser) -> None:
+    choose = "(k => {{ const s = document.querySelector('{0} select'); s.value = k; "
+    choose += "s.dispatchEvent(new Event('change')) }})"
+    for kind, words, depth in (
+        ("prefix", "Another model", "prefix:1"),
+        ("wand", "Approximate", "wand:flip-rate:0.00100"),
+        ("branches", "Another model", "branches:1-3*1+1-4*1"),
+        ("lookup", "Exact", "speculate:lookup"),
+    ):
+        started.ask(f"{choose.format(FIRST)}('{kind}')")
+        assert started.ask("columns[0].depth") == depth
+        assert started.ask(f"document.querySelector('{FIRST} .exact').textContent").startswith(words)
+    started.ask(f"{choose.format(FIRST)}('prefix')")
+    started.ask("document.querySelector('#compare').click()")
+    started.ask("document.querySelector('#prompt').focus()")
+    started.call(
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        key="Enter",
+        code="Enter",
+        windowsVirtualKeyCode=13,
+        modifiers=2,
+    )
+    started.wait(DONE)
+    assert started.ask("columns[0].tokens.every(t => t.stage == 1)")
+    assert started.ask("columns[1].box.hidden")
+    started.ask("document.querySelector('#compare').click()")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_screens_and_both_schemes(started: Browser, scheme: str) -> None:
+    started.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    started.call(
+        "Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True
+    )
+    try:
+        assert started.ask("document.documentElement.scrollWidth") <= 390
+        light = started.picture()[2, 2].min()
+        assert (light > 200) == (scheme == "light")
+    finally:
+        started.call("Emulation.clearDeviceMetricsOverride")

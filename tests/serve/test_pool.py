@@ -1,0 +1,72 @@
+"""Which row a prompt gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from topograd.depth.rows import Rows
+from topograd.serve.pool import WORTH, Pool, Row
+
+STAGES = [0, 1, 2, 3]
+
+
+def used(pool: Pool, prompt: list[int]) -> Row:
+    """A row in which a prompt was read by all stages."""
+    row, have = pool.take(prompt, STAGES)
+    with torch.inference_mode():
+        row.cache.push([prompt[have:]])
+        Rows([row.cache]).run(3)
+    return row
+
+
+def test_the_free_row_that_begins_most_like_it(make_desk: Callable[..., Any]) -> None:
+    pool = Pool(make_desk().model.engine)
+    rows = [used(pool, [first, *range(100, 112)]) for first in (1, 2, 3)]
+    for row in rows:
+        row.busy = False
+    row, have = pool.take([2, *range(100, 110), 7, 7], STAGES)
+    assert row is rows[1]
+    assert have == 11
+    assert row.cache.tokens[0] == [2, *range(100, 110)]
+
+
+def test_one_token_is_always_read_again(make_desk: Callable[..., Any]) -> None:
+    pool = Pool(make_desk().model.engine)
+    row = used(pool, [1, 2, 3, 4])
+    row.busy = False
+    assert pool.take([1, 2, 3, 4], STAGES, grow=False) == (row, 3)
+
+
+def test_a_busy_row_is_copied_from(make_desk: Callable[..., Any]) -> None:
+    pool = Pool(make_desk().model.engine)
+    busy = used(pool, list(range(100, 112)))
+    row, have = pool.take([*range(100, 110), 1], STAGES)
+    assert row is not busy
+    assert have == 10 > WORTH
+    assert row.cache.tokens[0] == list(range(100, 110))
+    assert busy.cache.tokens[0] == list(range(100, 112))
+
+
+def test_only_what_the_stages_have_run_counts(make_desk: Callable[..., Any]) -> None:
+    pool = Pool(make_desk().model.engine)
+    row, _ = pool.take([1, 2, 3, 4, 5], [0])
+    with torch.inference_mode():
+        row.cache.push([[1, 2, 3, 4, 5]])
+        Rows([row.cache]).run(0)
+    row.busy = False
+    assert pool.take([1, 2, 3, 4, 5], [0], grow=False)[1] == 4
+    row.busy = False
+    assert pool.take([1, 2, 3, 4, 5], STAGES, grow=False)[1] == 0
+
+
+def test_the_oldest_row_goes_when_nothing_fits(make_desk: Callable[..., Any]) -> None:
+    pool = Pool(make_desk().model.engine)
+    rows = [used(pool, [k, k, k]) for k in (1, 2)]
+    for row in rows:
+        row.busy = False
+    assert pool.take([9, 9], STAGES, grow=False)[0] is rows[0]
+    pool.drop(rows[0])
+    assert pool.rows == rows[1:]
