@@ -223,6 +223,8 @@ def test_tokens_and_candidates(client: httpx.Client, served: Served) -> None:
     ("body", "param"),
     [
         ({"prompt": "a", "depth": "deep"}, "depth"),
+        ({"prompt": "a", "depth": "speculate:/etc"}, "depth"),
+        ({"prompt": "a", "depth": "speculate:lookup+../run"}, "depth"),
         ({"prompt": "a", "depth": "prefix:9"}, "depth"),
         ({"prompt": "a", "depth": "prefix:1", "model": "reference:full"}, "depth"),
         ({"prompt": [5000]}, "prompt"),

@@ -31,6 +31,7 @@ def test_lanes_are_shared_where_a_mode_does_not_depend_on_the_sampling(make_desk
     lanes: Lanes = desk.scheduler.lanes
     warm = Sampling(temperature=0.5, seed=1)
     assert lanes.of("full", Sampling()) is lanes.of("full", warm) is lanes.full()
+    assert lanes.of("speculate:lookup", warm) is not lanes.of("speculate:lookup", warm), "it remembers a text"
     assert lanes.of("speculate:2", Sampling()) is not lanes.of("speculate:2", warm)
     assert lanes.shared(lanes.of("prefix:2", warm))
     assert not lanes.shared(lanes.of("path:1,3", warm))

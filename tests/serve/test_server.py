@@ -19,7 +19,7 @@ import pytest
 from topograd.errors import ConfigError
 from topograd.serve.server import bind, is_loopback
 
-COMMAND = [sys.executable, "-m", "topograd", "serve", "--port", "0", "--grace", "3"]
+COMMAND = [sys.executable, "-m", "topograd", "serve", "--port", "0", "--grace", "60"]
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_a_stop_lets_running_texts_finish_and_a_kill_loses_nothing_else() -> None:
-    body = {"prompt": "def ", "max_tokens": 200, "temperature": 0, "stream": True}
+    body = {"prompt": "def ", "max_tokens": 120, "temperature": 0, "stream": True}
     short = {**body, "max_tokens": 4, "stream": False}
     with (
         started() as (process, address),
@@ -53,7 +53,7 @@ def test_a_stop_lets_running_texts_finish_and_a_kill_loses_nothing_else() -> Non
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]", "it was told to stop in the middle, and went on to the end"
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     with (
         started() as (process, address),
         httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
@@ -64,12 +64,12 @@ def test_a_stop_lets_running_texts_finish_and_a_kill_loses_nothing_else() -> Non
             process.kill()
             with pytest.raises(httpx.TransportError):
                 list(lines)
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     with started() as (process, address):
         again = httpx.post(f"{address}/v1/completions", json=short, timeout=60, trust_env=False).json()
         assert again["choices"][0]["text"] == text
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
 
 
 def test_ports_and_hosts() -> None:
@@ -97,6 +97,8 @@ def test_a_slow_body_is_given_up(start_server: object) -> None:
             )
             began = time.monotonic()
             answer = client.recv(2000)
+            while not answer.endswith(b"}}"):
+                answer += client.recv(2000)
         assert answer.startswith(b"HTTP/1.1 408")
         assert time.monotonic() - began < 15
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]

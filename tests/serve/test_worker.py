@@ -17,7 +17,7 @@ async def _all(worker: Worker, desk: Any, texts: int) -> list[tuple[int, str | N
         job.tell = worker.tell(inbox, index)
     assert worker.room(texts)
     worker.submit(jobs)
-    found = []
+    found: list[tuple[int, str | None]] = []
     while len(found) < texts:
         index, progress = await inbox.get()
         if progress.finish:

@@ -4,7 +4,8 @@
 and used for whichever rows have it now; before each step it is told whose rows they are.
 
     full, prefix, path, branches    one lane a depth; every row draws by its own settings
-    speculate, wand                 one lane a depth and sampling, since their drafts and exits depend on it
+    speculate, wand                 one lane a depth and sampling, since their drafts and exits depend on it;
+                                    one lane a text where a drafter remembers its text (lookup, draft stages)
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from topograd.depth.drafters import Drafter, FirstOf, LookupDrafter, PrefixDrafter
+from topograd.depth.drafters import MOST_DRAFT, PrefixDrafter
 from topograd.depth.engine import AnyCache, Chooser, Composed, Emitted, Engine, Mode, Prefix, check_finite
 from topograd.depth.log_op import compose
-from topograd.depth.modes import MOST_DRAFT, mode_of
+from topograd.depth.modes import mode_of
 from topograd.depth.rows import OneRow, Rows
 from topograd.depth.sampling import Sampling, draw, probabilities
 from topograd.depth.speculation import Speculate
@@ -122,8 +123,16 @@ class Lane:
 
     def near_end(self, row: OneRow) -> bool:
         """Whether drafts could pass the end of the context; then full depth goes on, and writes the same."""
-        longest = _longest(self.mode.drafter) if isinstance(self.mode, Speculate) else 0
-        return bool(longest) and len(row.tokens[0]) + longest >= self.engine.context
+        if not isinstance(self.mode, Speculate):
+            return False
+        drafter = self.mode.drafter
+        longest = drafter.rule.longest if isinstance(drafter, PrefixDrafter) else MOST_DRAFT
+        return len(row.tokens[0]) + longest >= self.engine.context
+
+    @property
+    def remembers(self) -> bool:
+        """Whether its drafter keeps something of its text, so that another text needs another one."""
+        return isinstance(self.mode, Speculate) and not isinstance(self.mode.drafter, PrefixDrafter)
 
     @property
     def leaves_early(self) -> bool:
@@ -134,15 +143,6 @@ class Lane:
     def run(self, cache: AnyCache, stages: Sequence[int]) -> None:
         for stage in stages:
             cache.run(stage)
-
-
-def _longest(drafter: Drafter) -> int:
-    """How many tokens a drafter may guess at once."""
-    if isinstance(drafter, PrefixDrafter):
-        return drafter.rule.longest
-    if isinstance(drafter, LookupDrafter):
-        return drafter.tokens
-    return max(map(_longest, drafter.drafters)) if isinstance(drafter, FirstOf) else MOST_DRAFT
 
 
 class _Before:
@@ -169,7 +169,10 @@ class Lanes:
         alone = depth.startswith(("speculate", "wand"))
         key = (depth, sampling.temperature, sampling.top_k, sampling.top_p) if alone else depth
         if key not in self._made:
-            self._made[key] = Lane(mode_of(depth, self.session, self.engine, sampling))
+            lane = Lane(mode_of(depth, self.session, self.engine, sampling))
+            if lane.remembers:
+                return lane
+            self._made[key] = lane
         self._made.move_to_end(key)
         while len(self._made) > MOST_LANES:
             self._made.popitem(last=False)

@@ -128,7 +128,7 @@ class Running:
 
 def open_served(folder: Path, name: str | None, limits: Limits) -> Served:
     """A run, ready to be served: its model is laid out and has written a token."""
-    model = load(folder)
+    model = load(folder, runtime="torch")  # the one that runs several rows as one (`depth/rows.py`)
     served = Served(model, limits, name=name or "")
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served

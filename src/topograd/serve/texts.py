@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,11 @@ from topograd.serve.jobs import Job, Progress
 from topograd.serve.names import model_name, split_id
 from topograd.serve.settings import Limits
 
+SAFE = re.compile(
+    r"full|prefix:-?\d{1,9}|(path|branches):[0-9,+*.e-]{1,200}|wand(:[a-z-]{1,20})?(:[0-9.e-]{1,20})?"
+    r"|speculate(:(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)(\+(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)){0,3})?"
+)
+"""Depths that a request may name: none of the server's folders."""
 Tell = Callable[[int], Callable[[Progress], None]]
 """For each choice of a request who hears of its progress."""
 
@@ -60,7 +66,14 @@ class Served:
             raise RequestError(
                 f"the model id says depth {named} and the field depth says {wanted[:100]}; give one", "depth"
             )
-        return str(wanted or named or self.default_depth)
+        depth = str(wanted or named or self.default_depth)
+        if not SAFE.fullmatch(depth):
+            raise RequestError(
+                f"depth {depth[:100]!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand, "
+                "speculate, or speculate by N, lookup, table or draft",
+                "depth",
+            )
+        return depth
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token; a head may have more rows than there are tokens."""
