@@ -47,3 +47,7 @@ class OptimError(TopogradError, ValueError):
 
 class DivergenceError(TopogradError, ArithmeticError):
     """A loss or gradient that is not finite; says at which step and stage."""
+
+
+class ParallelError(TopogradError, RuntimeError):
+    """Ranks that do not fit together, or one that is stalled or gone; says which."""

@@ -16,7 +16,7 @@ from topograd import files
 from topograd.data import Tokenizer
 from topograd.errors import CheckpointError, RunError
 from topograd.runs import manifest
-from topograd.runs.checkpoint import _digest
+from topograd.runs.checkpoint import digest
 from topograd.runs.config import TrainConfig
 from topograd.runs.export import export
 from topograd.runs.folder import Run
@@ -239,7 +239,7 @@ def as_version_01(run: Run) -> None:
         for key in ("run", "metrics", "halted"):
             del state["extra"][key]
         body = {key: value for key, value in state.items() if key not in ("format", "version", "sha256")}
-        path.write_text(json.dumps(state | {"sha256": _digest(body)}))
+        path.write_text(json.dumps(state | {"sha256": digest(body)}))
 
 
 def test_a_run_without_a_manifest_opens_resumes_and_is_bound_from_then_on(copy: Run, straight: Run) -> None:

@@ -105,7 +105,7 @@ def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp
         return seen
 
     free = start(joined, tmp_path / "free")
-    free.loop._gradients(free.plan, [next(free.loader)])
+    free.loop._gradients(free.plan, [next(free.loader)], 1)
     squares = [p.grad.square().sum() for p in free.stack.parameters() if p.grad is not None]
     first_norm = float(torch.stack(squares).sum().sqrt())
     assert norms(1e6)[0] == pytest.approx(first_norm, rel=1e-4)
@@ -121,7 +121,7 @@ def test_accumulated_batches_give_the_gradient_of_the_large_one(config: TrainCon
         for parameter in trainer.stack.parameters():  # behind the zeros of a new model no gradient flows
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         batches = [next(trainer.loader) for _ in range(trainer.config.accumulate)]
-        trainer.loop._gradients(trainer.plan, batches)
+        trainer.loop._gradients(trainer.plan, batches, len(batches))
     for (name, one), two in zip(large.stack.named_parameters(), halves.stack.parameters(), strict=True):
         assert one.grad is not None, name
         assert one.grad.any(), name

@@ -199,7 +199,7 @@ class Hammer:
         return result
 
 
-@pytest.mark.parametrize("at", ["_tensors_of", "_write", "_put_in_place"])
+@pytest.mark.parametrize("at", ["_tensors_of", "_write", "put_in_place"])
 def test_a_second_interrupt_ends_the_last_save_and_the_checkpoint_before_it_loads(
     at: str, config: TrainConfig, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_second_interrupt_ends_the_last_save_and_the_checkpoint_before_it_load
             trainer.train(on_step=hammer.on_step)
     assert hammer.pressed == 2
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    stands = 6 if at == "_put_in_place" else 4
+    stands = 6 if at == "put_in_place" else 4
     assert open_session(tmp_path / "run").step == stands
     again = resume(tmp_path / "run")
     assert again.step == stands

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.benchmarks.settings import DecodeSettings, KernelSettings, OptimizerSettings
+from topograd.benchmarks.settings import DecodeSettings, KernelSettings, OptimizerSettings, PipelineSettings
 from topograd.cli.console import (
     DASH,
     Json,
@@ -47,6 +47,14 @@ class Scan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Measure stages over processes against one process and against backprop over the same processes."""
+
+    settings: Annotated[PipelineSettings, tyro.conf.arg(name="")] = field(default_factory=PipelineSettings)
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """Measure the tangent kernel from fields against the contraction of Jacobians: time and memory."""
 
@@ -62,9 +70,10 @@ class Optim:
     json: Json = False
 
 
-_KINDS: dict[str, type[Decode | Scan | Kernel | Optim]] = {
+_KINDS: dict[str, type[Decode | Scan | Pipeline | Kernel | Optim]] = {
     "decode": Decode,
     "scan": Scan,
+    "pipeline": Pipeline,
     "kernel": Kernel,
     "optim": Optim,
 }
@@ -88,6 +97,14 @@ def run(argv: list[str]) -> int:
 
             results = bench_scan(asked.settings)
             tables = scan_tables(results)
+        case Pipeline():
+            note(
+                f"measuring {asked.settings.ranks} processes: a minute or two, on a quiet machine if you can"
+            )
+            from topograd.benchmarks.pipeline import bench_pipeline
+
+            results = bench_pipeline(asked.settings)
+            tables = [pipeline_table(results)]
         case Kernel():
             note("measuring kernels: a minute or two and 4 GB, on a quiet machine if you can")
             from topograd.benchmarks.kernel import bench_kernel
@@ -187,6 +204,31 @@ def _scan_table(scans: Sequence[Mapping[str, Any]]) -> Table:
     for scan in scans:
         times = (number(scan["microseconds"][method]["median"], 0) for method in methods)
         table.add_row(str(scan["maps"]), str(scan["width"]), *times)
+    return table
+
+
+def pipeline_table(results: Mapping[str, Any]) -> Table:
+    """Every way over the ranks: throughput over one process, bubble, bytes, and what the simulator says."""
+    settings = results["settings"]
+    wire = "loopback" if settings["mbit"] is None else f"{settings['mbit']:g} Mbit/s"
+    title = f"{settings['ranks']} ranks of one thread, {settings['microbatches']} micro-batches, {wire}"
+    table = Table(title=title, title_justify="left")
+    for column in ("way", "over one", "quartiles", "bubble", "MB a step", "s", "simulated"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    for name, row in results["ways"].items():
+        spread, said = row["spread"], results["simulated"].get(name)
+        table.add_row(
+            name,
+            number(row["throughput_ratio_vs_single"], 2),
+            f"{number(spread['low'], 2)}–{number(spread['high'], 2)}",
+            number(row["bubble"], 2),
+            number(row["bytes"] / 1e6, 2),
+            number(row["seconds"]["median"], 2),
+            DASH if said is None else number(said["seconds"], 2),
+        )
+    ratios = results["ratios"]
+    gains = (f"{name} {number(ratios[f'{name} over 1f1b']['median'], 2)}" for name in ("staged", "free-int8"))
+    table.caption = f"throughput over 1F1B: {', '.join(gains)}; over one: goal {results['goals']['single']}"
     return table
 
 

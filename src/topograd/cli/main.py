@@ -28,6 +28,8 @@ VERBS = {
     "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "retrofit": "give a frozen model a draft stage and a table of its own text, in a sidecar",
     "bench": "measure ways of running a model, and of training one",
+    "simulate": "what a step takes on many ranks, by every way of spreading it",
+    "consolidate": "write what several processes saved as the checkpoint of one",
     "report": "explain a run in one HTML page",
     "export": "write a run's model for transformers or for llama.cpp",
     "search": "choose where gradients stop: dynamic programming, soft boundaries, surgery, the Pareto front",

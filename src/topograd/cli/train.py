@@ -22,7 +22,7 @@ from topograd.runs.config import TrainConfig, preset, tuning
 if TYPE_CHECKING:
     from topograd.training.trainer import Trainer
 
-_WITH_RESUME = ("--resume", "--from", "--stop-after", "--json", "--help")
+_WITH_RESUME = ("--resume", "--from", "--stop-after", "--parallel", "--json", "--help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Train:
     """With --resume: the checkpoint to continue from, instead of the newest; later ones are given up."""
     stop_after: int | None = None
     """Stop and save after this step of the schedule; --resume goes on from there."""
+    parallel: Annotated[str | None, tyro.conf.arg(metavar="stages=P[,replicas=R]")] = None
+    """Spread the stages over the ranks that torchrun started; docs/parallel.md has the rest."""
     json: Json = False
     settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
@@ -57,19 +59,23 @@ def run(argv: list[str]) -> int:
     asked = _read(argv)
     if asked.stop_after is not None and asked.stop_after < 1:
         raise ConfigError(f"--stop-after is {asked.stop_after}; it must be at least 1")
+    if asked.parallel is not None:
+        from topograd.cli.train_on_ranks import train_on_ranks
+
+        return train_on_ranks(asked)
     from topograd.training.trainer import resume, start
 
     if asked.resume is not None:
-        found = _finished(asked)
+        found = finished(asked)
         if found is not None:
-            _show(asked, *found)
+            show(asked, *found)
             return 0
         trainer = resume(asked.resume, asked.from_)
     else:
         images = asked.settings.images
         name = asked.preset if images is None else images.model.replace(":", ".")
         trainer = start(asked.settings, asked.out or fresh_folder(name, asked.settings))
-    return _train(asked, trainer)
+    return train(asked, trainer)
 
 
 def _read(argv: list[str]) -> Train:
@@ -173,7 +179,7 @@ def _numbered(folder: Path) -> Iterator[Path]:
         number += 1
 
 
-def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
+def finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     """Settings and results of a run that has nothing left to train; None if there is something to do."""
     from topograd.cli.results import stored_results
     from topograd.runs.folder import Run
@@ -188,7 +194,8 @@ def _finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     return session.config, results
 
 
-def _train(asked: Train, trainer: Trainer) -> int:
+def train(asked: Train, trainer: Trainer) -> int:
+    """Train with a progress bar, print the results, return the exit code."""
     from topograd.cli.progress import counted, training_progress
     from topograd.models.card import write_card
 
@@ -199,7 +206,7 @@ def _train(asked: Train, trainer: Trainer) -> int:
     with training_progress(trainer.run.folder.name, units, trainer.task.unit) as on_step:
         results = trainer.train(asked.stop_after, on_step, counted("states of frozen layers, rows"))
     write_card(trainer.run)
-    _show(asked, trainer.config, results)
+    show(asked, trainer.config, results)
     if "halted" in results:
         stages = ", ".join(map(str, results["halted"]))
         note(f"stage {stages} broke and was halted; the others went on: see {trainer.run.metrics_file}")
@@ -211,7 +218,8 @@ def _train(asked: Train, trainer: Trainer) -> int:
     return 0 if results["steps"] >= asked_for else INTERRUPTED
 
 
-def _show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:
+def show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:
+    """Print results as JSON or as a table."""
     from topograd.cli.results import readings_table
 
     if asked.json:

@@ -12,6 +12,7 @@ from torch import nn
 from topograd.errors import StackError
 from topograd.nn.auxiliaries import add_auxiliaries
 from topograd.nn.config import SegmentInterface
+from topograd.nn.heads import Head
 from topograd.nn.interface import add_interfaces
 from topograd.nn.learned_relays import add_relays
 from topograd.nn.stack import Stack
@@ -73,9 +74,12 @@ def _own_heads(plan: Plan) -> list[int]:
 
 
 def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:
-    """The parameters that only frozen stages use; the embedding and the shared head are among them."""
+    """The parameters that only frozen stages use; the embedding and the shared head are among them.
+
+    Where stages have heads of their own alone, the shared head stays as it is in any case.
+    """
     if not plan.frozen:
-        return []
+        return _shared_head(stack) if plan.topology.own_heads else []
     learning = [planned for planned in plan.stages if not planned.stage.frozen]
     modules = [stack.layers[i] for planned in learning for i in planned.layers]
     received = {port.relay for planned in learning for port, _ in planned.inputs}
@@ -83,3 +87,14 @@ def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:
     kept = {id(p) for module in modules for p in module.parameters()}
     kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.head)}
     return [parameter for parameter in stack.parameters() if id(parameter) not in kept]
+
+
+def _shared_head(stack: Stack) -> list[nn.Parameter]:
+    head = getattr(stack, "head", None)
+    tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
+    if not isinstance(head, Head) or id(head.weight) in tables:
+        raise StackError(
+            f"heads = 'own' needs a shared head that can stay fixed, and this {type(stack).__name__}'s is "
+            "tied to the embedding or is none; use 'per-stage'"
+        )
+    return list(head.parameters(recurse=False))

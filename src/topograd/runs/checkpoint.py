@@ -92,8 +92,7 @@ class FolderStore:
         return [path.name for path in available(self.folder)]
 
     def weights(self, name: str) -> str:
-        digest: str = self._state(name)["files"][TENSOR_FILES[0]]["sha256"]
-        return digest
+        return weights_of(self._state(name))
 
     def extra(self, name: str) -> dict[str, Any]:
         extra: dict[str, Any] = self._state(name)["extra"]
@@ -101,8 +100,8 @@ class FolderStore:
 
     def _state(self, name: str) -> State:
         try:
-            return _read_state(self.folder / name)
-        except _Unusable as problem:
+            return read_state(self.folder / name)
+        except Unusable as problem:
             others = [other for other in self.names() if other < name]
             advice = f"resume with --from {others[-1]}" if others else "train again in another folder"
             raise CheckpointError(f"checkpoint {self.folder / name} {problem}; {advice}") from None
@@ -116,7 +115,7 @@ class FolderStore:
         return load(self.folder / name, model, optimizers)
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """Why a checkpoint cannot be loaded, as the rest of a sentence that starts with its name."""
 
 
@@ -150,7 +149,7 @@ def save(
         raise ConfigError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
     target = folder / f"step-{step:08d}"
     weights = _tensors_of(model)
-    aliases = _aliases(weights)
+    aliases = aliases_of(weights)
     tensors: Tensors = {"rng": torch.get_rng_state()}
     numbers = {name: _describe(name, model, optimizer, tensors) for name, optimizer in optimizers.items()}
     state = {"step": step, "extra": dict(extra), "aliases": aliases, "optimizers": numbers}
@@ -158,14 +157,10 @@ def save(
     temporary = folder / f".tmp-{step}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _tidy(folder)
+        tidy(folder)
         temporary.mkdir()
         _write(temporary, {n: t for n, t in weights.items() if n not in aliases}, tensors, state)
-        _put_in_place(temporary, target)
-        kept = [path for path in available(folder) if _step_of(path) <= step][-keep:]
-        for path in available(folder):
-            if path not in kept:
-                _discard(path)
+        put_in_place(temporary, target, keep)
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"cannot save {target} ({problem}); make room and resume") from problem
@@ -181,13 +176,13 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
     """
     try:
         checkpoint, weights, tensors, saved = _read(path, model, optimizers)
-    except _Unusable as problem:
+    except Unusable as problem:
         raise CheckpointError(f"checkpoint {path} {problem}; {_advice(path, model, optimizers)}") from None
     model.load_state_dict(weights, assign=is_empty(model))
-    _tie_again(model, _read_state(path)["aliases"])
+    _tie_again(model, read_state(path)["aliases"])
     if optimizers is not None:
         for name, optimizer in optimizers.items():
-            _restore(optimizer, _decode(saved[name]["state_dict"], tensors))
+            restore(optimizer, saved[name])
         torch.set_rng_state(tensors["rng"])
     return checkpoint
 
@@ -200,11 +195,11 @@ def is_empty(model: nn.Module) -> bool:
 def fill(model: nn.Module, weights: Tensors, where: str) -> None:
     """Give a model weights from outside: all of its own, of its shapes, tied ones once or by every name."""
     own = _tensors_of(model)
-    aliases = _aliases(own)
+    aliases = aliases_of(own)
     weights = weights | {alias: weights[name] for alias, name in aliases.items() if name in weights}
     try:
         _check_model({n: t for n, t in weights.items() if n not in aliases}, aliases, own, exact=False)
-    except _Unusable as problem:
+    except Unusable as problem:
         raise CheckpointError(f"{where} {problem}; import the model again") from None
     model.load_state_dict(weights, assign=is_empty(model))
     _tie_again(model, aliases)
@@ -227,13 +222,16 @@ def _write(folder: Path, weights: Tensors, tensors: Tensors, state: State) -> No
         save_file(packed(content), folder / name)
         sync(folder / name)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-    header = {"format": FORMAT, "version": VERSION, "sha256": _digest(state | {"files": files})}
+    header = {"format": FORMAT, "version": VERSION, "sha256": digest(state | {"files": files})}
     write_json(folder / STATE_FILE, header | state | {"files": files})
     sync(folder)
 
 
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a finished checkpoint. One of the same step is set aside, and counts until that is done."""
+def put_in_place(temporary: Path, target: Path, keep: int) -> None:
+    """Rename a finished checkpoint, and drop those that are no longer kept.
+
+    One of the same step is set aside, and counts until that is done.
+    """
     old = target.with_name(f".old-{target.name}")
     if target.exists():
         os.rename(target, old)
@@ -241,9 +239,14 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     sync(target.parent)
     if old.exists():
         _discard(old)
+    folder = target.parent
+    kept = [path for path in available(folder) if _step_of(path) <= _step_of(target)][-keep:]
+    for path in available(folder):
+        if path not in kept:
+            _discard(path)
 
 
-def _tidy(folder: Path) -> None:
+def tidy(folder: Path) -> None:
     """Finish what a killed save left: put an old checkpoint back if no new one stands, delete the rest."""
     for old in folder.glob(".old-step-*"):
         target = old.with_name(old.name.removeprefix(".old-"))
@@ -270,7 +273,7 @@ def _tensors_of(model: nn.Module) -> Tensors:
     return state
 
 
-def _aliases(tensors: Tensors) -> dict[str, str]:
+def aliases_of(tensors: Tensors) -> dict[str, str]:
     """Names of tied tensors: each further name of the same memory, mapped to the alphabetically first one."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
@@ -330,7 +333,7 @@ def _encode(value: Any, name: str, tensors: Tensors) -> Any:
     raise CheckpointError(f"optimizer entry {name} is a {kind}; only tensors and plain numbers can be saved")
 
 
-def _digest(state: State) -> str:
+def digest(state: State) -> str:
     """SHA-256 of a state's values, whatever the layout of the text that they were read from."""
     return hashlib.sha256(dump_json(state).encode()).hexdigest()
 
@@ -349,7 +352,7 @@ def _advice(path: Path, model: nn.Module, optimizers: Optimizers | None) -> str:
         if _step_of(before) < _step_of(path):
             try:
                 _read(before, model, optimizers)
-            except _Unusable:
+            except Unusable:
                 continue
             return f"the one before it is good: resume with --from {before.name}"
     return "no checkpoint before it can be loaded: choose another one, or train again in another folder"
@@ -358,52 +361,77 @@ def _advice(path: Path, model: nn.Module, optimizers: Optimizers | None) -> str:
 def _read(
     path: Path, model: nn.Module, optimizers: Optimizers | None
 ) -> tuple[Checkpoint, Tensors, Tensors, State]:
-    """Read and verify a checkpoint: its header, weights, other tensors and optimizers as JSON.
+    """Read and verify a checkpoint: its header, weights, other tensors and the optimizers' state_dicts.
 
-    Changes nothing; raises _Unusable.
+    Changes nothing; raises Unusable.
     """
-    state = _read_state(path)
-    weights, tensors = (_read_tensors(path / name, state["files"][name]) for name in TENSOR_FILES)
+    state = read_state(path)
+    if state.get("set"):  # of the ranks of a job
+        from topograd.runs.checkpoint_set import read_set
+
+        weights, tensors = read_set(path, state)
+    else:
+        weights, tensors = (read_tensors(path / name, state["files"][name]) for name in TENSOR_FILES)
     _check_model(weights, state["aliases"], _tensors_of(model), exact=optimizers is not None)
     weights |= {alias: weights[name] for alias, name in state["aliases"].items()}
+    saved: dict[str, State] = {}
     if optimizers is not None:
-        _check_optimizers(state["optimizers"], model, optimizers)
+        saved = _states_of(state, tensors, model, optimizers)
         if tensors["rng"].shape != torch.get_rng_state().shape:
-            raise _Unusable("does not fit this torch (its random generator has another size)")
-    digest = state["files"][TENSOR_FILES[0]]["sha256"]
-    return Checkpoint(path, state["step"], digest, state["extra"]), weights, tensors, state["optimizers"]
+            raise Unusable("does not fit this torch (its random generator has another size)")
+    return Checkpoint(path, state["step"], weights_of(state), state["extra"]), weights, tensors, saved
 
 
-def _read_state(path: Path) -> State:
+def _states_of(state: State, tensors: Tensors, model: nn.Module, own: Optimizers) -> dict[str, State]:
+    """The state_dict of each optimizer, known to fit it."""
+    if state.get("set"):
+        from topograd.runs.checkpoint_set import optimizer_states
+
+        return optimizer_states(tensors, model, own)
+    _check_optimizers(state["optimizers"], model, own)
+    return {name: _decode(state["optimizers"][name]["state_dict"], tensors) for name in own}
+
+
+def weights_of(state: State) -> str:
+    """SHA-256 of the weights' file; of a set, of the digests of all its files."""
+    files = state["files"]
+    if state.get("set"):
+        return digest({name: files[name]["sha256"] for name in sorted(files)})
+    return str(files[TENSOR_FILES[0]]["sha256"])
+
+
+def read_state(path: Path) -> State:
     if not path.is_dir():
-        raise _Unusable("does not exist")
-    for name in (STATE_FILE, *TENSOR_FILES):
-        if not (path / name).is_file():
-            raise _Unusable(f"is damaged ({name} is missing)")
+        raise Unusable("does not exist")
+    if not (path / STATE_FILE).is_file():
+        raise Unusable(f"is damaged ({STATE_FILE} is missing)")
     try:
         state = read_json(path / STATE_FILE)
     except RunError as problem:
-        raise _Unusable(f"is damaged ({problem})") from None
+        raise Unusable(f"is damaged ({problem})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise _Unusable(f"is foreign ({STATE_FILE} does not name the format {FORMAT!r})")
+        raise Unusable(f"is foreign ({STATE_FILE} does not name the format {FORMAT!r})")
     if state.get("version") != VERSION:
-        raise _Unusable(f"has version {state.get('version')!r} (this program reads version {VERSION})")
+        raise Unusable(f"has version {state.get('version')!r} (this program reads version {VERSION})")
     body = {key: value for key, value in state.items() if key not in ("format", "version", "sha256")}
-    if state.get("sha256") != _digest(body):
-        raise _Unusable(f"is damaged ({STATE_FILE}: its SHA-256 is not the recorded one)")
+    if state.get("sha256") != digest(body):
+        raise Unusable(f"is damaged ({STATE_FILE}: its SHA-256 is not the recorded one)")
+    for name in body["files"] if body.get("set") else TENSOR_FILES:
+        if not (path / name).is_file():
+            raise Unusable(f"is damaged ({name} is missing)")
     return body
 
 
-def _read_tensors(file: Path, expected: State) -> Tensors:
+def read_tensors(file: Path, expected: State) -> Tensors:
     try:
         size = file.stat().st_size
         if size != expected["bytes"]:
-            raise _Unusable(f"is damaged ({file.name}: {size} bytes, expected {expected['bytes']})")
+            raise Unusable(f"is damaged ({file.name}: {size} bytes, expected {expected['bytes']})")
         if remembered_sha256(file) != expected["sha256"]:
-            raise _Unusable(f"is damaged ({file.name}: its SHA-256 is not the recorded one)")
+            raise Unusable(f"is damaged ({file.name}: its SHA-256 is not the recorded one)")
         return load_file(file)
     except (OSError, SafetensorError) as problem:
-        raise _Unusable(f"is damaged ({file.name}: {problem})") from None
+        raise Unusable(f"is damaged ({file.name}: {problem})") from None
 
 
 def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors, exact: bool) -> None:
@@ -412,28 +440,28 @@ def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors, exact:
     for names, problem in ((own.keys() - saved, "it lacks"), (saved - own.keys(), "the model has no")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise _Unusable(f"does not fit the model ({problem} {min(names)!r}{more})")
-    differing = sorted(set(aliases.items()) ^ set(_aliases(own).items()))
+            raise Unusable(f"does not fit the model ({problem} {min(names)!r}{more})")
+    differing = sorted(set(aliases.items()) ^ set(aliases_of(own).items()))
     if differing:
         first, second = differing[0]
-        raise _Unusable(f"does not fit the model (only one of them ties {first!r} to {second!r})")
+        raise Unusable(f"does not fit the model (only one of them ties {first!r} to {second!r})")
     for name, tensor in weights.items():
         rounded = not exact and tensor.dtype == torch.bfloat16 and own[name].is_floating_point()
         if tensor.shape != own[name].shape or not (rounded or tensor.dtype == own[name].dtype):
             kinds = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (tensor, own[name])]
-            raise _Unusable(f"does not fit the model ({name!r} is {kinds[0]}, the model's is {kinds[1]})")
+            raise Unusable(f"does not fit the model ({name!r} is {kinds[0]}, the model's is {kinds[1]})")
 
 
 def _check_optimizers(saved: State, model: nn.Module, own: Optimizers) -> None:
     """Names, kinds and the parameters of each group must be the optimizers' own."""
     if saved.keys() != own.keys():
-        raise _Unusable(f"does not fit the optimizers (it has {sorted(saved)}, expected {sorted(own)})")
+        raise Unusable(f"does not fit the optimizers (it has {sorted(saved)}, expected {sorted(own)})")
     for name, optimizer in own.items():
         kind = type(optimizer).__name__
         if saved[name]["kind"] != kind:
-            raise _Unusable(f"does not fit optimizer {name!r} (it is {saved[name]['kind']}, expected {kind})")
+            raise Unusable(f"does not fit optimizer {name!r} (it is {saved[name]['kind']}, expected {kind})")
         if saved[name]["parameters"] != _parameters(model, optimizer):
-            raise _Unusable(f"does not fit optimizer {name!r} (its groups hold other parameters)")
+            raise Unusable(f"does not fit optimizer {name!r} (its groups hold other parameters)")
 
 
 def _decode(value: Any, tensors: Tensors) -> Any:
@@ -449,7 +477,7 @@ def _decode(value: Any, tensors: Tensors) -> Any:
     return value
 
 
-def _restore(optimizer: Optimizer, saved: State) -> None:
+def restore(optimizer: Optimizer, saved: State) -> None:
     """Load an optimizer's state_dict, then undo what torch does to it on the way.
 
     `load_state_dict` casts state to the parameter's dtype, and a file forgets strides, which torch's fused

@@ -62,8 +62,10 @@ class TopologyConfig:
     """Of a cover: first and last boundary of each expert's layers."""
     stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = ()
     """Each stage: start, stop, sources (source, layer, transmissivity, relay), objective, weight."""
-    heads: Annotated[Literal["shared", "per-stage", "low-rank"], tyro.conf.arg(name="stage-heads")] = "shared"
-    """One head for all stages, or one more for each, whole or of low rank."""
+    heads: Annotated[Literal["shared", "per-stage", "low-rank", "own"], tyro.conf.arg(name="stage-heads")] = (
+        "shared"
+    )
+    """One head for all stages, or one more for each, whole or of low rank; own: the shared one is fixed."""
     head_rank: int | None = None
     """Rank of the stages' own heads; 8 for low-rank ones if not given."""
     decoder: int = 0
@@ -203,6 +205,7 @@ class TopologyConfig:
         topology = replace(
             topology,
             heads=heads,
+            own_heads=self.heads == "own",
             head_rank=rank,
             relay_rank=self.relay_rank,
             bus=self.bus,

@@ -77,6 +77,8 @@ class Topology:
     """Rank of learned relays; None is a quarter of the width."""
     interface: str | None = None
     """The shape of bounded interfaces, as S=8,r=8,pool=tail; for `regions`."""
+    own_heads: bool = False
+    """Whether the stages' own heads are all that learns of the heads, so that stages share none."""
 
     def __post_init__(self) -> None:
         _validate(self)

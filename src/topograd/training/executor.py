@@ -6,15 +6,20 @@ message that crosses an edge becomes a leaf of the receiving stage, and its grad
 the sending stage's backward: D_λ of "Stage-Partitioned Learning" eq. 26. The embedding stream x0 is a
 leaf too: its gradient adds up over the stages, and the embedding's own backward runs once, at the end.
 
+Some stages may run elsewhere (`parallel/`): then a `Wire` carries the messages, and every place goes through
+the stages in the same order, receiving from those that are not its own. What a stage sends leaves as soon as
+its forward is done, before its loss and backward.
+
 With one stage this is backprop, bit for bit (Theorem 5.1). `reference/executor.py` is the obvious version:
 one graph, one backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +33,22 @@ from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.forward import given_messages, needed_stages, run_stage
 from topograd.training.local_objectives import LocalObjective, StageView
 from topograd.training.objectives import CrossEntropy, Logits, Objective, objectives_of, stage_loss
+
+
+class Wire(Protocol):
+    """What a step needs of the stages that run elsewhere."""
+
+    stages: Collection[int]
+    """Those that run here."""
+
+    def incoming(self, stage: int) -> Collection[Port]:
+        """What of a stage elsewhere is wanted here."""
+
+    def receive(self, port: Port) -> Tensor:
+        """The next message of `port`, without a graph; waits for it."""
+
+    def send(self, port: Port, value: Tensor) -> None:
+        """Hand a message to whoever wants it; returns at once."""
 
 
 @dataclass
@@ -61,14 +82,15 @@ def train_step(
     objectives: Mapping[str, Objective] | None = None,
     scale: float = 1.0,
     states: Mapping[int, Tensor] | None = None,
+    wire: Wire | None = None,
 ) -> Tensor:
     """Add the gradients of the training loss, times `scale`, to every `.grad`; return each stage's loss.
 
     inputs and targets (batch, time); targets of -100 are ignored. The losses (stages,) are unscaled; a
-    stage without a loss of its own has nan. `objectives` replaces registered ones by name. `states` are
-    hidden states by layer (`training/hidden_states.py`): frozen stages are not run where these are all that
-    is heard of them. Nothing but `.grad` changes: a stack that lacks what the topology calls for is refused
-    (`prepare` adds it).
+    stage without a loss of its own has nan, and so has one that runs elsewhere (`wire`). `objectives`
+    replaces registered ones by name. `states` are hidden states by layer (`training/hidden_states.py`):
+    frozen stages are not run where these are all that is heard of them. Nothing but `.grad` changes: a stack
+    that lacks what the topology calls for is refused (`prepare` adds it).
     """
     plan = Plan.of(topology, len(stack.layers))
     check_prepared(stack, plan)
@@ -87,6 +109,12 @@ def train_step(
     known = {layer: h.to(x0.device, x0.dtype) for layer, h in (states or {}).items()}
     given, running = given_messages(plan, known), _running(stack, plan, known, embedded, keep)
     for planned in plan.stages:
+        if wire is not None and planned.index not in wire.stages:
+            messages |= {port: _Message(wire.receive(port)) for port in wire.incoming(planned.index)}
+            if keep and planned.predicts and output_port(planned) in messages:
+                finished.append((planned.head, messages[output_port(planned)].value))
+            losses.append(x0.new_tensor(float("nan")))
+            continue
         opened = _Open(planned, None, {})
         own_bus = bus if planned.live_bus else detached_bus
         received: list[Tensor] = []
@@ -97,6 +125,9 @@ def train_step(
             else:
                 h = known.get(planned.stage.stop, x0)  # x0 where nobody reads it
                 sent = {port: value for port, value in given.items() if port.source == planned.index}
+            if wire is not None:
+                for port, value in {output_port(planned): h, **sent}.items():
+                    wire.send(port, value.detach())
             if planned.scale > 0:
                 objective = asked[planned.index]
                 if isinstance(objective, LocalObjective):
@@ -161,6 +192,11 @@ def _still(stack: Stack, planned: PlannedStage) -> Iterator[None]:
     finally:
         for module in moving:
             module.training = True
+
+
+def output_port(planned: PlannedStage) -> Port:
+    """The last hidden state of a stage as it is, which objectives that correct earlier stages read."""
+    return Port(planned.index, planned.stage.stop, "identity")
 
 
 def _receive(

@@ -24,7 +24,7 @@ from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
+from topograd.training.executor import Wire, train_step
 from topograd.training.forward import Predictor
 from topograd.training.hidden_states import StateBatch
 from topograd.training.objectives import Logits, Objective, teacher_logits
@@ -79,6 +79,8 @@ class TrainingLoop:
     """How often each layer is left out; empty leaves out none."""
     halted: set[int] = field(default_factory=set)
     """Stages that run without learning, because they broke."""
+    wire: Wire | None = None
+    """What carries messages to and from stages that run elsewhere (`parallel/`)."""
 
     def step(self, plan: Plan, batches: Sequence[Batch], number: int = 1) -> Step:
         """One step of the optimizers on the mean gradient of `batches`; `number` is what errors call it."""
@@ -87,9 +89,7 @@ class TrainingLoop:
         while True:
             out = self.halted.union(newly)
             running = plan.halted(out) if out else plan
-            losses = self._gradients(running, batches)
-            parts = self._parts(running)
-            norms = [_norm(parameters) for parameters in parts]
+            losses, parts, norms = self._measured(running, batches)
             broken = self._broken(running, losses, norms)
             if not broken:
                 break
@@ -110,16 +110,25 @@ class TrainingLoop:
         self.stack.zero_grad(set_to_none=True)
         return Step(losses, tuple(norm.item() for norm in norms), tuple(newly))
 
-    def _gradients(self, plan: Plan, batches: Sequence[Batch]) -> Tensor:
-        device = next(self.stack.parameters()).device
+    def _measured(
+        self, plan: Plan, batches: Sequence[Batch]
+    ) -> tuple[Tensor, list[list[nn.Parameter]], list[Tensor]]:
+        """Losses of the stages, and the parts that are clipped by themselves with their gradients' norms."""
+        losses = self._gradients(plan, batches, len(batches))
+        parts = self._parts(plan)
+        return losses, parts, [norm_of(parameters) for parameters in parts]
+
+    def _gradients(self, plan: Plan, batches: Sequence[Batch], count: int) -> Tensor:
+        """Add the gradients of `batches`, which are some of `count`; returns their part of the losses."""
+        device = next(p.device for p in self.stack.parameters() if not p.is_meta)
         total: Tensor | None = None
         for batch in batches:
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (tensor.to(device) for tensor in pair)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self._one(plan, inputs, targets, 1 / len(batches), states)
-            part = losses.detach().cpu() / len(batches)
+                losses = self._one(plan, inputs, targets, 1 / count, states)
+            part = losses.detach().cpu() / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
         return total
@@ -149,6 +158,7 @@ class TrainingLoop:
                 objectives=self.objectives,
                 scale=scale,
                 states=states,
+                wire=self.wire,
             )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
@@ -196,7 +206,7 @@ class TrainingLoop:
             if plan.stages[k].scale > 0 and not math.isfinite(losses[k]):
                 return f"the loss of stage {k + 1} is {losses[k].item()}"
         for k in stages:
-            if not math.isfinite(_norm(stage_parameters(self.stack, plan, [k]))):
+            if not math.isfinite(norm_of(stage_parameters(self.stack, plan, [k]))):
                 return f"the gradient of stage {k + 1} is not finite"
         return "the gradient of the embedding or the head is not finite"
 
@@ -206,6 +216,6 @@ class TrainingLoop:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
 
 
-def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def norm_of(parameters: Sequence[nn.Parameter]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

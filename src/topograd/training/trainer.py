@@ -62,10 +62,11 @@ TRAINERS: Registry[type[Trainer]] = Registry(
     },
 )
 """Who trains a run, by what it searches for while it learns."""
+Make = Callable[[Run, TrainConfig, Data], "Trainer"]
 
 
-def start(config: TrainConfig, folder: Path | str) -> Trainer:
-    """A new run in an empty folder."""
+def start(config: TrainConfig, folder: Path | str, make: Make | None = None) -> Trainer:
+    """A new run in an empty folder; `make` builds its trainer, instead of the settings' own choice."""
     run = Run.create(folder)
     if config.data is not None and not (config.images is not None and config.data == DIGITS):
         config = replace(config, data=str(Path(config.data).absolute()))
@@ -80,7 +81,7 @@ def start(config: TrainConfig, folder: Path | str) -> Trainer:
     config, data = _load(
         config, None if base is None or config.images is not None else read_tokenizer(base.run)
     )
-    trainer = TRAINERS[config.search.kind](run, config, data)  # first: what does not fit is refused here
+    trainer = (make or TRAINERS[config.search.kind])(run, config, data)  # first: what does not fit is refused
     if base is not None:
         begin_from(trainer.stack, base)
     if isinstance(data, Prepared):
@@ -91,7 +92,7 @@ def start(config: TrainConfig, folder: Path | str) -> Trainer:
     return trainer
 
 
-def resume(folder: Path | str, name: str | None = None) -> Trainer:
+def resume(folder: Path | str, name: str | None = None, make: Make | None = None) -> Trainer:
     """The run in `folder`, from its newest checkpoint or the one called `name`; from the start if none."""
     run = Run.open(folder)
     config = read_settings(run)
@@ -103,7 +104,7 @@ def resume(folder: Path | str, name: str | None = None) -> Trainer:
     found = find_checkpoint(run, name) if name is not None or run.store.names() else None
     if found is not None:
         config = topology_at(config, run.store.extra(found))
-    trainer = TRAINERS[config.search.kind](run, config, data)
+    trainer = (make or TRAINERS[config.search.kind])(run, config, data)
     if found is not None:
         trainer.load(found)
     elif config.init is not None:
@@ -222,7 +223,7 @@ class Trainer:
         self._known = self.run.store.names()
         return name
 
-    # What a search changes
+    # What a search or several processes change
 
     def more_extra(self) -> dict[str, Any]:
         """What else a checkpoint keeps, as JSON; `topology` is that of the weights, where it has changed."""
@@ -234,6 +235,23 @@ class Trainer:
 
     def after_step(self, step: Step) -> None:
         """Called when a step is done and counted."""
+
+    def stops(self, interrupted: Callable[[], bool]) -> bool:
+        """Whether to end before the next step."""
+        return interrupted()
+
+    def batches(self) -> list[Batch]:
+        """The batches of the next step."""
+        loader: Iterator[Batch] = self._source()
+        return [next(loader) for _ in range(self.config.accumulate)]
+
+    def reporting(self, plan: Plan) -> list[int]:
+        """The stages whose losses are logged; the others have none."""
+        return plan.predicting()
+
+    def evaluate(self) -> Reading | None:
+        """What the model makes of what is held out; None where there is only a part of it."""
+        return self.task.evaluate(self.stack, self.plan)
 
     def finish(self) -> None:
         """Called once, when the last step is done: what it makes of the model is evaluated and saved."""
@@ -260,7 +278,7 @@ class Trainer:
             self._open_states(on_rows)
             self._give_up_later()
             reading = None
-            while self.step < last and not interrupted():
+            while self.step < last and not self.stops(interrupted):
                 losses = self._one_step()
                 reading = self._maybe_evaluate()
                 if self._due(self.config.save_every) and self.step < last:
@@ -268,7 +286,7 @@ class Trainer:
                 if watching:
                     watching(self.step, self.config.steps, losses, reading)
             name = self.save()
-            result = self._summary(reading or self.task.evaluate(self.stack, self.plan), name)
+            result = self._summary(reading or self.evaluate(), name)
             self.run.write_results(result)
             if result["finished"]:
                 remove_states(self.run.folder)
@@ -283,12 +301,12 @@ class Trainer:
     def _source(self) -> Loader | ImageLoader | StateLoader:
         return self.loader if self.states is None else self.states
 
-    def _summary(self, reading: Reading, name: str) -> dict[str, Any]:
+    def _summary(self, reading: Reading | None, name: str) -> dict[str, Any]:
         halted = [stage + 1 for stage in sorted(self.loop.halted)]
         return {
             "run": str(self.run.folder),
             "steps": self.step,
-            **reading.as_dict(),
+            **({} if reading is None else reading.as_dict()),
             "weights": self.run.store.weights(name),
             "finished": self.step >= self.config.steps,
             "seconds": self.seconds,
@@ -342,9 +360,8 @@ class Trainer:
         began = time.perf_counter()
         config, plan = self.config, self.plan_now()
         self.loop.optimizers.set_rates(self.step, config.steps)
-        loader: Iterator[Batch] = self._source()
-        done = self.loop.step(plan, [next(loader) for _ in range(config.accumulate)], self.step + 1)
-        losses = [done.losses[k].item() for k in plan.predicting()]  # the other stages have none
+        done = self.loop.step(plan, self.batches(), self.step + 1)
+        losses = [done.losses[k].item() for k in self.reporting(plan)]
         self.step += 1
         self.seconds += time.perf_counter() - began
         seen = self.step * config.accumulate * self.task.units
@@ -367,7 +384,9 @@ class Trainer:
     def _maybe_evaluate(self) -> Reading | None:
         if not self._due(self.config.eval_every) and self.step != self.config.steps:
             return None
-        reading = self.task.evaluate(self.stack, self.plan)
+        reading = self.evaluate()
+        if reading is None:
+            return None
         self.run.log({"kind": "eval", "step": self.step, **reading.logged, "seconds": self.seconds})
         return reading
 

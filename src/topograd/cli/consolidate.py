@@ -1,0 +1,44 @@
+"""`topograd consolidate`: checkpoints that several processes wrote, as those of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from topograd.cli.console import Json, note, parse, print_json
+from topograd.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidate:
+    """Write the newest set of a run as one process would; or make one run of stages that trained alone."""
+
+    folders: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIR...")]
+    """A run; or the folder of each stage, in order, with --out."""
+    out: Path | None = None
+    """The new run, of stages that trained alone."""
+    json: Json = False
+
+
+def run(argv: list[str]) -> int:
+    """Consolidate, say where, return the exit code."""
+    asked = parse(Consolidate, argv, "consolidate")
+    if asked.out is None and len(asked.folders) != 1:
+        raise ConfigError(
+            f"{len(asked.folders)} folders were given; give one run, or all stages and --out DIR"
+        )
+    from topograd.parallel.consolidate import consolidate_run, consolidate_stages
+
+    found = (
+        consolidate_run(asked.folders[0])
+        if asked.out is None
+        else consolidate_stages(asked.folders, asked.out)
+    )
+    if asked.json:
+        print_json(found)
+    else:
+        note(f"{found['run']} has step {found['step']} as one checkpoint")
+    return 0

@@ -1,0 +1,149 @@
+"""Checkpoints of a job: a set of files, written by its ranks with torch.distributed.checkpoint.
+
+Each rank hands its own stages and what all share to `dcp.save`, which writes every tensor once, a file for
+each rank, as safetensors: no pickle. The set becomes a checkpoint when rank 0 has put the sizes and SHA-256
+of all files into `state.json` and renamed the folder; until then the one before it counts. So a kill or a
+full disk at any moment leaves the last set whole, and all ranks learn of a failure.
+
+    step-00000040/shard-00001-model-00001-of-00001.safetensors   rank 0, and so on
+    step-00000040/state.json                                     as in `runs/checkpoint.py`, with "set": true
+
+`runs/checkpoint_set.py` reads a set in one process. Names: "model.<name>" are weights,
+"optimizer.<optimizer>.<key>.<parameter>" their optimizers' tensors, "numbers.<rank>" JSON as bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from topograd.errors import CheckpointError
+from topograd.files import dump_json
+from topograd.parallel.layout import present
+from topograd.parallel.ranks import Ranks
+from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, aliases_of, put_in_place, tidy
+from topograd.runs.checkpoint_set import load_part, write_state
+
+
+class SetStore(FolderStore):
+    """The checkpoints of a run, saved by all ranks together."""
+
+    ranks: Ranks
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        super().__init__(folder)
+        object.__setattr__(self, "ranks", ranks)
+
+    def save(
+        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+    ) -> str:
+        target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
+        problem = ""
+        if self.ranks.first:
+            problem = _tried(lambda: _begin(self.folder))
+        said = self.ranks.agree(problem, "beginning a checkpoint")
+        if not said:
+            said = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
+        if not said:
+            problem = ""
+            if self.ranks.first:
+                aliases = aliases_of(model.state_dict())
+
+                def finish() -> None:
+                    write_state(temporary, step, dict(extra), aliases)
+                    put_in_place(temporary, target, keep)
+
+                problem = _tried(finish)
+            said = self.ranks.agree(problem, "finishing a checkpoint")
+        if said:
+            if self.ranks.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"cannot save {target} ({said}); make room and resume")
+        return target.name
+
+    def _write(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> str:
+        return _tried(lambda: _write(folder, tensors_of(model, optimizers, self.ranks.rank)))
+
+
+class LoneStore(FolderStore):
+    """The checkpoints of one stage that trains by itself (`lone_stage.py`): sets that hold it alone."""
+
+    def save(
+        self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
+    ) -> str:
+        target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
+
+        def write() -> None:
+            _begin(self.folder)
+            _write(temporary, tensors_of(model, optimizers, 0), no_dist=True)
+            write_state(temporary, step, dict(extra), aliases_of(present(model.state_dict())))
+            put_in_place(temporary, target, keep)
+
+        said = _tried(write)
+        if said:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"cannot save {target} ({said}); make room and resume")
+        return target.name
+
+    def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
+        return load_part(self.folder / name, model, optimizers)
+
+
+def _begin(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tidy(folder)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], no_dist: bool = False) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, storage_writer=writer, no_dist=no_dist)
+
+
+def tensors_of(model: nn.Module, optimizers: Optimizers, rank: int) -> dict[str, Tensor]:
+    """What a rank saves, by the names that `runs/checkpoint_set.py` reads; tied tensors once."""
+    state = present(model.state_dict())
+    aliases = aliases_of(state)
+    tensors = {f"model.{name}": tensor for name, tensor in state.items() if name not in aliases}
+    names = {id(p): name for name, p in model.named_parameters()}
+    numbers: dict[str, Any] = {}
+    for title, optimizer in optimizers.items():
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({"options": options, "names": [names[id(p)] for p in group["params"]]})
+        plain: dict[str, dict[str, Any]] = {}
+        for parameter, entries in optimizer.state.items():
+            name = names[id(parameter)]
+            plain[name] = {}
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{title}.{key}.{name}"] = (
+                        value.reshape(1) if value.dim() == 0 else value
+                    )
+                plain[name][key] = {"tensor": list(value.shape)} if isinstance(value, Tensor) else value
+        numbers[title] = {"kind": type(optimizer).__name__, "groups": groups, "state": plain}
+    text = dump_json(numbers, error=CheckpointError).encode()
+    tensors[f"numbers.{rank}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    tensors["rng"] = torch.get_rng_state()
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _tried(action: Any) -> str:
+    """Why an action failed, in one line; '' if it did not."""
+    try:
+        action()
+    except dcp.CheckpointException as error:  # of some ranks, known to all of them
+        reasons = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
+        return " ".join(reasons[0].split())
+    except (OSError, RuntimeError, ValueError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""

@@ -1,0 +1,71 @@
+"""Beginning a run, or going on with one, on all ranks of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topograd.errors import ParallelError, TopogradError
+from topograd.parallel.ranks import Ranks, flat_facts
+from topograd.parallel.stage_trainer import StageTrainer
+from topograd.runs.config import TrainConfig
+from topograd.training.trainer import Make, Trainer, resume, start
+
+
+def facts_of(version: str, settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    facts = {"version of topograd": version, "version of torch": torch.__version__}
+    return facts | {name: str(value) for name, value in more.items()} | flat_facts(settings)
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this job again after a rank died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def start_on_ranks(ranks: Ranks, config: TrainConfig, folder: Path) -> Trainer:
+    """A new run; rank 0 makes its folder, and the others open it. A restart goes on with what is there."""
+    make = partial(StageTrainer, ranks=ranks)
+    if is_restart() and (folder / "config.toml").is_file():
+        return resume_on_ranks(ranks, folder)
+    return _first_then_all(
+        ranks, lambda: start(config, folder, make), lambda: resume(folder, make=make), "making the run"
+    )
+
+
+def resume_on_ranks(ranks: Ranks, folder: Path, name: str | None = None) -> Trainer:
+    """The run in `folder`, from the newest checkpoint of any number of ranks or the one called `name`."""
+    make: Make = partial(StageTrainer, ranks=ranks)
+    again: Callable[[], Trainer] = lambda: resume(folder, name, make)  # noqa: E731
+    return _first_then_all(ranks, again, again, "opening the run")
+
+
+def _first_then_all(
+    ranks: Ranks, first: Callable[[], Trainer], then: Callable[[], Trainer], what: str
+) -> Trainer:
+    """Rank 0 goes first and says what is wrong; then the others do the same on what it has prepared."""
+    if ranks.first:
+        try:
+            with ranks.busy():
+                trainer = first()
+        except TopogradError as error:
+            ranks.tell("run", str(error))
+            raise
+        ranks.tell("run", "")
+    elif ranks.follow("run", 0, f"{what} on rank 0"):
+        raise SystemExit(2)
+    else:
+        with ranks.busy():
+            try:
+                trainer = then()
+            except TopogradError as error:
+                raise ParallelError(f"rank {ranks.rank}: {error}") from None
+            ranks.tell(f"ready/{ranks.rank}", "")
+    for other in range(1, ranks.config.world):
+        ranks.follow(f"ready/{other}", other, f"{what} on rank {other}")
+    return trainer

@@ -1,0 +1,239 @@
+"""Which rank runs which stages, and what that makes it send, receive, own and share.
+
+Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Between two ranks only
+values go, never gradients: stages that exchange gradient, or share a layer, must lie on one rank (but for
+bounded interfaces, whose adjoints come from a scan: `region_scan.py`). A parameter belongs to the rank whose
+stages alone use it. What several ranks use (the embedding, the shared head) is held by all of them and kept
+equal by adding up its gradient (`stage_loop.py`).
+
+Symbols: K stages, P ranks. Cost: O(K² P) to deal the stages out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import ParallelError
+from topograd.nn.stack import Stack
+from topograd.topology.dag import EMBEDDING
+from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.training.executor import output_port
+from topograd.training.forward import run_stage
+from topograd.training.optimizers import stage_parameters
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan, dealt to ranks."""
+
+    plan: Plan
+    owners: tuple[int, ...]
+    """The rank of each stage."""
+    with_prior: bool = False
+    """Whether objectives read the hidden states of earlier stages."""
+    private: bool = False
+    """Whether the embedding is the first rank's own, because nobody else reads x0."""
+    crossing: bool = False
+    """Whether gradient crosses ranks, by a scan over bounded interfaces."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        ranks: int,
+        *,
+        with_prior: bool = False,
+        stack: Stack | None = None,
+        crossing: bool = False,
+    ) -> Layout:
+        """Deal the stages to `ranks` ranks. With the stack it is tried who reads x0."""
+        if ranks > len(plan.stages):
+            raise ParallelError(
+                f"--parallel stages={ranks} asks for {ranks} ranks and the topology has {len(plan.stages)} "
+                f"stages; start at most {len(plan.stages)} ranks, or give a partition of more stages"
+            )
+        layout = cls(plan, deal([len(p.layers) for p in plan.stages], ranks), with_prior, crossing=crossing)
+        if not crossing:
+            layout._check_groups()
+        if stack is not None and ranks > 1 and plan.topology.own_heads:
+            elsewhere = [k for k, owner in enumerate(layout.owners) if owner > 0]
+            return replace(layout, private=not any(reads_x0(stack, plan, k) for k in elsewhere))
+        return layout
+
+    def _check_groups(self) -> None:
+        for group in self.plan.groups():
+            if len({self.owners[k] for k in group}) > 1:
+                names = ", ".join(str(k + 1) for k in group)
+                raise ParallelError(
+                    f"stages {names} exchange gradient or share layers, so they must run on one rank, and "
+                    f"they would run on ranks {sorted({self.owners[k] for k in group})}; give them "
+                    "transmissivity 0, or fewer ranks"
+                )
+
+    @property
+    def ranks(self) -> int:
+        return max(self.owners) + 1
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [k for k, owner in enumerate(self.owners) if owner == rank]
+
+    def ports(self, stage: int) -> list[Port]:
+        """Everything that a stage could send, in the order in which the executor sends it."""
+        planned = self.plan.stages[stage]
+        return list(dict.fromkeys((output_port(planned), *planned.sends)))
+
+    @cached_property
+    def listeners(self) -> dict[Port, tuple[int, ...]]:
+        """The other ranks that want each port."""
+        wanted: dict[Port, set[int]] = {}
+        for planned in self.plan.stages:
+            for port in self._heard(planned):
+                if port.source >= 0 and self.owners[port.source] != self.owners[planned.index]:
+                    wanted.setdefault(port, set()).add(self.owners[planned.index])
+        return {port: tuple(sorted(ranks)) for port, ranks in wanted.items()}
+
+    def _heard(self, planned: PlannedStage) -> list[Port]:
+        heard = [port for port, _ in planned.inputs]
+        if self.with_prior:
+            heard += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
+        return heard
+
+    def incoming(self, stage: int, rank: int) -> list[Port]:
+        """What `rank` receives from a stage of another rank, in the order in which it is sent."""
+        return [port for port in self.ports(stage) if rank in self.listeners.get(port, ())]
+
+    # Parameters
+
+    def owned(self, stack: Stack, rank: int) -> list[nn.Parameter]:
+        """What only the stages of `rank` use, but for what `shared` names."""
+        shared = {id(p) for p in self.shared(stack)}
+        own = stage_parameters(stack, self.plan, self.stages_of(rank))
+        if self.private and rank == 0:
+            own += self.embedding(stack)
+        return [p for p in own if id(p) not in shared]
+
+    def embedding(self, stack: Stack) -> list[nn.Parameter]:
+        """What learns and is no stage's own, where that is the first rank's alone."""
+        everybody = {id(p) for p in stage_parameters(stack, self.plan, range(len(self.owners)))}
+        return [p for p in stack.parameters() if p.requires_grad and id(p) not in everybody]
+
+    def shared(self, stack: Stack) -> list[nn.Parameter]:
+        """What several ranks use: all that is no stage's own, and heads that later ranks read too."""
+        users: dict[int, set[int]] = {}
+        for rank in range(self.ranks):
+            for p in stage_parameters(stack, self.plan, self.stages_of(rank)):
+                users.setdefault(id(p), set()).add(rank)
+            for k in self._read_heads(rank):
+                for p in stack.head_parameters(self.plan.stages[k].head):
+                    users.setdefault(id(p), set()).add(rank)
+            for port in self._sent_through(stack, rank):
+                for p in stack.own_relays()[port.relay].parameters():
+                    users.setdefault(id(p), set()).add(rank)
+        private = {id(p) for p in self.embedding(stack)} if self.private else set()
+        found = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
+        return [p for p in found if id(p) not in private]
+
+    def _read_heads(self, rank: int) -> list[int]:
+        if not self.with_prior or self.ranks < 2:
+            return []
+        last = max(self.stages_of(rank))
+        return [k for k in self.plan.predicting() if k <= last]
+
+    def _sent_through(self, stack: Stack, rank: int) -> list[Port]:
+        """Ports whose relay does something of its own at the sending end: bounded interfaces."""
+        from topograd.nn.interface import SegmentRelay
+
+        own = stack.own_relays()
+        sends = [port for k in self.stages_of(rank) for port in self.plan.stages[k].sends]
+        return [port for port in sends if isinstance(own.get(port.relay), SegmentRelay)]
+
+    def names(self, stack: Stack, rank: int) -> list[str]:
+        """The state that `rank` alone keeps, by name: its parameters, and the buffers of its layers."""
+        mine = {id(p) for p in self.owned(stack, rank)}
+        layers = {i for k in self.stages_of(rank) for i in self.plan.stages[k].layers}
+        parameters = {id(p) for p in stack.parameters()}
+        return [
+            name
+            for name, tensor in stack.state_dict(keep_vars=True).items()
+            if id(tensor) in mine or (id(tensor) not in parameters and _layer(name) in layers)
+        ]
+
+
+def _layer(name: str) -> int:
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else -1
+
+
+def deal(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Cut a list into `ranks` runs whose largest sum is least; of equal cuts the most even one.
+
+    >>> deal([2, 2, 1, 1, 2], 3)
+    (0, 0, 1, 1, 2)
+    """
+    count = len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[p][j]: (largest sum, sum of squares, where the last run begins) of the first j in p + 1 runs
+    best = [[(float(sums[j]), float(sums[j]) ** 2, 0) for j in range(count + 1)]]
+    for p in range(1, ranks):
+        row = []
+        for j in range(count + 1):
+            options = [
+                (max(best[p - 1][i][0], sums[j] - sums[i]), best[p - 1][i][1] + (sums[j] - sums[i]) ** 2, i)
+                for i in range(p, j)
+            ]
+            row.append(min(options, default=(float("inf"), float("inf"), 0)))
+        best.append(row)
+    owners = [0] * count
+    end = count
+    for p in reversed(range(ranks)):
+        begin = int(best[p][end][2]) if p else 0
+        owners[begin:end] = [p] * (end - begin)
+        end = begin
+    return tuple(owners)
+
+
+@torch.no_grad()
+def reads_x0(stack: Stack, plan: Plan, stage: int) -> bool:
+    """Whether a stage needs x0: it trains it, starts from it, or turns to NaN where x0 is NaN."""
+    planned = plan.stages[stage]
+    if planned.live_bus or any(port.source == EMBEDDING for port, _ in planned.inputs):
+        return True
+    inputs = torch.zeros((1, 2), dtype=torch.int64, device=next(stack.parameters()).device)
+    x0 = stack.embed(inputs)
+    bus = stack.bus(torch.full_like(x0, float("nan")), inputs)
+    h, _ = run_stage(stack, planned, [torch.ones_like(x0)], bus)
+    return bool(h.isnan().any())
+
+
+def keep_own(stack: Stack, layout: Layout, rank: int) -> None:
+    """Drop what is not `rank`'s. Of an embedding of another, values stay, neither learned nor saved."""
+    stale = {id(p) for p in layout.embedding(stack)} if layout.private and rank else set()
+    for module in stack.modules() if stale else ():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in stale:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach(), persistent=False)
+    shed(stack, [*layout.owned(stack, rank), *layout.shared(stack)])
+
+
+def shed(stack: Stack, kept: Sequence[nn.Parameter]) -> None:
+    """Free the memory of every parameter but `kept`: of the others, names and shapes stay."""
+    ids = {id(p) for p in kept}
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, so that its id stays its own
+    for module in stack.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in ids:
+                empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                setattr(module, name, made.setdefault(id(parameter), (parameter, empty))[1])
+
+
+def present(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a shed stack that are still there."""
+    return {name: tensor for name, tensor in state.items() if not tensor.is_meta}

@@ -1,0 +1,300 @@
+"""The processes of one job: who is here, whether they agree, and waiting for one another with an end to it.
+
+torchrun tells every process its rank and where the store of the job is. Before anything else the ranks lay
+their versions and settings side by side in that store; the first rank that differs is named, once, by rank 0,
+and all of them end. After that every wait has a timeout. A rank that gives up says so in the store, so that
+the rank which is named is the one that says nothing, and not another one that waits for it in turn.
+
+Ranks are counted replica by replica: rank = replica · P + place, with P the ranks that the stages are dealt
+to. On CPUs the backend is gloo, on GPUs NCCL with a GPU for each local rank. Messages between two ranks keep
+their order and need no tags, which NCCL does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from topograd.errors import ParallelError
+from topograd.files import dump_json
+from topograd.parallel.settings import ParallelConfig
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE = 2.0
+"""Seconds in which ranks that gave up as well are waited for, before the silent one is named."""
+
+
+@dataclass
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    config: ParallelConfig
+    store: dist.Store
+    device: torch.device
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks that have the same stages as this one, where there are several."""
+    waited: float = 0.0
+    """Seconds in which this rank waited for others."""
+
+    @property
+    def place(self) -> int:
+        """Which of the P runs of stages this rank has."""
+        return self.rank % self.config.stages
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.config.stages
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run's log and its results."""
+        return self.rank == 0
+
+    def at(self, place: int) -> int:
+        """The rank at `place` in this replica."""
+        return self.replica * self.config.stages + place
+
+    # Waiting
+
+    def wait(self, work: dist.Work, what: str, peer: int | None = None) -> None:
+        """Wait for one transfer; ParallelError names the rank that is gone or silent."""
+        began = time.perf_counter()
+        try:
+            work.wait(timedelta(seconds=self.config.timeout))
+        except RuntimeError as error:
+            raise ParallelError(self._blame(what, peer, str(error))) from None
+        self.waited += time.perf_counter() - began
+
+    def reduce(self, tensor: torch.Tensor, what: str, group: dist.ProcessGroup | None = None) -> None:
+        """Add up a tensor over all ranks, or over a group."""
+        self.collective(lambda: dist.all_reduce(tensor, group=group, async_op=True), what)
+
+    def collective(self, call: Any, what: str) -> Any:
+        """Run a collective; `call` may return work to wait for."""
+        try:
+            done = call()
+            if isinstance(done, dist.Work):
+                began = time.perf_counter()
+                done.wait(timedelta(seconds=self.config.timeout))
+                self.waited += time.perf_counter() - began
+                return None
+            return done
+        except RuntimeError as error:
+            if isinstance(error, ParallelError):
+                raise
+            raise ParallelError(self._blame(what, None, str(error))) from None
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While this rank works long by itself, say every second that it lives (see `follow`)."""
+        done = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            while not done.wait(1.0):
+                count += 1
+                self.store.set(f"alive/{self.rank}", str(count))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def tell(self, name: str, text: str) -> None:
+        """Leave a text for those who `follow`."""
+        self.store.set(f"told/{name}", text)
+
+    def follow(self, name: str, peer: int, what: str) -> str:
+        """The text that `peer` tells; waits as long as that rank lives."""
+        seen, since = b"", time.monotonic()
+        try:
+            while not self.store.check([f"told/{name}"]):
+                if self.store.check([f"alive/{peer}"]):
+                    beat = self.store.get(f"alive/{peer}")
+                    if beat != seen:
+                        seen, since = beat, time.monotonic()
+                if time.monotonic() - since > self.config.timeout:
+                    raise ParallelError(
+                        f"rank {peer} did not answer for {self.config.timeout:g} s: rank {self.rank} gave up "
+                        f"while {what}"
+                    )
+                time.sleep(0.02)
+            return self.store.get(f"told/{name}").decode()
+        except ParallelError:
+            raise
+        except RuntimeError:
+            raise ParallelError(f"the job's store is gone: rank {self.rank} lost it while {what}") from None
+
+    def agree(self, problem: str = "", what: str = "agreeing") -> str:
+        """The problem of the first rank that has one; '' if none has. Everybody must call it."""
+        flags = torch.zeros(self.config.world, dtype=torch.int32, device=self.device)
+        if problem:
+            self.store.set(f"problem/{self.rank}", problem)
+            flags[self.rank] = 1
+        self.reduce(flags, what)
+        troubled = flags.nonzero().flatten().tolist()
+        if not troubled:
+            return ""
+        return f"rank {troubled[0]}: {self.store.get(f'problem/{troubled[0]}').decode()}"
+
+    def _blame(self, what: str, peer: int | None, error: str) -> str:
+        late = any(word in error.lower() for word in ("timed out", "timeout"))
+        if not late:
+            who = "a rank" if peer is None else f"rank {peer}"
+            return f"{who} is gone: rank {self.rank} lost it while {what}; see its own message"
+        silent = self._silent()
+        named = silent or ([] if peer is None else [peer])
+        who = "rank " + ", ".join(map(str, named)) if named else "no rank"
+        return (
+            f"{who} did not answer for {self.config.timeout:g} s: rank {self.rank} gave up while {what}; "
+            "look there, or allow more with --parallel ...,timeout=SECONDS"
+        )
+
+    def _silent(self) -> list[int]:
+        """The ranks that do not wait for anybody, and so are the ones that are waited for."""
+        try:
+            self.store.set(f"waited/{self.rank}", "1")
+            time.sleep(min(GRACE, self.config.timeout))
+            return [r for r in range(self.config.world) if not self.store.check([f"waited/{r}"])]
+        except RuntimeError:  # the store is gone with whoever held it
+            return []
+
+
+def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") -> Ranks:
+    """Enter the job that torchrun made. `facts` must be the same on every rank."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise ParallelError(
+            f"--parallel needs {', '.join(missing)} in the environment; start it with: "
+            f"torchrun --nproc-per-node {config.world} -m topograd train ..."
+        )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != config.world:
+        replicas = f" and replicas={config.replicas}" if config.replicas > 1 else ""
+        _refuse(
+            rank,
+            f"{world} processes were started, and --parallel stages={config.stages}{replicas} needs "
+            f"{config.world}; give torchrun --nproc-per-node {config.world} (times its nodes)",
+        )
+    where = torch.device(device)
+    if where.type == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(where)
+    limit = timedelta(seconds=config.timeout)
+    store = _store(rank, limit)
+    _compare(rank, world, dist.PrefixStore("facts", store), dict(facts), config.timeout)
+    dist.init_process_group(
+        "nccl" if where.type == "cuda" else "gloo",
+        store=dist.PrefixStore("job", store),
+        rank=rank,
+        world_size=world,
+        timeout=limit,
+    )
+    ranks = Ranks(rank, config, dist.PrefixStore("waits", store), where)
+    if config.replicas > 1:
+        mesh = dist.init_device_mesh(
+            where.type, (config.replicas, config.stages), mesh_dim_names=("replica", "stage")
+        )
+        ranks.replica_group = mesh.get_group("replica")
+    return ranks
+
+
+def _store(rank: int, limit: timedelta) -> dist.Store:
+    """The store of the job: torchrun's own, or else one that rank 0 holds."""
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store = dist.TCPStore(
+            address, int(port), is_master=rank == 0 and not held, wait_for_workers=False, timeout=limit
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ParallelError(
+            f"rank {rank} cannot reach the job's store at {address}:{port} ({reason})"
+        ) from None
+    return dist.PrefixStore(f"topograd/{attempt}", store)
+
+
+def _wait_until_read(store: dist.Store, world: int) -> None:
+    """Rank 0 may hold the store: those who are there shall read the verdict before it ends."""
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end and not all(store.check([f"read/{r}"]) for r in range(1, world)):
+        time.sleep(0.01)
+
+
+def leave() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _compare(rank: int, world: int, store: dist.Store, facts: dict[str, Any], timeout: float) -> None:
+    """Lay the facts of all ranks side by side; rank 0 says what differs, and everybody ends."""
+    store.set(str(rank), dump_json(facts))
+    if rank == 0:
+        verdict = ""
+        for other in range(world):
+            try:
+                theirs = store.get(str(other)).decode()
+            except RuntimeError:
+                verdict = f"rank {other} did not come within {timeout:g} s; start all of them at one time"
+                break
+            verdict = _difference(other, dump_json(facts), theirs)
+            if verdict:
+                break
+        store.set("verdict", verdict or "same")
+        if verdict:
+            _wait_until_read(store, world)
+            _refuse(rank, verdict)
+        return
+    try:
+        verdict = store.get("verdict").decode()
+        store.set(f"read/{rank}", "1")
+    except RuntimeError:
+        raise ParallelError(f"rank 0 did not answer rank {rank} for {timeout:g} s; see its message") from None
+    if verdict != "same":
+        _refuse(rank, verdict)
+
+
+def _difference(other: int, ours: str, theirs: str) -> str:
+    mine, its = json.loads(ours), json.loads(theirs)
+    for name in sorted({*mine, *its}):
+        if mine.get(name) != its.get(name):
+            return (
+                f"rank {other} has {name} = {its.get(name)!r} and rank 0 has {mine.get(name)!r}; start every "
+                "rank with the same version and the same command"
+            )
+    return ""
+
+
+def _refuse(rank: int, message: str) -> NoReturn:
+    """One line from one rank; the others end without a word."""
+    if rank == 0:
+        raise ParallelError(message)
+    raise SystemExit(2)
+
+
+def flat_facts(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one table, so that the one that differs can be named."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flat_facts(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

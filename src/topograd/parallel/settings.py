@@ -1,0 +1,86 @@
+"""How a training is spread: what `--parallel` says. Nothing here needs torch, so that help comes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from topograd.errors import ConfigError
+from topograd.limits import Bounds, check_numbers
+
+WireKind = Literal["exact", "bf16", "int8"]
+WIRES: tuple[WireKind, ...] = ("exact", "bf16", "int8")
+RANKS: Bounds = (1, 2**16)
+TIMEOUT: Bounds = (0.1, 86_400)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """`stages=4,replicas=2,timeout=60,wire=exact`."""
+
+    stages: int
+    """Ranks that the stages are dealt to, in order; a rank may have several stages."""
+    replicas: int = 1
+    """Copies of each stage, which share the batches of a step."""
+    timeout: float = 60.0
+    """Seconds that one rank waits for another before it gives up."""
+    wire: WireKind = "exact"
+    """What activations are sent as: their own numbers, bf16, or int8 with a scale for each position."""
+    stage: int | None = None
+    """Train this stage alone, counted from 1, in a process that the others do not depend on."""
+    links: str = "127.0.0.1:29800"
+    """Of lone stages: the address of stage 1, whose port the others count on from; or all, joined by +."""
+    buffer: int = 64
+    """Of lone stages: steps whose activations are kept for a stage that returns, or to be replayed."""
+    lost: Literal["wait", "replay"] = "wait"
+    """What a lone stage does when the one before it is gone: wait, or train on what it heard last."""
+    patience: float = 600.0
+    """Seconds for which a lone stage waits for the one before it to return."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, stages=RANKS, replicas=RANKS, timeout=TIMEOUT, patience=TIMEOUT)
+        check_numbers(self, buffer=(1, 2**20), stage=(1, RANKS[1]))
+        if self.lost not in ("wait", "replay"):
+            raise ConfigError(f"lost is {self.lost!r}; choose wait or replay")
+        if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
+            raise ConfigError("a lone stage has no replicas and an exact wire; leave them out")
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire is {self.wire!r}; choose one of {', '.join(WIRES)}")
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.stages * self.replicas
+
+    @classmethod
+    def parse(cls, words: str) -> ParallelConfig:
+        """The settings in `stages=4,replicas=2`.
+
+        >>> ParallelConfig.parse("stages=4,replicas=2").world
+        8
+        """
+        known = [field.name for field in fields(cls)]
+        given: dict[str, object] = {}
+        for word in words.split(","):
+            name, equals, value = word.strip().partition("=")
+            if not equals or name not in known or name in given:
+                raise ConfigError(
+                    f"--parallel {words!r} has {word.strip()!r}; give stages=P and, if you like, once each, "
+                    f"{', '.join(f'{n}=...' for n in known if n != 'stages')}"
+                )
+            given[name] = _number(words, name, value)
+        if "stages" not in given:
+            raise ConfigError(f"--parallel {words!r} lacks stages; give the number of ranks, as stages=2")
+        try:
+            return cls(**given)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"--parallel {words!r}: {error}") from None
+
+
+def _number(words: str, name: str, value: str) -> object:
+    if name in ("wire", "links", "lost"):
+        return value
+    try:
+        return float(value) if name in ("timeout", "patience") else int(value)
+    except ValueError:
+        raise ConfigError(f"--parallel {words!r}: {name} is {value!r}; it must be a number") from None

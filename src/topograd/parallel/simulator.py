@@ -1,0 +1,289 @@
+"""How long a step takes on P ranks, what it sends and holds, and what failures cost: without the ranks.
+
+Every rank has one stage; a step has M micro-batches. Times of one stage on one micro-batch, in seconds:
+f `forward`, b `backward`, h `head` (loss and its backward), o `optimizer`. A message of a bytes takes
+a/bandwidth on its link, one after another, and arrives `latency` later; links carry both directions at once.
+
+    gpipe, 1f1b   every F and B starts when its rank is free and what it needs has arrived (event by event,
+                  the order of `topology/pipeline.py`); the head is on the last rank, the embedding's copies
+                  are added up at the end
+    staged        F, h, B of one micro-batch at a time; activations travel, shared gradients at the end
+    free          the same with nothing shared: steps follow without a flush, so a step takes as long as the
+                  slowest of a rank's work and a link's traffic
+    scan          bounded interfaces, one step on all micro-batches: forward rank by rank, Jacobians of r
+                  forwards, one gather, local backward, the sum of the canvas' gradient (`interfaces/`)
+    data          the whole model on every rank, max(1, M/P) micro-batches each, all gradients added up
+
+Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: compute
+takes ranks/cores times as long (all ranks are busy almost always).
+
+Failures: each rank fails once in `mtbf` seconds, and is back after `restart` and half a checkpoint interval
+τ. A job that must be whole stands still for that long when any rank fails. Of stages that live alone, those
+behind the dead one stand still (`wait`, (P + 1)/2 of P on average), or the dead one alone (`replay`). With a
+the share of the job that a failure stops, τ = √(2 save mtbf/(P a)) (Young). Goodput is the share of the time
+that is left, to first order.
+
+Cost: O(P M) for each method. Source: "Product of Experts" §§4.2, 4.4, 4.5, 8.5; LBI §6 and appendix C.
+Limits: equal stages, links between neighbours, no contention but for cores; rings do not overlap compute.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from topograd.errors import ConfigError
+from topograd.limits import check_numbers
+from topograd.topology.pipeline import pipeline_order
+
+METHODS = ("gpipe", "1f1b", "staged", "free", "scan", "data")
+_SECONDS = (0.0, 1e9)
+_NUMBER = (0.0, 1e18)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of one stage on one micro-batch; the defaults are those of `bench pipeline` on one core."""
+
+    forward: float = 0.020
+    """f: the layers of a stage."""
+    backward: float = 0.042
+    """b: their backward."""
+    head: float = 0.010
+    """h: the loss of a stage and its backward."""
+    optimizer: float = 0.012
+    """o: the optimizer's step of a stage, once a step."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, forward=_SECONDS, backward=_SECONDS, head=_SECONDS, optimizer=_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Links, memory and failures."""
+
+    mbit: float = 10_000.0
+    """Bandwidth of a link in Mbit/s, each way."""
+    latency: float = 0.0001
+    """Seconds until a message has arrived, beside its bytes."""
+    mtbf: float = 1e6
+    """Seconds after which a rank fails, on average."""
+    restart: float = 120.0
+    """Seconds until a failed rank is back."""
+    save: float = 10.0
+    """Seconds that a checkpoint takes."""
+    cores: int = 2**20
+    """Cores for all ranks; fewer than ranks slow them down."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, mbit=(1e-6, 1e12), latency=_SECONDS, mtbf=(1e-3, 1e12), restart=_SECONDS)
+        check_numbers(self, save=_SECONDS, cores=(1, 2**30))
+
+    def on_wire(self, size: float) -> float:
+        """Seconds of `size` bytes on a link."""
+        return size * 8 / (self.mbit * 1e6)
+
+    def ring(self, size: float, ranks: int) -> float:
+        """Seconds until `size` bytes are added up on all ranks."""
+        if ranks < 2 or size <= 0:
+            return 0.0
+        return 2 * (ranks - 1) / ranks * self.on_wire(size) + 2 * (ranks - 1) * self.latency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained: sizes in bytes."""
+
+    microbatches: int = 64
+    """M."""
+    message: float = 524_288.0
+    """a: activations of one micro-batch at a boundary."""
+    shared: float = 1_572_864.0
+    """Parameters that all stages share: the embeddings and the head."""
+    stage: float = 6_300_000.0
+    """Parameters of a stage."""
+    interface_rank: int = 16
+    """r, of bounded interfaces."""
+    interface_bytes: float = 4096.0
+    """A message of a bounded interface."""
+    times: Times = field(default_factory=Times)
+    machine: Machine = field(default_factory=Machine)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, microbatches=(1, 10**6), message=_NUMBER, shared=_NUMBER, stage=_NUMBER)
+        check_numbers(self, interface_rank=(1, 10**6), interface_bytes=_NUMBER)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one method on P ranks."""
+
+    seconds: float
+    bubble: float
+    """Share of the ranks' time in which they do not compute."""
+    bytes: float
+    """Sent by all ranks."""
+    memory: float
+    """Activations that the fullest rank holds, in those of one stage on one micro-batch."""
+    throughput: float
+    """Micro-batches of the whole model in a second."""
+    speedup: float
+    """Of the throughput, over one rank with all stages."""
+    goodput: dict[str, float]
+    """Share of the time that failures leave."""
+
+
+def simulate_step(method: str, ranks: int, work: Work) -> Step:
+    """One step of `method` on `ranks` ranks."""
+    if method not in METHODS:
+        raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+    slow = max(1.0, ranks / work.machine.cores)
+    t = work.times
+    times = Times(
+        forward=t.forward * slow, backward=t.backward * slow, head=t.head * slow, optimizer=t.optimizer * slow
+    )
+    work = replace(work, times=times)
+    seconds, busy, sent, memory = _METHODS[method](ranks, work)
+    batches = max(work.microbatches, ranks) if method == "data" else work.microbatches
+    alone = work.microbatches * ranks * (t.forward + t.backward + t.head) + ranks * t.optimizer
+    throughput = batches / seconds
+    return Step(
+        seconds=seconds,
+        bubble=1 - busy / (ranks * seconds),
+        bytes=sent,
+        memory=memory,
+        throughput=throughput,
+        speedup=throughput * alone / work.microbatches,
+        goodput=goodput(method, ranks, work.machine),
+    )
+
+
+Found = tuple[float, float, float, float]
+"""Seconds, busy seconds of all ranks, bytes, memory."""
+
+
+def _staged(P: int, work: Work) -> Found:
+    t, M, wire = work.times, work.microbatches, work.machine.on_wire(work.message)
+    arrived = [0.0] * M
+    end = 0.0
+    for _ in range(P):
+        free = link = 0.0
+        departed = []
+        for i in range(M):
+            spoke = max(free, arrived[i]) + t.forward
+            link = max(link, spoke) + wire
+            departed.append(link + work.machine.latency)
+            free = spoke + t.head + t.backward
+        arrived, end = departed, max(end, free)
+    seconds = end + work.machine.ring(work.shared, P) + t.optimizer
+    busy = P * (M * (t.forward + t.head + t.backward) + t.optimizer)
+    return seconds, busy, (P - 1) * M * work.message + _ring_bytes(work.shared, P), 1.0
+
+
+def _free(P: int, work: Work) -> Found:
+    t, M = work.times, work.microbatches
+    own = M * (t.forward + t.head + t.backward) + t.optimizer
+    seconds = max(own, M * work.machine.on_wire(work.message) if P > 1 else 0.0)
+    return seconds, P * own, (P - 1) * M * work.message, 1.0
+
+
+def _backprop(name: str, P: int, work: Work) -> Found:
+    """Event by event: every rank goes through its order; what it needs comes over links both ways."""
+    t, M, wire = work.times, work.microbatches, work.machine.on_wire(work.message)
+    orders = [pipeline_order(name, p, P, M) for p in range(P)]
+    forward: list[list[float]] = [[0.0] * M if p == 0 else [math.inf] * M for p in range(P)]
+    back: list[list[float]] = [[0.0] * M if p == P - 1 else [math.inf] * M for p in range(P)]
+    free, at = [0.0] * P, [0] * P
+    down, up = [0.0] * P, [0.0] * P
+    waiting = list(range(P))
+    while waiting:
+        again = set()
+        for p in waiting:
+            while at[p] < len(orders[p]):
+                kind, i = orders[p][at[p]]
+                ready = forward[p][i] if kind == "F" else back[p][i]
+                if ready == math.inf:
+                    break
+                last = p == P - 1
+                cost = t.forward + (t.head if last else 0.0) if kind == "F" else t.backward
+                free[p] = max(free[p], ready) + cost
+                at[p] += 1
+                if kind == "F" and not last:
+                    down[p] = max(down[p], free[p]) + wire
+                    forward[p + 1][i] = down[p] + work.machine.latency
+                    again.add(p + 1)
+                if kind == "B" and p > 0:
+                    up[p] = max(up[p], free[p]) + wire
+                    back[p - 1][i] = up[p] + work.machine.latency
+                    again.add(p - 1)
+        waiting = sorted(again)
+    embedding = 2 / 3 * work.shared  # the head is the last rank's alone
+    seconds = max(free) + work.machine.ring(embedding, P) + t.optimizer
+    busy = P * (M * (t.forward + t.backward) + t.optimizer) + M * t.head
+    memory = M if name == "gpipe" else min(P, M)
+    return seconds, busy, 2 * (P - 1) * M * work.message + _ring_bytes(embedding, P), float(memory)
+
+
+def _scan(P: int, work: Work) -> Found:
+    t, M, machine = work.times, work.microbatches, work.machine
+    message = M * work.interface_bytes
+    chain = P * M * t.forward + (P - 1) * (machine.on_wire(message) + machine.latency)
+    jacobian = work.interface_rank * M * t.forward
+    product = work.interface_bytes**2 / 4 * M  # n² numbers of 4 bytes for n = bytes / 4, for each sample
+    gather = (P - 1) * (machine.on_wire(product) + machine.latency)
+    canvas = machine.ring(work.shared, P)
+    seconds = chain + jacobian + gather + M * (t.backward + t.head) + canvas + t.optimizer
+    busy = P * (M * (t.forward + t.backward) + jacobian + t.optimizer) + M * t.head
+    sent = (P - 1) * message + P * (P - 1) * product + _ring_bytes(work.shared, P)
+    return seconds, busy, sent, float(M)
+
+
+def _data(P: int, work: Work) -> Found:
+    t, each = work.times, math.ceil(work.microbatches / P)
+    own = each * P * (t.forward + t.backward) + each * t.head + P * t.optimizer
+    size = P * work.stage + work.shared
+    return own + work.machine.ring(size, P), P * own, _ring_bytes(size, P), float(P)
+
+
+def _ring_bytes(size: float, ranks: int) -> float:
+    return 2 * (ranks - 1) * size
+
+
+_METHODS: dict[str, Any] = {
+    "gpipe": lambda P, work: _backprop("gpipe", P, work),
+    "1f1b": lambda P, work: _backprop("1f1b", P, work),
+    "staged": _staged,
+    "free": _free,
+    "scan": _scan,
+    "data": _data,
+}
+
+
+def goodput(method: str, ranks: int, machine: Machine) -> dict[str, float]:
+    """The share of the time that is left; a job that must be whole is as likely to fail as all its ranks."""
+
+    def left(rate: float, affected: float) -> float:
+        interval = math.sqrt(2 * machine.save / (rate * affected))
+        waste = machine.save / interval if machine.save else 0.0
+        return max(0.0, 1 - waste - rate * affected * (machine.restart + interval / 2))
+
+    if method != "free":
+        return {"whole": left(ranks / machine.mtbf, 1.0)}
+    return {
+        "wait": left(1 / machine.mtbf, (ranks + 1) / 2),
+        "replay": left(1 / machine.mtbf, 1.0),
+    }
+
+
+def simulate(ranks: int, work: Work) -> dict[str, Any]:
+    """Every method on 1, 2, 4, ... up to `ranks` ranks."""
+    check = range(1, 2**16 + 1)
+    if ranks not in check:
+        raise ConfigError(f"ranks is {ranks}; it must lie in 1..{2**16}")
+    counts = [2**k for k in range(ranks.bit_length()) if 2**k <= ranks]
+    counts = counts if counts[-1] == ranks else [*counts, ranks]
+    table = {
+        method: [{"ranks": P, **asdict(simulate_step(method, P, work))} for P in counts] for method in METHODS
+    }
+    return {"ranks": ranks, "work": asdict(work), "methods": table}

@@ -1,0 +1,136 @@
+"""One step of training where stages lie on several ranks: local gradients, and one exchange.
+
+What crosses ranks in a step: activations forward, batch by batch (`wire.py`), and at its end one sum over all
+ranks of a single buffer,
+
+    [ losses of stages | norms of groups | who wants to stop | which gradients exist | shared gradients ]
+
+in which every rank fills its own places and leaves zeros elsewhere: x + 0 + ... + 0 = x exactly, so that all
+ranks know the same numbers, and decide alike whether a group is halted (`training/loop.py`), by which norm
+the shared part is clipped, and when to stop. Where a stage has replicas, its own gradient is summed over them
+first.
+
+Against one process: what one rank owns comes from the same operations in the same order. The sum for what
+ranks share is taken stage by stage instead of batch by batch, and the embedding's backward runs once for each
+rank: the last bits of float addition differ (1e-12 in float64 over a run), unless nothing is shared or a step
+has one batch, two ranks and a detached bus. Muon's batched products may differ likewise.
+
+Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`, once for each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from topograd.parallel.layout import Layout
+from topograd.parallel.ranks import Ranks
+from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.wire import StageWire
+from topograd.topology.plan import Plan
+from topograd.training.loop import Batch, TrainingLoop, norm_of
+from topograd.training.objectives import teacher_logits
+from topograd.training.optimizers import stage_parameters
+
+
+@dataclass(kw_only=True)
+class StageLoop(TrainingLoop):
+    """The loop of one rank."""
+
+    ranks: Ranks
+    layout: Layout
+    wire: StageWire  # type: ignore[assignment]
+    stop_here: bool = False
+    """Whether this rank has been asked to stop."""
+    stop_everywhere: bool = False
+    """Whether any rank had, at the last exchange."""
+    exchanged_bytes: int = 0
+    scan: RegionScan | None = None
+    """How gradients cross ranks, where they do: bounded interfaces."""
+
+    def __post_init__(self) -> None:
+        self.shared = [p for p in self.layout.shared(self.stack) if p.requires_grad]
+        self.own = [p for p in self.layout.owned(self.stack, self.ranks.place) if p.requires_grad]
+
+    def _measured(
+        self, plan: Plan, batches: Sequence[Batch]
+    ) -> tuple[Tensor, list[list[nn.Parameter]], list[Tensor]]:
+        replicas = self.ranks.config.replicas
+        mine = batches[self.ranks.replica :: replicas]
+        self.wire.begin(len(mine))
+        losses = self._gradients(plan, mine, len(batches))
+        self.wire.finish()
+        if replicas > 1:
+            self._add_up(self.own, "adding up the gradients of replicas", self.ranks.replica_group)
+        losses, norms, rest = self._exchange(plan, losses)
+        parts = self._parts(plan)
+        if len(parts) == 1:  # one group learns: its norm and that of what is shared, as one
+            return losses, parts, [torch.hypot(norms[0], norm_of(self.shared))] if norms else [norm_of([])]
+        return losses, parts, [*norms, rest if self.layout.private else norm_of(parts[-1])]
+
+    def _one(
+        self,
+        plan: Plan,
+        inputs: Tensor,
+        targets: Tensor,
+        scale: float,
+        states: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        if self.scan is None:
+            return super()._one(plan, inputs, targets, scale, states)
+        taught = None if self.teacher is None else teacher_logits(self.teacher, inputs, targets)
+        return self.scan.step(self.stack, plan, inputs, targets, scale=scale, teacher=taught)
+
+    def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Add up what is shared; every stage's loss, every group's norm, and that of a private embedding."""
+        groups = plan.groups()
+        known = torch.zeros(len(plan.stages) + len(groups) + 2, dtype=losses.dtype)
+        for k in self.wire.stages:
+            known[k] = losses[k]
+        if self.layout.crossing and self.ranks.replica == 0:  # one group, of which each rank has a part
+            known[len(plan.stages)] = norm_of(self.own).square()
+        for i, group in enumerate(groups if not self.layout.crossing else ()):
+            if self.ranks.replica == 0 and self.layout.owners[group[0]] == self.ranks.place:
+                known[len(plan.stages) + i] = norm_of(stage_parameters(self.stack, plan, group))
+        if self.layout.private and self.ranks.first:
+            known[-2] = norm_of(self.layout.embedding(self.stack))
+        known[-1] = float(self.stop_here)
+        known = self._add_up(self.shared, "adding up what ranks share", None, known)
+        self.stop_everywhere = bool(known[-1] > 0)
+        norms = known[len(plan.stages) : -2]
+        norms = norms.sqrt() if self.layout.crossing else norms
+        return known[: len(plan.stages)], list(norms), known[-2]
+
+    def _add_up(
+        self,
+        parameters: Sequence[nn.Parameter],
+        what: str,
+        group: torch.distributed.ProcessGroup | None,
+        numbers: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the gradients over ranks, and `numbers` with them; one that nobody has stays None."""
+        numbers = torch.zeros(0) if numbers is None else numbers
+        flags = [float(p.grad is not None) for p in parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        dtype = torch.promote_types(gradients[0].dtype, numbers.dtype) if gradients else numbers.dtype
+        small = torch.cat((numbers.to(dtype), torch.tensor(flags, dtype=dtype))).to(self.ranks.device)
+        packed = torch.cat((small, *(gradient.to(dtype).flatten() for gradient in gradients)))
+        self.ranks.reduce(packed, what, group)
+        self.exchanged_bytes += packed.numel() * packed.element_size()
+        small, flat = packed[: len(small)].cpu(), packed[len(small) :]
+        sums = flat.split([p.numel() for p in parameters])
+        for p, total, flag in zip(parameters, sums, small[len(numbers) :].tolist(), strict=True):
+            p.grad = total.view_as(p).to(p.dtype) if flag else None
+        return small[: len(numbers)]
+
+    def _problem(self, plan: Plan, broken: Sequence[int], losses: Tensor) -> str:
+        for k in broken:
+            if k >= 0 and plan.stages[k].scale > 0 and not math.isfinite(losses[k]):
+                return f"the loss of stage {k + 1} is {losses[k].item()}"
+        if any(k >= 0 for k in broken):
+            return f"the gradient of stage {', '.join(str(k + 1) for k in broken)} is not finite"
+        return "the gradient of the embedding or the head is not finite"

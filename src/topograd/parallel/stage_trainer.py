@@ -1,0 +1,219 @@
+"""Training a run on several ranks: the trainer of one rank, and what a run's folder is to it.
+
+Every rank builds the run's model whole, from its seed or from a checkpoint of any number of ranks, and then
+drops what is not its own. From then on it is the trainer of one process (`training/trainer.py`) with another
+loop. Rank 0 alone writes the log and the results, and holds the folder's lock; all ranks write checkpoints
+(`checkpoint_set.py`) and must see the same folder.
+
+Limits. The model must fit a host's memory once while it is built. For an evaluation its weights are gathered
+on rank 0, which then holds a second, whole model; the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from topograd.errors import ConfigError
+from topograd.files import dump_json
+from topograd.nn.stack import Stack
+from topograd.parallel.checkpoint_set import SetStore
+from topograd.parallel.layout import Layout, keep_own
+from topograd.parallel.ranks import Ranks
+from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.stage_loop import StageLoop
+from topograd.parallel.wire import StageWire
+from topograd.runs.checkpoint import CheckpointStore
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import build_stack
+from topograd.training.hidden_states import OnRows
+from topograd.training.objectives import objectives_of
+from topograd.training.optimizers import OptimizerSet, make_optimizers
+from topograd.training.tasks import Data, Reading
+from topograd.training.trainer import OnStep, Trainer
+
+
+class RankRun(Run):
+    """A run's folder as one rank of a job sees it: rank 0 writes, the others only add their checkpoints."""
+
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, run: Run, ranks: Ranks) -> RankRun:
+        made = cls(run.folder)
+        object.__setattr__(made, "ranks", ranks)
+        return made
+
+    @property
+    def store(self) -> CheckpointStore:
+        return SetStore(self.checkpoints, self.ranks)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            super().log(record)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            super().write_results(results)
+
+    def rewind_metrics(self, step: int) -> None:
+        if self.ranks.first:
+            super().rewind_metrics(step)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        if not self.ranks.first:
+            yield
+            return
+        with super().lock():
+            yield
+
+
+@dataclass(frozen=True)
+class Told:
+    """A reading as the other ranks know it: what rank 0 told them. They neither log nor show it."""
+
+    table: dict[str, Any]
+    words: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.table
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        return {}
+
+
+class StageTrainer(Trainer):
+    """A run under way on one rank. The loop is exchanged when training begins."""
+
+    def __init__(self, run: Run, config: TrainConfig, data: Data, ranks: Ranks) -> None:
+        _check(config, ranks)
+        if ranks.device.type == "cuda":
+            config = replace(config, device=str(ranks.device))
+        super().__init__(RankRun.of(run, ranks), config, data)
+        self.ranks = ranks
+        asked = objectives_of(self.plan, self.loop.objectives)
+        prior = any(objective.uses_prior for objective in asked)
+        self.layout = Layout.of(
+            self.plan,
+            ranks.config.stages,
+            with_prior=prior,
+            stack=self.stack,
+            crossing=config.topology.backward == "scan",
+        )
+
+    def train(
+        self, stop_after: int | None = None, on_step: OnStep | None = None, on_rows: OnRows | None = None
+    ) -> dict[str, Any]:
+        if self.loop.own_teacher or self._layers:
+            raise ConfigError(
+                "a teacher of its own and kept states need the whole model; run it in one process"
+            )
+        self._spread()
+        return super().train(stop_after, on_step if self.ranks.first else None)
+
+    def _spread(self) -> None:
+        """Keep the own stages and what all share, with the state of their optimizers."""
+        if isinstance(self.loop, StageLoop):
+            return
+        whole = self.loop
+        keep_own(self.stack, self.layout, self.ranks.place)
+        optimizers = make_optimizers(self.stack, self.config.optimizer, self.plan)
+        hand_over(whole.optimizers, optimizers)
+        given = {f.name: getattr(whole, f.name) for f in fields(whole)} | {"optimizers": optimizers}
+        given["wire"] = wire = StageWire(self.ranks, self.layout)
+        scan = RegionScan(self.ranks, wire) if self.layout.crossing else None
+        self.loop = StageLoop(**given, ranks=self.ranks, layout=self.layout, scan=scan)
+
+    def stops(self, interrupted: Callable[[], bool]) -> bool:
+        """Ranks stop together: what one was told, all learn at the next exchange."""
+        assert isinstance(self.loop, StageLoop)
+        self.loop.stop_here = interrupted()
+        return self.loop.stop_everywhere
+
+    def evaluate(self) -> Reading:
+        whole = gather_stack(self.stack, self.layout, self.config, self.ranks)
+        name = f"evaluation/{self.step}"
+        if whole is not None:
+            with self.ranks.busy():
+                reading = self.task.evaluate(whole, self.plan)
+            self.ranks.tell(name, dump_json(reading.as_dict()))
+            return reading
+        return Told(json.loads(self.ranks.follow(name, 0, "waiting for the evaluation")))
+
+
+def _check(config: TrainConfig, ranks: Ranks) -> None:
+    """What cannot be trained on several ranks is refused before a folder is made."""
+    if config.search.kind != "none":
+        raise ConfigError("a search changes the topology while it trains; run it in one process")
+    if config.geometry_every:
+        raise ConfigError("geometry_every reads the stream of all layers; leave it out with --parallel")
+    if config.topology.interface is not None and config.topology.backward != "scan":
+        raise ConfigError("gradient crosses bounded interfaces; give --backward scan with --parallel")
+    if config.accumulate % ranks.config.replicas:
+        raise ConfigError(
+            f"accumulate is {config.accumulate} and {ranks.config.replicas} replicas share the batches of a "
+            f"step; give a multiple of {ranks.config.replicas}"
+        )
+    ddc = config.optimizer.name.startswith("ddc") or any(
+        (own.name or "").startswith("ddc") for own in config.optimizer.stages
+    )
+    if ddc and config.topology.heads != "shared":
+        raise ConfigError(
+            "the ddc optimizers hold the heads of all stages together, and they would lie on several ranks; "
+            "use shared heads or another optimizer with --parallel"
+        )
+
+
+def hand_over(whole: OptimizerSet, mine: OptimizerSet) -> None:
+    """Give the optimizers of a rank the state that the optimizers of the whole model had."""
+    for name, optimizer in mine.optimizers.items():
+        before = whole.optimizers[name]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in before.state:
+                    optimizer.state[parameter] = before.state[parameter]
+
+
+def gather_stack(stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks) -> Stack | None:
+    """The whole model on rank 0; None on the others. Everybody must call it."""
+    if ranks.replica > 0:
+        return None
+    own = stack.state_dict()
+    if ranks.place > 0:
+        for buffer in _packed([own[name] for name in layout.names(stack, ranks.place)]).values():
+            work = ranks.collective(lambda b=buffer: [dist.isend(b, 0)], "handing over weights")[0]
+            ranks.wait(work, "handing over weights", 0)
+        return None
+    whole, _ = build_stack(config)
+    state = whole.state_dict()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if not tensor.is_meta:
+                state[name].copy_(tensor)
+        for place in range(1, layout.ranks):
+            names = layout.names(whole, place)
+            for dtype, buffer in _packed([state[name] for name in names]).items():
+                what = f"gathering the weights of rank {place}"
+                ranks.wait(
+                    ranks.collective(lambda b=buffer, p=place: [dist.irecv(b, p)], what)[0], what, place
+                )
+                parts = [state[name] for name in names if state[name].dtype == dtype]
+                for tensor, part in zip(parts, buffer.split([t.numel() for t in parts]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+    return whole
+
+
+def _packed(tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
+    """One flat tensor for each dtype, in the order of the first of its kind."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return {kind: torch.cat([t.detach().flatten() for t in tensors if t.dtype == kind]) for kind in kinds}

@@ -1,0 +1,58 @@
+"""`topograd simulate`: a table, one JSON object, a figure; no torch, and one line on bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from topograd.cli.simulate import run
+from topograd.errors import ConfigError
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--ranks", "1024", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 1024
+    assert found["methods"]["staged"][-1]["ranks"] == 1024
+
+
+def test_a_table_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--ranks", "8", "--figure", str(tmp_path / "scaling.svg")]) == 0
+    assert "staged" in capsys.readouterr().out
+    assert (tmp_path / "scaling.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_times_come_from_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {"embed": 0.0, "forward": 1.0, "backward": 2.0, "head": 0.5, "optimizer": 0.25}
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"settings": {"ranks": 2, "layers": 4}, "parts": parts}))
+    assert run(["--ranks", "1", "--bench", str(file), "--microbatches", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["methods"]["staged"][0]["seconds"] == pytest.approx(2 * 3.5 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--ranks", "0"], "ranks is 0"),
+        (["--mbit", "0"], "--mbit is 0"),
+        (["--bench", "nowhere.json"], "cannot be read"),
+        (["--microbatches", "-1"], "microbatches is -1"),
+    ],
+)
+def test_bad_input_is_one_line(flags: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        run(flags)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not what `topograd bench pipeline --json` prints"):
+        run(["--bench", str(tmp_path / "x.json")])
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys; import topograd.cli.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

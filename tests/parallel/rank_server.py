@@ -1,0 +1,215 @@
+"""A process that has loaded torch once, and for each line on stdin forks the ranks of a small job.
+
+A line is JSON: {"job", "ranks": [...], "world", "port", "folder", "arguments"}. Every rank runs the job with
+the environment that torchrun would give it, and leaves its result in `folder`/RANK.json; what it prints is in
+RANK.out and RANK.err. The answer to the line is the list of process ids.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+import topograd.cli.train_on_ranks  # noqa: F401
+from topograd.benchmarks.pipeline_worker import measure
+from topograd.benchmarks.settings import PipelineSettings
+from topograd.cli.main import main
+from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
+from topograd.parallel.checkpoint_set import SetStore
+from topograd.parallel.layout import Layout, keep_own
+from topograd.parallel.ranks import Ranks, join, leave
+from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.settings import ParallelConfig
+from topograd.parallel.stage_loop import StageLoop
+from topograd.parallel.wire import StageWire
+from topograd.reference.pipeline import BackpropPipeline
+from topograd.runs.config import OptimizerConfig
+from topograd.runs.topology_config import TopologyConfig
+from topograd.training.objectives import objectives_of
+from topograd.training.optimizers import make_optimizers
+
+SHAPE = {"width": 16, "heads": 2, "vocab": 23, "context": 8}
+Job = Callable[..., Any]
+JOBS: dict[str, Job] = {}
+
+
+def job(function: Job) -> Job:
+    JOBS[function.__name__] = function
+    return function
+
+
+def batches(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    """The same everywhere."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, SHAPE["vocab"], (count, 2, SHAPE["context"] + 1), generator=generator)
+    return [(row[:, :-1], row[:, 1:]) for row in rows]
+
+
+def model(topology: dict[str, Any], double: bool = True, **shape: Any) -> tuple[GPT, Any]:
+    """A model that is the same everywhere, in float64, with random weights where zeros would hide things."""
+    torch.manual_seed(0)
+    words: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in topology.items()}
+    config = TopologyConfig(**words)
+    layers = shape.pop("layers", 4)
+    stack = GPT(**(SHAPE | {"layers": config.build(layers).layers} | shape))
+    plan = prepare(stack, config.build(layers))
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return stack.double() if double else stack, plan
+
+
+@contextlib.contextmanager
+def joined(parallel: str, **facts: Any) -> Iterator[Ranks]:
+    ranks = join(ParallelConfig.parse(parallel), facts)
+    try:
+        yield ranks
+    finally:
+        leave()
+
+
+def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **options: Any) -> StageLoop:
+    prior = any(objective.uses_prior for objective in objectives_of(plan))
+    crossing = plan.topology.interface is not None
+    layout = Layout.of(plan, ranks.config.stages, with_prior=prior, stack=stack, crossing=crossing)
+    keep_own(stack, layout, ranks.place)
+    made = make_optimizers(stack, OptimizerConfig(name=optimizer), plan)
+    wire = StageWire(ranks, layout)
+    recompute = options.pop("recompute", False)
+    scan = RegionScan(ranks, wire, recompute=recompute) if crossing else None
+    return StageLoop(stack, made, ranks=ranks, layout=layout, wire=wire, scan=scan, **options)
+
+
+@job
+def steps(
+    parallel: str, topology: dict[str, Any], folder: str, accumulate: int = 3, count: int = 3, **options: Any
+) -> dict[str, Any]:
+    """Some steps of training; saves a set, and returns the losses of all stages."""
+    shape = options.pop("shape", {})
+    broken = options.pop("broken", None)
+    with joined(parallel) as ranks:
+        stack, plan = model(topology, **shape)
+        if broken is not None:
+            with torch.no_grad():
+                next(stack.layers[broken].parameters()).fill_(float("inf"))
+        loop = stage_loop(ranks, stack, plan, **options)
+        found = []
+        for step in range(count):
+            done = loop.step(plan, batches(step, accumulate), step + 1)
+            found.append({"loss": done.losses.tolist(), "norm": done.norm, "halted": list(done.halted)})
+        store = SetStore(Path(folder) / "set", ranks)
+        store.save(step=count, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
+        kept = sum(not p.is_meta for p in stack.parameters())
+        gathered = 0 if loop.scan is None else loop.scan.gathered_bytes
+        return {"steps": found, "sent": loop.wire.sent_bytes, "kept": kept, "gathered": gathered}
+
+
+@job
+def cli(argv: list[str], folder: str = "") -> int:
+    """A command of the program, as `torchrun -m topograd` would run it."""
+    return main(argv)
+
+
+@job
+def cli_with_small_files(argv: list[str], rank: int, folder: str = "") -> int:
+    """The same, but one rank cannot write more than a few kilobytes: as on a full disk."""
+    if os.environ["RANK"] == str(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    return main(argv)
+
+
+@job
+def backprop(parallel: str, schedule: str, folder: str = "") -> dict[str, Any]:
+    """Gradients of backprop over a pipeline; each rank leaves its own."""
+    with joined(parallel) as ranks:
+        stack, _ = model({"partition": "4"})
+        each = 4 // ranks.config.stages
+        layers = range(ranks.place * each, (ranks.place + 1) * each)
+        loss: Any = lambda h, y: F.cross_entropy(stack.readout(h, 0).flatten(0, 1), y.flatten())  # noqa: E731
+        pipeline = BackpropPipeline(stack, layers, ranks.place, ranks.config.stages, loss)
+        total = pipeline.step(batches(0, 4), schedule)
+        found = {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
+        save_file({n: g.contiguous() for n, g in found.items()}, Path(folder) / f"{ranks.rank}.safetensors")
+        return {"loss": float(total), "sent": pipeline.sent_bytes}
+
+
+@job
+def bench(settings: dict[str, Any], folder: str = "") -> Any:
+    """One rank of `bench pipeline`."""
+    with joined("stages=2") as ranks:
+        return measure(PipelineSettings(**settings), ranks)
+
+
+@job
+def stalled(parallel: str, rank: int, seconds: float, folder: str = "") -> None:
+    """One rank says nothing; the others must name it."""
+    with joined(parallel) as ranks:
+        stack, plan = model({"partition": "1,1,2"})
+        loop = stage_loop(ranks, stack, plan)
+        loop.step(plan, batches(0, 1))
+        if ranks.rank == rank:
+            time.sleep(seconds)
+            return
+        loop.step(plan, batches(1, 1))
+
+
+def run_rank(order: dict[str, Any], rank: int) -> None:
+    """What a forked process does; never returns."""
+    folder = Path(order["folder"])
+    code = 1
+    try:
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            file = open(folder / f"{rank}.{name[3:]}", "w")  # noqa: SIM115
+            os.dup2(file.fileno(), number)
+            setattr(sys, name, file)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(order["world"]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(order["port"]),
+        }
+        torch.set_num_threads(1)
+        result = JOBS[order["job"]](**order["arguments"], folder=str(folder))
+        code = result if order["job"].startswith("cli") else 0
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+    except BaseException as error:
+        traceback.print_exc()
+        (folder / f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pids = []
+        for rank in order["ranks"]:
+            pid = os.fork()
+            if not pid:
+                run_rank(order, rank)
+            pids.append(pid)
+        print(json.dumps(pids), flush=True)
+
+
+if __name__ == "__main__":
+    import signal
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    serve()

@@ -1,0 +1,80 @@
+"""Who runs what, and what that makes shared."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topograd.errors import ParallelError
+from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
+from topograd.parallel.layout import Layout, deal, present, shed
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_stages_are_dealt_in_order_and_as_even_as_can_be(costs: list[int], ranks: int) -> None:
+    ranks = min(ranks, len(costs))
+    owners = deal(costs, ranks)
+    assert sorted(owners) == list(owners)
+    assert set(owners) == set(range(ranks))
+    largest = max(sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(ranks))
+    assert largest == _least(costs, ranks)
+
+
+def _least(costs: list[int], ranks: int) -> int:
+    """By trying every cut."""
+    if ranks == 1:
+        return sum(costs)
+    return min(max(sum(costs[:i]), _least(costs[i:], ranks - 1)) for i in range(1, len(costs) - ranks + 2))
+
+
+def small(topology: Topology) -> tuple[GPT, Plan]:
+    stack = GPT(layers=topology.layers, width=16, heads=2, vocab=11, context=8)
+    return stack, prepare(stack, topology)
+
+
+def test_every_parameter_is_owned_once_or_shared() -> None:
+    stack, plan = small(Topology.chain("1,1,2"))
+    layout = Layout.of(plan, 3)
+    shared = {id(p) for p in layout.shared(stack)}
+    owned = [id(p) for rank in range(3) for p in layout.owned(stack, rank)]
+    assert len(owned) == len(set(owned))
+    assert not shared & set(owned)
+    assert shared | set(owned) == {id(p) for p in stack.parameters()}
+    names = {name for name, p in stack.named_parameters() if id(p) in shared}
+    assert names == {"embedding.weight", "previous.weight", "head.weight"}
+    assert layout.names(stack, 1) == [n for n, _ in stack.named_parameters() if n.startswith("layers.1.")]
+
+
+def test_a_message_goes_to_those_who_hear_it() -> None:
+    _, plan = small(Topology.forest(["2", "1,1"]))
+    layout = Layout.of(plan, 3)
+    assert {(port.source, ranks) for port, ranks in layout.listeners.items()} == {(1, (2,))}
+    prior = Layout.of(small(Topology.chain("1,1,2"))[1], 3, with_prior=True)
+    assert {(port.source, ranks) for port, ranks in prior.listeners.items()} == {(0, (1, 2)), (1, (2,))}
+    assert [port.source for port in prior.incoming(0, 2)] == [0]
+
+
+def test_stages_that_exchange_gradient_stay_together() -> None:
+    _, plan = small(Topology.chain("1,1,2", transmissivity=0.5))
+    with pytest.raises(ParallelError, match="stages 1, 2, 3 exchange gradient"):
+        Layout.of(plan, 2)
+    assert Layout.of(plan, 1).owners == (0, 0, 0)
+    with pytest.raises(ParallelError, match="the topology has 3 stages"):
+        Layout.of(plan, 4)
+
+
+def test_what_is_shed_keeps_its_name_and_ties_and_no_memory() -> None:
+    stack, plan = small(Topology.chain("1,1"))
+    layer: Any = stack.layers[1]
+    layer.twin = layer.mlp.up
+    layout = Layout.of(plan, 2)
+    names = list(stack.state_dict())
+    shed(stack, [*layout.owned(stack, 0), *layout.shared(stack)])
+    assert list(stack.state_dict()) == names
+    assert set(present(stack.state_dict())) == {name for name in names if not name.startswith("layers.1.")}
+    assert layer.twin.weight is layer.mlp.up.weight
+    assert not any(p.requires_grad for p in stack.layers[1].parameters())

@@ -1,0 +1,101 @@
+"""One link: order, a bounded queue, what is kept for those who return, and an end."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from topograd.errors import ParallelError
+from topograd.parallel.link import AHEAD, Address, Inlet, Outlet, difference
+
+from_loopback = "127.0.0.1"
+
+
+@pytest.fixture
+def address() -> Address:
+    import socket
+
+    with socket.socket() as found:
+        found.bind((from_loopback, 0))
+        return Address(from_loopback, found.getsockname()[1])
+
+
+@pytest.fixture
+def outlet(address: Address) -> Iterator[Outlet]:
+    made = Outlet(address, {"seed": 1}, buffer=4, batches=2, timeout=5)
+    yield made
+    made.close(0)
+
+
+def put(outlet: Outlet, steps: range) -> None:
+    for step in steps:
+        for batch in range(2):
+            outlet.put(step, torch.full((3,), 10.0 * step + batch))
+
+
+def test_messages_come_in_order_and_end(outlet: Outlet, address: Address) -> None:
+    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=5)
+    assert outlet.wait_for_listener(5)
+    put(outlet, range(1, 4))
+    for step in (1, 2, 3):
+        arrived = inlet.take(5)
+        assert arrived is not None
+        assert arrived.step == step
+        assert [float(v[0]) for v in arrived.values] == [10.0 * step, 10.0 * step + 1]
+    assert outlet.close(5)
+    assert inlet.take(5) is None
+    assert inlet.ended
+    inlet.close()
+
+
+def test_nobody_is_waited_for_when_nobody_is_there_and_the_last_steps_are_kept(
+    outlet: Outlet, address: Address
+) -> None:
+    put(outlet, range(1, 20))  # returns, though nobody listens
+    late = Inlet(address, {"seed": 1}, first=3, batches=2, timeout=5)
+    arrived = late.take(5)
+    assert arrived is not None
+    assert arrived.step == 16  # of 4 that are kept
+    late.close()
+
+
+def test_one_that_returns_gets_the_steps_that_it_asks_for(outlet: Outlet, address: Address) -> None:
+    put(outlet, range(1, 5))
+    for first in (3, 4):
+        inlet = Inlet(address, {"seed": 1}, first=first, batches=2, timeout=5)
+        arrived = inlet.take(5)
+        assert arrived is not None
+        assert arrived.step == first
+        inlet.close()
+
+
+def test_a_listener_that_does_not_take_holds_the_sender(outlet: Outlet, address: Address) -> None:
+    import threading
+
+    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=5)
+    assert outlet.wait_for_listener(5)
+    sender = threading.Thread(target=put, args=(outlet, range(1, 100)), daemon=True)
+    sender.start()
+    time.sleep(0.5)
+    assert sender.is_alive()
+    newest = max(outlet._kept)
+    assert newest <= AHEAD // 2 + AHEAD // 2 + 2
+    inlet.close()
+    sender.join(10)
+    assert not sender.is_alive()  # with the listener gone it goes on
+
+
+def test_ends_that_differ_are_told_in_what(outlet: Outlet, address: Address) -> None:
+    inlet = Inlet(address, {"seed": 2}, first=1, batches=2, timeout=5)
+    assert inlet.take(5) is None
+    assert inlet.problem == "seed is 2 here and 1 at the stage before it"
+    assert difference({"a": 1}, {"a": 1}) == ""
+    inlet.close()
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":99", "host:0", "host:port", "host:70000"])
+def test_an_address_has_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(ParallelError, match="give HOST:PORT"):
+        Address.parse(text)
+    assert str(Address.parse("a.b:99")) == "a.b:99"

@@ -1,0 +1,39 @@
+"""`bench pipeline` on a tiny model: every way is measured, table and JSON have what they promise."""
+
+from typing import Any
+
+import pytest
+
+from topograd.benchmarks import pipeline
+from topograd.benchmarks.settings import PipelineSettings
+from topograd.cli.bench import pipeline_table
+from topograd.errors import ConfigError
+
+TINY: dict[str, Any] = {"width": 16, "vocab": 17, "context": 8, "batch": 1, "microbatches": 2, "rounds": 1}
+
+
+def test_every_way_is_measured(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launch("bench", 2, settings=TINY).results()[0]
+    monkeypatch.setattr(pipeline, "_run", lambda settings, places: found)
+    results = pipeline.bench_pipeline(PipelineSettings(**TINY))
+    assert {"throughput_ratio_vs_single", "bubble"} <= results["staged"].keys()
+    assert {"throughput_ratio_vs_single", "bubble", "schedule"} <= results["backprop"].keys()
+    message = 1 * 8 * 16 * 4 * 2
+    embeddings = 2 * 17 * 16 * 4
+    assert results["bytes"]["free-int8"] < results["bytes"]["free"] < results["bytes"]["staged"]
+    assert results["bytes"]["gpipe"] == results["bytes"]["1f1b"] == 2 * message + 2 * embeddings
+    assert set(results["simulated"]) == {"staged", "gpipe", "1f1b", "data"}
+    assert pipeline_table(results).row_count == 8
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 layers cannot be dealt evenly to 2 ranks"):
+        PipelineSettings(layers=3)
+    with pytest.raises(ConfigError, match="ranks is 1"):
+        PipelineSettings(ranks=1)
+
+
+def test_without_the_right_to_shape_links_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="--mbit needs the command ip"):
+        pipeline.bench_pipeline(PipelineSettings(**TINY, mbit=10.0))

@@ -1,0 +1,56 @@
+"""Regions on ranks give autograd's gradients in one process, and send what the formulas say."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.parallel.region_scan import scan_bytes
+from topograd.runs.checkpoint import load
+from topograd.runs.config import OptimizerConfig
+from topograd.training.loop import TrainingLoop
+from topograd.training.optimizers import make_optimizers
+
+REGIONS = {"partition": "1,1,1,1,1", "interface": "S=4,r=4"}
+
+
+@pytest.mark.parametrize(("world", "recompute"), [(2, False), (3, True), (4, False)])
+def test_losses_and_weights_are_those_of_autograd(
+    world: int, recompute: bool, launch: Any, server: ModuleType
+) -> None:
+    job = launch(
+        "steps",
+        world,
+        parallel=f"stages={world}",
+        topology=REGIONS,
+        accumulate=2,
+        shape={"layers": 5},
+        recompute=recompute,
+        clip=0.3,
+    )
+    stack, plan = server.model(REGIONS, layers=5)
+    made = make_optimizers(stack, OptimizerConfig(name="adamw"), plan)
+    loop = TrainingLoop(stack, made, clip=0.3)
+    expected = [loop.step(plan, server.batches(step, 2), step + 1) for step in range(3)]
+    results = job.results()
+    for result in results:
+        for ours, theirs in zip(result["steps"], expected, strict=True):
+            assert ours["loss"][-1] == pytest.approx(float(theirs.losses[-1]), abs=1e-12, rel=0)
+            assert ours["norm"] == pytest.approx(theirs.norm, rel=1e-10)
+    mine, _ = server.model(REGIONS, layers=5)
+    load(job.folder / "set" / "step-00000003", mine)
+    for (name, a), b in zip(mine.state_dict().items(), stack.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
+    n, batch = 3 * 4, 2
+    said = scan_bytes(batch, n, world, shared=0, size=8)
+    steps = 3 * 2
+    assert sum(result["gathered"] for result in results) == steps * said["products"]
+    assert sum(result["sent"] for result in results) == steps * said["messages"] + (world - 1) * 80
+
+
+def test_the_papers_56_kb_leave_out_the_batch_and_the_canvas() -> None:
+    assert 7 * 64 * 64 * 2 == 57_344  # K r² in bf16
+    real = scan_bytes(8, 64, 7, shared=256 * 512, size=2)
+    assert real["products"] == 8 * 6 * 7 * 64 * 65 * 2
+    assert real["shared"] > 0

@@ -1,0 +1,67 @@
+"""The simulator against what can be worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from topograd.errors import ConfigError
+from topograd.parallel.simulator import METHODS, Machine, Times, Work, goodput, simulate, simulate_step
+
+FAST = Machine(mbit=1e12, latency=0.0)
+EVEN = Work(microbatches=8, shared=0.0, times=Times(forward=1, backward=2, head=0, optimizer=0), machine=FAST)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+def test_on_a_free_wire_bubbles_are_the_textbook_ones(ranks: int) -> None:
+    P, M = ranks, EVEN.microbatches
+    for name in ("gpipe", "1f1b"):
+        step = simulate_step(name, P, EVEN)
+        assert step.seconds == pytest.approx(3 * (M + P - 1))
+        assert step.bubble == pytest.approx((P - 1) / (M + P - 1))
+    staged = simulate_step("staged", P, EVEN)
+    assert staged.seconds == pytest.approx(3 * M + (P - 1))  # only forwards fill the pipeline
+    assert simulate_step("free", P, EVEN).bubble == pytest.approx(0)
+    assert simulate_step("data", P, EVEN).throughput == pytest.approx(
+        P / (3 * P)
+    )  # a rank has all the stages
+
+
+def test_a_slow_wire_costs_backprop_both_ways() -> None:
+    slow = replace(EVEN, message=1e6, machine=Machine(mbit=0.8, latency=0.0))  # ten seconds a message
+    assert simulate_step("staged", 2, slow).seconds == pytest.approx(1 + 8 * 10 + 3)
+    assert simulate_step("free", 2, slow).seconds == pytest.approx(80)
+    assert simulate_step("gpipe", 2, slow).seconds > 1.9 * simulate_step("staged", 2, slow).seconds
+    assert simulate_step("1f1b", 2, slow).bytes == 2 * simulate_step("staged", 2, slow).bytes
+
+
+def test_one_rank_is_one_rank() -> None:
+    for name in ("gpipe", "1f1b", "staged", "free", "data"):
+        step = simulate_step(name, 1, EVEN)
+        assert step.speedup == pytest.approx(1)
+        assert step.bytes == 0
+
+
+def test_fewer_cores_than_ranks_slow_them_down() -> None:
+    shared = replace(EVEN, machine=replace(FAST, cores=2))
+    assert simulate_step("free", 4, shared).seconds == pytest.approx(
+        2 * simulate_step("free", 4, EVEN).seconds
+    )
+
+
+def test_a_job_that_must_be_whole_fails_with_any_of_its_ranks() -> None:
+    machine = Machine(mtbf=1e6, restart=100, save=5)
+    whole = [goodput("1f1b", ranks, machine)["whole"] for ranks in (1, 32, 1024)]
+    assert whole == sorted(whole, reverse=True)
+    assert goodput("free", 1024, machine)["replay"] == goodput("free", 1, machine)["replay"] > whole[-1]
+    assert goodput("free", 64, machine)["wait"] > goodput("1f1b", 64, machine)["whole"]
+
+
+def test_a_table_up_to_many_ranks() -> None:
+    found = simulate(1024, Work())
+    assert set(found["methods"]) == set(METHODS)
+    assert [row["ranks"] for row in found["methods"]["staged"]] == [2**k for k in range(11)]
+    assert [row["ranks"] for row in simulate(6, Work())["methods"]["data"]] == [1, 2, 4, 6]
+    with pytest.raises(ConfigError, match="ranks is 0"):
+        simulate(0, Work())
+    with pytest.raises(ConfigError, match="unknown"):
+        simulate_step("magic", 2, Work())

@@ -1,0 +1,105 @@
+"""Stages on several ranks train as they do in one process."""
+
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from topograd.runs.checkpoint import load
+from topograd.runs.config import OptimizerConfig
+from topograd.training.loop import TrainingLoop
+from topograd.training.optimizers import make_optimizers
+
+FREE: dict[str, Any] = {"bus": "detached", "heads": "own"}
+NO_X0 = {"x0_blend": False}
+
+
+def alone(
+    server: ModuleType, topology: dict[str, Any], accumulate: int = 3, count: int = 3, **options: Any
+) -> tuple[nn.Module, list[dict[str, Any]], Any]:
+    """The same steps in this process."""
+    stack, plan = server.model(topology, **options.pop("shape", {}))
+    made = make_optimizers(stack, OptimizerConfig(name=options.pop("optimizer", "adamw")), plan)
+    loop = TrainingLoop(stack, made, **options)
+    found = []
+    for step in range(count):
+        done = loop.step(plan, server.batches(step, accumulate), step + 1)
+        found.append({"loss": done.losses.tolist(), "norm": done.norm, "halted": list(done.halted)})
+    return stack, found, made.optimizers
+
+
+def saved(
+    server: ModuleType, folder: Path, topology: dict[str, Any], **options: Any
+) -> tuple[nn.Module, Any]:
+    """The set that the ranks wrote, read in this process."""
+    stack, plan = server.model(topology, **options.pop("shape", {}))
+    made = make_optimizers(stack, OptimizerConfig(name=options.pop("optimizer", "adamw")), plan)
+    load(folder / "set" / "step-00000003", stack, made.optimizers)
+    return stack, made.optimizers
+
+
+def worst(ours: nn.Module, theirs: nn.Module) -> float:
+    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+CASES: dict[str, Any] = {
+    "chain": ({"partition": "2,2"}, 2, {}),
+    "uneven": ({"partition": "1,3"}, 2, {"clip": 0.5}),
+    "more stages than ranks": ({"partition": "1,1,1,1"}, 3, {"optimizer": "muon+adamw"}),
+    "per-stage heads": ({"partition": "2,2", "heads": "per-stage"}, 2, {}),
+    "residual": ({"partition": "1,1,2", "objective": "residual", "heads": "low-rank"}, 3, {}),
+    "forest": ({"graph": "forest", "branches": ["2", "1,1"]}, 3, {}),
+    "relay": ({"partition": "2,2", "relay": "gate"}, 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_give_the_losses_and_weights_of_one_process(name: str, launch: Any, server: ModuleType) -> None:
+    topology, world, options = CASES[name]
+    job = launch("steps", world, parallel=f"stages={world}", topology=topology, **options)
+    stack, expected, optimizers = alone(server, topology, **options)
+    for result in job.results():  # every rank knows every loss
+        for ours, theirs in zip(result["steps"], expected, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-12, rel=0)
+            assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-12)
+    ours, loaded = saved(server, job.folder, topology, **options)
+    assert worst(ours, stack) < 1e-12  # sums of shared gradients are taken in another order
+    for title, optimizer in optimizers.items():
+        mine, its = loaded[title].state_dict(), optimizer.state_dict()
+        assert mine["param_groups"] == its["param_groups"]
+        assert mine["state"].keys() == its["state"].keys()
+        for index, entries in its["state"].items():
+            assert mine["state"][index].keys() == entries.keys()
+
+
+def test_what_shares_nothing_is_the_same_bit_for_bit(launch: Any, server: ModuleType) -> None:
+    topology = {"partition": "1,1,2"} | FREE
+    job = launch("steps", 3, parallel="stages=3", topology=topology, shape=NO_X0, optimizer="muon+adamw")
+    stack, expected, _ = alone(server, topology, shape=NO_X0, optimizer="muon+adamw")
+    for result in job.results():
+        assert [step["loss"] for step in result["steps"]] == [step["loss"] for step in expected]
+    ours, _ = saved(server, job.folder, topology, shape=NO_X0, optimizer="muon+adamw")
+    for (name, a), b in zip(ours.state_dict().items(), stack.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_replicas_share_the_batches_of_a_step(launch: Any, server: ModuleType) -> None:
+    topology = {"partition": "2,2"}
+    job = launch("steps", 4, parallel="stages=2,replicas=2", topology=topology, accumulate=4)
+    stack, expected, _ = alone(server, topology, accumulate=4)
+    for result in job.results():
+        for ours, theirs in zip(result["steps"], expected, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-12, rel=0)
+    assert worst(saved(server, job.folder, topology)[0], stack) < 1e-12
+
+
+def test_a_stage_that_breaks_is_halted_on_all_ranks(launch: Any) -> None:
+    job = launch("steps", 2, parallel="stages=2", topology={"partition": "2,2"}, broken=2)
+    for result in job.results():
+        assert result["steps"][0]["halted"] == [1]
+        assert all(math.isfinite(step["loss"][0]) for step in result["steps"])

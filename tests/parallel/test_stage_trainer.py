@@ -1,0 +1,138 @@
+"""A run on several ranks is a run like any other: printed once, evaluated, resumed, decoded, killed."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.depth.model import load
+from topograd.files import dump_toml
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import heldout_text, open_session
+from topograd.training.evaluation import evaluate
+from topograd.training.trainer import resume
+
+TWO = "stages=2,timeout=20"
+
+
+@pytest.fixture(scope="module")
+def settings(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("settings") / "config.toml"
+    file.write_text(dump_toml(replace(config, eval_every=0).as_dict()))
+    return file
+
+
+@pytest.fixture
+def train(launch: Any, settings: Path) -> Any:
+    def start(folder: Path, *more: str, world: int = 2, parallel: str = TWO) -> Any:
+        begin = ["--resume", str(folder)] if (folder / "config.toml").exists() else []
+        begin = begin or ["--config", str(settings), "--out", str(folder)]
+        return launch("cli", world, argv=["train", *begin, "--parallel", parallel, "--json", *more])
+
+    return start
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for r in Run.open(folder).metrics() if r["kind"] == "train" for loss in r["loss"]]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return open_session(folder).stack.state_dict()
+
+
+def test_a_run_on_two_ranks_is_a_run(train: Any, straight: Run, tmp_path: Path) -> None:
+    job = train(tmp_path / "run")
+    assert job.results() == [0, 0]
+    printed = json.loads(job.printed(0))
+    assert job.printed(1) == ""
+    assert printed["finished"]
+    assert printed["steps"] == 20
+    assert losses(tmp_path / "run") == pytest.approx(losses(straight.folder), abs=1e-4)  # float32, 20 steps
+    session = open_session(tmp_path / "run")
+    reading = evaluate(session.stack, session.plan, heldout_text(session))
+    assert reading.bpb.prediction == pytest.approx(printed["bpb"]["prediction"], rel=1e-12)
+    assert session.weights == printed["weights"]
+    assert load(tmp_path / "run").generate("stage", 4)
+
+
+def test_stopped_it_goes_on_in_another_number_of_processes(train: Any, tmp_path: Path, straight: Run) -> None:
+    assert train(tmp_path / "two", "--stop-after", "9").results() == [0, 0]
+    trainer = resume(tmp_path / "two")
+    trainer.train(stop_after=13)
+    assert losses(tmp_path / "two") == pytest.approx(losses(straight.folder)[:26], abs=1e-4)
+    assert train(tmp_path / "two").results() == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(straight.folder), abs=1e-4)
+
+
+def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(train: Any, tmp_path: Path) -> None:
+    assert train(tmp_path / "whole").results() == [0, 0]
+    expected = weights(tmp_path / "whole")
+    for victim in (0, 1):
+        folder = tmp_path / f"killed-{victim}"
+        job = train(folder)
+        while not list((folder / "checkpoints").glob("step-*")) and job.alive(victim):
+            time.sleep(0.005)
+        job.kill(victim)
+        job.wait()
+        other = 1 - victim
+        assert f"rank {victim} is gone" in job.printed(other, "err") or not job.alive(other)
+        assert train(folder).results() == [0, 0]
+        assert losses(folder) == losses(tmp_path / "whole")
+        for name, tensor in weights(folder).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+BAD: dict[str, Any] = {
+    "world": ({"world": 3}, "3 processes were started, and --parallel stages=2 needs 2"),
+    "stages": ({"parallel": "stages=4", "world": 4}, "the topology has 2 stages"),
+    "geometry": ({"more": ["--geometry-every", "2"]}, "geometry_every"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_from_one_rank(name: str, train: Any, tmp_path: Path) -> None:
+    given, line = BAD[name]
+    given = dict(given)
+    job = train(tmp_path / "run", *given.pop("more", ()), **given)
+    results = job.wait()
+    said = [job.printed(rank, "err") for rank in job.pids]
+    lines = [text for text in said if text.strip()]
+    assert len(lines) == 1, said
+    assert line in lines[0]
+    assert lines[0].count("\n") == 1
+    assert all(code in (2, None) for code in results)
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_ranks_that_disagree_are_told_which_setting(launch: Any, settings: Path, tmp_path: Path) -> None:
+    argv = ["train", "--config", str(settings), "--out", str(tmp_path / "run"), "--parallel", TWO]
+    first = launch("cli", 2, ranks=[0], port=(port := 29555), argv=argv)
+    second = launch("cli", 2, ranks=[1], port=port, argv=[*argv, "--seed", "7"])
+    assert first.wait() == [2]
+    second.wait()
+    assert "rank 1 has seed = 7 and rank 0 has 1" in first.printed(0, "err")
+    assert second.printed(1, "err") == ""
+
+
+def test_a_rank_that_never_comes_is_named(launch: Any, settings: Path, tmp_path: Path) -> None:
+    argv = ["train", "--config", str(settings), "--out", str(tmp_path / "run")]
+    job = launch("cli", 2, ranks=[0], argv=[*argv, "--parallel", "stages=2,timeout=0.5"])
+    assert job.wait() == [2]
+    assert "rank 1 did not come within 0.5 s" in job.printed(0, "err")
+
+
+def test_a_full_disk_leaves_the_last_set_whole(train: Any, launch: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, "--stop-after", "4").results() == [0, 0]
+    argv = ["train", "--resume", str(folder), "--parallel", TWO, "--json"]
+    job = launch("cli_with_small_files", 2, argv=argv, rank=1)
+    job.wait()
+    assert "cannot save" in job.printed(0, "err")
+    assert "make room and resume" in job.printed(0, "err")
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000004"]
+    assert open_session(folder).step == 4
