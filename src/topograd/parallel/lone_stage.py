@@ -40,7 +40,7 @@ from topograd.parallel.layout import Layout, keep_own, reads_x0
 from topograd.parallel.link import Address, Arrived, Inlet, Outlet
 from topograd.parallel.ranks import flat_facts
 from topograd.parallel.settings import ParallelConfig
-from topograd.parallel.stage_trainer import hand_over
+from topograd.parallel.stage_trainer import check_whole, hand_over
 from topograd.runs.checkpoint import CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
@@ -122,14 +122,13 @@ class LoneTrainer(Trainer):
     loop: TrainingLoop
 
     def __init__(self, run: Run, config: TrainConfig, data: Data, parallel: ParallelConfig) -> None:
+        check_whole(config)
         super().__init__(LoneRun(run.folder), config, data)
         assert parallel.stage is not None
         self.parallel, self.index = parallel, parallel.stage - 1
         check_alone(self.stack, self.plan, parallel)
         if self.loop.own_teacher or self._layers:
-            raise ConfigError(
-                "a teacher of its own and kept states need the whole model; run it in one process"
-            )
+            raise ConfigError("a model that teaches itself, or keeps states, trains in one process")
         if any(objective.uses_prior for objective in objectives_of(self.plan, self.loop.objectives)):
             raise ConfigError("an objective corrects the stages before it, so no stage can be left alone")
         self.plan = self.plan.halted(k for k in range(len(self.plan.stages)) if k != self.index)

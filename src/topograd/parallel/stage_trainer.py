@@ -34,6 +34,7 @@ from topograd.runs.checkpoint import CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack
+from topograd.runs.tune_config import PARTIAL
 from topograd.training.hidden_states import OnRows
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import OptimizerSet, make_optimizers
@@ -115,9 +116,7 @@ class StageTrainer(Trainer):
         self, stop_after: int | None = None, on_step: OnStep | None = None, on_rows: OnRows | None = None
     ) -> dict[str, Any]:
         if self.loop.own_teacher or self._layers:
-            raise ConfigError(
-                "a teacher of its own and kept states need the whole model; run it in one process"
-            )
+            raise ConfigError("a model that teaches itself, or keeps states, trains in one process")
         self._spread()
         return super().train(stop_after, on_step if self.ranks.first else None)
 
@@ -151,10 +150,17 @@ class StageTrainer(Trainer):
         return Told(json.loads(self.ranks.follow(name, 0, "waiting for the evaluation")))
 
 
+def check_whole(config: TrainConfig) -> None:
+    """A run that keeps only a part of its weights has a store of its own, which ranks do not write."""
+    if any(getattr(config.tune, name) for name in PARTIAL):
+        raise ConfigError("a run that learns only a part of another one is trained in one process")
+
+
 def _check(config: TrainConfig, ranks: Ranks) -> None:
     """What cannot be trained on several ranks is refused before a folder is made."""
     if config.search.kind != "none":
         raise ConfigError("a search changes the topology while it trains; run it in one process")
+    check_whole(config)
     if config.geometry_every:
         raise ConfigError("geometry_every reads the stream of all layers; leave it out with --parallel")
     if config.topology.interface is not None and config.topology.backward != "scan":
