@@ -56,14 +56,58 @@ def test_values_under_the_floor_are_left_out() -> None:
     values = GRID**4
     values[:3] = 1e-17
     assert fit_rate(GRID, values, floor=2e-17).slope == pytest.approx(4.0, abs=1e-9)
-    assert fit_rate(GRID, torch.zeros(13)).refused == "0 values are above the floor; a rate needs 5"
+    refused = fit_rate(GRID, torch.zeros(13)).refused
+    assert refused == "0 values are above the floor and below t = 0.1; a rate needs 5"
 
 
-def test_low_alignment_suppresses_the_slope() -> None:
-    rate = fit_rate(GRID, GRID**2, alignment=0.98)
+def test_a_straight_line_over_less_than_a_decade_is_no_rate() -> None:
+    """t from .026 to .030 gave t^4.44 with R² = 1, and t from .26 to .30 is not near the limit at all."""
+    for low, high in ((0.026, 0.03), (0.02, 0.1)):
+        t = log_grid(low, high)
+        rate = fit_rate(t, t**4.44)
+        assert rate.slope is None
+        assert "a rate needs 10" in str(rate.refused)
+    far = log_grid(0.26, 0.3)
+    assert "0 values are above the floor and below" in str(fit_rate(far, far**4.44).refused)
+    decade = log_grid(1e-2, 1e-1)
+    assert fit_rate(decade, decade**4).slope == pytest.approx(4.0)
+
+
+def test_points_above_the_upper_bound_are_left_out() -> None:
+    t = log_grid(1e-3, 1.0, 13)
+    rate = fit_rate(t, t**2 * (1 + (t > 0.2)))
+    assert rate.slope == pytest.approx(2.0)
+    assert rate.window[1] <= 0.1 + 1e-9
+
+
+def test_the_alignment_error_must_be_small_beside_the_dead_path() -> None:
+    """A chain of three layers with a part a beside the diagonal: G = t⁴ + (a t)², of slope 2 below t = a."""
+    for a, held in ((1e-6, True), (1e-2, False)):
+        rate = fit_rate(GRID, GRID**4 + (a * GRID) ** 2, alignment_error=a, depth=3)
+        assert (rate.refused is None) is held
+        if held:
+            assert rate.slope == pytest.approx(4.0, abs=0.01)
+    assert fit_rate(GRID, GRID**2, alignment_error=0.05, depth=2).slope == pytest.approx(2.0)
+
+
+def test_the_interval_covers_the_slope_and_grows_with_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = []
+    for noise in (0.01, 0.1):
+        values = GRID**2 * (noise * torch.randn(13, generator=generator, dtype=torch.float64)).exp()
+        rate = fit_rate(GRID, values)
+        assert rate.interval is not None
+        assert rate.slope is not None
+        assert rate.interval[0] < rate.slope < rate.interval[1]
+        widths.append(rate.interval[1] - rate.interval[0])
+    assert widths[1] > 3 * widths[0] > 0
+
+
+def test_a_large_alignment_error_suppresses_the_slope() -> None:
+    rate = fit_rate(GRID, GRID**2, alignment_error=0.2)
     assert rate.slope is None
     assert rate.coefficient is None
-    assert "alignment 0.980" in str(rate)
+    assert "alignment error 0.2 is above 0.1" in str(rate)
     with pytest.raises(GeometryError, match="alignment"):
         _ = rate.order
 
@@ -79,7 +123,7 @@ def test_a_rate_carries_its_labels() -> None:
     rate = fit_rate(GRID, GRID**2, estimator="expected Fisher", noise="noise-free")
     assert isinstance(rate, Rate)
     assert "t^2.000" in str(rate)
-    assert "expected Fisher, labels noise-free, alignment 1.000" in str(rate)
+    assert "expected Fisher, labels noise-free, alignment error 0" in str(rate)
     assert rate.order == pytest.approx(2.0)
 
 
@@ -103,5 +147,5 @@ def test_bad_series_are_named(t: list[float], values: list[float], said: str) ->
 def test_bad_grids_are_named(ends: tuple[float, float]) -> None:
     with pytest.raises(GeometryError, match="0 < low < high"):
         log_grid(*ends)
-    with pytest.raises(GeometryError, match="alignment of 1"):
-        fit_rate(GRID, GRID, alignment=1.5)
+    with pytest.raises(GeometryError, match="alignment error of -1"):
+        fit_rate(GRID, GRID, alignment_error=-1.0)

@@ -23,8 +23,7 @@ def test_it_logs_and_the_training_is_the_same_bit_for_bit(
 ) -> None:
     trainer = start(config, tmp_path / "run")
     steps: list[int] = []
-    with GeometryLog(trainer, every=2, then=lambda step, *_: steps.append(step)) as log:
-        trainer.train(on_step=log)
+    trainer.train(on_step=GeometryLog(trainer, every=2, then=lambda step, *_: steps.append(step)))
     assert [r["loss"] for r in of_kind(trainer.run, "train")] == [
         r["loss"] for r in of_kind(straight, "train")
     ]
@@ -40,15 +39,40 @@ def test_it_logs_and_the_training_is_the_same_bit_for_bit(
 
 def test_a_growing_model_accumulates(config: TrainConfig, tmp_path: Path) -> None:
     trainer = start(config, tmp_path / "run")
-    tokens = torch.randint(config.model.context, (4, config.model.context))
-    with GeometryLog(trainer, every=1) as log:
-        for step in range(1, 8):
-            with torch.no_grad():
-                for parameter in trainer.stack.layers.parameters():
-                    parameter.mul_(1.3).add_(0.01 * torch.randn_like(parameter))
-            trainer.stack(tokens)
-            log(step, 7, [0.0], None)
+    log = GeometryLog(trainer, every=1)
+    for step in range(1, 8):
+        with torch.no_grad():
+            for parameter in trainer.stack.layers.parameters():
+                parameter.mul_(1.3).add_(0.01 * torch.randn_like(parameter))
+        log(step, 7, [0.0], None)
     assert of_kind(trainer.run, "geometry")[-1]["phase"] == "accumulation"
+
+
+def test_a_model_that_does_not_change_reads_the_same_whatever_it_is_trained_on(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    """The rank was estimated at each reading, from other rows: r and σ of a fixed model wandered."""
+    trainer = start(config, tmp_path / "run")
+    log = GeometryLog(trainer, every=1)
+    for step in range(1, 4):
+        log(step, 3, [0.0], None)
+    again = GeometryLog(trainer, every=1)
+    again(4, 4, [0.0], None)
+    first, *others = of_kind(trainer.run, "geometry")
+    assert len(others) == 3
+    for record in others:
+        assert (record["rank"], record["sigma"]) == (first["rank"], first["sigma"])
+
+
+def test_an_input_that_loses_its_rank_has_no_reading(config: TrainConfig, tmp_path: Path) -> None:
+    trainer = start(config, tmp_path / "run")
+    log = GeometryLog(trainer, every=1)
+    log(1, 2, [0.0], None)
+    with torch.no_grad():
+        for parameter in trainer.stack.parameters():
+            parameter.copy_(parameter.mean().expand_as(parameter))
+    log(2, 2, [0.0], None)
+    assert of_kind(trainer.run, "geometry")[-1]["sigma"] is None
 
 
 def test_how_often_is_checked(config: TrainConfig, tmp_path: Path) -> None:

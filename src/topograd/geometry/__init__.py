@@ -31,7 +31,7 @@ from topograd.geometry.projections import (
     projected_second_moment,
     schur_complement,
 )
-from topograd.geometry.rates import Rate, fit_rate, log_grid
+from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
 from topograd.geometry.selection import Selection, local_rlct, select_rank
 from topograd.geometry.singular.crossings import Crossing, crossing_from_rates, recover_crossing, rlct
 from topograd.geometry.singular.fluctuation import data_free_fluctuation, singular_fluctuation
@@ -74,6 +74,7 @@ __all__ = [
     "ladder",
     "layernorm_kernel",
     "local_rlct",
+    "local_slope",
     "log_grid",
     "predict",
     "probe",

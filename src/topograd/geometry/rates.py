@@ -7,15 +7,24 @@ asymptotic window. For a directional Fisher vᵀF v ~ t^{2k-2} it carries the KL
     k = slope / 2 + 1.
 
 Asymptotic means that the lower and the upper half of the window have slopes within DRIFT of one another. The
-window begins at the smallest t and is the longest such; it must hold POINTS points. One that begins higher
-up is not taken, however straight: the limit is at the other end. Points that scatter, so that the standard
-error of the slope is above SCATTER, give no rate either.
+window begins at the smallest t and is the longest such below UPPER; it must hold POINTS points and span a
+factor SPAN of t. One that begins higher up is not taken, however straight: the limit is at the other end.
+Points that scatter, so that the standard error of the slope is above SCATTER, give no rate either. The
+interval is the middle 90 % of the slopes of DRAWS bootstrap draws of the points.
 
-Symbols and shapes. t, y: n numbers each, t > 0. Cost: O(n²).
+A dead row of a layer that is not exactly dead has a part a t beside its diagonal t, a the alignment error. A
+live gradient reaches the dead unit through it with amplitude a t, the dead path of L layers with t^{L-1}. So
+a rate of the dead path needs
+
+    a ≪ t^{L-2}      at the smallest t of the window: a ≤ LEAK t^{L-2}.
+
+Symbols and shapes. t, y: n numbers each, t > 0, in units in which live directions are of size 1; a ≥ 0 the
+tangent of the angle between the directions of neighbouring layers. Cost: O(n²).
 Source: "Dead Directions: Geometric Singular Learning", Theorem 2 and §12 (the conditions under which a rate
-may be read). The thresholds are ours.
+may be read). The condition on a is derived here; the thresholds are ours.
 Limits. A straight line does not prove an exponent: without label noise every slope of a chain is larger by
-2L, and just as straight (Remark 23). So a Rate carries estimator, noise regime, window and alignment.
+2L, and just as straight (Remark 23). So a Rate carries estimator, noise regime, window and alignment error.
+The bootstrap takes points for independent: those of one trajectory are not.
 """
 
 from __future__ import annotations
@@ -32,12 +41,17 @@ from topograd.errors import GeometryError
 
 Noise = Literal["noisy", "noise-free", "none"]
 """Label noise in the factors: in expectation, absent, or of no concern (A, K and Fisher have no labels)."""
-ALIGNMENT = 0.99
-"""Below this, the layers' dead directions differ, and a slope is that of a mixture of powers."""
+LEAK = 0.1
+"""The alignment error over t^{L-2} above which a slope is that of a mixture of powers."""
 DRIFT = 0.1
 """How far the slopes of a window's two halves may differ."""
 SCATTER = 0.1
 POINTS = 5
+UPPER = 0.1
+"""No t above this is near the limit."""
+SPAN = 10.0
+"""A decade: over less, any smooth curve is straight."""
+DRAWS = 200
 
 Series = Tensor | Sequence[float]
 
@@ -50,12 +64,14 @@ class Rate:
     coefficient: float | None
     error: float | None
     """The standard error of the slope."""
+    interval: tuple[float, float] | None
+    """The middle 90 % of the slope over bootstrap draws of the points."""
     r_squared: float | None
     window: tuple[float, float]
     points: int
     estimator: str
     noise: Noise
-    alignment: float
+    alignment_error: float
     refused: str | None = None
 
     @property
@@ -67,7 +83,7 @@ class Rate:
 
     def __str__(self) -> str:
         low, high = self.window
-        labels = f"{self.estimator}, labels {self.noise}, alignment {self.alignment:.3f}"
+        labels = f"{self.estimator}, labels {self.noise}, alignment error {self.alignment_error:.2g}"
         where = f"{labels}, t from {low:.1e} to {high:.1e}"
         if self.slope is None:
             return f"no rate: {self.refused} ({where})"
@@ -89,35 +105,62 @@ def fit_rate(
     floor: float = 0.0,
     estimator: str = "given values",
     noise: Noise = "none",
-    alignment: float = 1.0,
+    alignment_error: float = 0.0,
+    depth: int = 2,
 ) -> Rate:
     """The slope of log values on log t, over the asymptotic window or the one that is given.
 
     Values at or below `floor` are rounding and are left out: the caller knows what its estimator resolves.
+    `depth` is L, the layers of the dead path; `alignment_error` is a.
 
     >>> grid = log_grid(1e-3, 1e-1)
     >>> round(fit_rate(grid, 3 * grid**4).order, 9)
     3.0
-    >>> fit_rate(grid, grid**4, alignment=0.8).refused
-    'alignment 0.800 is below 0.99: the layers do not share a dead direction'
+    >>> fit_rate(grid, grid**4, alignment_error=0.02, depth=3).refused
+    'alignment error 0.02 is above 0.1 t^1 at t = 0.001: a live path is mixed in'
+    >>> narrow = log_grid(0.026, 0.03)
+    >>> fit_rate(narrow, narrow**4.4).refused
+    't spans a factor of 1.15; a rate needs 10 below t = 0.1'
     """
-    t, values = _series(t, values, alignment)
-    usable = values > floor
+    t, values = _series(t, values, alignment_error)
+    usable = (values > floor) & (t <= UPPER * (1 + 1e-9))
     if window is not None:
         low, high = window
         usable &= (t >= low * (1 - 1e-9)) & (t <= high * (1 + 1e-9))
     logs = torch.stack((t[usable].log(), values[usable].log()))
     held = logs[:, : _asymptotic(logs)] if window is None else logs
     ends = (float(held[0, 0].exp()), float(held[0, -1].exp())) if held.numel() else (math.nan, math.nan)
-    labels = (ends, held.shape[1], estimator, noise, alignment)
-    refused = _refusal(held, logs, alignment)
+    labels = (ends, held.shape[1], estimator, noise, alignment_error)
+    refused = _refusal(held, logs, alignment_error, depth)
     if refused is not None:
-        return Rate(None, None, None, None, *labels, refused)
+        return Rate(None, None, None, None, None, *labels, refused)
     slope, intercept, error, r_squared = _line(held)
-    return Rate(slope, math.exp(intercept), error, r_squared, *labels)
+    return Rate(slope, math.exp(intercept), error, _interval(held), r_squared, *labels)
 
 
-def _series(t: Series, values: Series, alignment: float) -> tuple[Tensor, Tensor]:
+def local_slope(t: Series, values: Series) -> float:
+    """The slope of log values on log t over just these points: a description of them, not a rate.
+
+    >>> round(local_slope([0.5, 0.6, 0.7], [0.25, 0.36, 0.49]), 9)
+    2.0
+    """
+    x, y = _series(t, values, 0.0)
+    return _line(torch.stack((x.log(), y.log())))[0]
+
+
+def misalignment(error: float, smallest: float, depth: int) -> str | None:
+    """Why an alignment error forbids a rate of `depth` layers down to the smallest t, or None.
+
+    >>> misalignment(0.001, smallest=0.1, depth=3) is None
+    True
+    """
+    if error <= LEAK * smallest ** (depth - 2):
+        return None
+    power = f" t^{depth - 2} at t = {smallest:.2g}" if depth > 2 else ""
+    return f"alignment error {error:.2g} is above {LEAK}{power}: a live path is mixed in"
+
+
+def _series(t: Series, values: Series, alignment_error: float) -> tuple[Tensor, Tensor]:
     """Both series in float64, in the order of t."""
     t, values = (torch.as_tensor(x, dtype=torch.float64).detach().cpu() for x in (t, values))
     if t.dim() != 1 or t.shape != values.shape or len(t) == 0:
@@ -127,8 +170,8 @@ def _series(t: Series, values: Series, alignment: float) -> tuple[Tensor, Tensor
     if not torch.isfinite(values).all() or (values < 0).any():
         bad = values[~torch.isfinite(values) | (values < 0)][0].item()
         raise GeometryError(f"{bad} is among the values: a rate is read from finite numbers of at least 0")
-    if not 0 <= alignment <= 1 + 1e-9:
-        raise GeometryError(f"an alignment of {alignment}: it lies between 0 and 1")
+    if not alignment_error >= 0:
+        raise GeometryError(f"an alignment error of {alignment_error}: give 0 or more")
     order = t.argsort()
     return t[order], values[order]
 
@@ -145,15 +188,18 @@ def _drift(logs: Tensor) -> float:
     return abs(_line(logs[:, :half])[0] - _line(logs[:, -half:])[0])
 
 
-def _refusal(held: Tensor, logs: Tensor, alignment: float) -> str | None:
+def _refusal(held: Tensor, logs: Tensor, alignment_error: float, depth: int) -> str | None:
     """Why no rate may be reported from the points held of all that there are, or None."""
-    if alignment < ALIGNMENT:
-        return f"alignment {alignment:.3f} is below {ALIGNMENT}: the layers do not share a dead direction"
+    smallest = float(logs[0, 0].exp()) if logs.numel() else UPPER
+    if (leaks := misalignment(alignment_error, smallest, depth)) is not None:
+        return leaks
     if logs.shape[1] < POINTS:
-        return f"{logs.shape[1]} values are above the floor; a rate needs {POINTS}"
+        return f"{logs.shape[1]} values are above the floor and below t = {UPPER}; a rate needs {POINTS}"
     if held.shape[1] == 0 or _drift(held) > DRIFT:
         low, high = _line(logs[:, :POINTS])[0], _line(logs[:, -POINTS:])[0]
         return f"the window is not asymptotic: the slope goes from {low:.2f} to {high:.2f}"
+    if (span := float((held[0, -1] - held[0, 0]).exp())) < SPAN * (1 - 1e-9):
+        return f"t spans a factor of {span:.3g}; a rate needs {SPAN:g} below t = {UPPER}"
     slope, _, error, _ = _line(held)
     return None if error <= SCATTER else f"the points scatter: slope {slope:.2f} ± {error:.2f}"
 
@@ -167,3 +213,15 @@ def _line(logs: Tensor) -> tuple[float, float, float, float]:
     error = (residual / (max(len(x) - 2, 1) * (dx @ dx))).sqrt()
     r_squared = 1.0 if total == 0 else float(1 - residual / total)
     return float(slope), float(y.mean() - slope * x.mean()), float(error), r_squared
+
+
+def _interval(logs: Tensor) -> tuple[float, float]:
+    """The middle 90 % of slopes over draws of the points, at least three of them different."""
+    generator = torch.Generator().manual_seed(0)
+    count = logs.shape[1]
+    places = torch.randint(count, (DRAWS, count), generator=generator)
+    slopes = [_line(logs[:, place])[0] for place in places if len(place.unique()) > 2]
+    low, high = torch.tensor(slopes, dtype=torch.float64).quantile(
+        torch.tensor([0.05, 0.95], dtype=torch.float64)
+    )
+    return float(low), float(high)

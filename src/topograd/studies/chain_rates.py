@@ -6,11 +6,12 @@ and learns from n samples, all of them in every step, what the chain with t = 0 
     t          the geometric mean of |(W_l)_dd| over the layers
     G          mean over samples of Σ_c (δ_1^{(c)} · e_d)²: the dead entry of the first layer's factor, with
                label noise σ integrated by its cotangents (`geometry/catalogue/probing.py`)
-    alignment  the least |(W_l)_dd| / ‖(W_l)_d·‖ over layers and moments
+    a          the largest ‖(W_l)_d·, without (W_l)_dd‖ / |(W_l)_dd|, over layers and moments
 
-and G ~ t^s, with s from `geometry/catalogue/rules.py`: 2 (L - 1) for the plain chain. With n finite the
-inputs are correlated, so that a step may turn the dead row; the population's loss would hide this.
-`fit_rate` refuses a slope below an alignment of 0.99.
+where a is the alignment error, and G ~ t^s, with s from `geometry/catalogue/rules.py`: 2 (L - 1) for the
+plain chain. With n finite the inputs are correlated, so that a step may turn the dead row; the population's
+loss would hide this.
+`fit_rate` refuses a slope where the alignment error is not small beside t^{L-2}.
 
 Variations of a linear chain of three layers, SGD, squared error: activation (relu, gelu, tanh), optimizer
 (momentum, Adam, AdamW, Muon), norm (LayerNorm, RMSNorm), loss (cross-entropy), residual (each layer, a
@@ -25,13 +26,14 @@ and the learning rate is RATE/L, less where residuals make the live directions s
 Cost: about five minutes on one core with three seeds.
 Source: "Dead Directions: Geometric Singular Learning" appendix B.4; what it varies is in its text, its sizes
 are lost, and those here are ours.
-Limits. A chain that starts aligned, as there. An alignment of 0.99 is not enough at small t (derived here): a
-live gradient reaches the dead unit through one entry a t beside the diagonal, the dead path has amplitude
-t^{L-1}, so that a must be far below t^{L-2}. DDCAdam at its larger ε passes 0.99 with a wrong slope.
+Limits. A chain that starts aligned, as there. No chain comes near enough: t falls as step^{-1/(2L-2)}, and a
+decade of t below 0.1 would take 10⁴ steps at two layers and 10⁸ at three. So no slope here is a rate. The
+slope of the last half of the readings is given as a description of the way.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,7 +45,7 @@ from torch.optim.optimizer import Optimizer
 from topograd.geometry.catalogue.architectures import Chain
 from topograd.geometry.catalogue.networks import ACTIVATE, NORMS
 from topograd.geometry.catalogue.rules_blocks import predict
-from topograd.geometry.rates import Rate, fit_rate
+from topograd.geometry.rates import Rate, fit_rate, local_slope
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import ChainedReLURescale
@@ -159,11 +161,11 @@ def _cotangents(chain: Chain, outputs: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Moment:
-    """t, G and alignment of every seed: (S,) each."""
+    """t, G and alignment error of every seed: (S,) each."""
 
     t: Tensor
     G: Tensor
-    alignment: Tensor
+    error: Tensor
 
 
 def read_moment(chain: Chain, weights: Sequence[Tensor], inputs: Tensor) -> Moment:
@@ -176,7 +178,7 @@ def read_moment(chain: Chain, weights: Sequence[Tensor], inputs: Tensor) -> Mome
         G += delta[..., -1].square().mean(1)
     rows = torch.stack([weight.detach()[:, -1] for weight in weights])  # (L, S, d)
     dead = rows[..., -1].abs()
-    return Moment(dead.log().mean(0).exp(), G, (dead / rows.norm(dim=-1)).amin(0))
+    return Moment(dead.log().mean(0).exp(), G, (rows[..., :-1].norm(dim=-1) / dead).amax(0))
 
 
 def descend(variation: Variation, seeds: int, steps: int = STEPS) -> list[Moment]:
@@ -202,21 +204,32 @@ def descend(variation: Variation, seeds: int, steps: int = STEPS) -> list[Moment
     return moments
 
 
-def rates(moments: Sequence[Moment]) -> list[Rate]:
-    """One fit for each seed; the least alignment of all moments goes with it."""
+def rates(moments: Sequence[Moment], depth: int) -> list[Rate]:
+    """One fit for each seed; the largest alignment error of all moments goes with it."""
     found = []
     for seed in range(len(moments[0].t)):
         series = {float(moment.t[seed]): float(moment.G[seed]) for moment in moments if moment.t[seed] > 0}
-        alignment = min(float(moment.alignment[seed]) for moment in moments)
+        error = max(float(moment.error[seed]) for moment in moments)
         found.append(
             fit_rate(
                 list(series),
                 list(series.values()),
                 estimator="expected Fisher",
                 noise="noisy",
-                alignment=alignment,
+                alignment_error=error,
+                depth=depth,
             )
         )
+    return found
+
+
+def slopes_on_the_way(moments: Sequence[Moment]) -> list[float]:
+    """The slope over the last half of the readings, seed by seed; a seed whose dead entry is 0 has nan."""
+    late = moments[len(moments) // 2 :]
+    found = []
+    for seed in range(len(late[0].t)):
+        series = {float(m.t[seed]): float(m.G[seed]) for m in late if m.t[seed] > 0 and m.G[seed] > 0}
+        found.append(local_slope(list(series), list(series.values())) if len(series) > 1 else math.nan)
     return found
 
 
@@ -248,29 +261,29 @@ def descended(variation: Variation, seeds: int, steps: int = STEPS) -> Row:
         "name": variation.name,
         "predicted": variation.predicted,
         "t": [float(moments[0].t.mean()), float(moments[-1].t.mean())],
-        "rates": [asdict(rate) for rate in rates(moments)],
+        "slopes": slopes_on_the_way(moments),
+        "rates": [asdict(rate) for rate in rates(moments, variation.chain.depth)],
     }
 
 
 def table(rows: Sequence[Row]) -> ResultTable:
-    """Slopes over the seeds that may report one; why the others may not."""
+    """What each way shows, how many seeds have a rate, and why the others have none."""
     cells = []
     for row in rows:
         read = [rate for rate in row["rates"] if rate["refused"] is None]
-        slopes = [rate["slope"] for rate in read]
+        slopes = row["slopes"]
         spread = f" ± {statistics.stdev(slopes):.1g}" if len(slopes) > 1 else ""
         why = next((rate["refused"].split(":")[0] for rate in row["rates"] if rate["refused"]), "")
         cells.append(
             (
                 row["name"],
                 f"{row['predicted']:g}",
-                f"{statistics.fmean(slopes):.3f}{spread}" if slopes else "–",
-                f"{min(rate['r_squared'] for rate in read):.5f}" if read else "–",
-                f"{min(rate['alignment'] for rate in row['rates']):.4f}",
+                f"{statistics.fmean(slopes):.3f}{spread}",
+                f"{max(rate['alignment_error'] for rate in row['rates']):.2g}",
                 f"{row['t'][0]:.3f} → {row['t'][1]:.3f}",
                 f"{len(read)}/{len(row['rates'])}",
                 why,
             )
         )
-    header = ("variation", "predicted", "slope", "least R²", "least alignment", "t", "read", "else")
+    header = ("variation", "predicted", "slope on the way", "alignment error", "t", "rates", "else")
     return ResultTable("The slope of G_1 along training", header, tuple(cells))

@@ -258,7 +258,7 @@ def _outcome(task: Task, arm: Arm, lr: float, seed: int, rows: Sequence[Mapping[
         accuracy=last["accuracy"],
         shift=last["shift"],
         rescale=last["rescale"],
-        alignment=rate.alignment,
+        alignment=min(row["alignment"] for row in rows),
         slope=rate.slope,
         refused=rate.refused,
         curves=curves,
@@ -309,7 +309,13 @@ def readable(moments: Sequence[Moment]) -> Rate:
     held = {moment.t: moment for moment in moments if moment.t > FLOOR}
     alignment = min(moment.alignment for moment in moments)
     t, values = (list(held), [moment.G for moment in held.values()]) if held else ([1.0], [0.0])
-    return fit_rate(t, values, estimator="Fisher, one draw of the labels", noise="noisy", alignment=alignment)
+    return fit_rate(
+        t,
+        values,
+        estimator="Fisher, one draw of the labels",
+        noise="noisy",
+        alignment_error=math.tan(math.acos(min(alignment, 1.0))),
+    )
 
 
 def tune(task: Task, arm: Arm, seed: int = TUNING) -> tuple[float, dict[float, float]]:

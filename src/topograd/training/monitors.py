@@ -1,65 +1,91 @@
 """The geometry of a training, logged beside its losses.
 
-    with GeometryLog(trainer, every=100) as log:
-        trainer.train(on_step=log)
+    trainer.train(on_step=GeometryLog(trainer, every=100))
 
 appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r of the stream by depth,
 effective ranks, the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r
 after the last layer.
-Cost: one watched step in `every` (see `geometry/monitors/stream.py`); the others run as they would.
+
+All records read the same held-out rows at the same r, `SHARE` of the rank that the stream's input has at the
+first of them: with other rows or another r each time, a model that does not change would seem to. r goes on
+over a resumption. Where the input's rank falls below r, the record has no σ.
+Cost: one forward pass over `POSITIONS` held-out tokens at each record (see `geometry/monitors/stream.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import Any
 
+import torch
+
+from topograd.errors import GeometryError
 from topograd.geometry.monitors.phase import read_phase, weight_norm
-from topograd.geometry.monitors.stream import StreamMonitor
-from topograd.training.tasks import Reading
+from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
+from topograd.training.forward import stage_outputs
+from topograd.training.tasks import Reading, TextTask
 from topograd.training.trainer import OnStep, Trainer
 
 WINDOW = 10
+POSITIONS = 4096
+SHARE = 0.75
+"""Of the input's rank: its last directions are those of the sample."""
 
 
 class GeometryLog:
-    """A callback of `Trainer.train`, to be entered around it; `then` is called after it, with the same."""
+    """A callback of `Trainer.train`; `then` is called after it, with the same."""
 
     def __init__(self, trainer: Trainer, every: int, then: OnStep | None = None) -> None:
-        self._stack, self._log = trainer.stack, trainer.run.log
-        self._stream = StreamMonitor(trainer.stack, every=every)
-        self._then = then
+        if every < 1:
+            raise GeometryError(f"every is {every}: read each step (1) or one in so many")
+        if not isinstance(trainer.task, TextTask):
+            raise GeometryError(
+                "the stream of a network on pictures has no one width; leave geometry_every at 0"
+            )
+        self._trainer, self._every, self._then = trainer, every, then
+        inputs = trainer.text.inputs
+        self._probe = inputs[: max(1, POSITIONS // inputs.shape[1])]
+        known = [record for record in trainer.run.metrics() if record["kind"] == "geometry"]
+        self._rank: int | None = known[-1]["rank"] if known else None
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._sigmas: deque[float] = deque(maxlen=WINDOW)
 
-    def __enter__(self) -> GeometryLog:
-        self._stream.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stream.__exit__(kind, error, trace)
-
     def __call__(self, step: int, steps: int, losses: list[float], reading: Reading | None) -> None:
-        self._stream(step, steps, losses, reading)
-        if step in self._stream.history:
-            self._log(self._record(step))
+        if step % self._every == 0:
+            self._trainer.run.log(self._record(step))
         if self._then is not None:
             self._then(step, steps, losses, reading)
 
+    def profile(self) -> StreamProfile | None:
+        """The stream of the probe rows at the fixed rank; None where the input no longer has that rank."""
+        stack, plan = self._trainer.stack, self._trainer.plan
+        training = stack.training
+        stack.eval()
+        try:
+            device = next(stack.parameters()).device
+            with torch.no_grad(), StreamMonitor(stack) as monitor:
+                stage_outputs(stack, plan, self._probe.to(device), range(len(plan.stages)))
+            if self._rank is None:
+                self._rank = max(1, int(SHARE * monitor.profile().rank))
+            return monitor.profile(self._rank)
+        except GeometryError:
+            if self._rank is None:
+                raise
+            return None
+        finally:
+            stack.train(training)
+
     def _record(self, step: int) -> dict[str, Any]:
-        profile = self._stream.history[step]
-        self._norms.append(weight_norm(self._stack))
-        self._sigmas.append(profile.sigma[-1])
+        found = self.profile()
+        self._norms.append(weight_norm(self._trainer.stack))
+        self._sigmas.append(0.0 if found is None else found.sigma[-1])
         known = all(sigma > 0 for sigma in self._sigmas)  # one below resolution has no logarithm
         return {
             "kind": "geometry",
             "step": step,
-            "sigma": list(profile.sigma),
-            "rank": profile.rank,
-            "effective_rank": list(profile.effective_ranks),
+            "sigma": None if found is None else list(found.sigma),
+            "rank": self._rank,
+            "effective_rank": None if found is None else list(found.effective_ranks),
             "weight_norm": self._norms[-1],
             "phase": read_phase(self._norms, self._sigmas).phase if known else "undecided",
         }

@@ -274,9 +274,9 @@ class Trainer:
             if not self.run.manifest.exists():  # of a run that version 0.1 made
                 self.run.manifest.adopt()
             interrupted = stack.enter_context(_interrupts())
-            watching = stack.enter_context(self._watched(on_step))
             self._open_states(on_rows)
             self._give_up_later()
+            watching = self._watched(on_step)
             reading = None
             while self.step < last and not self.stops(interrupted):
                 losses = self._one_step()
@@ -313,16 +313,13 @@ class Trainer:
             **({"halted": halted} if halted else {}),
         }
 
-    @contextmanager
-    def _watched(self, on_step: OnStep | None) -> Iterator[OnStep | None]:
+    def _watched(self, on_step: OnStep | None) -> OnStep | None:
         """The callback, behind a reader of geometry where the settings ask for one."""
         if not self.config.geometry_every:
-            yield on_step
-            return
+            return on_step
         from topograd.training.monitors import GeometryLog
 
-        with GeometryLog(self, self.config.geometry_every, on_step) as log:
-            yield log
+        return GeometryLog(self, self.config.geometry_every, on_step)
 
     def _still_here(self) -> None:
         """Refuse to go on where somebody else has trained since this trainer was made."""

@@ -44,11 +44,11 @@ def test_a_wrong_prediction_is_not_ok() -> None:
 
 def test_a_refusal_for_another_reason_is_not_the_one_predicted() -> None:
     chain = Chain(4, norm="layernorm", norm_at=(1, 2, 3))
-    found = probe(chain, samples=100, window=(3e-2, 0.3))[0]
+    found = probe(chain, samples=100, window=(1e-2, 0.1))[0]
     assert found.rate.refused is not None
     cell = _cell(chain, predict(chain)[0], found, 0.05)
     assert not cell.ok
-    assert "not asymptotic" in cell.note
+    assert "not asymptotic" in cell.note or "a rate needs" in cell.note
     said = replace(predict(chain)[0], slope=None, expected="refusal")
     assert not _cell(chain, said, found, 0.05).ok
 

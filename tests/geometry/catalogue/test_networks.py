@@ -19,12 +19,12 @@ def test_weights_hand_the_dead_direction_on(chain: Chain) -> None:
         core = torch.diag_embed(torch.cat((torch.ones(3, chain.rank - 1).double(), T[:, None]), 1))
         assert torch.allclose(W @ below, E @ core, atol=1e-14)
         assert torch.linalg.matrix_rank(W[0]) == min(W.shape[1:]), "the complement has full rank"
-    assert trace_chain(chain, T, 20, 0).alignment == pytest.approx(1, abs=1e-12)
+    assert trace_chain(chain, T, 20, 0).alignment_error < 1e-10
 
 
 def test_a_rotated_nonlinear_chain_is_read_at_its_units_and_not_aligned() -> None:
-    assert trace_chain(Chain(3, activation="gelu", rotation=0.1), T, 20, 0).alignment < 0.9
-    assert trace_chain(Chain(3, activation="gelu"), T, 20, 0).alignment == 1
+    assert trace_chain(Chain(3, activation="gelu", rotation=0.1), T, 20, 0).alignment_error > 0.4
+    assert trace_chain(Chain(3, activation="gelu"), T, 20, 0).alignment_error == 0
 
 
 def test_skips_biases_and_norms_are_where_they_should_be() -> None:

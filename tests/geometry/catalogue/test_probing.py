@@ -155,7 +155,7 @@ def test_rounding_in_a_turned_frame_is_not_read_as_a_rate() -> None:
 
 
 def test_a_window_that_is_not_asymptotic_is_refused() -> None:
-    found = probe(Chain(4, norm="layernorm", norm_at=(1, 2, 3)), samples=200, window=(3e-2, 0.3))
+    found = probe(Chain(4, norm="layernorm", norm_at=(1, 2, 3)), samples=200, window=(1e-2, 0.1))
     assert "not asymptotic" in str(found[0].rate.refused)
     with pytest.raises(GeometryError, match="give 0 < low < high"):
         probe(Chain(2), window=(1e-2, 1e-3))
@@ -185,9 +185,9 @@ def test_a_ladder_refuses_what_a_chain_refuses_and_what_float64_cannot_hold() ->
     for bad in ((0, 8, "relu"), (3, 1, "relu"), (3, 8, "sine")):
         with pytest.raises(GeometryError):
             ladder(*bad)
-    with pytest.raises(GeometryError, match=r"a rate of t\^200 leaves float64"):
+    with pytest.raises(GeometryError, match=r"t\^20\d leaves float64"):
         ladder(100)
     low, high = asymptotic_window(Chain(60))
     assert low > 1e-3
     assert low**120 > 1e-291
-    assert math.isclose(high / low, 30)
+    assert math.isclose(high / low, 10)

@@ -129,26 +129,12 @@ def test_our_gpt_is_watched_and_not_changed() -> None:
     assert len(found.effective_ranks) == 3
 
 
-def test_as_a_callback_it_reads_one_training_step_in_so_many() -> None:
-    net = Net(2, 4, 0.1)
-    x = torch.randn(30, 4, dtype=torch.float64)
-    with StreamMonitor(net, every=3) as monitor:
-        for step in range(1, 8):
-            net(x[: 10 + step])
-            net.eval()
-            net(x)  # an evaluation, which does not count
-            net.train()
-            monitor(step, 7, [0.0], None)
-    assert {step: p.samples for step, p in monitor.history.items()} == {3: 13, 6: 16}
-
-
 @pytest.mark.parametrize(
     ("model", "settings", "why"),
     [
         (nn.Linear(2, 2), {}, "Linear has no list of layers"),
         (Net(2, 4, 0.1), {"layers": "h"}, r"has no 'h'; lists of layers in it: \['blocks'\]"),
         (Net(2, 4, 0.1), {"layers": []}, "there are no layers"),
-        (Net(2, 4, 0.1), {"every": 0}, "every is 0"),
         (Net(2, 4, 0.1), {"rank": 0}, "rank is 0"),
     ],
 )

@@ -51,7 +51,7 @@ class Trace:
     outputs: Tensor
     backward: dict[str, Reading]
     forward: dict[str, Reading]
-    alignment: float = 1.0
+    alignment_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,8 @@ def trace_chain(chain: Chain, t: Tensor, samples: int, seed: int) -> Trace:
         for layer in range(chain.depth)
         for i in directions
     }
-    return Trace(
-        _logits(chain, below[-1], t, seed), backward, forward, _alignment([w[t > 0] for w in weights], dead)
-    )
+    error = _alignment_error([weight[t > 0] for weight in weights], dead)
+    return Trace(_logits(chain, below[-1], t, seed), backward, forward, error)
 
 
 def _skipped(chain: Chain, h: Tensor, t: Tensor) -> Tensor:
@@ -168,11 +167,18 @@ def _dead(chain: Chain, frame: Frame, direction: int) -> Tensor:
     return frame.shared[:, chain.rank - chain.directions + direction]
 
 
-def _alignment(weights: list[Tensor], dead: list[list[Tensor]]) -> float:
-    """The least |v_lᵀ W_l v_{l-1}| / ‖v_lᵀ W_l‖: 1 where every layer hands its dead direction to the next."""
-    least = 1.0
+def _alignment_error(weights: list[Tensor], dead: list[list[Tensor]]) -> float:
+    """The largest part of v_lᵀ W_l beside v_{l-1} over the part along it; what is rounding counts as 0.
+
+    In a turned frame a row t v is rounded by 1e-16 of the live weights, and what comes of that is cut off
+    where values are read (`probing.PROJECTED`).
+    """
+    worst = 0.0
     for weight, into, out in zip(weights, dead[:-1], dead[1:], strict=True):
         for v, u in zip(into, out, strict=True):
             row = u @ weight  # (T, d_{l-1})
-            least = min(least, ((row @ v).abs() / row.norm(dim=-1)).min().item())
-    return least
+            along = row @ v
+            beside = (row - along[:, None] * v).norm(dim=-1)
+            beside = torch.where(beside > 1e-14, beside, 0.0)
+            worst = max(worst, (beside / along.abs()).max().item())
+    return worst

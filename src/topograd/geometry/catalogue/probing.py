@@ -51,7 +51,7 @@ from topograd.geometry.catalogue.networks_blocks import (
     trace_mixer,
 )
 from topograd.geometry.catalogue.rules_blocks import predict
-from topograd.geometry.rates import Noise, Rate, fit_rate, log_grid
+from topograd.geometry.rates import SPAN, UPPER, Noise, Rate, fit_rate, log_grid
 
 SMALLEST = 1e-290
 """Second moments below this have lost digits in float64."""
@@ -59,8 +59,6 @@ PROJECTED = 1e-27
 """Along a vector that is not a unit a projection leaves rounding of 1e-16: its square, and room above."""
 ROUNDING = 1e-26
 """A Schur complement below this share of its diagonal entry is zero."""
-HIGHEST = 0.01
-"""A window may not begin above this: it would not be asymptotic."""
 MANY = 16
 """Samples that a probe needs at least."""
 OverTokens = Attention | Composition | Mixer
@@ -138,17 +136,22 @@ def ladder(
 def asymptotic_window(architecture: Architecture) -> tuple[float, float]:
     """Ends of t: low enough for the limit, high enough for float64 to hold the steepest node.
 
+    They depend on the architecture and on no prediction: in a chain, no second moment can be smaller than
+    that of all its dead weights, twice over where the residual vanishes too.
+
     >>> asymptotic_window(Chain(6))
     (0.001, 0.03)
     """
     low, high = _preferred_window(architecture)
-    steepest = max([p.slope for p in predict(architecture) if p.slope is not None], default=0.0)
-    if steepest and SMALLEST ** (1 / steepest) > low:
-        low, high = SMALLEST ** (1 / steepest), SMALLEST ** (1 / steepest) * high / low
-    if low > HIGHEST:
-        raise GeometryError(
-            f"{architecture}: a rate of t^{steepest:g} leaves float64 before the limit; give fewer layers"
-        )
+    if isinstance(architecture, Chain):
+        powers = architecture.exponents or ((1,) * architecture.depth,)
+        steepest = (2 if architecture.noise else 4) * max(sum(row) for row in powers)
+        low = max(low, SMALLEST ** (1 / steepest))
+        high = max(high, SPAN * low)
+        if high > UPPER * (1 + 1e-9):
+            raise GeometryError(
+                f"{architecture}: t^{steepest} leaves float64 before the limit; give fewer layers"
+            )
     return low, high
 
 
@@ -172,7 +175,10 @@ def _measure(architecture: Architecture, t: Tensor, samples: int, seed: int) -> 
         else:
             values = _smallest(name, trace, stacks)
         labels = _labels(name, architecture)
-        rate = fit_rate(t, values[: len(t)], **labels, floor=floor, alignment=trace.alignment)
+        depth = architecture.depth if isinstance(architecture, Chain) else 2
+        rate = fit_rate(
+            t, values[: len(t)], **labels, floor=floor, alignment_error=trace.alignment_error, depth=depth
+        )
         found.append(Measurement(name, rate))
     return tuple(found)
 

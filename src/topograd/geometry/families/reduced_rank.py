@@ -109,7 +109,7 @@ class ReducedRank:
 
     def counts(self, gauge: Tensor | None = None, grid: Tensor | None = None) -> SpectrumCounts:
         """The spectrum along the approach, as measured; `gauge` A (h, h) picks another representative."""
-        t = log_grid(1e-3, 3e-2) if grid is None else grid
+        t = log_grid(3e-4, 1e-2) if grid is None else grid
         W1, W2 = self.factors(t)
         if gauge is not None:
             W1, W2 = gauge @ W1, W2 @ torch.linalg.inv(gauge)

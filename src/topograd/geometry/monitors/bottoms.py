@@ -29,7 +29,7 @@ from torch import Tensor
 
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.phase import Phase
-from topograd.geometry.rates import ALIGNMENT, Noise, Rate
+from topograd.geometry.rates import Noise, Rate, misalignment
 from topograd.geometry.selection import EXCEEDED, Selection, select_rank
 
 Estimator = Literal["expected", "monte-carlo", "empirical"]
@@ -46,8 +46,10 @@ class HasG(Protocol):
 class Conditions:
     """What must hold for a rate to mean the theorem's exponent."""
 
-    alignment: float
-    """Of the dead directions of neighbouring layers, between 0 and 1."""
+    alignment_error: float
+    """The tangent of the angle between the dead directions of neighbouring layers."""
+    depth: int
+    """L, the layers that share the dead direction."""
     noise: Noise
     """The regime; without label noise every exponent is larger by 2L."""
     estimator: Estimator
@@ -55,10 +57,12 @@ class Conditions:
     equivariant: bool
     """Whether the optimizer commutes with the model's gauges. Printed only: what breaks is the alignment."""
 
-    def refusal(self) -> str | None:
-        """The first condition that forbids a rate. The window is judged by the fit."""
-        if not self.alignment >= ALIGNMENT:
-            return f"alignment {self.alignment:.3f} is below {ALIGNMENT}: the layers share no dead direction"
+    def refusal(self, smallest: float) -> str | None:
+        """The first condition that forbids a rate down to the smallest t. The window is judged by the fit."""
+        if not self.alignment_error >= 0:
+            return f"the alignment error is {self.alignment_error}: directions may not be shared"
+        if (leaks := misalignment(self.alignment_error, smallest, self.depth)) is not None:
+            return leaks
         if self.phase != "compression":
             return f"the phase is {self.phase}: there is no descent to read, only static readings"
         if self.estimator == "empirical":
@@ -70,8 +74,8 @@ class Conditions:
     def __str__(self) -> str:
         commutes = "equivariant" if self.equivariant else "not equivariant"
         return (
-            f"alignment {self.alignment:.3f}, {self.noise}, {self.estimator} Fisher, {self.phase}, optimizer "
-            f"{commutes}"
+            f"alignment error {self.alignment_error:.2g}, {self.noise}, {self.estimator} Fisher, "
+            f"{self.phase}, optimizer {commutes}"
         )
 
 
@@ -133,7 +137,7 @@ class BottomMonitor:
         selection = select_rank(
             t, torch.stack(self._spectra[name]), exponent, estimator=estimator, noise=conditions.noise
         )
-        refused = conditions.refusal()
+        refused = conditions.refusal(min(self._t))
         if refused is None and selection.chosen is None:
             refused = _why(selection)
         return BottomReading(name, selection, conditions, refused)

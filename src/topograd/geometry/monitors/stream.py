@@ -98,9 +98,6 @@ class StreamMonitor(Watching):
     ...     _ = model(torch.randn(10, 3, dtype=torch.float64))
     >>> len(monitor.profile().ratios)
     2
-
-    Entered around a training of ours, it is the callback too: `trainer.train(on_step=monitor)` with `every`
-    set reads one training step in so many into `history`. Passes in evaluation mode are left out then.
     """
 
     def __init__(
@@ -109,17 +106,12 @@ class StreamMonitor(Watching):
         layers: Sequence[nn.Module] | str | None = None,
         *,
         rank: int | None = None,
-        every: int | None = None,
     ) -> None:
         super().__init__()
-        if every is not None and every < 1:
-            raise GeometryError(f"every is {every}: read each step (1) or one in so many")
         if rank is not None and rank < 1:
             raise GeometryError(f"rank is {rank}: give 1 or more, or None for the rank of the input")
-        self.history: dict[int, StreamProfile] = {}
         self._layers = find_layers(model, layers)
-        self._rank, self._every = rank, every
-        self._active = True
+        self._rank = rank
         self.reset()
 
     def reset(self) -> None:
@@ -132,24 +124,17 @@ class StreamMonitor(Watching):
         outputs = enumerate(self._layers.items(), 1)
         return seen + [layer.register_forward_hook(self._see_output(i, name)) for i, (name, layer) in outputs]
 
-    def __call__(self, step: int, steps: int, losses: Sequence[float], readings: Any) -> None:
-        """After a training step: read it if it is due, and watch the next one if that will be."""
-        every = self._every or 1
-        if step % every == 0 and self._moments[0].count:
-            self.history[step] = self.profile()
-        self.reset()
-        self._active = (step + 1) % every == 0
-
-    def profile(self) -> StreamProfile:
-        """The reading of all samples since the last `reset`."""
+    def profile(self, rank: int | None = None) -> StreamProfile:
+        """The reading of all samples since the last `reset`, at `rank`, or at the one of the monitor."""
         widths = {len(moments.mean) for moments in self._moments if moments.count}
         if len(widths) > 1:
             raise GeometryError(
                 f"the layers have widths {sorted(widths)}: that is no residual stream; give layers of one"
             )
         spectra = torch.stack([moments.singular_values() for moments in self._moments])
-        rank = int((spectra[0] > 0).sum()) if self._rank is None else self._rank
-        if not 1 <= rank <= (active := int((spectra[0] > 0).sum())):
+        active = int((spectra[0] > 0).sum())
+        rank = rank or self._rank or active
+        if not 1 <= rank <= active:
             raise GeometryError(f"rank {rank} was asked for and the input has {active}; give at most that")
         return StreamProfile(
             names=tuple(self._layers),
@@ -160,17 +145,12 @@ class StreamMonitor(Watching):
             effective_ranks=tuple(effective_rank(spectra).tolist()),
         )
 
-    def _wanted(self, layer: nn.Module) -> bool:
-        return self._active and (self._every is None or layer.training)
-
     def _see_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._wanted(layer):
-            self._moments[0].add(hidden_of(args or tuple(kwargs.values()), "the input of the first layer"))
+        self._moments[0].add(hidden_of(args or tuple(kwargs.values()), "the input of the first layer"))
 
     def _see_output(self, place: int, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self._wanted(layer):
-                self._moments[place].add(hidden_of(output, name))
+            self._moments[place].add(hidden_of(output, name))
 
         return see
 
