@@ -33,7 +33,7 @@ smollm2: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) .
+	$(PIP) '.[serve]'
 	touch $@
 
 $(READY_DEV): $(READY)

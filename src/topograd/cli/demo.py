@@ -67,5 +67,6 @@ def run(argv: list[str]) -> int:
         console.print(Panel(text, title=sample["title"], title_align="left"))
     demo_depth.show(console, depth)
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
+    console.print(f"Playground: topograd serve {asked.out / 'staged'}, then open the address", soft_wrap=True)
     note(f"done in {time.monotonic() - began:.0f} s")
     return 0
