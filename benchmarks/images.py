@@ -31,7 +31,7 @@ from topograd.training.image_evaluation import evaluate_images
 from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import make_optimizers
 
-PARTITIONS = ("9", "3,3,3", "2,2,5", "1,1,1,1,1,1,1,1,1")
+PARTITIONS = ("9", "3,3,3", "2,2,5", "1,2,6")
 
 
 @dataclass(frozen=True)

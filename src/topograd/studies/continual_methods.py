@@ -35,7 +35,7 @@ from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig
 from topograd.studies.continual_tasks import Predict, TaskData, batches
 from topograd.studies.fit import fit
-from topograd.topology.dag import Topology
+from topograd.topology.dag import Edge, Stage, Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
 from topograd.training.forward import Predictor, stage_outputs
@@ -217,7 +217,7 @@ class Specialists(Learner):
         if not self.seen:
             self.train(task.train, 0)
             self.stack.eval().requires_grad_(False)
-        topology = Topology.chain(str(self.sizes.network.layers)).with_specialist(1)
+        topology = self.behind_hidden()
         torch.manual_seed(self.seed + number)
         expert = make_image_stack(self.sizes.network, topology)
         plan = prepare(expert, topology)
@@ -229,6 +229,14 @@ class Specialists(Learner):
         labels = task.train.labels
         self.means.append(torch.stack([features[labels == c].mean(0) for c in labels.unique()]))
         self.seen.append(task)
+
+    def behind_hidden(self) -> Topology:
+        """A stage behind the frozen base's last hidden layer: its logits would tell it less."""
+        layers = self.sizes.network.layers
+        base = Topology.chain(f"{layers - 1},1").stages
+        still = tuple(replace(stage, frozen=True, weight=0.0, head=False) for stage in base)
+        own = Stage(layers, layers + 1, (Edge(0),))
+        return Topology(layers + 1, (*still, own), heads="per-stage")
 
     @torch.no_grad()
     def base_features(self, images: Tensor) -> Tensor:
