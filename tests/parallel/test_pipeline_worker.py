@@ -13,7 +13,9 @@ TINY: dict[str, Any] = {"width": 16, "vocab": 17, "context": 8, "batch": 1, "mic
 
 
 def test_every_way_is_measured(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launch("bench", 2, settings=TINY).results()[0]
+    job = launch("bench", 2, settings=TINY)
+    found = job.wait()[0]
+    assert found is not None, job.said()
     monkeypatch.setattr(pipeline, "_run", lambda settings, places: found)
     results = pipeline.bench_pipeline(PipelineSettings(**TINY))
     assert {"throughput_ratio_vs_single", "bubble"} <= results["staged"].keys()

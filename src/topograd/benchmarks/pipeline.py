@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -191,7 +191,8 @@ def _places(settings: PipelineSettings) -> Iterator[list[list[str]]]:
         yield [["ip", "netns", "exec", space] for space in spaces]
     finally:
         for space in (*spaces, hub):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
 
 def _ip(*words: str) -> None:

@@ -112,9 +112,11 @@ class Outlet:
     def put(self, step: int, value: Tensor) -> None:
         """The next message of `step`."""
         with self._changed:
-            self._kept.setdefault(step, []).append(value.detach().cpu().contiguous())
-            while len(self._kept) > self.buffer:
+            if step not in self._kept and len(self._kept) >= self.buffer:
+                oldest = next(iter(self._kept))
+                self._changed.wait_for(lambda: self._at is None or self._closed or self._at[0] > oldest)
                 self._kept.popitem(last=False)
+            self._kept.setdefault(step, []).append(value.detach().cpu().contiguous())
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._at is None or self._closed or self._behind() <= AHEAD)
 
