@@ -42,7 +42,7 @@ class Frame:
         self.x0 = np.zeros((rows, columns, width), np.float32)
         self.masks = {window: np.zeros((rows, 1, columns, room), np.bool_) for window in windows}
         self._columns, self._slots = np.arange(columns), np.arange(room)
-        self._bus: Bus | None = None
+        self.bus: Bus | None = None
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in ("starts", "tokens", "x0")}
         arrays["positions"] = self.positions
         arrays |= {f"mask.{window}": mask for window, mask in self.masks.items()}
@@ -50,19 +50,17 @@ class Frame:
 
     def fill(self, bus: Bus, starts: Sequence[int], most: int) -> None:
         """Take what the bus carries; `most` is the last position that a rotation is known for."""
-        if self._bus is bus:
-            return
-        self._bus = bus
+        self.bus = bus
         self.starts[:] = starts
         self.tokens[:] = bus.inputs.numpy()
         self.x0[:] = bus.x0.numpy()
         where = self.starts[:, None] + self._columns
         np.minimum(where, most, out=self.positions)
-        seen = where[:, None, :, None] - self._slots
+        last = where[:, None, :, None]
         for window, mask in self.masks.items():
-            np.greater_equal(seen, 0, out=mask)
+            np.less_equal(self._slots, last, out=mask)
             if window:
-                mask &= seen < window
+                mask &= self._slots > last - window
 
 
 class Slot:
@@ -116,10 +114,11 @@ class OnnxStage(StageMemory):
     def run(self, stack: Stack, planned: PlannedStage, h: Tensor, bus: Bus) -> dict[int, Tensor]:
         """The hidden states behind the last layer and those whose output is sent, by how many layers."""
         columns, positions = h.shape[1], bus.positions
-        starts = [int(positions[0])] * self.rows if positions.dim() == 1 else positions[:, 0].tolist()
+        starts = positions[:1].tolist() * self.rows if positions.dim() == 1 else positions[:, 0].tolist()
         self._reserve(max(starts) + columns)
         slot = self._slot(columns, h.shape[2])
-        slot.frame.fill(bus, starts, self.fixed["most"])
+        if slot.frame.bus is not bus:
+            slot.frame.fill(bus, starts, self.fixed["most"])
         slot.h[:] = h.numpy()
         self.session.run(slot.binding)
         return dict(zip(self.taps, slot.tensors, strict=True))

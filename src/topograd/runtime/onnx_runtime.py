@@ -35,6 +35,8 @@ from topograd.runtime.quantize import Precision, Quantized, dequantize
 from topograd.topology.plan import Plan, PlannedStage
 from topograd.training.forward import StageMemory
 
+MOST_BOUND = 32
+"""Numbers of rows for which a head is kept bound."""
 _pool: int | None = None
 
 
@@ -77,6 +79,25 @@ def obstacle(stack: Stack) -> str | None:
     return None
 
 
+class HeadSession:
+    """A head's session, with its input bound for each number of rows that was asked for."""
+
+    def __init__(self, session: Session, width: int) -> None:
+        self.session, self.inputs, self.width, self.run = session, width, session.width, session.run
+        self._bound: dict[int, tuple[Any, NDArray[np.float32]]] = {}
+
+    def rows(self, count: int) -> tuple[Any, NDArray[np.float32]]:
+        """A binding for `count` rows, and its input."""
+        if count not in self._bound:
+            if len(self._bound) >= MOST_BOUND:
+                self._bound.clear()
+            h = np.zeros((count, self.inputs), np.float32)
+            binding = self.session.binding()
+            binding.bind_ortvalue_input("h", onnxruntime.OrtValue.ortvalue_from_numpy(h))
+            self._bound[count] = binding, h
+        return self._bound[count]
+
+
 class OnnxRuntime:
     """Sessions over a stack's weights."""
 
@@ -100,7 +121,7 @@ class OnnxRuntime:
         tables = (stack.embedding, stack.previous) if isinstance(stack, GPT) else ()
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...]], Session] = {}
-        self._heads: dict[int, Session] = {}
+        self._heads: dict[int, HeadSession] = {}
         self._reach = 0
         self._fixed: dict[str, Any] = {}
 
@@ -239,11 +260,11 @@ class OnnxRuntime:
     def _logits(self, flat: Tensor, stage: int) -> Tensor:
         which = stage if self.stack.has_head(stage) else -1  # stages without a delta share one matrix
         if which not in self._heads:
-            self._heads[which] = self.head_graph(stage).session(self.settings)
+            self._heads[which] = HeadSession(self.head_graph(stage).session(self.settings), self.stack.width)
         session = self._heads[which]
-        logits = np.empty((len(flat), session.width), np.float32)
-        binding = session.binding()
-        binding.bind_cpu_input("h", np.ascontiguousarray(flat.numpy()))
+        logits = np.empty((len(flat), session.width), np.float32)  # anew: whoever asked may keep it
+        binding, h = session.rows(len(flat))
+        h[:] = flat.numpy()
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         session.run(binding)
         return torch.from_numpy(logits)
