@@ -106,6 +106,7 @@ def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureF
         if verb.startswith("-"):
             continue
         deeper = verb in ("bench", "search", "study", "space", "probe", "optim", "fields", "interfaces")
+        deeper = deeper or words[:2] == ["eval", "core"]
         path = tuple(words[: 2 if deeper and len(words) > 1 and not words[1].startswith("-") else 1])
         if "--task" in words:  # each task has flags of its own
             path = (*path, "--task", words[words.index("--task") + 1])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from topograd.cli.console import Folder, Json, parse, print_json
 from topograd.errors import ConfigError
+from topograd.files import read_json
 from topograd.runs.folder import Run
 
 if TYPE_CHECKING:
@@ -81,5 +82,15 @@ def _read(folder: Path) -> tuple[int, RunData]:
 
     config, results = results_of(folder)
     opened, plan = Run.open(folder), plan_of(config)
-    results = results | {"predicts_by": predicts_by(plan)}
+    results = results | {"predicts_by": predicts_by(plan), "core": _core(opened)}
     return len(plan.stages), RunData(str(folder), opened.read_config(), opened.metrics(), results)
+
+
+def _core(opened: Run) -> object:
+    """What `eval core` left of the newest weights, if anything."""
+    file, names = opened.folder / "evaluation" / "core.json", opened.store.names()
+    if not file.is_file() or not names:
+        return None
+    found = read_json(file)
+    fits = isinstance(found, dict) and found.get("weights") == opened.store.weights(names[-1])
+    return found if fits else None

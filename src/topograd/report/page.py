@@ -14,6 +14,7 @@ from typing import Any
 
 from topograd.errors import RunError
 from topograd.files import write_atomic
+from topograd.report.core import core_panel
 from topograd.report.data import RunData, bpb_prediction, entry, number, stage_count
 from topograd.report.decoding import decoding_section
 from topograd.report.drawing import render, style
@@ -73,9 +74,11 @@ def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str
 def _panels(
     staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None
 ) -> tuple[Panel, ...]:
+    core = core_panel(staged, backprop)
     return (
         loss_panel(staged, backprop),
         prefix_panel(staged, backprop),
+        *([] if core is None else [core]),
         gap_panel(staged, backprop),
         reliability_panel(staged, backprop),
         memory_panel(comparison, stage_count(staged)),

@@ -135,6 +135,19 @@ STUDIES: Mapping[str, Study] = {
         "when it predicts gains 4.3 points (Product of Experts, A.3).",
         _on_images("continual"),
     ),
+    "composition": Study(
+        "The best pool of a model's stages",
+        "Stages pooled in log space with fitted weights predict better than the last alone; weighting by "
+        "confidence does not help, and shrinkage belongs behind training (Product of Experts, eq. 6, C.5, "
+        "Principle 2.7).",
+        _staged("composition"),
+    ),
+    "head-perturbation": Study(
+        "Noise in the head",
+        "A model trained in stages through one head is no more robust against noise in it than backprop: it "
+        "loses 1.02 to 2.59 times as much (Product of Experts, §8.6).",
+        _staged("head_perturbation"),
+    ),
     "interfaces": Study(
         "What a bounded interface costs in quality",
         "A model of regions with bounded interfaces comes close to the dense model, on four architectures "
