@@ -48,6 +48,9 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "search",
         "study",
         "doctor",
+        "serve",
+        "simulate",
+        "consolidate",
     }
 
 
