@@ -134,6 +134,17 @@ def test_a_long_prompt_stalls_nobody(make_desk: Callable[..., Any]) -> None:
     assert desk.tokens(long) == alone(desk, long)
 
 
+def test_a_shallow_text_does_not_go_at_the_pace_of_a_deep_one(make_desk: Callable[..., Any]) -> None:
+    desk = make_desk(rows=3)
+    deep, half, shallow = (desk.job([100], 8, depth) for depth in ("full", "prefix:2", "prefix:1"))
+    desk.scheduler.add([deep, half, shallow])
+    desk.scheduler.step()
+    assert [len(desk.tokens(job)) for job in (deep, half, shallow)] == [1, 2, 4]
+    desk.run()
+    for job in (deep, half, shallow):
+        assert desk.tokens(job) == alone(desk, job)
+
+
 def test_cancelled_late_and_stopped_texts_leave_their_rows(make_desk: Callable[..., Any]) -> None:
     desk = make_desk(rows=2)
     stays, goes, late = desk.job([100], 6), desk.job([101], 6), desk.job([102], 6)

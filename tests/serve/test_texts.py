@@ -52,5 +52,8 @@ def test_what_fits_into_the_context(served: Served) -> None:
 
 
 def test_specialists_that_are_not_there(served: Served) -> None:
-    with pytest.raises(RequestError, match="specialists"):
+    with pytest.raises(RequestError, match="this server has: none"):
         jobs_of(served, prompt="a", specialists=["x"])
+    with pytest.raises(RequestError, match="1 weights for 0 specialists"):
+        jobs_of(served, prompt="a", weights=[1])
+    assert jobs_of(served, prompt="a", specialists=[])[0].specialists == ()

@@ -25,6 +25,8 @@ class Serve:
 
     folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DIR]")] = None
     """The run's folder; the model that comes with the package if not given."""
+    specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
+    """Folders of specialists that requests may switch on by name."""
     host: str = "127.0.0.1"
     """Where to listen; an address that others can reach needs a token."""
     port: int = 8000
@@ -57,7 +59,9 @@ def run(argv: list[str]) -> int:
             f"set {TOKEN} or pass --token"
         )
     with bind(asked.host, asked.port) as sock:
-        running = Running(open_served(asked.folder or REFERENCE, asked.name, asked.limits), sock, token)
+        folders = [Path(part.strip()) for part in (asked.specialists or "").split(",") if part.strip()]
+        served = open_served(asked.folder or REFERENCE, asked.name, asked.limits, folders)
+        running = Running(served, sock, token)
 
         def ready() -> None:
             print(f"serving {running.served.name} at {running.address()} (playground: the same)", flush=True)

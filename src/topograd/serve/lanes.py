@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from topograd.depth.rows import OneRow, Rows
 from topograd.depth.sampling import Sampling, draw, probabilities
 from topograd.depth.speculation import Speculate
 from topograd.depth.wand import Wand
+from topograd.errors import ConfigError
 from topograd.runs.session import Session
 from topograd.serve.jobs import Job
+from topograd.specialists.model import SpecialistPool
 
 MOST_LANES = 64
 """Lanes that are kept; others are made again when they are asked for."""
@@ -121,6 +124,11 @@ class Lane:
         """The same from `start` to `stop` positions before the end: (start - stop, vocab)."""
         return self.logits(_Before(row, stop), start - stop, exit_)
 
+    @cached_property
+    def layers(self) -> int:
+        """How many layers a token of this lane runs at most."""
+        return sum(len(self.engine.plan.stages[stage].layers) for stage in self.reads)
+
     def near_end(self, row: OneRow) -> bool:
         """Whether drafts could pass the end of the context; then full depth goes on, and writes the same."""
         if not isinstance(self.mode, Speculate):
@@ -160,16 +168,20 @@ class _Before:
 class Lanes:
     """The lanes of a model, made when a depth is first asked for."""
 
-    def __init__(self, session: Session, engine: Engine) -> None:
-        self.session, self.engine = session, engine
+    def __init__(self, session: Session, engine: Engine, specialists: SpecialistPool | None = None) -> None:
+        self.session, self.engine, self.specialists = session, engine, specialists
         self._made: OrderedDict[object, Lane] = OrderedDict()
 
-    def of(self, depth: str, sampling: Sampling) -> Lane:
-        """The lane of a depth; ConfigError or RunError where the model has no such depth."""
+    def of(self, depth: str, sampling: Sampling, active: tuple[tuple[str, float], ...] = ()) -> Lane:
+        """The lane of a depth and active specialists; ConfigError or RunError where there is none such."""
         alone = depth.startswith(("speculate", "wand"))
-        key = (depth, sampling.temperature, sampling.top_k, sampling.top_p) if alone else depth
+        key = (
+            (depth, active, sampling.temperature, sampling.top_k, sampling.top_p)
+            if alone
+            else (depth, active)
+        )
         if key not in self._made:
-            lane = Lane(mode_of(depth, self.session, self.engine, sampling))
+            lane = Lane(self._composed(depth, active) if active else self._mode(depth, sampling))
             if lane.remembers:
                 return lane
             self._made[key] = lane
@@ -177,6 +189,19 @@ class Lanes:
         while len(self._made) > MOST_LANES:
             self._made.popitem(last=False)
         return self._made[key]
+
+    def _mode(self, depth: str, sampling: Sampling) -> Mode:
+        return mode_of(depth, self.session, self.engine, sampling)
+
+    def _composed(self, depth: str, active: tuple[tuple[str, float], ...]) -> Mode:
+        """The base with specialists, at full depth: exits and calibrations are the base's alone."""
+        if self.specialists is None:
+            raise ConfigError("this server has no specialists; leave them out")
+        if depth != "full":
+            raise ConfigError(
+                f"specialists write at full depth and {depth} is asked for; leave one of them out"
+            )
+        return Prefix(self.specialists.model(dict(active)).engine)
 
     def full(self) -> Lane:
         """Full depth."""

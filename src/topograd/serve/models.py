@@ -26,7 +26,7 @@ def describe(served: Served, chats: Chats) -> list[dict[str, Any]]:
         "depths": depths,
         "default_depth": served.default_depth,
         "chat": "template" if chats.template is not None else "plain",
-        "specialists": [],
+        "specialists": [] if served.specialists is None else served.specialists.names,
     }
     base = {"id": served.name, **common, "topograd": about}
     return [base, *({"id": f"{served.name}:{depth}", **common} for depth in depths)]

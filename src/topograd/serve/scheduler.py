@@ -5,7 +5,8 @@ A step:
     1. jobs that were cancelled or are too late leave; waiting ones take free rows
     2. some more prompt tokens are pushed: `chunk` of them in all, so that a long prompt stalls nobody
     3. every stage that several rows need runs once for all of them, prompts and texts together
-    4. each lane (`lanes.py`) writes at least one token in each of its rows
+    4. each lane (`lanes.py`) writes at least one token in each of its rows; one of a third of the layers
+       writes three times, so that a shallow text does not go at the pace of a deep one
 
 Order. A request's k-th text has the tag v + k, where v is the tag of the text that was admitted last; the
 least tag goes first. So a request with many texts does not keep out those that come later, and nobody
@@ -71,7 +72,7 @@ class Scheduler:
         """Queue the texts of one request."""
         for place, job in enumerate(jobs):
             try:
-                lane = self.lanes.of(job.depth, job.sampling)
+                lane = self.lanes.of(job.depth, job.sampling, job.specialists)
             except TopogradError as error:
                 job.tell(Progress(finish="error", error=str(error), status=400))
                 continue
@@ -94,8 +95,10 @@ class Scheduler:
         for active in writing:
             if active in self.active:
                 lanes.setdefault(id(active.lane), []).append(active)
+        deepest = max((members[0].lane.layers for members in lanes.values()), default=0)
         for members in lanes.values():
-            self._guarded(members, self._write)
+            for _ in range(max(deepest // max(members[0].lane.layers, 1), 1)):
+                self._guarded([active for active in members if active in self.active], self._write)
         self.counters.step(time.perf_counter() - began, len(writing))
         return True
 
@@ -252,6 +255,8 @@ class Scheduler:
         self._finish(active, "length")
 
     def _write(self, members: Sequence[Active]) -> None:
+        if not members:
+            return
         lane = members[0].lane
         fresh = [a for a in members if a.job.left]
         for active in members:

@@ -11,13 +11,14 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
 
-from topograd.depth.model import load
+from topograd.depth.model import Model
 from topograd.errors import ConfigError
+from topograd.runs.session import open_session
 from topograd.serve.app import Service
 from topograd.serve.guard import Guard
 from topograd.serve.lanes import Lanes
@@ -26,6 +27,8 @@ from topograd.serve.scheduler import Scheduler
 from topograd.serve.settings import Limits
 from topograd.serve.texts import Served
 from topograd.serve.worker import Worker
+from topograd.specialists.attach import open_specialist
+from topograd.specialists.model import SpecialistPool
 
 
 class _Server(uvicorn.Server):
@@ -71,7 +74,7 @@ class Running:
     def __init__(self, served: Served, sock: socket.socket, token: str | None = None) -> None:
         self.served, self.sock = served, sock
         self.counters = Counters()
-        lanes = Lanes(served.model.session, served.model.engine)
+        lanes = Lanes(served.model.session, served.model.engine, served.specialists)
         self.worker = Worker(Scheduler(lanes, served.limits, self.counters))
         self.service = Service(served, self.worker, self.counters)
         self.guard = Guard(self.service.app(), self.counters, token, served.limits.body)
@@ -126,9 +129,19 @@ class Running:
         return received[0] if received else None
 
 
-def open_served(folder: Path, name: str | None, limits: Limits) -> Served:
-    """A run, ready to be served: its model is laid out and has written a token."""
-    model = load(folder, runtime="torch")  # the one that runs several rows as one (`depth/rows.py`)
-    served = Served(model, limits, name=name or "")
+def open_served(folder: Path, name: str | None, limits: Limits, specialists: Sequence[Path] = ()) -> Served:
+    """A run, ready to be served: its model is laid out and has written a token.
+
+    With folders of specialists, the base is at the checkpoint that they are of.
+    """
+    pool = None
+    if specialists:
+        opened = {path.resolve().name: open_specialist(path) for path in specialists}
+        if len(opened) < len(specialists):
+            raise ConfigError("--specialists has two folders of one name; rename one")
+        pool = SpecialistPool.open(folder, opened)
+    session = open_session(folder) if pool is None else pool.attached.base
+    model = Model(session, "torch")  # the runtime that runs several rows as one (`depth/rows.py`)
+    served = Served(model, limits, name=name or "", specialists=pool)
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served

@@ -18,6 +18,7 @@ from topograd.serve.fields import RequestError
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.names import model_name, split_id
 from topograd.serve.settings import Limits
+from topograd.specialists.model import SpecialistPool
 
 SAFE = re.compile(
     r"full|prefix:-?\d{1,9}|(path|branches):[0-9,+*.e-]{1,200}|wand(:[a-z-]{1,20})?(:[0-9.e-]{1,20})?"
@@ -36,6 +37,7 @@ class Served:
     limits: Limits
     default_depth: str = "full"
     name: str = ""
+    specialists: SpecialistPool | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -127,7 +129,7 @@ class Served:
                 f"{len(prompts)} prompts times n = {count} are more texts than {most}; ask for less",
                 "n",
             )
-        refuse_specialists(asked)
+        active = self.active(asked)
         depth = self.depth(asked)
         stops = [asked["stop"]] if isinstance(asked["stop"], str) else list(asked["stop"])
         seed = secrets.randbelow(2**63) if asked["seed"] is None else asked["seed"] % 2**63
@@ -143,11 +145,29 @@ class Served:
                     sampling=self._sampling(asked, (seed + k) % 2**63),
                     stream=TextStream(self.tokenizer, stops),
                     tell=tell(i * count + k),
+                    specialists=active,
                     ends=frozenset() if asked["ignore_eos"] else self.ends,
                     deadline=deadline,
                 )
                 made.append(job)
         return made
+
+    def active(self, asked: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+        """The specialists of a request with their weights, which are 1 unless they are given."""
+        names, weights = asked["specialists"], asked["weights"]
+        known = [] if self.specialists is None else self.specialists.names
+        for name in names:
+            if name not in known or names.count(name) > 1:
+                said = ", ".join(known) or "none"
+                raise RequestError(
+                    f"specialist {name[:100]!r} is unknown or named twice; this server has: {said}",
+                    "specialists",
+                )
+        if weights and len(weights) != len(names):
+            raise RequestError(
+                f"{len(weights)} weights for {len(names)} specialists; give one for each", "weights"
+            )
+        return tuple(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
     @staticmethod
     def _sampling(asked: Mapping[str, Any], seed: int) -> Sampling:
@@ -161,9 +181,3 @@ class Served:
             )
         except TopogradError as error:
             raise RequestError(str(error)) from None
-
-
-def refuse_specialists(asked: Mapping[str, Any]) -> None:
-    """Specialists are not served yet."""
-    if asked.get("specialists") or asked.get("weights"):
-        raise RequestError("this server has no specialists; leave specialists and weights out", "specialists")
