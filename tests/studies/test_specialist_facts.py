@@ -1,11 +1,10 @@
-"""The study of specialists and facts in its smallest form, and the rule that scores fifty prompts."""
+"""The study of specialists and facts in its smallest form."""
 
 from __future__ import annotations
 
 import pytest
 
 from topograd.studies import specialist_facts
-from topograd.studies.fifty_prompts import PROMPTS, is_degenerate, score, table_of
 from topograd.studies.outcome import Result
 
 
@@ -28,16 +27,3 @@ def test_every_question_has_its_table(found: Result) -> None:
     assert len(found.tables) == 6, "all but the fifty prompts, which want a larger base"
     assert all(len(row) == len(table.header) for table in found.tables for row in table.rows)
     assert len(found.findings) == 2
-
-
-def test_fifty_prompts() -> None:
-    assert sum(len(prompts) for prompts in PROMPTS.values()) == 50
-    assert is_degenerate("")
-    assert is_degenerate("the same words here " * 9)
-    assert not is_degenerate("The capital of France is Paris.")
-    assert score("It is Paris.", "paris", "france") == "PASS"
-    assert score("A town in France.", "paris", "france") == "PARTIAL"
-    assert score("I do not know.", "paris", "france") == "FAIL"
-    rows = table_of(lambda prompts: ["Paris" for _ in prompts])
-    assert sum(rows[-1][name] for name in ("PASS", "PARTIAL", "FAIL", "DEGENERATE")) == 50
-    assert next(row for row in rows if row["category"] == "factual")["PASS"] == 1
