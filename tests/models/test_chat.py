@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from topograd.errors import CheckpointError, ConfigError, TopogradError
 from topograd.models import chat
-from topograd.models.chat import chat_template, render_chat
+from topograd.models.chat import Renderer, chat_template, render_chat
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -166,3 +166,16 @@ def test_the_template_of_a_tokenizer_config() -> None:
     assert chat_template(several, "tool_use") == "b"
     assert chat_template({}) is None
     assert chat_template({"chat_template": 3}) is None
+
+
+def test_a_renderer_gives_what_render_chat_gives_again_and_again() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    renderer = Renderer()
+    try:
+        for _ in range(2):
+            assert renderer.render(SMOLLM2, messages) == render_chat(SMOLLM2, messages)
+        with pytest.raises(ConfigError, match="refuses this conversation: no"):
+            renderer.render("{{ raise_exception('no') }}", messages)
+        assert renderer.render("{{ bos_token }}", messages, {"bos_token": "B"}) == "B", "and it goes on"
+    finally:
+        renderer.close()
