@@ -23,6 +23,7 @@ def torchrun(out: Path, *more: str) -> subprocess.Popen[str]:
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node",
         "2",
         *more,
