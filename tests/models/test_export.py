@@ -58,7 +58,7 @@ def test_what_no_format_can_say_is_refused(source: Source, straight: Run, tmp_pa
         export_model(straight.folder, tmp_path / "out", "hf")
     import_model(source("llama")[0], tmp_path / "run")
     with pytest.raises(ConfigError, match="unknown; choose one of hf, gguf"):
-        export_model(tmp_path / "run", tmp_path / "out", "onnx")
+        export_model(tmp_path / "run", tmp_path / "out", "tflite")
     (tmp_path / "out").mkdir()
     with pytest.raises(RunError, match="exists already"):
         export_model(tmp_path / "run", tmp_path / "out", "hf")
