@@ -92,7 +92,7 @@ def measure_decode(settings: Settings, place: Path) -> dict[str, Any]:
 
     def parts() -> None:
         for weights in ({}, {"a": 1.0}, {"b": 1.0}, {"c": 1.0}):
-            pool.generate([prompt] * 2, [weights] * 2, count)  # type: ignore[list-item]
+            pool.generate([prompt] * 2, [weights] * 2, count)
 
     things = {
         "base": lambda: alone.generate(prompt, count, depth="full"),

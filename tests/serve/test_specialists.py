@@ -11,7 +11,13 @@ from topograd.errors import ConfigError
 from topograd.runs.session import Session
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
+from topograd.serve.texts import Tell
 from topograd.specialists.attach import new_specialist
+
+
+def _listener(tokens: list[int]) -> Tell:
+    """Whoever listens keeps the tokens."""
+    return lambda choice: lambda progress: tokens.extend(each.token for each in progress.written)
 
 
 def test_rows_with_and_without_specialists(make_session: Callable[..., Session], tmp_path: Path) -> None:
@@ -29,13 +35,9 @@ def test_rows_with_and_without_specialists(make_session: Callable[..., Session],
     asked = {"n": 1, "depth": None, "model": None, "stop": (), "seed": 0, "temperature": 0, "top_k": None}
     asked |= {"top_p": 1, "ignore_eos": False, "weights": None}
     told: dict[str, list[int]] = {"with": [], "without": []}
-    for name, active in (("with", ["quiet"]), ("without", [])):
-        (job,) = served.jobs(
-            asked | {"specialists": active},
-            [[100, 101]],
-            5,
-            lambda _, name=name: lambda p: told[name].extend(w.token for w in p.written),
-        )
+    active: dict[str, list[str]] = {"with": ["quiet"], "without": []}
+    for name, tokens in told.items():
+        (job,) = served.jobs(asked | {"specialists": active[name]}, [[100, 101]], 5, _listener(tokens))
         scheduler.add([job])
     while scheduler.step():
         pass

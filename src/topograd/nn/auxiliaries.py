@@ -128,8 +128,8 @@ def _slow_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | N
     later = next((p for p in plan.stages if any(port.source == planned.index for port, _ in p.inputs)), None)
     if later is None:
         return None
-    widths = [stack.feature_width(stack.shape_behind(p.stage.stop - 1)) for p in (planned, later)]
-    return SlowCopy(*widths, [stack.layers[i] for i in later.layers], later.layers)
+    width, ahead = (stack.feature_width(stack.shape_behind(p.stage.stop - 1)) for p in (planned, later))
+    return SlowCopy(width, ahead, [stack.layers[i] for i in later.layers], later.layers)
 
 
 def _ridge(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:

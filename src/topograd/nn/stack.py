@@ -143,8 +143,9 @@ class Stack(nn.Module):
     def after_step(self) -> None:
         """Called when the optimizers have stepped: what follows the weights without learning moves on."""
         for module in self.own_relays().values():
-            if hasattr(module, "after_step"):
-                module.after_step(self)
+            follow = getattr(module, "after_step", None)
+            if callable(follow):
+                follow(self)
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
         """Parameters that only the head of `stage` has; what a specialist on a frozen base may train."""

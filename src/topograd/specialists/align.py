@@ -136,7 +136,7 @@ def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:
         last = name.rpartition(".")[2]
         if not isinstance(getattr(module, "weight", None), Tensor) or isinstance(module, nn.Embedding):
             continue
-        weight: Tensor = module.weight  # type: ignore[assignment]
+        weight: Tensor = module.weight
         if last in READS:
             gain = gains.get("attention_norm" if "attention" in name else "mlp_norm")
             wide = weight.double() if gain is None else weight.double() * gain
@@ -145,7 +145,7 @@ def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:
             weight.copy_((a @ weight.double()).to(weight.dtype))
     for name in gains:
         norm = layer.get_submodule(name)
-        norm.weight.fill_(0.0 if getattr(norm, "around_one", False) else 1.0)  # type: ignore[union-attr, operator]
+        norm.weight.fill_(0.0 if getattr(norm, "around_one", False) else 1.0)  # type: ignore[operator]
 
 
 def _gains(layer: nn.Module) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def _gains(layer: nn.Module) -> dict[str, Tensor]:
     for name in ("attention_norm", "mlp_norm"):
         norm = getattr(layer, name, None)
         if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), Tensor):
-            gain = norm.weight.detach().double().clone()  # type: ignore[union-attr, operator]
+            gain = norm.weight.detach().double().clone()  # type: ignore[operator]
             found[name] = 1 + gain if getattr(norm, "around_one", False) else gain
     return found
 
@@ -171,5 +171,5 @@ def _last_gain(stack: Stack) -> Tensor | float:
     norm = getattr(stack, "norm", None)
     if not isinstance(norm, nn.Module) or not isinstance(getattr(norm, "weight", None), Tensor):
         return 1.0
-    gain: Tensor = norm.weight.detach().double()  # type: ignore[union-attr, operator, assignment]
+    gain: Tensor = norm.weight.detach().double()  # type: ignore[operator]
     return 1 + gain if getattr(norm, "around_one", False) else gain

@@ -35,6 +35,7 @@ from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig
 from topograd.studies.continual_tasks import Predict, TaskData, batches
 from topograd.studies.fit import fit
+from topograd.studies.image_arms import optimizer
 from topograd.topology.dag import Edge, Stage, Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
@@ -62,8 +63,7 @@ class Sizes:
     """The teacher's share of the loss, or for ewc its factor c over 1000."""
 
     def optimizer(self) -> OptimizerConfig:
-        rates = dict.fromkeys(("matrices", "embeddings", "head", "scalars", "relays"), self.rate)
-        return OptimizerConfig(name="adamw", betas=(0.9, 0.99), warmdown=0.3, floor=0.1, **rates)
+        return replace(optimizer(self.rate), warmdown=0.3, floor=0.1)
 
 
 @dataclass

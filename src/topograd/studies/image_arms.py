@@ -65,8 +65,16 @@ def fewer(data: ImageData, preset: Preset) -> ImageData:
 
 def optimizer(rate: float) -> OptimizerConfig:
     """AdamW at one rate for everything."""
-    rates = dict.fromkeys(("matrices", "embeddings", "head", "scalars", "relays"), rate)
-    return OptimizerConfig(name="adamw", betas=(0.9, 0.99), warmdown=0.5, **rates)
+    return OptimizerConfig(
+        name="adamw",
+        betas=(0.9, 0.99),
+        warmdown=0.5,
+        matrices=rate,
+        embeddings=rate,
+        head=rate,
+        scalars=rate,
+        relays=rate,
+    )
 
 
 def build(group: Group, arm: Arm, data: ImageData, seed: int) -> tuple[ImageStack, Plan]:

@@ -17,6 +17,7 @@ Cost on 2 cores: seconds for tiny; small about a minute for the first base and t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import tempfile
@@ -144,10 +145,8 @@ def _one_base(folder: Path, place: Path, sizes: Sizes, on_more: OnMore) -> list[
     if sizes.prompts:
         pool = SpecialistPool(both)
         for name, weights in (("base", {}), ("chat", {"chat": 1.0}), ("prose", {"prose": 1.0})):
-            rows += [
-                {"what": "prompts", "path": name, **row}
-                for row in table_of(lambda p, w=weights: _answers(pool, p, w))
-            ]  # type: ignore[misc]
+            answers = functools.partial(_answers, pool, weights=weights)
+            rows += [{"what": "prompts", "path": name, **row} for row in table_of(answers)]
     on_more(6, 6)
     return rows
 
