@@ -76,6 +76,7 @@ def measured_images(
 
 def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """A run's settings and its results; the newest checkpoint is measured if they are not there."""
+    from topograd.cli.progress import counted
     from topograd.runs.session import heldout_text, open_run, open_session, read_settings, topology_at
 
     run = Run.open(folder)
@@ -87,10 +88,10 @@ def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     if results is None:
         note(f"measuring {folder}")
         if config.images is not None:
-            results = measured_images(open_run(folder))
+            results = measured_images(open_run(folder), on_batch=counted("images read"))
         else:
             session = open_session(folder)
-            results = measured(session, heldout_text(session))
+            results = measured(session, heldout_text(session), counted("windows read"))
         results["finished"] = results["steps"] >= config.steps
         results["seconds"] = _seconds(run, results["steps"])
     return config, results
