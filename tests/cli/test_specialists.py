@@ -101,7 +101,7 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
         (["probe", "BASE", "--prompt", "x"], "target"),
         (["generate", "BASE", "--specialists", "nowhere"], "is no specialist: it does not exist"),
         (["generate", "BASE", "--specialists", "SPEC", "--depth", "wand"], "wand is calibrated"),
-        (["generate", "BASE", "--specialists", "SPEC", "--weights", "int8"], "specialists run by torch"),
+        (["generate", "BASE", "--specialists", "SPEC", "--weights", "int8"], "--specialists run in torch"),
         (["compose", "BASE", "--specialists", "SPEC"], "--data is not given"),
     ],
 )

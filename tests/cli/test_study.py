@@ -53,14 +53,16 @@ def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     }
     asked: list[Any] = []
 
-    def run_study(name: str, preset: str, seeds: int | None, on_more: Any) -> dict[str, Any]:
-        asked.append((name, preset, seeds))
+    def run_study(
+        name: str, preset: str, seeds: int | None, on_more: Any, data: str | None
+    ) -> dict[str, Any]:
+        asked.append((name, preset, seeds, data))
         return record
 
     monkeypatch.setattr(module, "run_study", run_study)
     monkeypatch.setattr(study_page, "write_study", lambda folder, record: folder / "page.html")
     said = call("study", "run", "experiment-a", "--seeds", 5, "--out", tmp_path).out
-    assert asked == [("experiment-a", "small", 5)]
+    assert asked == [("experiment-a", "small", 5, None)]
     said_of = ("A caption", "2,2,2 residual-gate", "Another", "trend", "- What came out [of it].")
     for words in (*said_of, "The paper: It falls.", "Verdict: held"):
         assert words in said

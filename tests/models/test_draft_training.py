@@ -29,8 +29,10 @@ def test_teaching_helps_and_goes_on_where_it_was(
     straight, losses = fresh(), []
     train_draft_stage(straight, text, TRAINING, None, lambda step, of, loss: losses.append(loss))
     assert sum(losses[-5:]) < sum(losses[:5]) - 1, "the entropy of its teacher is left"
-    before, after = (draft_agreement(stage, text, steps=2)["chain"] for stage in (fresh(), straight))
-    assert after[0] > before[0]
+    with monkeypatch.context() as every:  # the two rows that measure are too few to tell anything
+        every.setattr(draft_training, "heldout_rows", lambda count: list(range(count)))
+        before, after = (draft_agreement(stage, text, steps=2)["chain"] for stage in (fresh(), straight))
+    assert after[0] > 2 * before[0] > 0
     assert after[0] >= after[1]
 
     def dies(step: int, of: int, loss: float) -> None:

@@ -152,7 +152,11 @@ def escaping_index(folder: Path) -> None:
     [
         (missing_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
         (wrong_shape, r"'model.norm.weight' has shape \(31,\)"),
-        (settings(model_type="mamba", architectures=["MambaForCausalLM"]), "Mamba"),
+        (
+            settings(model_type="mamba", architectures=["MambaForCausalLM"]),
+            "'backbone.embeddings.weight' is",
+        ),
+        (settings(model_type="unheard", architectures=["UnheardForCausalLM"]), "model type `unheard`"),
         (settings(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), "yarn"),
         (settings(hidden_size=10**12), "width is 1000000000000"),
         (lambda f: (f / "config.json").write_text("["), "config.json"),

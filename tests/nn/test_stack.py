@@ -103,7 +103,11 @@ def test_projection_is_the_readout(case: Any, stack: Stack) -> None:
         if projection is None:
             assert not case.own_heads
             continue
-        z = torch.nn.functional.linear(projection.normalize(h), projection.weight, projection.bias)
+        x = projection.normalize(h)
+        z = torch.nn.functional.linear(x, projection.weight, projection.bias)
+        if projection.low_rank is not None:
+            up, down = projection.low_rank
+            z = z + torch.nn.functional.linear(x, up @ down)
         if projection.softcap is not None:
             z = projection.softcap * torch.tanh(z / projection.softcap)
         close(stack.readout(h, stage), z, case.tolerance)
