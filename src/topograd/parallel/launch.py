@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from topograd.errors import ParallelError, TopogradError
-from topograd.parallel.ranks import Ranks, flat_facts
+from topograd.parallel.ranks import Ranks, flat_facts, wait_until_read
 from topograd.parallel.stage_trainer import StageTrainer
 from topograd.runs.config import TrainConfig
 from topograd.training.trainer import Make, Trainer, resume, start
@@ -55,9 +55,11 @@ def _first_then_all(
                 trainer = first()
         except TopogradError as error:
             ranks.tell("run", str(error))
+            wait_until_read(ranks.store, ranks.config.world)
             raise
         ranks.tell("run", "")
     elif ranks.follow("run", 0, f"{what} on rank 0"):
+        ranks.store.set(f"read/{ranks.rank}", "1")
         raise SystemExit(2)
     else:
         with ranks.busy():

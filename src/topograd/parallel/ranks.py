@@ -230,7 +230,7 @@ def _store(rank: int, limit: timedelta) -> dist.Store:
     return dist.PrefixStore(f"topograd/{attempt}", store)
 
 
-def _wait_until_read(store: dist.Store, world: int) -> None:
+def wait_until_read(store: dist.Store, world: int) -> None:
     """Rank 0 may hold the store: those who are there shall read the verdict before it ends."""
     end = time.monotonic() + GRACE
     while time.monotonic() < end and not all(store.check([f"read/{r}"]) for r in range(1, world)):
@@ -259,7 +259,7 @@ def _compare(rank: int, world: int, store: dist.Store, facts: dict[str, Any], ti
                 break
         store.set("verdict", verdict or "same")
         if verdict:
-            _wait_until_read(store, world)
+            wait_until_read(store, world)
             _refuse(rank, verdict)
         return
     try:
