@@ -251,7 +251,7 @@ def test_teacher_makes_its_logits_by_the_chunk(tiny: type[Tiny], logits_watch: t
 
 
 def test_unknown_objective_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"'hinge'.*cross-entropy, residual, distillation, z-loss, .*, or p"):
+    with pytest.raises(ConfigError, match=r"'hinge'.*cross-entropy, residual, distillation, z-loss, .*, or "):
         objective_named("hinge")
     assert objective_named("residual") is OBJECTIVES["residual"]
 
