@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from topograd.cli.main import main
+from topograd.runs.folder import Run
 
 SIZE = "--model.layers 2 --model.width 16 --model.heads 2 --model.context 16 --batch 2 --eval-bytes 300"
 
@@ -77,4 +78,23 @@ def backprop(size: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "backprop"
     words = ["--partition", "L", "--steps", "12", "--eval-every", "6", "--seed", "1"]
     assert main(["train", *size, *words, "--out", str(folder), "--json"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six times the same chat."""
+    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    line = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
+    path.write_text((json.dumps(line) + "\n") * 6)
+    return path
+
+
+@pytest.fixture
+def spec(straight: Run, call: Call, tmp_path: Path) -> Path:
+    """A specialist of one layer, as `attach` makes it."""
+    folder = tmp_path / "spec"
+    found = call("attach", straight.folder, "--layers", 1, "--out", folder, "--json").json
+    assert found["insertion_max_abs_logit_delta"] == 0.0
+    assert found["first_layer"] == 2
     return folder

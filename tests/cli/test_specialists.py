@@ -1,8 +1,7 @@
-"""The verbs of specialists, as a program calls them: attach, finetune, probe, compose, generate."""
+"""The verbs of specialists, as a program calls them: attach, finetune, generate, route, align."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,6 @@ import pytest
 from topograd.runs.folder import Run
 
 Call = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    line = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
-    path.write_text((json.dumps(line) + "\n") * 6)
-    return path
-
-
-@pytest.fixture
-def spec(straight: Run, call: Call, tmp_path: Path) -> Path:
-    folder = tmp_path / "spec"
-    found = call("attach", straight.folder, "--layers", 1, "--out", folder, "--json").json
-    assert found["insertion_max_abs_logit_delta"] == 0.0
-    assert found["first_layer"] == 2
-    return folder
 
 
 def tune(call: Call, folder: Path, chat: Path, *words: Any) -> Any:
@@ -53,25 +35,6 @@ def test_from_a_base_to_two_composed_specialists(
     assert [message["role"] for message in spoken["messages"]] == ["user", "assistant"]
     plain = call("generate", base, *words).json
     assert "specialists" not in plain
-    read = call("compose", base, "--specialists", f"{spec},{second}", "--data", chat, "--json").json
-    assert set(read["texts"][0]["nats"]) == {"base", "spec", "second", "together"}
-    assert call("compose", base, "--specialists", spec, "--data", chat).out.startswith("nats a token")
-
-
-def test_probe_has_every_stage(straight: Run, call: Call, spec: Path) -> None:
-    words = ("probe", straight.folder, "--prompt", "sta", "--target", "ge")
-    found = call(*words, "--json").json
-    names = {"stage", "layers", "specialist", "rank", "logit", "probability", "sequence", "top"}
-    assert found["stages"][0].keys() == names
-    assert len(found["stages"]) == 2
-    more = call(*words, "--specialist", spec, "--passage", "loss", "--json").json
-    assert len(more["stages"]) == 3
-    assert len(more["with_passage"]["stages"]) == 3
-    assert more["stages"][2]["logit"] == more["stages"][1]["logit"], "inserted, it changes nothing"
-    spoken = ("probe", straight.folder, "--prompt", "", "--target", "d", "--specialist", spec, "--chat")
-    assert "the base sees 16" in call(*spoken).refusal, "User: and Assistant: are most of its context"
-    assert "path: spec" in call(*words, "--specialist", spec).out
-    assert "ladder" in call("probe", "--help").out
 
 
 def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat: Path) -> None:
@@ -97,12 +60,13 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
         (["finetune", "BASE", "--data", "nowhere"], "is no specialist"),
         (["finetune", "SPEC", "--data", "x", "--rate", "-1"], "--rate is -1"),
         (["finetune", "SPEC", "--data", "CHAT", "--context", "99"], "--context is 99; the base sees 16"),
-        (["probe", "BASE", "--prompt", "x", "--target", ""], "--target is empty"),
-        (["probe", "BASE", "--prompt", "x"], "target"),
         (["generate", "BASE", "--specialists", "nowhere"], "is no specialist: it does not exist"),
         (["generate", "BASE", "--specialists", "SPEC", "--depth", "wand"], "wand is calibrated"),
-        (["generate", "BASE", "--specialists", "SPEC", "--weights", "int8"], "--specialists run in torch"),
-        (["compose", "BASE", "--specialists", "SPEC"], "--data is not given"),
+        (["generate", "BASE", "--router", "SPEC"], "--specialists is not given; give A,B"),
+        (["generate", "BASE", "--specialists", "SPEC", "--router", "SPEC"], "and a router is wanted"),
+        (["generate", "BASE", "--specialists", "SPEC*0.5", "--router", "SPEC"], "have weights, and a router"),
+        (["finetune", "SPEC", "--data", "CHAT", "--tasks", "nowhere"], "nowhere is no folder"),
+        (["finetune", "SPEC", "--data", "CHAT", "--task-items", "0"], "--task-items is 0"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -119,7 +83,20 @@ def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: 
     words = ("route", base, "--specialists", spec, "--out", router)
     found = call(*words, "--data", chat, "--json").json
     assert found["regret"] >= 0
-    assert call(*words, "--prompt", "a?", "--json").json["specialists"] in ({}, {"spec": 1.0})
+    chosen = call(*words, "--prompt", "a?", "--json").json["specialists"]
+    assert chosen in ({}, {"spec": 1.0})
+    given = ("--specialists", spec, "--router", router, "--tokens", 4, "--json")
+    routed = call("generate", base, *given, "--prompt", "a?").json
+    assert routed["specialists"] == chosen, "the router is asked about the prompt"
+    other = ("--specialists", spec) if chosen else ()
+    assert (
+        routed["text"]
+        == call("generate", base, *other, "--tokens", 4, "--prompt", "a?", "--json").json["text"]
+    )
+    assert call("generate", base, *given, "--prompt", "a?", "--chat").json["specialists"] in (
+        {},
+        {"spec": 1.0},
+    )
     assert "give --data to train a router, or --prompt" in call(*words).refusal
     carried = call("align", spec, "--to", base, "--out", tmp_path / "new", "--data", chat, "--json").json
     assert carried["kind"] == "minor"

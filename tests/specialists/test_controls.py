@@ -1,13 +1,16 @@
-"""The control: the same stage with the base's own head trained along moves the base; a dual head does not."""
+"""The controls: the base's own head trained along, and LoRA on the base, move it; a dual head does not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+from torch import nn
 
+from topograd.nn.transformer import TransposedLinear
 from topograd.runs.session import Session
-from topograd.specialists.controls import NAME, read_by, single_head, train
+from topograd.specialists.controls import NAME, lora, read_by, single_head, train
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 from topograd.training.forward import Predictor
@@ -30,3 +33,25 @@ def test_a_single_head_moves_the_base(imported: Session, chats: Path) -> None:
     assert rows[-1]["base_max_abs_logit_delta"] > 0.01
     assert rows[-1]["loss"] < rows[1]["loss"]
     assert all(torch.equal(p, before[name]) for name, p in imported.stack.state_dict().items())
+
+
+@pytest.mark.parametrize("which", ["gpt", "imported"])
+def test_lora_moves_the_base_while_it_is_on(bases: dict[str, Session], which: str, chats: Path) -> None:
+    base = bases[which]
+    before = {name: p.clone() for name, p in base.stack.state_dict().items()}
+    per_rank = sum(
+        sum(m.weight.shape)
+        for m in base.stack.layers.modules()
+        if isinstance(m, nn.Linear | TransposedLinear)
+    )
+    control = lora(base, parameters=2 * per_rank + 1)
+    learning = [p for p in control.stack.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in learning) == 2 * per_rank
+    inputs, targets = rows_of(chats, control, 16)
+    rows = train(control, inputs, targets, FineTune(steps=4, batch=3, save_every=2))
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert rows[0]["base_max_abs_logit_delta"] == 0.0
+    assert rows[-1]["base_max_abs_logit_delta"] > 1e-4
+    assert rows[-1]["bpb"] == rows[-1]["base_bpb"], "there is one path only"
+    assert all(torch.equal(p, before[name]) for name, p in base.stack.state_dict().items())
+    assert all(p.abs().max() > 0 for name, p in control.stack.named_parameters() if name.endswith("lora_b"))

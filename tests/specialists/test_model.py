@@ -11,6 +11,7 @@ from topograd.depth.model import Model
 from topograd.errors import ConfigError, RunError
 from topograd.runs.session import Session
 from topograd.runs.sidecar import update_sidecar
+from topograd.runtime.choice import installed
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.model import Mixed, SpecialistPool, open_composed
 from topograd.training.forward import Predictor
@@ -42,9 +43,15 @@ def by_hand(pool: SpecialistPool, prompt: list[int], weights: dict[str, float], 
     return ids[len(prompt) :]
 
 
+@pytest.mark.parametrize("runtime", ["torch", "onnx"])
 @pytest.mark.parametrize("which", ["gpt", "imported"])
-def test_a_mixed_batch_is_what_each_row_is_alone(bases: Bases, which: str, tmp_path: Path) -> None:
-    pool = SpecialistPool.open(bases[which], folders(bases[which], tmp_path))
+def test_a_mixed_batch_is_what_each_row_is_alone(
+    bases: Bases, which: str, runtime: str, tmp_path: Path
+) -> None:
+    if runtime == "onnx" and not installed():
+        pytest.skip("onnxruntime is not installed")
+    pool = SpecialistPool.open(bases[which], folders(bases[which], tmp_path), runtime=runtime)
+    assert pool.engine.runtime.name == runtime
     prompts = [pool.model().encode(prompt)[:8] for prompt in PROMPTS]
     expected = [by_hand(pool, p, w, 5) for p, w in zip(prompts, ROWS, strict=True)]
     written = pool.generate(prompts, ROWS, tokens=5)

@@ -83,6 +83,10 @@ def preservation_table(result: Mapping[str, Any]) -> Table:
     table.add_column("step", justify="right")
     for name in ("base Δ logit", "base BPB", "base questions", "BPB with it", "questions with it"):
         table.add_column(name, justify="right")
+    tasks = list(result["base_tasks"])
+    for name in tasks:
+        table.add_column(f"base {name}", justify="right")
+        table.add_column(f"{name} with it", justify="right")
     for row in result["preservation"]:
         table.add_row(
             str(row["step"]),
@@ -91,5 +95,6 @@ def preservation_table(result: Mapping[str, Any]) -> Table:
             number(row["base_choices"], 2),
             number(row["bpb"]),
             number(row["choices"], 2),
+            *(number(row[which][name], 2) for name in tasks for which in ("base_tasks", "tasks")),
         )
     return table

@@ -55,6 +55,8 @@ class Generate:
     """A smaller run that drafts, or the folder that topograd retrofit made; by default RUN/draft."""
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3; what each changes is added up."""
+    router: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """What topograd route made: it chooses one of --specialists, or none, for each prompt or message."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="J")] = None
     """The same as --depth prefix:J."""
     temperature: float = 0.0
@@ -96,8 +98,7 @@ def run(argv: list[str]) -> int:
     counts = made.exits(exits)
     if asked.json:
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
-        weights = getattr(model, "weights", None)  # of a composition
-        answer |= {} if weights is None else {"specialists": weights}
+        answer |= _active(model)
         ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
         print_json(answer | _numbers(made, counts) | ran)
     else:
@@ -114,14 +115,23 @@ def run(argv: list[str]) -> int:
 def _model(asked: Generate) -> Model:
     """The run, with the specialists that are asked for."""
     if asked.specialists is not None:
-        if asked.runtime is not None or asked.weights != "float32":
-            raise ConfigError("specialists run by torch in float32; leave --runtime and --weights out")
+        base, chosen = asked.folder or REFERENCE, asked.specialists
+        if asked.router is not None:
+            from topograd.specialists.router import open_routed
+
+            return open_routed(base, chosen, asked.router, asked.runtime, asked.weights)
         from topograd.specialists.model import open_composed
 
-        return open_composed(asked.folder or REFERENCE, asked.specialists)
+        return open_composed(base, chosen, runtime=asked.runtime, weights=asked.weights)
     from topograd.depth.model import load
 
     return load(asked.folder or REFERENCE, runtime=asked.runtime, weights=asked.weights)
+
+
+def _active(model: Model) -> dict[str, Any]:
+    """Which specialists wrote the last text, where there are any."""
+    weights = getattr(model, "weights", None)  # of a composition
+    return {} if weights is None else {"specialists": weights}
 
 
 def _chat(asked: Generate, model: Model, show: Show) -> int:
@@ -147,7 +157,8 @@ def _chat(asked: Generate, model: Model, show: Show) -> int:
         counts = made.exits(len(model.session.plan.predicting())) if messages else []
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "messages": messages}
         numbers = _numbers(made, counts) if messages else {}
-        print_json(answer | {"text": messages[-1]["content"] if messages else ""} | numbers)
+        answer |= {"text": messages[-1]["content"] if messages else ""} | _active(model)
+        print_json(answer | numbers)
     return 0
 
 
@@ -182,10 +193,8 @@ def _typed() -> str | None:
 def _check(asked: Generate) -> None:
     if asked.depth is not None and asked.stages is not None:
         raise ConfigError("--depth and --stages are both given; --stages J is --depth prefix:J, so give one")
-    if asked.specialists is not None and (asked.runtime not in (None, "torch") or asked.weights != "float32"):
-        raise ConfigError(
-            "--specialists run in torch, in the base's own weights; leave --runtime and --weights"
-        )
+    if asked.router is not None and asked.specialists is None:
+        raise ConfigError("--router chooses among specialists, and --specialists is not given; give A,B")
     if asked.html is not None:
         folder = asked.html.parent
         if asked.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -46,14 +46,11 @@ def run(argv: list[str]) -> int:
     asked = parse(Route, argv, "route")
     if (asked.prompt is None) == (not asked.data):
         raise ConfigError("give --data to train a router, or --prompt to ask one that is there, not both")
-    from topograd.specialists.attach import open_specialist
-    from topograd.specialists.composition import parse_specialists
-    from topograd.specialists.model import SpecialistPool
+    from topograd.specialists.model import SpecialistPool, open_named
     from topograd.specialists.records import rows_of
     from topograd.specialists.router import open_router, save_router, train_router
 
-    folders = parse_specialists(asked.specialists)
-    sidecars = {Path(folder).resolve().name: open_specialist(folder) for folder in folders}
+    sidecars, _ = open_named(asked.specialists)
     pool = SpecialistPool.open(asked.folder, sidecars)
     answer: dict[str, Any] = {"run": str(asked.folder), "router": str(asked.out)}
     if asked.prompt is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -258,9 +259,21 @@ class OnnxRuntime:
         return logits.view(*h.shape[:-1], -1)
 
     def _logits(self, flat: Tensor, stage: int) -> Tensor:
-        which = stage if self.stack.has_head(stage) else -1  # stages without a delta share one matrix
+        if (factors := self._factors(stage)) is not None:  # W x + U (V x): all of them share W
+            up, down = factors
+            x = self.stack.projection(stage).normalize(flat)
+            return self._product(flat, -1).addmm_(F.linear(x, down), up.t())
+        return self._product(flat, stage if self.stack.has_head(stage) else -1)
+
+    def _factors(self, stage: int) -> tuple[Tensor, Tensor] | None:
+        """(U, V) of a stage that reads the shared matrix and adds to it; None where its matrix is its own."""
+        head = self.stack.head
+        return None if head.softcap is not None else head.low_rank(stage)
+
+    def _product(self, flat: Tensor, which: int) -> Tensor:
+        """Logits by the matrix of a stage, or by the one (-1) that stages without their own share."""
         if which not in self._heads:
-            self._heads[which] = HeadSession(self.head_graph(stage).session(self.settings), self.stack.width)
+            self._heads[which] = HeadSession(self.head_graph(which).session(self.settings), self.stack.width)
         session = self._heads[which]
         logits = np.empty((len(flat), session.width), np.float32)  # anew: whoever asked may keep it
         binding, h = session.rows(len(flat))
@@ -293,10 +306,14 @@ class OnnxRuntime:
 
     def _some(self, flat: Tensor, stage: int, rows: Tensor) -> Tensor:
         """Logits of some tokens: their rows of the matrix alone are read."""
-        packed = self.made.get(self._head_name(stage))
+        factors = self._factors(stage)
+        packed = self.made.get("head" if factors is not None else self._head_name(stage))
         if packed is None:
             return self.stack.readout(flat, stage, rows)
-        head, projection = self.stack.head, self.stack.projection(stage)
+        head, x = self.stack.head, self.stack.projection(stage).normalize(flat)
         matrix = torch.from_numpy(dequantize(packed.rows(rows.numpy()), flat.shape[-1]))
-        bias = None if head.bias is None else head.bias[rows]
-        return cap(torch.nn.functional.linear(projection.normalize(flat), matrix, bias), head.softcap)
+        z = F.linear(x, matrix, None if head.bias is None else head.bias[rows])
+        if factors is not None:
+            up, down = factors
+            z = z + F.linear(F.linear(x, down), up[rows])
+        return cap(z, head.softcap)

@@ -139,7 +139,7 @@ def open_served(folder: Path, name: str | None, limits: Limits, specialists: Seq
         opened = {path.resolve().name: open_specialist(path) for path in specialists}
         if len(opened) < len(specialists):
             raise ConfigError("--specialists has two folders of one name; rename one")
-        pool = SpecialistPool.open(folder, opened)
+        pool = SpecialistPool.open(folder, opened, runtime="torch")
     session = open_session(folder) if pool is None else pool.attached.base
     model = Model(session, "torch")  # the runtime that runs several rows as one (`depth/rows.py`)
     served = Served(model, limits, name=name or "", specialists=pool)

@@ -44,6 +44,7 @@ from topograd.specialists.composition import composed
 from topograd.specialists.preservation import Preservation, Reading
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
+from topograd.specialists.zero_shot import ZeroShot
 from topograd.training.hidden_states import PlainRows, RowStore, StateLoader, compute_states
 from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import make_optimizers
@@ -92,7 +93,9 @@ class FineTuning:
             make_optimizers(self.stack, settings.optimizer(self.session.config.optimizer)),
             clip=settings.optimizer(self.session.config.optimizer).clip,
         )
-        self.preservation = Preservation(self.session)
+        asked = settings.tasks
+        tasks = None if asked is None else ZeroShot(self.session, asked, settings.task_items)
+        self.preservation = Preservation(self.session, tasks)
         self.step = 0
         self.position: dict[str, int] | None = None
 
@@ -114,6 +117,8 @@ class FineTuning:
             shutil.rmtree(begun)  # of a training that is done: what it learned is in the sidecar
         begun.mkdir()
         settings = replace(settings, data=str(Path(settings.data).absolute()))
+        if settings.tasks is not None:
+            settings = replace(settings, tasks=str(Path(settings.tasks).absolute()))
         write_json(begun / "finetune.json", {"settings": asdict(settings), "data": tuning.digest})
         return tuning
 

@@ -9,6 +9,8 @@ batch runs as one: the base once for all rows, then each specialist that some ro
 each stage on the rows that want it. A row's text is what it would be alone, but for the rounding of another
 batch shape.
 
+The runtime is the base's: ONNX Runtime where it can run the model, else torch (`runtime/choice.py`).
+
 Cost: what is inactive is not run. In a mixed batch a specialist's layers run on every row (they are few), its
 head on its own rows. A low-rank head costs r (vocab + width) beside the base's head, which is read once.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from topograd.depth.engine import AnyCache, Chooser, Emitted, Engine, generate_tokens
 from topograd.depth.model import Generated, Model
+from topograd.depth.modes import engine_of
 from topograd.depth.sampling import Sampling
 from topograd.errors import ConfigError
 from topograd.runs.session import Session, open_session
@@ -37,8 +40,15 @@ from topograd.topology.prediction import Terms
 class SpecialistPool:
     """A base with specialists attached."""
 
-    def __init__(self, attached: Attached, pool: Pool = "deltas") -> None:
+    def __init__(
+        self,
+        attached: Attached,
+        pool: Pool = "deltas",
+        runtime: str | None = None,
+        weights: str = "float32",
+    ) -> None:
         self.attached, self.pool = attached, pool
+        self.runtime, self.precision = runtime, weights
 
     @classmethod
     def open(
@@ -46,6 +56,8 @@ class SpecialistPool:
         base: Session | Path | str,
         specialists: Mapping[str, Path | str | Sidecar],
         pool: Pool = "deltas",
+        runtime: str | None = None,
+        weights: str = "float32",
     ) -> SpecialistPool:
         """The base in a folder with specialists by name; those of another base are refused."""
         opened = {
@@ -53,7 +65,7 @@ class SpecialistPool:
             for name, given in specialists.items()
         }
         session = base if isinstance(base, Session) else _open_base(Path(base), list(opened.values()))
-        return cls(attach(session, opened), pool)
+        return cls(attach(session, opened), pool, runtime, weights)
 
     @property
     def names(self) -> list[str]:
@@ -63,8 +75,7 @@ class SpecialistPool:
     @cached_property
     def engine(self) -> Engine:
         """Base and specialists laid out for decoding; made when it is first used."""
-        context = self.attached.base.config.model.context
-        return Engine(self.attached.stack, self.attached.plan, context)
+        return engine_of(with_plan(self.attached, self.attached.plan), self.runtime, self.precision)
 
     def model(self, weights: Weights | None = None) -> ComposedModel:
         """The base with these specialists active, as a model; without any, the base."""
@@ -153,7 +164,7 @@ class Mixed:
             cache.run(stage)
             h = cache.hidden(stage)
             some = h if len(rows) == len(h) else h[rows]
-            z = self.engine.stack.readout(some, self.engine.plan.stages[stage].head)[:, -1]
+            z = self.engine.runtime.readout(some, self.engine.plan.stages[stage].head)[:, -1]
             if any(weight != 1 for weight in weights):
                 z = z * z.new_tensor(weights)[:, None]
             total = z.new_zeros(len(h), z.shape[-1]) if total is None else total
@@ -169,14 +180,25 @@ class Mixed:
         return [[Emitted(t, exit_) for t in row] for row, exit_ in zip(new, self.exits, strict=True)]
 
 
-def open_composed(base: Path | str, specialists: str, pool: Pool = "deltas") -> ComposedModel:
+def open_composed(
+    base: Path | str,
+    specialists: str,
+    pool: Pool = "deltas",
+    runtime: str | None = None,
+    weights: str = "float32",
+) -> ComposedModel:
     """The base in a folder with specialists as users write them: folders, with weights where not 1."""
+    opened, active = open_named(specialists)
+    return SpecialistPool.open(base, opened, pool, runtime, weights).model(active)
+
+
+def open_named(specialists: str) -> tuple[dict[str, Sidecar], dict[str, float]]:
+    """Specialists as users write them, opened, and their weights; both by the names of the folders."""
     asked = parse_specialists(specialists)
     opened = {Path(folder).resolve().name: open_specialist(folder) for folder in asked}
     if len(opened) < len(asked):
         raise ConfigError(f"specialists {specialists!r} have two folders of one name; rename one")
-    weights = dict(zip(opened, asked.values(), strict=True))
-    return SpecialistPool.open(base, opened, pool).model(weights)
+    return opened, dict(zip(opened, asked.values(), strict=True))
 
 
 def _open_base(folder: Path, sidecars: Sequence[Sidecar]) -> Session:

@@ -8,15 +8,16 @@ byte of the probe text, and the share of small multiple-choice questions that it
 the highest mean log-probability). And the last two for the model with what was added switched on: that is
 what a user sees of forgetting, and what the controls (a single head trained on, LoRA) do to the base too.
 
-The probe set is 16 sentences and 24 questions, in English and Python: a thermometer, not a benchmark. `score`
-and `eval core` measure real tasks. Cost: one forward of a few hundred tokens, two with a specialist.
+The probe set is 16 sentences and 24 questions, in English and Python: a thermometer, not a benchmark. Real
+tasks are read beside it where a folder of CORE's files is given (`zero_shot.py`). Cost: one forward of a few
+hundred tokens, and of the tasks' items.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from topograd.data.loader import IGNORED
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
+from topograd.specialists.zero_shot import ZeroShot
 from topograd.topology.branches import predicting_plan
 from topograd.topology.plan import Plan
 from topograd.training.forward import predict, stage_outputs
@@ -89,6 +91,9 @@ class Reading:
     bpb: float
     """Of the probe sentences, with what was added switched on."""
     choices: float
+    base_tasks: dict[str, float] = field(default_factory=dict)
+    """Accuracy of the base's own path on each zero-shot task, where tasks are read."""
+    tasks: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,7 +102,8 @@ class Reading:
 class Preservation:
     """The probe set, and what a base made of it before."""
 
-    def __init__(self, base: Session) -> None:
+    def __init__(self, base: Session, tasks: ZeroShot | None = None) -> None:
+        self.tasks = tasks
         tokenizer = base.tokenizer
         rows = [tokenizer.encode(text) for text in SENTENCES]
         context = base.config.model.context
@@ -128,8 +134,12 @@ class Preservation:
         now, *on = _logits(stack, plans, self.sentences)
         now = now[..., : self.before.shape[-1]]  # new tokens have logits of their own behind these
         bpbs, choices = [self.bpb_of(z) for z in (now, *on)], self._choices(stack, plans)
+        tasks: list[dict[str, float]] = [{}] if self.tasks is None else self.tasks.read(stack, plans)
         delta = float((now - self.before).abs().max())
-        return Reading(delta, torch.equal(now, self.before), bpbs[0], choices[0], bpbs[-1], choices[-1])
+        same = torch.equal(now, self.before)
+        return Reading(
+            delta, same, bpbs[0], choices[0], bpbs[-1], choices[-1], dict(tasks[0]), dict(tasks[-1])
+        )
 
     def bpb_of(self, logits: Tensor) -> float:
         """Bits per byte of the sentences under some logits of them."""

@@ -12,8 +12,9 @@ On rows that it was not trained on, beside always the base, always each speciali
 The hidden state is normalised, and position 0 is left out: in imported models it is thousands of times
 longer.
 
-A router is a sidecar of kind "router" that names its specialists by digest. Cost: the base's state is there
-anyway; two small products. Limits: it chooses once for a request, not for each token.
+A router is a sidecar of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
+prompt. Cost: the base reads the prompt once more, and two small products. Limits: it chooses once for a
+request, not for each token.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from topograd.depth.model import Generated, check_request
 from topograd.errors import ConfigError, RunError
 from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar, open_sidecar
 from topograd.specialists.attach import Attached
-from topograd.specialists.composition import Weights
+from topograd.specialists.composition import Weights, parse_specialists
 from topograd.specialists.interference import token_losses
+from topograd.specialists.model import ComposedModel, SpecialistPool, open_named
 from topograd.training.forward import stage_outputs
 
 KIND = "router"
@@ -59,7 +62,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def choose(self, attached: Attached, tokens: Sequence[int]) -> Weights:
         """The specialist that a prompt wants, as weights; none is the base."""
-        x = features(attached, torch.tensor([list(tokens)]))
+        seen = list(tokens)[-attached.base.config.model.context :]
+        x = features(attached, torch.tensor([seen]))
         name = self.names[int(self(x).argmax())]
         return {} if name == BASE else {name: 1.0}
 
@@ -175,3 +179,35 @@ def open_router(folder: Path | str, attached: Attached, sidecars: Mapping[str, S
     router = Router(attached.stack.width, list(attached.stages))
     router.load_state_dict(sidecar.tensors)
     return router.requires_grad_(False)
+
+
+class RoutedModel(ComposedModel):
+    """A base whose router chooses a specialist, or none, for each prompt; `weights` are those of the last."""
+
+    def __init__(self, pool: SpecialistPool, router: Router) -> None:
+        super().__init__(pool, {})
+        self.router = router
+
+    def generate(self, prompt: str | Sequence[int] = "", tokens: int = 200, **settings: Any) -> Generated:
+        """As `Model.generate`, with what the router chooses for this prompt."""
+        check_request(prompt, tokens)
+        begun = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.weights = dict(self.router.choose(self.pool.attached, begun))
+        return self.pool.model(self.weights).generate(prompt, tokens, **settings)
+
+
+def open_routed(
+    base: Path | str,
+    specialists: str,
+    router: Path | str,
+    runtime: str | None = None,
+    weights: str = "float32",
+) -> RoutedModel:
+    """The base in a folder with specialists as users write them, of which a router chooses."""
+    if any(weight != 1 for weight in parse_specialists(specialists).values()):
+        raise ConfigError(
+            f"specialists {specialists!r} have weights, and a router chooses one of them or none; write A,B"
+        )
+    sidecars, _ = open_named(specialists)
+    pool = SpecialistPool.open(base, sidecars, runtime=runtime, weights=weights)
+    return RoutedModel(pool, open_router(router, pool.attached, sidecars))

@@ -38,9 +38,14 @@ class FineTune:
     """Steps between checkpoints, each with a reading of the base."""
     keep_states: bool | None = None
     """Compute the base's hidden states once; by default where every row is seen more than once."""
+    tasks: str | None = None
+    """A folder with task files such as copa.jsonl: those without examples are asked at every checkpoint."""
+    task_items: int = 50
+    """Items of each task that are asked."""
 
     def __post_init__(self) -> None:
         check_numbers(self, steps=REPEATS, batch=SIZE, context=SIZE, seed=SEED, save_every=REPEATS)
+        check_numbers(self, task_items=REPEATS)
         check_numbers(self, rate=(0, 1000), head_rate=(0, 1000), weight_decay=(0, 1000))
         check_numbers(self, average=(0, 0.999999), warmup=(0, 1), warmdown=(0, 1))
 
