@@ -153,6 +153,14 @@ def test_the_digits_of_scikit_learn() -> None:
     assert data.train.images.max() == 240
 
 
+def test_what_is_held_out_is_not_learned_from(idx_folder: Path) -> None:
+    train = read_images(idx_folder).train
+    rest, held = train.held_out(4)
+    assert torch.equal(held.images, train.images[3::4])
+    assert len(rest) + len(held) == len(train)
+    assert torch.equal(rest.labels[:4], train.labels[[0, 1, 2, 4]])
+
+
 def test_a_sample_is_spaced_evenly(idx_folder: Path) -> None:
     test = read_images(idx_folder).test
     assert test.sample(1000) is test

@@ -34,9 +34,9 @@ def test_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.usefixtures("miniature")
-def test_rates_are_tuned_on_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_tuned_on_another_seed_and_other_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(continual.PRESETS, "tiny", Scale((6,), 1, 8, 1, 8, (0.0, 0.01), tuned=True))
-    seeds = []
+    seeds, judged = [], []
     real = continual.learn
     monkeypatch.setattr(continual, "METHODS", {"finetune": continual.METHODS["finetune"]})
     monkeypatch.setattr(continual, "SCENARIOS", ("class",))
@@ -45,11 +45,13 @@ def test_rates_are_tuned_on_another_seed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watched(*args: object) -> object:
         seeds.append(args[-1])
+        judged.append(args[2][0].test)  # type: ignore[index]
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(continual, "learn", watched)
     continual.run("tiny", 1, lambda done, total: None)
     assert seeds == [continual.TUNING_SEED, continual.TUNING_SEED, 0]
+    assert [len(pictures) for pictures in judged] == [1, 1, 4]
 
 
 def test_studies_with_data_of_their_own_refuse_other(capsys: pytest.CaptureFixture[str]) -> None:

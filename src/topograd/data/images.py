@@ -63,6 +63,11 @@ class Pictures:
             return self
         return self.chosen(torch.arange(most) * len(self) // most)
 
+    def held_out(self, every: int) -> tuple[Pictures, Pictures]:
+        """All but each `every`-th picture, and those."""
+        held = torch.arange(len(self)) % every == every - 1
+        return self.chosen(~held), self.chosen(held)
+
 
 @dataclass(frozen=True)
 class ImageData:

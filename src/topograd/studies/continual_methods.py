@@ -1,12 +1,15 @@
 """Ways to learn tasks one after another, all through the one executor.
 
-    finetune      backprop on each task in turn joint         backprop on all tasks so far: what forgetting
-    nothing would give ewc           finetune + Σ_i (c/2) F_i (θ_i - θ*_i)²     F the diagonal of the Fisher
-    matrix, summed over tasks lwf           finetune + distillation from the network as it was before the task
-    replay        finetune on batches of which half are kept pictures of earlier tasks poe-kd        stages
-    with losses of their own, each distilled from the product of all stages before the task poe-shrink    the
-    same network, its stages weighted by 1 - H / log C when it predicts (retroactive shrinkage) specialists
-    a base that is frozen after the first task, a stage and a head for each task, and a router:
+    finetune      backprop on each task in turn
+    joint         backprop on all tasks so far: what forgetting nothing would give
+    ewc           finetune + Σ_i (c/2) F_i (θ_i - θ*_i)²; F the Fisher matrix's diagonal, summed over tasks
+    lwf           finetune + distillation from the network as it was before the task
+    replay        finetune on batches of which half are kept pictures of earlier tasks
+    poe-kd        stages with losses of their own, each distilled from the product of all stages before the
+                  task
+    poe-shrink    the same network, its stages weighted by 1 - H / log C when it predicts (retroactive
+                  shrinkage)
+    specialists   a base that is frozen after the first task, a stage and a head for each task, and a router:
                   the task whose mean base features lie nearest names the specialist
 
 EWC: Kirkpatrick et al. 2017, with labels drawn from the network itself. LwF: Li and Hoiem 2016. Distillation

@@ -58,6 +58,11 @@ def split(data: ImageData, scenario: Scenario, most: int | None = None) -> list[
     return tasks
 
 
+def for_tuning(tasks: Sequence[TaskData], every: int = 5) -> list[TaskData]:
+    """The same tasks judged by one in `every` of their pictures to learn from, which are not learned from."""
+    return [TaskData(task.classes, *task.train.held_out(every)) for task in tasks]
+
+
 def _only(pictures: Pictures, classes: tuple[int, ...], scenario: Scenario) -> Pictures:
     rows = torch.isin(pictures.labels, torch.tensor(classes)).nonzero().flatten()
     chosen = pictures.chosen(rows)

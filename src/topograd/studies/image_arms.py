@@ -1,7 +1,8 @@
 """Arms of the studies on pictures: a network, a topology and an objective, trained from a seed's weights.
 
 For a seed every arm sees the same pictures in the same order, for as many steps, and networks of one shape
-start from the same weights. An arm's learning rate is chosen among a few, on a seed that is not reported.
+start from the same weights. An arm's learning rate is chosen among a few, on a seed that is not reported and
+on pictures that judge nothing else: a part of those to learn from, which that training does not see.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from topograd.training.executor import train_step
 from topograd.training.image_evaluation import ImageEvaluation, evaluate_images
 
 TUNING_SEED = 1000
+HELD_OUT = 10
+"""One in so many of the pictures to learn from judges the rates."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,15 @@ def train(
 
 
 def best_rate(group: Group, arm: Arm, data: ImageData) -> float:
-    """The rate with the best accuracy on the seed of tuning; the only one where there is one."""
+    """The rate with the best accuracy on pictures that are held out of the training; the only one where there
+    is one."""
     if len(group.rates) < 2:
         return group.rates[0]
-    found = {rate: train(group, arm, data, TUNING_SEED, rate)[2].accuracy.prediction for rate in group.rates}
+    rest, held = data.train.held_out(HELD_OUT)
+    tuning = replace(data, train=rest, test=held.sample(len(data.test)))
+    found = {
+        rate: train(group, arm, tuning, TUNING_SEED, rate)[2].accuracy.prediction for rate in group.rates
+    }
     return max(found, key=lambda rate: found[rate])
 
 
