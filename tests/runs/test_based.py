@@ -17,6 +17,7 @@ from topograd.errors import CheckpointError, RunError
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
+from topograd.runs.tune_config import PARTIAL
 from topograd.training.forward import Predictor, stage_logits
 from topograd.training.trainer import resume, start
 
@@ -32,7 +33,7 @@ def base(straight: Run, tmp_path: Path) -> Path:
 @pytest.fixture
 def tune(config: TrainConfig, base: Path, tmp_path: Path) -> Tune:
     def make(name: str = "tuned", stop_after: int | None = None, **changes: Any) -> Path:
-        settings = {n: changes.pop(n) for n in ("lora_rank", "frozen", "first_layer") if n in changes}
+        settings = {n: changes.pop(n) for n in PARTIAL if n in changes}
         asked = replace(config, init=str(base), steps=6, tune=replace(config.tune, **settings))
         start(asked.changed(**changes), tmp_path / name).train(stop_after)
         return tmp_path / name
@@ -80,7 +81,20 @@ def test_only_later_layers_learn(tune: Tune, base: Path) -> None:
     assert all(name.startswith("layers.1.") for name in changed)
 
 
-@pytest.mark.parametrize("how", [{"lora_rank": 2}, {"frozen": True}, {"first_layer": 1, "lora_rank": 2}])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_stage_goes_on_alone(tune: Tune, base: Path, stage: int) -> None:
+    tuned = tune(only_stage=stage)
+    ours, theirs = (open_session(folder).stack.state_dict() for folder in (tuned, base))
+    assert ours.keys() == theirs.keys()
+    changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert changed
+    assert all(name.startswith(f"layers.{stage - 1}.") for name in changed)
+    assert len(open_session(tuned).plan.predicting()) == 2, "the others predict as before"
+
+
+@pytest.mark.parametrize(
+    "how", [{"lora_rank": 2}, {"frozen": True}, {"first_layer": 1, "lora_rank": 2}, {"only_stage": 1}]
+)
 def test_stopped_and_resumed_it_is_the_same(tune: Tune, how: dict[str, Any]) -> None:
     whole, cut = tune("whole", **how), tune("cut", stop_after=3, **how)
     resume(cut).train()

@@ -47,6 +47,8 @@ def test_what_is_kept(config: TrainConfig, straight: Run) -> None:
     taught = asked(config, straight, frozen=True).changed(objective="distillation", teacher="self")
     assert layers(taught) == (1, 2)
     assert layers(asked(config, straight, first_layer=1)) == (1,)
+    assert layers(asked(config, straight, only_stage=2)) == (1,)
+    assert layers(asked(config, straight, only_stage=1)) == ()
     assert layers(asked(config, straight, lora_rank=2)) == ()
     assert layers(asked(config, straight, frozen=True, states="none")) == ()
     bused = asked(config, straight, first_layer=1).changed(source="embedding")

@@ -118,6 +118,8 @@ def _learned(config: TrainConfig) -> str:
         how = f"heads of rank {tune.exit_rank} at the exits learned; full depth is the base's, bit for bit"
     elif tune.lora_rank:
         how = f"corrections of rank {tune.lora_rank} to its layers learned (LoRA)"
+    elif tune.only_stage:
+        how = f"stage {tune.only_stage} alone learned"
     else:
         how = "all of it learned"
     behind = f" from layer {tune.first_layer} on" if tune.first_layer else ""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from topograd.errors import ConfigError
-from topograd.topology.dag import EMBEDDING, Topology
+from topograd.topology.dag import EMBEDDING, Stage, Topology
 
 EXIT_RANK = 64
-PARTIAL = ("frozen", "lora_rank", "first_layer")
+PARTIAL = ("frozen", "lora_rank", "first_layer", "only_stage")
 """Settings that leave most of a base as it is."""
 
 
@@ -23,6 +24,8 @@ class TuneConfig:
     """Corrections are scaled by this over the rank; twice the rank if not given."""
     first_layer: int = 0
     """Layers before this one stay as they are, as do embedding and head; their states are computed once."""
+    only_stage: int = 0
+    """This stage alone learns, counted from 1; all else stays as it is, bit for bit; 0 lets all learn."""
     frozen: bool = False
     """The model stays as it is, bit for bit; only heads of low rank at the exits before the last learn."""
     exit_rank: int = EXIT_RANK
@@ -43,6 +46,11 @@ class TuneConfig:
             raise ConfigError(f"lora_alpha is {self.lora_alpha}; it must be positive and below 1e6")
         if self.first_layer < 0:
             raise ConfigError(f"first_layer is {self.first_layer}; it must be at least 0")
+        if self.only_stage < 0:
+            raise ConfigError(f"only_stage is {self.only_stage}; it must be at least 1, or 0 for all stages")
+        if self.only_stage and (self.first_layer or self.lora_rank):
+            other = "first_layer" if self.first_layer else "lora_rank"
+            raise ConfigError(f"only_stage and {other} are both given; one stage learns whole, so give one")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window is {self.window}; it must be at least 1")
         if self.exit_rank < 1:
@@ -51,7 +59,7 @@ class TuneConfig:
             raise ConfigError(f"layer_dropout is {self.layer_dropout}; it must lie in 0 to below 1")
         if self.exit_rank != EXIT_RANK and not self.frozen:
             raise ConfigError(f"exit_rank is {self.exit_rank}, which nothing uses; give frozen too")
-        for name in ("lora_rank", "first_layer", "layer_dropout"):
+        for name in ("lora_rank", "first_layer", "only_stage", "layer_dropout"):
             if self.frozen and getattr(self, name):
                 raise ConfigError(f"frozen and {name} are both given; a frozen model learns only its exits")
 
@@ -71,17 +79,15 @@ class TuneConfig:
                     f"first_layer is {self.first_layer}; it must be the start of a stage: "
                     f"{allowed or 'give a partition, as 20,10'}"
                 )
-            for k, stage in enumerate(stages):
-                if stage.start < self.first_layer:
-                    stages[k] = replace(stage, frozen=True, weight=0.0)
-                else:
-                    sources = tuple(
-                        edge
-                        if edge.source == EMBEDDING or not stages[edge.source].frozen
-                        else replace(edge, transmissivity=0.0)
-                        for edge in stage.sources
-                    )
-                    stages[k] = replace(stage, sources=sources)
+            stages = _frozen(stages, [k for k, start in enumerate(starts) if start < self.first_layer])
+        if self.only_stage:
+            learns = self.only_stage - 1
+            if learns >= len(stages) or not stages[learns].weight:
+                allowed = ", ".join(str(k) for k, stage in enumerate(stages, 1) if stage.weight)
+                raise ConfigError(
+                    f"only_stage is {self.only_stage}; it must be a stage with a loss: {allowed}"
+                )
+            stages = _frozen(stages, [k for k in range(len(stages)) if k != learns])
         if self.frozen:
             if len(stages) < 2:
                 raise ConfigError("frozen leaves nothing to learn: give a partition with exits, as 10,10,10")
@@ -89,3 +95,21 @@ class TuneConfig:
                 raise ConfigError("frozen gives every exit a head of its own; leave stage-heads out")
             stages[-1] = replace(stages[-1], frozen=True, weight=0.0)
         return replace(topology, stages=tuple(stages))
+
+
+def _frozen(stages: Sequence[Stage], still: Container[int]) -> list[Stage]:
+    """The stages, some of them frozen; no gradient goes to those."""
+    return [
+        replace(stage, frozen=True, weight=0.0)
+        if k in still
+        else replace(
+            stage,
+            sources=tuple(
+                replace(edge, transmissivity=0.0)
+                if edge.source != EMBEDDING and edge.source in still
+                else edge
+                for edge in stage.sources
+            ),
+        )
+        for k, stage in enumerate(stages)
+    ]

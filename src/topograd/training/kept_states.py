@@ -29,14 +29,19 @@ FOLDER = "states"
 def kept_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
     """The layers after which the states of the trunk are kept; none where it learns, or is no plain chain."""
     tune = config.tune
-    if tune.states == "none" or not (tune.frozen or tune.first_layer) or not _is_chain(plan):
+    if (
+        tune.states == "none"
+        or not (tune.frozen or tune.first_layer or tune.only_stage)
+        or not _is_chain(plan)
+    ):
         return ()
     last = len(plan.stages) - 1
     if tune.frozen:
         read = [planned for planned in plan.stages if planned.scale > 0]
         stops = {planned.stage.stop for planned in read}
         return tuple(sorted(stops | ({plan.stages[last].stage.stop} if _taught(config) else set())))
-    return (tune.first_layer,)
+    first = plan.stages[tune.only_stage - 1].stage.start if tune.only_stage else tune.first_layer
+    return (first,) if first else ()
 
 
 def open_states_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
