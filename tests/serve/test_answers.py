@@ -46,6 +46,7 @@ def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: Served, job:
     assert choice["text"] == "é"
     assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert choice["logprobs"]["token_logprobs"] == [-1.0, -9999.0]
+    assert choice["logprobs"]["text_offset"] == [0, 0], "both are of the first character"
     assert finite(-0.5) == -0.5
 
 
@@ -83,6 +84,32 @@ def test_chunks_with_an_echo_come_after_the_prompts_scores(served: Served, job: 
     assert usage["usage"]["prompt_tokens"] == len(job.prompt)
 
 
+def test_the_token_that_ends_a_text_is_scored_but_not_shown(served: Served, job: Job) -> None:
+    """lm-eval drops the last score, that of the token it did not ask for: there must be one."""
+    ended = Progress(
+        (Written(97, "a", 3, score=Scored(-1.0)), Written(5, "", 3, score=Scored(-2.0), end=True)),
+        finish="stop",
+    )
+    for stream in (False, True):
+        fields = {"logprobs": 0, "stages": True, "stream": stream}
+        answer = Answer(served, read(COMPLETION, fields), [job], chat=False)
+        if stream:
+            (choice,) = _chunks(answer, ended)[0]["choices"]
+        else:
+            answer.choices[0].take(ended)
+            (choice,) = answer.whole()["choices"]
+        assert choice["text"] == "a"
+        assert choice["logprobs"]["token_logprobs"] == [-1.0, -2.0]
+        assert [token["id"] for token in choice["tokens"]] == [97]
+    said = {"messages": [{"role": "user"}], "logprobs": True, "stream": True}
+    chunks = _chunks(Answer(served, read(CHAT, said), [job], chat=True), ended)
+    assert [len((chunk["choices"][0]["logprobs"] or {"content": ()})["content"]) for chunk in chunks] == [
+        0,
+        1,
+        0,
+    ]
+
+
 def test_times_and_errors(served: Served, job: Job) -> None:
     clock = job.timings
     clock.asked, clock.admitted, clock.first, clock.finished = 0.0, 1.0, 2.0, 4.0
@@ -90,6 +117,8 @@ def test_times_and_errors(served: Served, job: Job) -> None:
     found = timings([job])
     assert (found["queued_ms"], found["first_token_ms"], found["total_ms"]) == (1000, 2000, 4000)
     assert (found["tokens_per_second"], found["acceptance"], found["mean_stage"]) == (1.0, 0.75, 2.0)
+    clock.at_first = 3
+    assert timings([job])["tokens_per_second"] is None, "all came at once"
     kinds = [error_body("a", status)["error"]["type"] for status in (400, 401, 429, 500, 503)]
     assert kinds == [
         "invalid_request_error",

@@ -213,6 +213,12 @@ def test_tokens_and_candidates(client: httpx.Client, served: Served) -> None:
     found = client.post("/tokenize", json={"content": "def read("}).json()
     assert served.decode(found["tokens"]) == "".join(found["pieces"]) == "def read("
     assert found["count"] == len(found["tokens"])
+    again = client.post("/detokenize", json={"tokens": found["tokens"]}).json()
+    assert again["prompt"] == "def read("
+    assert client.post("/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
+    bare = client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()
+    assert bare["tokens"] == []
+    assert client.get("/tokenizer_info").json()["eos_token"] is None, "its separator has no spelling"
     answer = client.post("/v1/candidates", json={"tokens": found["tokens"], "top": 2}).json()
     assert len(answer["stages"]) == 4
     assert all(len(stage) == len(found["tokens"]) - 1 for stage in answer["stages"])

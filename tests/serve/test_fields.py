@@ -34,7 +34,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": [""]}, "stop"),
     ({"stop": ["a"] * 17}, "stop has 17 items"),
     ({"logit_bias": {"5": 1}}, "logit_bias has 1 entries"),
-    ({"frequency_penalty": 1}, "frequency_penalty is 1; it must be from 0 to 0"),
+    ({"frequency_penalty": 1}, "frequency_penalty is 1; this server knows only 0"),
     ({"suffix": "x"}, "suffix"),
     ({"stream_options": {"more": 1}}, "stream_options has 'more'"),
     ({"temprature": 1}, "'temprature' is unknown"),

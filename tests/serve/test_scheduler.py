@@ -87,6 +87,19 @@ def test_scores_are_the_models_log_probabilities(make_desk: Callable[..., Any]) 
             assert [t for t, _ in everything[place].top] == best.indices.tolist()
 
 
+def test_a_prompt_of_one_token_and_drafts_that_nobody_asked_for(make_desk: Callable[..., Any]) -> None:
+    desk = make_desk(rows=1)
+    short = desk.job([100], 0, logprobs=1, score_prompt=True)
+    desk.scheduler.add([short])
+    desk.run()
+    assert [p.prompt for p in desk.told[short.number] if p.prompt is not None] == [(None,)]
+    for tokens in (1, 2, 3, 6):
+        job = desk.job([100, 101, 99, 100, 101, 99, 100, 101, 99], tokens, "speculate:lookup")
+        desk.scheduler.add([job])
+        desk.run()
+        assert 0 <= job.timings.accepted <= min(job.timings.drafted, tokens)
+
+
 def test_candidates_of_every_stage(make_desk: Callable[..., Any]) -> None:
     desk = make_desk(rows=1, chunk=4)
     prompt = [100, 101, 99, 104, 98]
@@ -211,9 +224,9 @@ def test_stops_ends_and_text(make_desk: Callable[..., Any]) -> None:
     ended = desk.job([100, 101], 8, ends=frozenset([tokens[4]]))
     desk.scheduler.add([ended])
     desk.run()
-    assert desk.tokens(ended) == tokens[: tokens.index(tokens[4])]
+    assert desk.tokens(ended) == tokens[: tokens.index(tokens[4]) + 1]
     assert desk.finish(ended) == "stop"
-    assert desk.told[ended.number][-1].written == ()
+    assert [(w.text, w.end) for w in desk.told[ended.number][-1].written] == [("", True)]
 
 
 def test_memory_of_rows_is_bounded(make_desk: Callable[..., Any]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from topograd.serve import worker as module
 from topograd.serve.worker import Inbox, Worker
 
 
@@ -34,6 +38,43 @@ def test_every_text_ends_and_so_does_the_thread(make_desk: Callable[..., Any]) -
     assert not worker.alive
     assert worker.busy == (0, 0)
     assert not worker.room(6)
+
+
+async def _writes(worker: Worker, desk: Any, waits: float) -> list[int]:
+    """How many tokens came with each hand-over, if a step takes `waits` seconds."""
+    inbox: Inbox = asyncio.Queue()
+    job = desk.job([100], 9)
+    job.tell = worker.tell(inbox, 0)
+    plain = worker.scheduler.step
+
+    def step() -> bool:
+        time.sleep(waits)
+        return plain()
+
+    worker.scheduler.step = step  # type: ignore[method-assign]
+    counts: list[int] = []
+    deliver = worker._deliver
+
+    def counted() -> None:
+        counts.append(sum(len(progress.written) for _, _, progress in worker._told))
+        deliver()
+
+    worker._deliver = counted  # type: ignore[method-assign]
+    worker.start(asyncio.get_running_loop())
+    worker.submit([job])
+    while (await inbox.get())[1].finish is None:
+        pass
+    await asyncio.to_thread(worker.stop)
+    return [count for count in counts if count]
+
+
+def test_tokens_of_short_steps_are_handed_over_together(
+    make_desk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for together, waits, expected in ((60.0, 0.0, [1, 8]), (0.001, 0.002, [1] * 9)):
+        monkeypatch.setattr(module, "TOGETHER", together)
+        desk = make_desk(rows=1)
+        assert asyncio.run(_writes(Worker(desk.scheduler), desk, waits)) == expected
 
 
 async def _stopped(worker: Worker, desk: Any) -> str | None:

@@ -7,6 +7,7 @@ chunk of a chat's choice has the role; the usage is a chunk of its own, only if 
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import secrets
@@ -29,6 +30,8 @@ class Choice:
         self.finish: str | None = None
         self.begun = False
         """Whether its first chunk was sent."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
 
     def take(self, progress: Progress) -> str:
         """Add what is new; the new text."""
@@ -39,6 +42,12 @@ class Choice:
             self.prompt = progress.prompt
         self.finish = progress.finish
         return new
+
+    def offset(self, piece: bytes) -> int:
+        """Where the next token begins in the text; in the middle of a character, where that begins."""
+        here = self._characters
+        self._characters += len(self._decoder.decode(piece))
+        return here
 
 
 class Answer:
@@ -58,6 +67,8 @@ class Answer:
             "model": asked["model"] or served.name,
             "system_fingerprint": served.fingerprint,
         }
+        self._begins = event(self.head).rpartition("}")[0]
+        """How every chunk begins, written once."""
 
     def whole(self) -> dict[str, Any]:
         """The answer to a request that does not stream."""
@@ -67,7 +78,7 @@ class Answer:
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         text = self._echoed(choice) + choice.text
-        scored = self._logprobs(choice, choice.written, 0, self.echo) if self.scored else None
+        scored = self._logprobs(choice, choice.written, self.echo) if self.scored else None
         answer: dict[str, Any] = {"index": index, "logprobs": scored, "finish_reason": choice.finish}
         if self.chat:
             answer["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -94,7 +105,6 @@ class Answer:
     def chunks(self, index: int, progress: Progress) -> Iterator[str]:
         """What a stream says of some progress."""
         choice = self.choices[index]
-        before = len(choice.text)
         if not choice.begun and (progress.written or progress.finish or (self.chat and not choice.begun)):
             if self.chat:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
@@ -102,16 +112,16 @@ class Answer:
             elif self.echo and (not self.scored or choice.prompt or progress.prompt):
                 choice.prompt = choice.prompt or progress.prompt or ()
                 first: dict[str, Any] = {"text": self._echoed(choice)}
-                first["logprobs"] = self._logprobs(choice, (), 0, True) if self.scored else None
+                first["logprobs"] = self._logprobs(choice, (), True) if self.scored else None
                 yield self._chunk(index, first)
                 choice.begun = True
         new = choice.take(progress)
         if not progress.written and not progress.finish:
             return
-        offset = before + (len(self._echoed(choice)) if self.echo else 0)
-        scored = self._logprobs(choice, progress.written, offset, False) if self.scored else None
-        body: dict[str, Any] = {"logprobs": scored, **self._stages(progress.written)}
-        if new or progress.written:
+        told = self._told(progress.written)
+        scored = self._logprobs(choice, told, False) if self.scored else None
+        body: dict[str, Any] = {"logprobs": scored, **self._stages(told)}
+        if new or told:
             words = {"delta": {"content": new}} if self.chat else {"text": new}
             if not self.chat and progress.finish:
                 yield self._chunk(index, {**words, **body}, progress.finish, choice)
@@ -124,28 +134,37 @@ class Answer:
     def _chunk(
         self, index: int, words: Mapping[str, Any], finish: str | None = None, ended: Choice | None = None
     ) -> str:
-        chunk: dict[str, Any] = {**self.head, "choices": [{"index": index, **words, "finish_reason": finish}]}
+        chunk: dict[str, Any] = {"choices": [{"index": index, **words, "finish_reason": finish}]}
         if self.usage_asked:
             chunk["usage"] = None
         if ended is not None:
             chunk["timings"] = timings([ended.job])
-        return event(chunk)
+        return f"{self._begins},{_json(chunk)[1:]}\n\n"
 
     def end(self) -> str:
         """The end of a stream."""
         usage = event({**self.head, "choices": [], "usage": self.usage()}) if self.usage_asked else ""
         return usage + "data: [DONE]\n\n"
 
+    def _told(self, written: Sequence[Written]) -> list[Written]:
+        """The tokens that are told: that which ended a text only among scores of a completion.
+
+        There a client may count on one entry for each token written, as lm-eval does.
+        """
+        return [w for w in written if not w.end or (self.scored and not self.chat)]
+
     def _stages(self, written: Sequence[Written]) -> dict[str, Any]:
         if not self.asked["stages"]:
             return {}
-        each = [{"id": w.token, "text": w.text, "stage": w.stage + 1, "drafted": w.drafted} for w in written]
+        each = [
+            {"id": w.token, "text": w.text, "stage": w.stage + 1, "drafted": w.drafted}
+            for w in written
+            if not w.end
+        ]
         return {"tokens": each}
 
-    def _logprobs(
-        self, choice: Choice, written: Sequence[Written], offset: int, prompt: bool
-    ) -> dict[str, Any]:
-        tokens = [(w.token, w.score) for w in written]
+    def _logprobs(self, choice: Choice, written: Sequence[Written], prompt: bool) -> dict[str, Any]:
+        tokens = [(w.token, w.score) for w in self._told(written)]
         if prompt:
             tokens = [*zip(choice.job.prompt, choice.prompt, strict=False), *tokens]
         if self.chat:
@@ -153,8 +172,7 @@ class Answer:
         texts, offsets = [], []
         for token, _ in tokens:
             texts.append(self._name(token))
-            offsets.append(offset)
-            offset += len(self.served.piece(token).decode("utf-8", "replace"))
+            offsets.append(choice.offset(self.served.piece(token)))
         asked = self.asked["logprobs"]
         return {
             "tokens": texts,
@@ -207,7 +225,8 @@ def timings(jobs: Sequence[Job]) -> dict[str, Any]:
     drafted = sum(clock.drafted for clock in clocks)
     accepted = sum(clock.accepted for clock in clocks)
     writing = None if first is None else done - first
-    speed = (tokens - len(jobs)) / writing if writing and tokens > len(jobs) else None
+    later = tokens - sum(clock.at_first for clock in clocks)
+    speed = later / writing if writing and later > 0 else None
     return {
         "queued_ms": _ms(admitted - asked),
         "first_token_ms": None if first is None else _ms(first - asked),
@@ -229,7 +248,10 @@ def _ms(seconds: float) -> float:
 
 def event(value: Mapping[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_json(value)}\n\n"
+
+
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def error_body(

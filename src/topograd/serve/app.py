@@ -25,7 +25,16 @@ from starlette.routing import Route
 
 from topograd.serve.answers import Answer, error_body, event
 from topograd.serve.chats import Chats
-from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, TOKENIZE, Field, RequestError, read
+from topograd.serve.fields import (
+    CANDIDATES,
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    TOKENIZE,
+    Field,
+    RequestError,
+    read,
+)
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.models import describe
@@ -58,6 +67,8 @@ class Service:
                 Route("/v1/models", self.models, methods=get),
                 Route("/v1/models/{model:path}", self.model, methods=get),
                 Route("/tokenize", self.tokenize, methods=post),
+                Route("/detokenize", self.detokenize, methods=post),
+                Route("/tokenizer_info", self.tokenizer_info, methods=get),
                 Route("/health", self.health, methods=get),
                 Route("/metrics", self.metrics, methods=get),
                 Route("/openapi.json", self.openapi, methods=get),
@@ -105,11 +116,21 @@ class Service:
         if (asked["prompt"] is None) == (asked["content"] is None):
             raise RequestError("give the text as prompt, or as content, but not as both", "prompt")
         text = asked["content"] if asked["prompt"] is None else asked["prompt"]
-        way = self.served.encode if asked["add_special_tokens"] else self.served.tokenizer.encode
+        way = self.served.encode if asked["add_special_tokens"] else self.served.encode_bare
         tokens = await asyncio.to_thread(way, text)
         body = {"tokens": tokens, "count": len(tokens), "max_model_len": self.served.context}
         pieces = [self.served.piece(token).decode("utf-8", "replace") for token in tokens]
         return JSONResponse({**body, "pieces": pieces})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._asked(request, DETOKENIZE)
+        self.served.depth(asked)
+        tokens = self.served.checked(asked["tokens"], "tokens")
+        return JSONResponse({"prompt": self.served.decode(tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What lm-eval asks for, so that it needs no tokenizer of its own."""
+        return JSONResponse({**self.served.special_tokens, "chat_template": self.chats.template})
 
     async def completions(self, request: Request) -> Response:
         asked = await self._asked(request, COMPLETION)
@@ -145,7 +166,7 @@ class Service:
         """What each stage would have written behind each token, and how sure it was of the one that came."""
         asked = await self._asked(request, CANDIDATES)
         self.served.depth(asked)
-        tokens = self.served.checked(asked["tokens"])
+        tokens = self.served.checked(asked["tokens"], "tokens")
         inbox: Inbox = asyncio.Queue()
         plain = {"n": 1, "depth": "full", "model": None, "stop": (), "seed": 0, "temperature": 0}
         plain |= {"top_k": None, "top_p": 1, "ignore_eos": False, "specialists": (), "weights": None}
@@ -204,19 +225,21 @@ class Service:
     async def _events(self, answer: Answer, inbox: Inbox) -> AsyncIterator[str]:
         left = len(answer.choices)
         while left:
-            index, progress = await inbox.get()
-            if progress.finish in ("error", "cancelled"):
-                _cancel([choice.job for choice in answer.choices])
-                try:
-                    _check(progress)
-                except RequestError as error:
-                    yield event(error_body(error.message, error.status))
-                return
-            said = "".join(answer.chunks(index, progress))
+            said: list[str] = []
+            for index, progress in [await inbox.get(), *(inbox.get_nowait() for _ in range(inbox.qsize()))]:
+                if progress.finish in ("error", "cancelled"):
+                    _cancel([choice.job for choice in answer.choices])
+                    try:
+                        _check(progress)
+                    except RequestError as error:
+                        yield "".join(said) + event(error_body(error.message, error.status))
+                    return
+                said += answer.chunks(index, progress)
+                left -= progress.finish is not None
+            if not left:
+                said.append(answer.end())
             if said:
-                yield said
-            left -= progress.finish is not None
-        yield answer.end()
+                yield "".join(said)
 
     def _submit(self, jobs: list[Job]) -> None:
         if not self.worker.room(len(jobs)):

@@ -62,7 +62,8 @@ def one_of(words: str, *schemas: Schema) -> Schema:
     return {"anyOf": list(schemas), "description": words}
 
 
-TOKENS = many(whole("A token.", 0, 2**31 - 1), "Tokens.", 1, MOST_TOKENS)
+TOKEN = whole("A token.", 0, 2**31 - 1)
+TOKENS = many(TOKEN, "Tokens.", 1, MOST_TOKENS)
 STOP = one_of(
     "End before this text, or any of these.",
     text("A text.", MOST_STOP, minLength=1),
@@ -157,7 +158,11 @@ TOKENIZE = {
     "model": Field(text("A model id.", 300)),
     "prompt": Field(text("A text.")),
     "content": Field(text("A text: another name for prompt.")),
-    "add_special_tokens": Field(switch("As a prompt is read; else as plain text."), True),
+    "add_special_tokens": Field(switch("With what the model's tokenizer puts before a prompt."), True),
+}
+DETOKENIZE = {
+    "model": Field(text("A model id.", 300)),
+    "tokens": Field(many(TOKEN, "Tokens.", 0, MOST_TOKENS), required=True),
 }
 CANDIDATES = {
     "model": Field(text("A model id.", 300)),
@@ -237,6 +242,8 @@ def _number_fault(schema: Schema, value: Any) -> str | None:
         return f"is {value}; it must be above {low} and at most {high}"
     if isinstance(value, float) and not math.isfinite(value):
         return "is not finite; give a number"
+    if low == high != value:
+        return f"is {_shown(value)}; this server knows only {low}"
     return None if low <= value <= high else f"is {_shown(value)}; it must be from {low} to {high}"
 
 

@@ -28,8 +28,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health", "/favicon.ico")
 """What needs no token: the page itself, which asks for one, and whether the server lives."""
 ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/tokenize", "/metrics",
-    "/openapi.json", "/health", "/",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/candidates", "/tokenize", "/detokenize",
+    "/tokenizer_info", "/metrics", "/openapi.json", "/health", "/",
 )  # fmt: skip
 
 

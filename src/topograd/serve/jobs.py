@@ -38,6 +38,8 @@ class Written:
     stage: int
     drafted: bool = False
     score: Scored | None = None
+    end: bool = False
+    """Whether it ended the text; then it released none."""
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Timings:
     asked: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     first: float | None = None
+    at_first: int = 1
+    """Tokens that came at that time."""
     finished: float | None = None
     cached: int = 0
     """Prompt tokens that an earlier text had left behind."""
@@ -87,6 +91,7 @@ class Job:
     logprobs: int | None = None
     """How many alternatives to score beside each token written; None scores nothing."""
     score_prompt: bool = False
+    """Whether the prompt's tokens are still to be scored."""
     candidates: int | None = None
     """Score the prompt by every exit with this many alternatives, and write nothing."""
     specialists: tuple[tuple[str, float], ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from topograd import __version__
-from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, TOKENIZE, Field
+from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
 
 _JSON = "application/json"
 ERROR = {
@@ -72,6 +72,10 @@ def document() -> dict[str, Any]:
                 )
             },
             "/tokenize": {"post": _post("A text's tokens.", TOKENIZE, tokens)},
+            "/detokenize": {"post": _post("The text of tokens.", DETOKENIZE, {"prompt": {"type": "string"}})},
+            "/tokenizer_info": {
+                "get": _get("Special tokens and the chat template.", _JSON, {"vocab": {"type": "integer"}})
+            },
             "/health": {"get": _get("Whether the server can answer.", _JSON, {"status": {"type": "string"}})},
             "/metrics": {"get": _get("Counters for Prometheus.", "text/plain")},
         },

@@ -227,11 +227,12 @@ class Scheduler:
             if not active.unread:
                 self._candidates(active)
             return
-        if not job.score_prompt or len(job.scores) >= len(job.prompt):
+        if not job.score_prompt:
             return
         active.lane.run(cache, active.lane.reads)
         job.scores += self._prompt_scores(active, len(job.scores), job.logprobs or 0, None)
         if len(job.scores) == len(job.prompt):
+            job.score_prompt = False
             job.tell(Progress(prompt=tuple(job.scores)))
             if not job.left:
                 self._finish(active, "length")
@@ -269,28 +270,33 @@ class Scheduler:
             if some:
                 emitted = by.advance([a.job for a in some], [a.row.cache for a in some])
                 for active, tokens in zip(some, emitted, strict=True):
-                    self._deliver(active, tokens[: active.job.left], len(tokens))
+                    self._deliver(active, tokens)
 
-    def _deliver(self, active: Active, tokens: Sequence[Emitted], made: int) -> None:
+    def _deliver(self, active: Active, made: Sequence[Emitted]) -> None:
         job = active.job
-        known = self._token_scores(active, tokens, made) if job.logprobs is not None else [None] * len(tokens)
-        written, finish = [], None
-        if job.timings.first is None:
-            job.timings.first = time.perf_counter()
-            self.counters.first(job.timings.first - job.timings.asked)
+        tokens = made[: job.left]
+        known = (
+            [None] * len(tokens) if job.logprobs is None else self._token_scores(active, tokens, len(made))
+        )
+        written: list[Written] = []
+        finish = None
         for token, score in zip(tokens, known, strict=True):
             job.left -= 1
-            if token.token in job.ends:
-                finish = "stop"
-                break
-            text = job.stream.feed(token.token)
+            end = token.token in job.ends
+            text = "" if end else job.stream.feed(token.token)
             job.stages.append(token.stage)
-            written.append(Written(token.token, text, token.stage, bool(token.drafter), score))
-            if job.stream.stopped:
+            written.append(Written(token.token, text, token.stage, bool(token.drafter), score, end))
+            if end or job.stream.stopped:
                 finish = "stop"
                 break
         if finish is None and not job.left:
             finish = "length"
+        unused = sum(bool(token.drafter) for token in made[len(written) :])
+        job.timings.drafted -= unused  # nobody asked for them
+        job.timings.accepted -= unused
+        if job.timings.first is None:
+            job.timings.first, job.timings.at_first = time.perf_counter(), len(written)
+            self.counters.first(job.timings.first - job.timings.asked)
         self.counters.written(len(written))
         if finish is None:
             job.tell(Progress(tuple(written)))

@@ -97,11 +97,27 @@ class Served:
         """A text's tokens, as the model was trained to read them."""
         return self.model.encode(text)
 
-    def checked(self, tokens: list[int]) -> list[int]:
+    def encode_bare(self, text: str) -> list[int]:
+        """The same without what a tokenizer puts before a prompt."""
+        tokenizer = self.tokenizer
+        foreign = isinstance(tokenizer, ForeignTokenizer)
+        return tokenizer.encode_chat(text) if foreign else tokenizer.encode(text)
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The texts of the tokens with a role, where it has them, and how many tokens there are."""
+        foreign = isinstance(self.tokenizer, ForeignTokenizer)
+        named = self.tokenizer.special_tokens if foreign else {}
+        return {name: named.get(name) for name in ("bos_token", "eos_token", "pad_token")} | {
+            "vocab": self.vocab
+        }
+
+    def checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
         """Tokens, if the model has them."""
-        if max(tokens) >= self.vocab:
+        most = max(tokens, default=0)
+        if most >= self.vocab:
             raise RequestError(
-                f"prompt has token {max(tokens)}; the model has tokens from 0 to {self.vocab - 1}", "prompt"
+                f"{field} has token {most}; the model has tokens from 0 to {self.vocab - 1}", field
             )
         return tokens
 
