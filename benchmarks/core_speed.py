@@ -82,7 +82,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Every task by both, taking turns."""
     torch.set_num_threads(settings.threads)
     logging.disable(logging.WARNING)
-    model = load(settings.run)
+    model = load(settings.run, runtime="torch")
     ours = RunLM(model)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"

@@ -81,7 +81,7 @@ def _evaluate(folder: Path, request: CoreRequest, log: Path | None) -> tuple[Mod
     from topograd.depth.model import load
     from topograd.evaluation.core import evaluate_core, log_name
 
-    model = load(folder)
+    model = load(folder, runtime="torch")  # prompts are long: half of the attention (`nn/decoding.py`)
     if log is None and (place := _place(model)) is not None:
         log = place / log_name(model, request)
     if log is None:

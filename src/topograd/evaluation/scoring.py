@@ -37,7 +37,7 @@ from topograd.topology.branches import parse_branches, parse_path, path_name
 from topograd.topology.prediction import Terms
 from topograd.training.forward import predict
 
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 512
 HEAD_BYTES = 2**26
 """Logits that are made at a time, in bytes."""
 

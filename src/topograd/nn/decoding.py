@@ -79,26 +79,26 @@ def look_back(
 def attend(q: Tensor, k: Tensor, v: Tensor, bus: Bus, window: int, scale: float) -> Tensor:
     """What queries (batch, heads, time, head width) find: (batch · time, heads · head width)."""
     batch, heads, time, width = q.shape
+    total, even = k.shape[2], bus.positions.dim() == 1
+    free = even and not 0 < window < total and time in (1, total)
     y = F.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=_mask(bus, k.shape[2], window),
+        attn_mask=None if free else _mask(bus, total, window),
+        is_causal=free and time > 1,  # a mask would have all pairs computed, this only half of them
         scale=scale,
         enable_gqa=k.shape[1] != heads,
     )
     return y.transpose(1, 2).reshape(batch * time, heads * width)
 
 
-def _mask(bus: Bus, total: int, window: int) -> Tensor | None:
+def _mask(bus: Bus, total: int, window: int) -> Tensor:
     """0 where a query may look and -inf elsewhere; made once for all layers of one kind."""
-    if bus.positions.shape[-1] == 1 and bus.positions.dim() == 1 and not 0 < window < total:
-        return None
     masks: dict[tuple[int, int], Tensor] = bus.extras["masks"]
     if (total, window) not in masks:
         seen = attention_mask(bus.positions, total, window)
-        if seen is None:  # a first chunk: plain causality
-            seen = bus.positions[:, None] >= bus.positions
+        assert seen is not None
         zeros = torch.zeros(seen.shape, dtype=bus.x0.dtype, device=seen.device)
         masks[total, window] = zeros.masked_fill_(~seen, float("-inf"))
     return masks[total, window]
