@@ -1,4 +1,7 @@
-"""Small float32 stacks of every kind that is written as ONNX operators."""
+"""Small float32 stacks of every kind that is written as ONNX operators.
+
+Heads of 16 numbers may be grouped, heads of 6 may not.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,16 @@ LLAMA = TransformerConfig(
     context=CONTEXT,
     norm_eps=1e-3,
 )
-GEMMA: dict[str, Any] = {"tied": True, "activation": "gelu_pytorch_tanh", "head_width": 10}
+GEMMA: dict[str, Any] = {"tied": True, "activation": "gelu_pytorch_tanh", "head_width": 16}
 FAMILIES = {
     "llama": LLAMA,
     "llama-biases": replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True, kv_heads=4),
     "llama-long": replace(
         LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_context=32, activation="gelu"
     ),
-    "mistral": replace(LLAMA, family="mistral", windows=(3,)),
+    "mistral": replace(LLAMA, family="mistral", windows=(3,), head_width=16),
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, windows=(0, 4, 4)),
-    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_width=8),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_width=16),
     "gpt2": replace(
         LLAMA,
         family="gpt2",
@@ -87,7 +90,7 @@ def build(name: str) -> Stack:
     torch.manual_seed(3)
     if name in FAMILIES:
         return noisy(Transformer(FAMILIES[name]))
-    sizes = {"layers": 4, "width": 32, "heads": 4, "vocab": VOCAB, "context": CONTEXT}
+    sizes = {"layers": 4, "width": 32, "heads": 2, "vocab": VOCAB, "context": CONTEXT}
     stack = GPT(**sizes | GPTS[name])
     if name == "gpt":
         stack.add_heads(range(4), rank=2)

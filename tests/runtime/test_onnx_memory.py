@@ -59,7 +59,7 @@ def test_a_slot_is_bound_once(runtime: OnnxRuntime) -> None:
     for _ in range(3):
         cache.push([[1]])
         cache.run(1)
-        slots.append((first._slots[1], second._slots[1]))
+        slots.append((first._slots[1, True], second._slots[1, True]))
     assert slots[0] == slots[1] == slots[2]
     assert slots[0][0].frame is slots[0][1].frame, "stages share what they hear"
 

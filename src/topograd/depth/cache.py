@@ -23,16 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.errors import StackError
 from topograd.nn.layer_state import grown, selected
+from topograd.nn.relays import Identity
 from topograd.nn.stack import Bus, Stack
-from topograd.runtime.protocol import Runtime, TorchRuntime
+from topograd.runtime.protocol import Heard, RowEmbedding, RowMemory, Runtime, TorchRuntime
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, Port
+from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.forward import run_stage
 
 
@@ -53,12 +57,13 @@ class Cache:
         """Watermarks: how many positions each stage has run, row by row."""
         self.memories = self.runtime.memories(plan, rows, capacity + 1)
         self._hears = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
-        self._hears = [[p.index for p in plan.needed(k)] for k in range(len(plan.stages))]
         self.device = next(iter(stack.buffers()), next(iter(stack.parameters()), torch.empty(0))).device
         self._ids = torch.zeros(rows, capacity + 1, dtype=torch.long, device=self.device)
         self.outputs: dict[Port | int, Tensor] = {}
         """Messages of each port and last outputs of each stage, by position: (rows, positions, ...)."""
         self._bus: tuple[object, Bus] | None = None
+        self._sources = [_plain_source(stack, planned) for planned in plan.stages]
+        self._heard: Heard | None = None
 
     def lengths(self) -> list[int]:
         return [len(row) for row in self.tokens]
@@ -71,6 +76,9 @@ class Cache:
         width = max(counts)
         if width == 0:
             return
+        if self.rows == 1 and isinstance(self.runtime, RowEmbedding):
+            self._push_row(self.runtime, tokens[0])
+            return
         padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=self.device)
         where = _Where.of(starts, counts, self.device)
         where.write(self._ids, padded)
@@ -78,6 +86,22 @@ class Cache:
         for row, new in zip(self.tokens, tokens, strict=True):
             row.extend(new)
         self._bus = None
+
+    def _push_row(self, runtime: RowEmbedding, tokens: Sequence[int]) -> None:
+        """`push` of one row, on arrays."""
+        row, new = self.tokens[0], np.array([tokens])
+        start, stop = len(row), len(row) + len(tokens)
+        self._ids.numpy()[:, start:stop] = new
+        x0 = runtime.embed_row(new, row[-1] if row else None)
+        self._keep_row(EMBEDDING, start, stop, x0)
+        row.extend(tokens)
+        self._bus = self._heard = None
+
+    def _keep_row(self, key: Port | int, start: int, stop: int, values: NDArray[Any]) -> None:
+        if key not in self.outputs:
+            self.outputs[key] = torch.zeros(1, 0, *values.shape[2:])
+        self.outputs[key] = grown(self.outputs[key], 1, stop, self.capacity + 1)
+        self.outputs[key].numpy()[:, start:stop] = values
 
     def _embed(self, inputs: Tensor) -> Tensor:
         """x0 of the next tokens of each row, which may have none before them."""
@@ -99,7 +123,11 @@ class Cache:
         for index in self._hears[stage]:
             counts = self.pending(index)
             if any(counts):
-                self._run(index, counts)
+                source, memory = self._sources[index], self.memories[index]
+                if source is not None and self.rows == 1 and isinstance(memory, RowMemory):
+                    self._run_row(index, source, memory)
+                else:
+                    self._run(index, counts)
 
     def _run(self, stage: int, counts: list[int]) -> None:
         planned = self.plan.stages[stage]
@@ -120,6 +148,18 @@ class Cache:
                 self._keep(port, where, message)
         self.marks[stage] = self.lengths()
 
+    def _run_row(self, stage: int, source: Port | int, memory: RowMemory) -> None:
+        """`_run` of one row through a stage that hears another as it is, on arrays."""
+        start, stop = self.marks[stage][0], len(self.tokens[0])
+        x0 = self.outputs[EMBEDDING].numpy()[:, start:stop]
+        if self._heard is None or self._heard.start != start:
+            self._heard = Heard(self._ids.numpy()[:, start:stop], x0, start)
+        h = x0 if source == EMBEDDING else self.outputs[source].numpy()[:, start:stop]
+        self._keep_row(stage, start, stop, memory.run_row(h, self._heard))
+        for port in self.plan.stages[stage].sends:
+            self.outputs[port] = self.outputs[stage]
+        self.marks[stage] = [stop]
+
     def hidden(self, stage: int, counts: Sequence[int] | None = None) -> Tensor:
         """The stage's last outputs, `counts` of them in each row (by default one): (rows, most, ...).
 
@@ -139,7 +179,7 @@ class Cache:
         for marks, memory in zip(self.marks, self.memories, strict=True):
             kept = [min(mark, length) for mark, length in zip(marks, lengths, strict=True)]
             marks[:] = memory.rewind(kept)
-        self._bus = None
+        self._bus = self._heard = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Become a batch of these rows, in this order; a row may be taken several times, or not at all."""
@@ -157,7 +197,7 @@ class Cache:
         self.outputs = {key: once[id(values)] for key, values in self.outputs.items()}
         self.tokens = [list(self.tokens[row]) for row in rows]
         self.marks = [[marks[row] for row in rows] for marks in self.marks]
-        self.rows, self._bus = len(rows), None
+        self.rows, self._bus, self._heard = len(rows), None, None
 
     def _bus_of(self, where: _Where) -> Bus:
         """The bus of these positions; the next stage mostly wants the same."""
@@ -223,6 +263,17 @@ class _Where:
             buffer[:, self.start : self.stop] = values
         else:
             buffer[torch.arange(len(buffer), device=buffer.device)[:, None], self.slots] = values
+
+
+def _plain_source(stack: Stack, planned: PlannedStage) -> Port | int | None:
+    """What a stage hears, where that is one hidden state as it is and its own goes out as it is; else None."""
+    ports = (*(port for port, _ in planned.inputs), *planned.sends)
+    if len(planned.inputs) > 1 or not all(isinstance(stack.relay(port.relay), Identity) for port in ports):
+        return None
+    if any(port.layer != planned.stage.stop for port in planned.sends):
+        return None
+    port, _ = planned.inputs[0]
+    return EMBEDDING if port.source == EMBEDDING else port
 
 
 def check_lengths(tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:

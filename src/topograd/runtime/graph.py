@@ -30,7 +30,12 @@ from topograd.runtime.quantize import BLOCK, Precision, Quantized, quantize
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
 IR_VERSION = 11
 OWN = "com.microsoft"
-EXTRA = frozenset({"FusedMatMul", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization"})
+EXTRA = frozenset(
+    {
+        *("FusedMatMul", "GroupQueryAttention", "MatMulNBits", "QuickGelu"),
+        "SkipSimplifiedLayerNormalization",
+    }
+)
 """Operators of onnxruntime's own domain."""
 INLINE = 1024
 """Constants of at most this many numbers are part of the graph."""
@@ -50,8 +55,13 @@ class Settings:
 class Graph:
     """Nodes, inputs, outputs and weights."""
 
-    def __init__(self, precision: Precision = "float32", made: dict[str, Quantized] | None = None) -> None:
-        self.precision = precision
+    def __init__(
+        self,
+        precision: Precision = "float32",
+        made: dict[str, Quantized] | None = None,
+        grouped: bool = False,
+    ) -> None:
+        self.precision, self.grouped = precision, grouped
         self.nodes: list[Any] = []
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []

@@ -30,7 +30,7 @@ from topograd.nn.transformer import ACTIVATIONS, RMSNorm, TransformerLayer, Tran
 from topograd.nn.transformer_decoding import gain_of
 from topograd.runtime.graph import Graph
 
-FLOAT, LONG, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+FLOAT, LONG, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL
 EPSILON = float(torch.finfo(torch.float32).eps)
 """What F.rms_norm adds by default."""
 KINDS = {function: name for name, function in ACTIVATIONS.items()}
@@ -106,42 +106,86 @@ def linear(graph: Graph, x: str, name: str, module: nn.Linear | TransposedLinear
 
 
 class Heads:
-    """Attention of one layer over its cache."""
+    """Attention of one layer over its cache; heads are kept behind the columns where a graph is grouped."""
 
-    def __init__(
-        self, graph: Graph, index: int, heads: int, kv_heads: int, head_width: int, window: int
-    ) -> None:
-        self.graph, self.index, self.window = graph, index, window
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+    def __init__(self, graph: Graph, index: int, attention: Any) -> None:
+        self.graph, self.index, self.window = graph, index, attention.window
+        self.heads, self.kv_heads = attention.heads, attention.kv_heads
+        self.head_width = attention.head_width
 
     def split(self, qkv: str) -> tuple[str, str]:
-        """Queries with keys, and values, (rows, heads, S, head width), from rows of all three."""
-        g = self.graph
-        count = self.heads + 2 * self.kv_heads
+        """Queries with keys, and values, from rows of all three: (rows, heads, S, head width), or, grouped,
+        (rows, S, heads, head width)."""
+        g, count = self.graph, self.heads + 2 * self.kv_heads
         x = g.op("Reshape", qkv, g.constant([0, 0, count, self.head_width]))
-        x = g.op("Transpose", x, perm=[0, 2, 1, 3])
-        qk, v = g.ops("Split", 2, x, g.constant([count - self.kv_heads, self.kv_heads]), axis=1)
+        if not g.grouped:
+            x = g.op("Transpose", x, perm=[0, 2, 1, 3])
+        counts = g.constant([self.heads + self.kv_heads, self.kv_heads])
+        qk, v = g.ops("Split", 2, x, counts, axis=2 if g.grouped else 1)
         return qk, v
 
-    def rotate(self, x: str, kind: str) -> str:
-        return self.graph.op("RotaryEmbedding", x, f"cos.{kind}", f"sin.{kind}", "positions")
+    def gain(self, query: Tensor, key: Tensor) -> str:
+        """Gains (head width,) of queries and keys, one for each head of both."""
+        each = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
+        return self.graph.tensor(each if self.graph.grouped else each[:, None])
 
-    def attend(self, qk: str, v: str, scale: float, softcap: float = 0.0) -> str:
+    def embedded(self, v: str, table: Tensor) -> str:
+        """Values with the rows of a table (vocab, kv heads · head width) that the tokens name."""
+        g = self.graph
+        extra = g.op("Gather", g.tensor(table.view(-1, self.kv_heads, self.head_width)), "tokens")
+        return g.op("Add", v, extra if g.grouped else g.op("Transpose", extra, perm=[0, 2, 1, 3]))
+
+    def joined(self, qk: str, v: str) -> str:
+        """Rows of queries, keys and values again."""
+        g, count = self.graph, self.heads + 2 * self.kv_heads
+        return g.op("Reshape", g.op("Concat", qk, v, axis=2), g.constant([0, 0, count * self.head_width]))
+
+    def grouped(self, qkv: str, scale: float, rotation: str, softcap: float = 0.0) -> str:
+        """What the queries find, (rows, S, heads · head width), in one operator."""
+        g = self.graph
+        names = [self._buffer(kind) for kind in ("keys", "values")]
+        turns = [f"cos.{rotation}", f"sin.{rotation}"] if rotation else []
+        out = g.name("attended")
+        new = [f"{name}.new" for name in names]
+        g.node(
+            "GroupQueryAttention",
+            [qkv, "", "", *names, "last", "total", *turns],
+            [out, *new],
+            num_heads=self.heads,
+            kv_num_heads=self.kv_heads,
+            do_rotary=int(bool(rotation)),
+            local_window_size=self.window or -1,
+            scale=scale,
+            softcap=softcap,
+        )
+        for name in new:
+            g.output(name, name, FLOAT, *self._shape())
+        return out
+
+    def attend(self, qk: str, v: str, scale: float, rotation: str, softcap: float = 0.0) -> str:
         """What the queries find, (rows, S, heads · head width)."""
         g = self.graph
+        if g.grouped:
+            return self.grouped(self.joined(qk, v), scale, rotation, softcap)
+        if rotation:
+            qk = g.op("RotaryEmbedding", qk, f"cos.{rotation}", f"sin.{rotation}", "positions")
         q, k = g.ops("Split", 2, qk, g.constant([self.heads, self.kv_heads]), axis=1)
-        keys, values = (self._cached(name, new) for name, new in (("keys", k), ("values", v)))
+        keys, values = (self._cached(kind, new) for kind, new in (("keys", k), ("values", v)))
         y = g.op("Attention", q, keys, values, f"mask.{self.window}", scale=scale, softcap=softcap)
         y = g.op("Transpose", y, perm=[0, 2, 1, 3])
         return g.op("Reshape", y, g.constant([0, 0, self.heads * self.head_width]))
 
     def _cached(self, kind: str, new: str) -> str:
-        g, name = self.graph, f"{kind}.{self.index}"
-        shape = ("rows", self.kv_heads, "slots", self.head_width)
-        g.input(name, FLOAT, *shape)
-        out = g.op("TensorScatter", name, new, "starts", to=f"{name}.new")
-        g.output(out, out, FLOAT, *shape)
+        name = self._buffer(kind)
+        out = self.graph.op("TensorScatter", name, new, "starts", to=f"{name}.new")
+        self.graph.output(out, out, FLOAT, *self._shape())
         return out
+
+    def _buffer(self, kind: str) -> str:
+        return self.graph.input(f"{kind}.{self.index}", FLOAT, *self._shape())
+
+    def _shape(self) -> tuple[str, int, str, int]:
+        return "rows", self.kv_heads, "slots", self.head_width
 
 
 def gpt_block(graph: Graph, stream: Stream, index: int, block: Block) -> None:
@@ -151,23 +195,30 @@ def gpt_block(graph: Graph, stream: Stream, index: int, block: Block) -> None:
         stream.add(graph.op("Mul", "x0", graph.constant(np.float32(block.x0_scale.item()))))
     ones = torch.ones(a.query.in_features)
     weight = torch.cat([m.weight.detach() for m in (a.query, a.key, a.value)])
-    heads = Heads(graph, index, a.heads, a.kv_heads, a.head_width, a.window)
+    heads = Heads(graph, index, a)
     qk, v = heads.split(graph.linear(stream.unit(ones, EPSILON), f"{name}.qkv", weight))
     # A rotation keeps the length, so the norm may come before it.
-    qk = heads.rotate(rms_norm(graph, qk, torch.ones(a.head_width), EPSILON), "all")
+    qk = rms_norm(graph, qk, torch.ones(a.head_width), EPSILON)
     if a.value_embedding is not None:
-        table = a.value_gate.detach() * a.value_embedding.weight.detach()
-        extra = graph.op("Gather", graph.tensor(table.view(-1, a.kv_heads, a.head_width)), "tokens")
-        v = graph.op("Add", v, graph.op("Transpose", extra, perm=[0, 2, 1, 3]))
-    stream.add(linear(graph, heads.attend(qk, v, a.head_width**-0.5), f"{name}.output", a.output))
+        v = heads.embedded(v, a.value_gate.detach() * a.value_embedding.weight.detach())
+    stream.add(linear(graph, heads.attend(qk, v, a.head_width**-0.5, "all"), f"{name}.output", a.output))
     x = stream.unit(ones, EPSILON)
-    up = linear(graph, x, f"{name}.up", mlp.up)
     if mlp.gate is None:
-        up = graph.op("Relu", up)
+        up = graph.op("Relu", linear(graph, x, f"{name}.up", mlp.up))
         x = graph.op("Mul", up, up)
     else:
-        x = graph.op("Mul", silu(graph, linear(graph, x, f"{name}.gate", mlp.gate)), up)
+        gate, up = _gate_and_up(graph, x, name, mlp)
+        x = graph.op("Mul", silu(graph, gate), up)
     stream.add(linear(graph, x, f"{name}.down", mlp.down))
+
+
+def _gate_and_up(graph: Graph, x: str, name: str, mlp: Any) -> list[str]:
+    """What gates and what is gated, by one matrix."""
+    both, wide = (mlp.gate, mlp.up), len(matrix_of(mlp.up))
+    biases = [m.bias.detach() for m in both if m.bias is not None]
+    weight, bias = torch.cat([matrix_of(m) for m in both]), torch.cat(biases) if biases else None
+    y = graph.linear(x, f"{name}.gate_up", weight, bias)
+    return graph.ops("Split", 2, y, graph.constant([wide, wide]), axis=-1)
 
 
 def silu(graph: Graph, x: str) -> str:
@@ -179,25 +230,27 @@ def transformer_layer(graph: Graph, stream: Stream, index: int, layer: Transform
     a, name = layer.attention, f"layers.{index}"
     if layer.positions is not None:
         stream.add(graph.op("Gather", graph.tensor(layer.positions.weight), "positions"))
-    heads = Heads(graph, index, a.heads, a.kv_heads, a.head_width, a.window)
     maps = [a.query, a.key, a.value] if a.rotary else [a.qkv]
     biases = [m.bias.detach() for m in maps if m.bias is not None]
-    weight = torch.cat([matrix_of(m) for m in maps])
-    qk, v = heads.split(
-        graph.linear(
-            stream.norm(layer.attention_norm), f"{name}.qkv", weight, torch.cat(biases) if biases else None
-        )
-    )
-    if isinstance(a.query_norm, RMSNorm) and isinstance(a.key_norm, RMSNorm):
-        gains = [(gain_of(a.query_norm)[0], a.heads), (gain_of(a.key_norm)[0], a.kv_heads)]
-        qk = rms_norm(graph, qk, torch.ones(a.head_width), a.query_norm.epsilon)
-        qk = graph.op("Mul", qk, graph.tensor(torch.cat([g.expand(n, 1, -1) for g, n in gains])))
-    if a.rotary:
-        qk = heads.rotate(qk, "local" if a.local else "all")
-    y = linear(graph, heads.attend(qk, v, a.scale, a.softcap or 0.0), f"{name}.output", a.output)
+    weight, bias = torch.cat([matrix_of(m) for m in maps]), torch.cat(biases) if biases else None
+    qkv = graph.linear(stream.norm(layer.attention_norm), f"{name}.qkv", weight, bias)
+    y = linear(graph, _attended(graph, index, qkv, a), f"{name}.output", a.output)
     stream.add(_posted(graph, y, layer.attention_post_norm))
     x = stream.norm(layer.mlp_norm)
     stream.add(_posted(graph, _mlp(graph, x, name, layer), layer.mlp_post_norm))
+
+
+def _attended(graph: Graph, index: int, qkv: str, a: Any) -> str:
+    heads, softcap = Heads(graph, index, a), a.softcap or 0.0
+    rotation = ("local" if a.local else "all") if a.rotary else ""
+    normed = isinstance(a.query_norm, RMSNorm) and isinstance(a.key_norm, RMSNorm)
+    if graph.grouped and not normed:
+        return heads.grouped(qkv, a.scale, rotation, softcap)
+    qk, v = heads.split(qkv)
+    if normed:
+        qk = rms_norm(graph, qk, torch.ones(a.head_width), a.query_norm.epsilon)
+        qk = graph.op("Mul", qk, heads.gain(gain_of(a.query_norm)[0], gain_of(a.key_norm)[0]))
+    return heads.attend(qk, v, a.scale, rotation, softcap)
 
 
 def _posted(graph: Graph, y: str, norm: Any) -> str:
@@ -206,12 +259,11 @@ def _posted(graph: Graph, y: str, norm: Any) -> str:
 
 def _mlp(graph: Graph, x: str, name: str, layer: TransformerLayer) -> str:
     mlp = layer.mlp
-    up = linear(graph, x, f"{name}.up", mlp.up)
     if mlp.gate is None:
-        x = activation(graph, up, KINDS[mlp.activation])
+        x = activation(graph, linear(graph, x, f"{name}.up", mlp.up), KINDS[mlp.activation])
     else:
-        gate = activation(graph, linear(graph, x, f"{name}.gate", mlp.gate), KINDS[mlp.activation])
-        x = graph.op("Mul", gate, up)
+        gate, up = _gate_and_up(graph, x, name, mlp)
+        x = graph.op("Mul", activation(graph, gate, KINDS[mlp.activation]), up)
     return linear(graph, x, f"{name}.down", mlp.down)
 
 

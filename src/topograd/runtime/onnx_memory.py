@@ -4,6 +4,9 @@ A session takes its inputs and gives its outputs in memory that was bound before
 and of new columns there is a slot: arrays that are bound once and filled for each run. What all stages of a
 run hear (tokens, x0, positions, masks) is a frame that they share, filled by the first of them.
 
+A stage has two sessions, each made when it is first wanted. The grouped one is the faster, and takes one row,
+or one new column of each row, or rows that all begin; the other takes any rows and columns (`layers.py`).
+
 Buffers of keys and values have room for a multiple of STEP positions, since attention's cost goes with their
 room, and grow when they must; then slots are bound anew.
 
@@ -12,7 +15,8 @@ Limits: for one thread at a time, like any cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from topograd.nn.stack import Bus, Stack
 from topograd.runtime.graph import Session
+from topograd.runtime.protocol import Heard
 from topograd.topology.plan import PlannedStage
 from topograd.training.forward import StageMemory, histories_of
 
@@ -30,6 +35,7 @@ STEP = 64
 MOST_COLUMNS = 32
 """Slots for more columns than this are not kept."""
 MOST_FRAMES = 64
+Array = NDArray[Any]
 
 
 class Frame:
@@ -37,23 +43,30 @@ class Frame:
 
     def __init__(self, rows: int, columns: int, room: int, width: int, windows: Sequence[int]) -> None:
         self.starts = np.zeros(rows, np.int64)
+        self.last = np.zeros(rows, np.int32)
+        """Of each row, the position of its last new column."""
+        self.total = np.zeros(1, np.int32)
+        """Positions of the longest row."""
         self.positions = np.zeros((rows, columns), np.int64)
         self.tokens = np.zeros((rows, columns), np.int64)
         self.x0 = np.zeros((rows, columns, width), np.float32)
         self.masks = {window: np.zeros((rows, 1, columns, room), np.bool_) for window in windows}
         self._columns, self._slots = np.arange(columns), np.arange(room)
-        self.bus: Bus | None = None
-        arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in ("starts", "tokens", "x0")}
-        arrays["positions"] = self.positions
+        self.filled: object = None
+        """What it was filled with."""
+        names = ("starts", "last", "total", "positions", "tokens", "x0")
+        arrays: dict[str, Array] = {name: getattr(self, name) for name in names}
         arrays |= {f"mask.{window}": mask for window, mask in self.masks.items()}
         self.values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
 
-    def fill(self, bus: Bus, starts: Sequence[int], most: int) -> None:
-        """Take what the bus carries; `most` is the last position that a rotation is known for."""
-        self.bus = bus
+    def fill(self, tokens: Array, x0: Array, starts: Sequence[int], most: int) -> None:
+        """Take what new columns are; `most` is the last position that a rotation is known for."""
         self.starts[:] = starts
-        self.tokens[:] = bus.inputs.numpy()
-        self.x0[:] = bus.x0.numpy()
+        self.tokens[:] = tokens
+        self.x0[:] = x0
+        columns = len(self._columns)
+        self.last[:] = self.starts + (columns - 1)
+        self.total[0] = max(starts) + columns
         where = self.starts[:, None] + self._columns
         np.minimum(where, most, out=self.positions)
         last = where[:, None, :, None]
@@ -74,7 +87,7 @@ class Slot:
         fixed: Mapping[str, Any],
         outputs: Sequence[str],
     ) -> None:
-        self.frame = frame
+        self.session, self.frame = session, frame
         self.h = np.zeros_like(frame.x0)
         self.outputs = {name: np.zeros_like(frame.x0) for name in outputs}
         self.tensors = [torch.from_numpy(array) for array in self.outputs.values()]
@@ -88,9 +101,27 @@ class Slot:
         for name in session.outputs:
             self.binding.bind_ortvalue_output(name, results[name])
 
+    def run(self, h: Array) -> None:
+        """Fill the outputs."""
+        self.h[:] = h
+        self.session.run(self.binding)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What no run changes."""
+
+    values: Mapping[str, Any]
+    """Tables of rotations."""
+    windows: Sequence[int]
+    most: int
+    """The last position that a rotation is known for."""
+    check: Callable[[Tensor, int], None]
+    """Whether tokens from a position on are within the model's reach; raises where they are not."""
+
 
 class OnnxStage(StageMemory):
-    """A stage whose layers are run by one session."""
+    """A stage whose layers are run by sessions: `session(True)` is the grouped one, None where it has none."""
 
     def __init__(
         self,
@@ -98,9 +129,9 @@ class OnnxStage(StageMemory):
         planned: PlannedStage,
         rows: int,
         capacity: int,
-        session: Session,
+        session: Callable[[bool], Session | None],
         shapes: Mapping[str, tuple[int, int]],
-        fixed: Mapping[str, Any],
+        fixed: Fixed,
         frames: dict[tuple[int, int, int], Frame],
     ) -> None:
         self.layers, self.histories = [], histories_of(stack, planned, capacity)
@@ -109,32 +140,49 @@ class OnnxStage(StageMemory):
         self.states: dict[str, NDArray[np.float32]] = {
             name: np.zeros((rows, heads, 0, width), np.float32) for name, (heads, width) in shapes.items()
         }
-        self._room, self._slots, self._values = 0, dict[int, Slot](), dict[str, Any]()
+        self._last = self.taps.index(planned.stage.stop)
+        self._room, self._slots, self._values = 0, dict[tuple[int, bool], Slot](), dict[str, Any]()
 
     def run(self, stack: Stack, planned: PlannedStage, h: Tensor, bus: Bus) -> dict[int, Tensor]:
         """The hidden states behind the last layer and those whose output is sent, by how many layers."""
-        columns, positions = h.shape[1], bus.positions
+        positions = bus.positions
         starts = positions[:1].tolist() * self.rows if positions.dim() == 1 else positions[:, 0].tolist()
-        self._reserve(max(starts) + columns)
-        slot = self._slot(columns, h.shape[2])
-        if slot.frame.bus is not bus:
-            slot.frame.fill(bus, starts, self.fixed["most"])
-        slot.h[:] = h.numpy()
-        self.session.run(slot.binding)
+        slot = self._slot(starts, h.shape[1], h.shape[2])
+        if slot.frame.filled is not bus:
+            slot.frame.fill(bus.inputs.numpy(), bus.x0.numpy(), starts, self.fixed.most)
+            slot.frame.filled = bus
+        slot.run(h.numpy())
         return dict(zip(self.taps, slot.tensors, strict=True))
 
-    def _slot(self, columns: int, width: int) -> Slot:
-        slot = self._slots.get(columns)
+    def run_row(self, h: Array, heard: Heard) -> Array:
+        """The hidden state (1, S, width) behind the last layer, of one row; overwritten by the next run."""
+        slot = self._slot([heard.start], h.shape[1], h.shape[2])
+        if slot.frame.filled is not heard:
+            self.fixed.check(torch.from_numpy(heard.tokens), heard.start)
+            slot.frame.fill(heard.tokens, heard.x0, [heard.start], self.fixed.most)
+            slot.frame.filled = heard
+        slot.run(h)
+        return list(slot.outputs.values())[self._last]
+
+    def _slot(self, starts: list[int], columns: int, width: int) -> Slot:
+        self._reserve(max(starts) + columns)
+        simple = self.rows == 1 or columns == 1 or not any(starts)
+        slot = self._slots.get((columns, simple))
         if slot is None:
-            key = self.rows, columns, self._room
+            session = self.session(True) if simple else None
+            windows = self.fixed.windows if session is None else ()
+            if session is None:
+                session = self.session(False)
+                assert session is not None, "any stage has a session for any rows"
+            key = self.rows, columns, self._room if windows else 0
             if key not in self.frames:
                 if len(self.frames) >= MOST_FRAMES:
                     self.frames.clear()
-                self.frames[key] = Frame(*key, width, self.fixed["windows"])
+                self.frames[key] = Frame(*key, width, windows)
             names = [f"h.{tap}" for tap in self.taps]
-            slot = Slot(self.session, self.frames[key], self._values, self.fixed["values"], names)
+            slot = Slot(session, self.frames[key], self._values, self.fixed.values, names)
             if columns <= MOST_COLUMNS:
-                self._slots[columns] = slot
+                self._slots[columns, simple] = slot
         return slot
 
     def _reserve(self, stop: int) -> None:

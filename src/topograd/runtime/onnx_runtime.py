@@ -14,6 +14,7 @@ are handed memory of the CPU. Weights are read when a session is made: make anot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,14 @@ from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_attention import check_reach, rotary_tables
 from topograd.runtime.graph import Graph, Session, Settings
-from topograd.runtime.layers import BOOL, EPSILON, FLOAT, LONG, WRITERS, Stream
-from topograd.runtime.onnx_memory import Frame, OnnxStage, taps_of
+from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, Stream
+from topograd.runtime.onnx_memory import Array, Fixed, Frame, OnnxStage, taps_of
 from topograd.runtime.quantize import Precision, Quantized, dequantize
 from topograd.topology.plan import Plan, PlannedStage
 from topograd.training.forward import StageMemory
 
+HEAD_MULTIPLE = 16
+"""What GroupQueryAttention wants a head's width to be a multiple of."""
 MOST_BOUND = 32
 """Numbers of rows for which a head is kept bound."""
 _pool: int | None = None
@@ -121,28 +124,35 @@ class OnnxRuntime:
         """Matrices that are quantised, by name."""
         tables = (stack.embedding, stack.previous) if isinstance(stack, GPT) else ()
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
-        self._sessions: dict[tuple[int, int, tuple[int, ...]], Session] = {}
+        self._sessions: dict[tuple[int, int, tuple[int, ...], bool], Session] = {}
         self._heads: dict[int, HeadSession] = {}
         self._reach = 0
-        self._fixed: dict[str, Any] = {}
+        self._fixed: Fixed | None = None
 
     # Stages
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         if not isinstance(self.stack, GPT):
             return self.stack.embed(inputs, previous)
-        ids = inputs.numpy()  # fewer steps than torch takes, for the few tokens of a round
+        return torch.from_numpy(self._embed(inputs.numpy(), None if previous is None else previous.numpy()))
+
+    def embed_row(self, tokens: Array, previous: int | None) -> Array:
+        if not isinstance(self.stack, GPT):
+            return self.stack.embed(torch.from_numpy(tokens)).numpy()
+        return self._embed(tokens, None if previous is None else np.array([previous]))
+
+    def _embed(self, ids: Array, previous: Array | None) -> Array:
+        """A GPT's embedding, in fewer steps than torch takes for the few tokens of a round."""
         x = self._tables[0][ids]
         if len(self._tables) > 1:
             x[:, 1:] += self._tables[1][ids[:, :-1]]
             if previous is not None:
-                x[:, 0] += self._tables[1][previous.numpy()]
+                x[:, 0] += self._tables[1][previous]
         x /= np.sqrt(np.einsum("rcw,rcw->rc", x, x)[..., None] / x.shape[-1] + np.float32(EPSILON))
-        return torch.from_numpy(x)
+        return x
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        if isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions:
-            check_reach(self.stack.config, inputs, offset)
+        self._check(inputs, offset)
         return Stack.bus(self.stack, x0, inputs, offset)
 
     def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
@@ -154,7 +164,7 @@ class OnnxRuntime:
                 planned,
                 rows,
                 capacity,
-                self.session(planned),
+                partial(self.session, planned),
                 self.shapes(planned),
                 fixed,
                 frames,
@@ -162,27 +172,33 @@ class OnnxRuntime:
             for planned in plan.stages
         ]
 
-    def session(self, planned: PlannedStage) -> Session:
-        """The session of a stage's layers."""
-        key = planned.stage.start, planned.stage.stop, tuple(taps_of(planned))
+    def session(self, planned: PlannedStage, grouped: bool = False) -> Session | None:
+        """The session of a stage's layers; None where it cannot be grouped."""
+        if grouped and self._head_width() % HEAD_MULTIPLE:
+            return None
+        key = planned.stage.start, planned.stage.stop, tuple(taps_of(planned)), grouped
         if key not in self._sessions:
-            self._sessions[key] = self.graph(planned).session(self.settings)
+            self._sessions[key] = self.graph(planned, grouped).session(self.settings)
         return self._sessions[key]
 
-    def graph(self, planned: PlannedStage) -> Graph:
-        """A stage's layers as operators."""
-        graph, width = Graph(self.precision, self.made), self.stack.width
+    def graph(self, planned: PlannedStage, grouped: bool = False) -> Graph:
+        """A stage's layers as operators, for any rows and columns, or grouped (`layers.py`)."""
+        graph, width = Graph(self.precision, self.made, grouped), self.stack.width
         for name in ("h", "x0"):
             graph.input(name, FLOAT, "rows", "columns", width)
         for name in ("tokens", "positions"):
             graph.input(name, LONG, "rows", "columns")
-        graph.input("starts", LONG, "rows")
         half = self._head_width() // 2
         for kind in self._rotations():
             for turn in ("cos", "sin"):
                 graph.input(f"{turn}.{kind}", FLOAT, "reach", half)
-        for window in sorted({self._window(i) for i in planned.layers}):
-            graph.input(f"mask.{window}", BOOL, "rows", 1, "columns", "slots")
+        if grouped:
+            graph.input("last", INT, "rows")
+            graph.input("total", INT, 1)
+        else:
+            graph.input("starts", LONG, "rows")
+            for window in sorted({self._window(i) for i in planned.layers}):
+                graph.input(f"mask.{window}", BOOL, "rows", 1, "columns", "slots")
         stream, taps = Stream(graph, "h"), taps_of(planned)
         for index in planned.layers:
             layer = self.stack.layers[index]
@@ -240,16 +256,22 @@ class OnnxRuntime:
             for turn, table in zip(("cos", "sin"), both, strict=True)
         }
 
-    def _positions(self, reach: int) -> dict[str, Any]:
+    def _positions(self, reach: int) -> Fixed:
         """Rotations of the first `reach` positions, and what else no run changes."""
-        if reach > self._reach:
+        if self._fixed is None or reach > self._reach:
             self._reach = reach
             tables = self.rotations(reach).items()
             values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(table) for name, table in tables}
-            learned = isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions
-            most = min(reach, self.stack.context) - 1 if learned else reach - 1
-            self._fixed = {"values": values, "windows": self.windows(), "most": most}
+            most = min(reach, self.stack.context) - 1 if self._learned() else reach - 1
+            self._fixed = Fixed(values, self.windows(), most, self._check)
         return self._fixed
+
+    def _learned(self) -> bool:
+        return isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions
+
+    def _check(self, inputs: Tensor, offset: int | Tensor) -> None:
+        if isinstance(self.stack, Transformer) and self._learned():
+            check_reach(self.stack.config, inputs, offset)
 
     # Heads
 

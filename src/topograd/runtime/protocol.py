@@ -12,13 +12,40 @@ positions, relays and predictions are the same for all (`depth/cache.py`, `train
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.plan import Plan
 from topograd.training.forward import StageMemory
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """New positions of one row, from `start` on: tokens (1, S) and x0 (1, S, width)."""
+
+    tokens: NDArray[Any]
+    x0: NDArray[Any]
+    start: int
+
+
+@runtime_checkable
+class RowMemory(Protocol):
+    """A stage's memory that can run one row on arrays: no tensor is made between the stages of a chain."""
+
+    def run_row(self, h: NDArray[Any], heard: Heard) -> NDArray[Any]:
+        """The stage's last hidden state (1, S, width); overwritten by the next run."""
+
+
+@runtime_checkable
+class RowEmbedding(Protocol):
+    """A runtime that embeds the tokens of one row as arrays."""
+
+    def embed_row(self, tokens: NDArray[Any], previous: int | None) -> NDArray[Any]:
+        """x0 (1, S, width) of tokens (1, S); `previous` is the token before them."""
 
 
 class Runtime(Protocol):
