@@ -16,6 +16,9 @@ are then those that the full model would have.
 Rows may differ in length: then a batch is as wide as its longest queue, and the columns that a row does not
 need go to the slot behind the longest row, which no row has come to yet.
 
+One row whose stages hear each other as they are goes through them on arrays, where the runtime can (`RowMemory`):
+on a small model the steps between the stages cost as much as a stage.
+
 Cost: beside the states, one hidden state per position and port. Use it inside `torch.inference_mode()`.
 """
 
@@ -266,7 +269,7 @@ class _Where:
 
 
 def _plain_source(stack: Stack, planned: PlannedStage) -> Port | int | None:
-    """What a stage hears, where that is one hidden state as it is and its own goes out as it is; else None."""
+    """What a stage hears, where it hears one hidden state as it is and sends its own so; else None."""
     ports = (*(port for port, _ in planned.inputs), *planned.sends)
     if len(planned.inputs) > 1 or not all(isinstance(stack.relay(port.relay), Identity) for port in ports):
         return None

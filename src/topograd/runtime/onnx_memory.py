@@ -121,7 +121,7 @@ class Fixed:
 
 
 class OnnxStage(StageMemory):
-    """A stage whose layers are run by sessions: `session(True)` is the grouped one, None where it has none."""
+    """A stage whose layers are run by sessions; `session(True)` is the grouped one, if there is one."""
 
     def __init__(
         self,
