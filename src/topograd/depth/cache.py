@@ -16,8 +16,8 @@ are then those that the full model would have.
 Rows may differ in length: then a batch is as wide as its longest queue, and the columns that a row does not
 need go to the slot behind the longest row, which no row has come to yet.
 
-One row whose stages hear each other as they are goes through them on arrays, where the runtime can (`RowMemory`):
-on a small model the steps between the stages cost as much as a stage.
+One row whose stages hear each other as they are goes through them on arrays, where the runtime can
+(`RowMemory`): in a small model the steps between the stages cost as much as a stage.
 
 Cost: beside the states, one hidden state per position and port. Use it inside `torch.inference_mode()`.
 """

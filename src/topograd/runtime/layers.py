@@ -9,15 +9,15 @@ What all layers of a stage share is prepared once for a run, outside the graph (
 
 Keys and values lie in buffers (rows, kv heads, C, head width) that a layer writes in place (an input that is
 bound as output too) from each row's position on. So going back is a matter of smaller positions: what lies
-behind is not seen until it is overwritten. Rows of unlike counts are as wide as the widest, and what a row has
-too much is overwritten by its next columns.
+behind is not seen until it is overwritten. Rows of unlike counts are as wide as the widest, and what a row
+has too much is overwritten by its next columns.
 
 A graph is written in one of two ways. *Grouped*, a layer's rotation, cache and attention are one operator,
-GroupQueryAttention; it takes several new columns of one row only, or of rows that begin, and heads whose width
-is a multiple of 16. Else they are TensorScatter and Attention with `starts` and masks, which take any.
+GroupQueryAttention; it takes several new columns of one row only, or of rows that begin, and heads whose
+width is a multiple of 16. Else they are TensorScatter and Attention with `starts` and masks, which take any.
 
-Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, keys and values are one matrix, and
-so are a gate and what it gates.
+Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, keys and values are one matrix,
+and so are a gate and what it gates.
 Tested against `nn/`: float32, so to rounding. Sources as in `nn/gpt.py` and `nn/transformer.py`.
 """
 
