@@ -75,3 +75,31 @@ def test_a_row_begins_as_another_does(runtime: OnnxRuntime) -> None:
     rows.run(1)
     wanted = stage_outputs(runtime.stack, PLAN, torch.tensor([[1, 2, 3, 4, 7]]), [1])[1][0, -1]
     torch.testing.assert_close(rows.hidden(1)[1, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_one_operator_attends_wherever_it_can(stack_of: Callable[[str], Stack]) -> None:
+    """One row, rows that begin, and one column of each row; several columns of several rows ask for more."""
+    runtime = OnnxRuntime(stack_of("gpt-plain"))
+    grouped = {True}
+    cache = Cache(runtime, PLAN, 20, rows=2)
+    for tokens in ([[1, 2, 3], [4, 5]], [[6], [7]], [[8], []]):
+        cache.push(tokens)
+        cache.run(1)
+        assert {key[-1] for key in runtime._sessions} == grouped
+    cache.select([1])
+    cache.push([[1, 2, 3]])
+    cache.run(1)
+    assert {key[-1] for key in runtime._sessions} == grouped
+    cache.select([0, 0])
+    cache.push([[1, 2], [3]])
+    cache.run(1)
+    assert {key[-1] for key in runtime._sessions} == {True, False}
+
+
+@torch.inference_mode()
+def test_heads_of_another_width_are_not_grouped(runtime: OnnxRuntime) -> None:
+    cache = Cache(runtime, PLAN, 300)
+    cache.push([[1, 2]])
+    cache.run(1)
+    assert not any(key[-1] for key in runtime._sessions)
