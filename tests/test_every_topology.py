@@ -50,6 +50,7 @@ KINDS = {
         predicts="sum",
         words="the sum of stages 1-2",
     ),
+    "next": Kind(CHAIN | {"transmissivity": 1.0, "reach": "next", "loss_every": (2, 1)}),
     "low-rank heads": Kind(CHAIN | {"heads": "low-rank", "head_rank": 2}),
     "decoder": Kind(CHAIN | {"decoder": 1}),
     "residual decoder": Kind(

@@ -7,8 +7,11 @@ import pytest
 
 from topograd.cli import main
 from topograd.cli import study as module
+from topograd.errors import ConfigError
+from topograd.files import write_json
 from topograd.report import study as study_page
-from topograd.studies.listing import STUDIES
+from topograd.studies import staged_runs
+from topograd.studies.listing import STUDIES, asked_for
 from topograd.studies.staged_runs import PRESETS
 
 
@@ -53,10 +56,8 @@ def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     }
     asked: list[Any] = []
 
-    def run_study(
-        name: str, preset: str, seeds: int | None, on_more: Any, data: str | None
-    ) -> dict[str, Any]:
-        asked.append((name, preset, seeds, data))
+    def run_study(study: Any) -> dict[str, Any]:
+        asked.append((study.study, study.preset, study.seeds, study.data))
         return record
 
     monkeypatch.setattr(module, "run_study", run_study)
@@ -83,13 +84,70 @@ def test_a_study_without_claims_or_a_figure(call: Any, tmp_path: Path) -> None:
 
 def test_seeds_where_there_is_no_choice(call: Any, tmp_path: Path) -> None:
     said = call("study", "run", "leak", "--preset", "tiny", "--seeds", 2, "--out", tmp_path).refusal
-    assert "--seeds is 2; study leak has seeds of its own, leave --seeds out" in said
+    assert "--seeds is 2; study leak has no choice of seeds, it takes --steps" in said
+
+
+def test_a_study_goes_on_where_it_was(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("study", "run", "stage0-depth", "--preset", "tiny", "--seeds", 1, "--steps", 3, "--width", 12)
+    words = (*words, "--out", tmp_path, "--json")
+    first = call(*words).json
+    assert first["sizes"]["width"] == 12
+    assert first["rows"][0]["trajectory"][-1]["step"] == 3
+    rows = (tmp_path / "stage0-depth.rows.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(rows) == 6
+    (tmp_path / "stage0-depth.rows.jsonl").write_bytes(b"".join(rows[:4]) + rows[4][:30])
+    trained: list[str] = []
+    real = staged_runs.train_arm
+    monkeypatch.setattr(
+        staged_runs, "train_arm", lambda arm, *rest: (trained.append(arm.name), real(arm, *rest))[1]
+    )
+    again = call(*words)
+    assert again.json["rows"] == first["rows"], "bit for bit"
+    assert trained == ["4,1,1", "6"]
+    assert "4 measurements are of an earlier run" in again.err
+    call(*words, "--fresh")
+    assert len(trained) == 8
+
+
+def test_all_of_them(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("stage0-depth", "leak", "minilm")
+    monkeypatch.setattr(module, "STUDIES", {name: STUDIES[name] for name in names})
+    ran: list[tuple[str, int | None]] = []
+
+    def run_study(study: Any) -> dict[str, Any]:
+        ran.append((study.study, study.size.seeds))
+        if study.study == "minilm":
+            raise ConfigError("its weights are not here")
+        found = {"study": study.study, "verdict": "held", "seconds": 1.0, "asked": asked_for(study)}
+        return found
+
+    def write_study(folder: Path, record: dict[str, Any]) -> Path:
+        write_json(folder / f"{record['study']}.json", record)
+        return folder / "page.html"
+
+    monkeypatch.setattr(module, "run_study", run_study)
+    monkeypatch.setattr(study_page, "write_study", write_study)
+    words = ("study", "run", "--all", "--preset", "tiny", "--seeds", 2, "--out", tmp_path)
+    states = [(one["study"], one["state"]) for one in call(*words, "--json").json["studies"]]
+    assert states == [("stage0-depth", "done"), ("leak", "done"), ("minilm", "not run")]
+    assert ran == [("stage0-depth", 2), ("leak", None), ("minilm", None)]
+    said = call(*words).out
+    assert "done before" in said
+    assert "its weights are not here" in said
+    assert len(ran) == 4, "only what could not be run is tried again"
+    call(*words, "--steps", 6)
+    assert len(ran) == 7, "other sizes are another run"
 
 
 def test_list(call: Any) -> None:
     listed = call("study", "list", "--json").json["studies"]
     assert [study["name"] for study in listed] == list(STUDIES)
     assert all(study["prediction"].endswith(".") for study in listed)
+    for study in listed:
+        for size in study["presets"].values():
+            assert size["minutes"] > 0
+            assert size.keys() <= {"steps", "width", "seeds", "minutes"}
+    assert listed[0]["presets"]["small"] == {"steps": 300, "width": 48, "seeds": 3, "minutes": 3}
     hidden = {
         "interfaces",
         "leak",
@@ -107,7 +165,9 @@ def test_list(call: Any) -> None:
     ("words", "why"),
     [
         ("", "nothing was given to study; choose one of list, run"),
-        ("run", "missing from topograd study run: NAME"),
+        ("run", "missing from topograd study run: NAME; give the name of a study, or --all"),
+        ("run leak --all", "--all is given and so is leak; give one of them"),
+        ("run leak --preset demo", "--preset is demo; study leak has the presets tiny, small"),
         ("run experiment-z", "study 'experiment-z' is unknown; choose one of stage0-depth"),
         ("run experiment-a --preset huge", "invalid choice 'huge'"),
         ("run experiment-a --preset tiny --seeds 0", "--seeds is 0; it must be at least 1"),

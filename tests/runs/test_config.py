@@ -209,6 +209,8 @@ def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, val
             "transmissivity and transmissivities are both given",
         ),
         ({"partition": "2,2", "weights": (1.0,)}, "1 weights for 2 stages"),
+        ({"partition": "2,2", "loss_every": (2,)}, "1 loss_every for 2 stages; give one for each"),
+        ({"partition": "2,2", "loss_every": (0, 1)}, "stage 0 counts every 0 targets; it must be at least 1"),
         ({"partition": "2,2", "weights": (1.0, math.nan)}, "weight nan"),
         ({"partition": "2,2", "weights": (0.0, 0.0)}, "every stage has weight 0"),
         ({"partition": "2,2", "objectives": ("residual",)}, "1 objectives for 2 stages with a loss"),

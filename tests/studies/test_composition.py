@@ -17,6 +17,7 @@ from topograd.studies.composition import (
     run,
     surer_share,
 )
+from topograd.studies.outcome import asked
 from topograd.studies.staged_runs import PRESETS
 
 
@@ -57,7 +58,7 @@ def test_the_surer_of_two_stages() -> None:
 
 
 def test_the_study_pools_in_every_way_and_judges() -> None:
-    found = run(PRESETS["tiny"], 2, lambda done, total: None)
+    found = run(PRESETS["tiny"], asked("composition", "tiny"))
     assert [arm.name for arm in ARMS] == [PLAIN, SHARED, SHRUNK]
     assert len(found.rows) == 6
     for row in found.rows:

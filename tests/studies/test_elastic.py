@@ -5,11 +5,12 @@ import torch
 
 from topograd.studies.elastic import expected_accuracy
 from topograd.studies.listing import run_study
+from topograd.studies.outcome import asked
 
 
 def test_the_study_in_miniature() -> None:
     pytest.importorskip("sklearn")
-    found = run_study("elastic", "tiny", 1, lambda done, total: None)
+    found = run_study(asked("elastic", "tiny", seeds=1))
     assert found["tables"][0]["caption"] == "A stage added during training"
     grown = [row for row in found["rows"] if "unchanged_at_insertion" in row]
     assert grown

@@ -1,6 +1,7 @@
 """Experiments A, B, C and E: their arms, and their verdicts in worlds that are made up."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,11 @@ from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LowRank
 from topograd.nn.preparation import prepare
 from topograd.studies import experiment_a, experiment_b, experiment_c, experiment_e
+from topograd.studies.outcome import asked
 from topograd.studies.staged_runs import SHALLOW, Arm, Sizes, train_arms
 from topograd.studies.verdicts import FAILED, HELD, Claim
 from topograd.topology.dag import EMBEDDING
 from topograd.training.executor import train_step
-
-
-def silent(done: int, total: int) -> None:
-    pass
 
 
 def verdicts(claims: Sequence[Claim]) -> dict[str, str]:
@@ -83,7 +81,8 @@ def test_b_opens_its_learned_bus_and_chooses_its_rate(sizes: Sizes) -> None:
         torch.testing.assert_close(projection @ projection, projection)
         assert torch.linalg.matrix_rank(projection) == sizes.width // 4
     told: list[int] = []
-    tried = experiment_b.tune(sizes, told.append)
+    watched = asked("experiment-b", "tiny", on_more=lambda done, total: told.append(done))
+    tried = experiment_b.tune(sizes, watched)
     assert [row["relays"] for row in tried] == list(experiment_b.RATES)
     assert len({row["bpb"] for row in tried}) == len(tried), "the rate reaches the bus"
     assert {row["seed"] for row in tried} == {experiment_b.TUNING}
@@ -101,9 +100,9 @@ def test_b_trains_with_the_rate_that_was_best(
         rows: list[Any] = invent(arms, bpb=lambda arm: 3.0, usefulness=lambda arm: [0.1, 0.1])
         return rows
 
-    monkeypatch.setattr(experiment_b, "tune", lambda sizes, on_done: tried)
+    monkeypatch.setattr(experiment_b, "tune", lambda sizes, asked: tried)
     monkeypatch.setattr(experiment_b, "train_arms", trained)
-    found = experiment_b.run(sizes, 3, silent)
+    found = experiment_b.run(replace(sizes, seeds=3), asked("experiment-b", "tiny"))
     assert seen == [4e-3] * 9
     assert found.rows[: len(tried)] == tried
     assert "r0 at the rate 0.004" in found.caption
@@ -165,7 +164,9 @@ def test_disagreement_counts_other_first_choices(sizes: Sizes) -> None:
 
 
 def test_c_reads_what_it_says(sizes: Sizes) -> None:
-    (row,) = train_arms([experiment_c.FORESTS[1]], sizes, 1, silent, experiment_c.probe)
+    (row,) = train_arms(
+        [experiment_c.FORESTS[1]], replace(sizes, seeds=1), asked("experiment-c", "tiny"), experiment_c.probe
+    )
     assert 0 <= row["disagreement"] <= 1
     assert 0 <= row["wand"] < 1
     best = min(row["bpb_sum"], row["bpb_mean"])

@@ -1,6 +1,7 @@
 """The study of fields: its runs against autograd, its measures, its sentences and its figures."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,16 @@ from topograd.studies.field_networks import (
     make_task,
     make_weights,
     reading_steps,
+    sizes_of,
 )
 from topograd.studies.field_training import staged_residuals, study
-from topograd.studies.outcome import Result
+from topograd.studies.outcome import Result, asked
 from topograd.studies.tail_conjecture import links, rank_correlations, shares, tails, verdict
-
-
-def silent(done: int, total: int) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
 def found() -> Result:
-    return study("teacher", "tiny", silent)
+    return study("teacher", asked("fields", "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +224,7 @@ def test_what_layers_carry_at_several_depths_and_seeds(found: Result, record: di
 
 def test_the_same_study_twice_and_how_far_it_is(found: Result) -> None:
     told: list[tuple[int, int]] = []
-    assert study("teacher", "tiny", lambda *done: told.append(done)) == found
+    assert study("teacher", asked("fields", "tiny", on_more=lambda *done: told.append(done))) == found
     assert told == [(i + 1, len(told)) for i in range(len(told))]
 
 
@@ -242,9 +240,10 @@ def test_every_figure_has_words_and_numbers(record: dict[str, Any]) -> None:
         assert "{" not in panel.caption
 
 
-def test_seeds_are_the_studys_own() -> None:
-    with pytest.raises(ConfigError, match="--seeds is 2; study fields-digits has seeds of its own"):
-        module.digits("tiny", 2, silent)
+def test_sizes_that_are_asked_for() -> None:
+    sizes = sizes_of(asked("fields-digits", "small", steps=7, width=9, seeds=2))
+    assert sizes == replace(PRESETS["small"], steps=7, width=9, seeds=2)
+    assert sizes_of(asked("fields-digits", "tiny")) == PRESETS["tiny"]
 
 
 def test_presets_are_as_documented() -> None:

@@ -6,12 +6,13 @@ import torch
 
 from topograd.runs.session import load_data
 from topograd.studies.head_perturbation import ARMS, SIGMAS, probe, ratios, run
+from topograd.studies.outcome import asked
 from topograd.studies.staged_runs import PRESETS, held_out, same_batches, train_arm
 
 
 def test_noise_hurts_and_is_taken_back() -> None:
     config, data = load_data(PRESETS["tiny"].config(0, 30))
-    stack, plan = train_arm(ARMS[0], config, same_batches(config, data))
+    stack, plan, _ = train_arm(ARMS[0], config, same_batches(config, data))
     before = stack.head.weight.detach().clone()
     found = probe(stack, plan, held_out(config, data))
     assert torch.equal(before, stack.head.weight)
@@ -21,7 +22,7 @@ def test_noise_hurts_and_is_taken_back() -> None:
 
 
 def test_the_study_compares_both_arms() -> None:
-    found = run(PRESETS["tiny"], 2, lambda done, total: None)
+    found = run(PRESETS["tiny"], asked("head-perturbation", "tiny"))
     assert len(found.rows) == 4
     assert len(found.cells) == len(SIGMAS)
     assert len(found.claims) == 2

@@ -7,13 +7,14 @@ import pytest
 from topograd.studies import image_topologies
 from topograd.studies.image_topologies import groups
 from topograd.studies.listing import run_study
+from topograd.studies.outcome import asked
 
 
 def test_every_arm_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
-    small = tuple(replace(group, steps=1) for group in groups("tiny"))
+    small = tuple(replace(group, steps=1) for group in groups(asked("image-topologies", "tiny")))
     monkeypatch.setattr(image_topologies, "groups", lambda preset: small)
-    found = run_study("image-topologies", "tiny", 1, lambda done, total: None)
+    found = run_study(asked("image-topologies", "tiny", seeds=1))
     assert len(found["rows"]) == sum(len(group.arms) for group in small)
     assert len(found["tables"]) == 6
     for table in found["tables"]:
@@ -25,7 +26,7 @@ def test_every_arm_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_papers_arms_are_all_there() -> None:
-    names = {arm.name for arm in groups("small")[0].arms}
+    names = {arm.name for arm in groups(asked("image-topologies", "small"))[0].arms}
     assert names >= {
         "backprop",
         "flat",

@@ -9,7 +9,9 @@ import pytest
 
 from topograd.errors import ConfigError
 from topograd.studies import interfaces
-from topograd.studies.listing import STUDIES, run_study, study_named
+from topograd.studies.listing import STUDIES, asked_for, run_study, setting_of, study_named
+from topograd.studies.outcome import asked
+from topograd.studies.presets import SIZES
 from topograd.studies.staged_runs import PRESETS, Sizes
 from topograd.studies.verdicts import UNDECIDED
 
@@ -20,6 +22,7 @@ ELSEWHERE = {
     "elastic": "test_elastic.py runs it",
     "image-topologies": "test_image_topologies.py runs it",
     "fields": "test_field_training.py runs it",
+    "gap": "test_gap.py runs it",
     "optimizers": "test_optimizer_comparison.py runs it",
     "minilm": "it needs weights that are not installed here",
     "tail-fits": "it needs a program that is not installed here; test_tail_fits.py has a stand-in",
@@ -33,7 +36,8 @@ def record(name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> dict[str
     monkeypatch.setitem(PRESETS, "tiny", replace(sizes, steps=2, soft_steps=4))
     monkeypatch.setattr(interfaces, "HELDOUT_BYTES", 2000)
     told: list[tuple[int, int]] = []
-    found = run_study(name, "tiny", 1 if name in STAGED else None, lambda *done: told.append(done))
+    seeds = 1 if name in STAGED else None
+    found = run_study(asked(name, "tiny", seeds=seeds, on_more=lambda *done: told.append(done)))
     assert told, "it says how far it is"
     assert told[-1][0] == told[-1][1]
     return found
@@ -77,3 +81,21 @@ def test_studies_are_listed_without_torch() -> None:
     )
     told = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert told.stdout.split() == [str(len(STUDIES)), "False", "False"]
+
+
+def test_every_study_has_sizes_and_a_time() -> None:
+    assert SIZES.keys() == STUDIES.keys()
+    for name, presets in SIZES.items():
+        assert {"tiny", "small"} <= presets.keys(), name
+        assert presets["tiny"].minutes <= presets["small"].minutes, name
+        assert all(size.minutes > 0 for size in presets.values()), name
+        takes = [{*size.as_dict()} for size in presets.values()]
+        assert all(sizes == takes[0] for sizes in takes), f"{name}: the presets have the same sizes"
+
+
+def test_what_a_row_depends_on() -> None:
+    usual, other = asked("leak", "tiny"), asked("leak", "tiny", steps=7)
+    assert setting_of(usual)["steps"] == [5]
+    assert setting_of(other)["steps"] == [7]
+    assert setting_of(usual) != setting_of(other)
+    assert asked_for(asked("elastic", "tiny", seeds=5))["seeds"] == 5

@@ -13,6 +13,7 @@ from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.topology_config import TopologyConfig
 from topograd.studies import minilm as study
+from topograd.studies.outcome import asked
 from topograd.training.trainer import start
 
 
@@ -66,17 +67,17 @@ def test_the_study_joins_its_readings(tmp_path: Path, monkeypatch: pytest.Monkey
         names=("a",), sigma=(2.0, 1.0), effective_ranks=(3.0, 2.0), rank=2, verdict="kept"
     )
     models = {name: study.Reading({"norm": reading}, stream) for name in ("trained", "fresh")}  # type: ignore[arg-type]
-    asked: list[int] = []
+    read: list[int] = []
 
     def without(run: Path, limit_bytes: int) -> dict[str, study.KernelReading]:
-        asked.append(limit_bytes)
+        read.append(limit_bytes)
         return {"layers.0": replace(reading, exact=False, cosine=0.1)}
 
     monkeypatch.setattr(study, "weights_folder", lambda: tmp_path)
     monkeypatch.setattr(study, "trained_and_fresh", lambda folder, rank: models)
     monkeypatch.setattr(study, "without_kernel", without)
-    found = study.run("tiny", None, lambda *done: None)
-    assert asked == [study.TEXT_BYTES // 10]
+    found = study.run(asked("minilm", "tiny"))
+    assert read == [study.TEXT_BYTES // 10]
     assert [row["model"] for row in found.rows] == ["trained", "fresh", "RMSNorm GPT"]
     assert [len(table.rows) for table in found.tables] == [1, 1, 1, 2]
     assert found.tables[-1].rows[1] == ("a", "0.5", "2.0", "0.5", "2.0")
@@ -85,4 +86,4 @@ def test_the_study_joins_its_readings(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_without_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "PACKAGE", "a_package_that_nobody_has")
     with pytest.raises(ConfigError, match=r"not installed; install topograd\[studies\]"):
-        study.run("tiny", None, lambda *done: None)
+        study.run(asked("minilm", "tiny"))

@@ -15,6 +15,7 @@ from topograd.studies import optimizer_comparison as study
 from topograd.studies.chain_rates import simplex
 from topograd.studies.optimizer_comparison import Moment, read_moment, readable
 from topograd.studies.optimizer_tasks import Task, digits, gpt, losses, modular
+from topograd.studies.outcome import asked
 
 ADAMW, RELATIVE, ZLOSS, DDC, RETRACT, SGD = study.ARMS
 
@@ -119,7 +120,7 @@ def test_rates_are_chosen_by_what_the_task_says(task: Task) -> None:
 def test_the_study_becomes_tables_and_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "ADAM_RATES", (1e-3, 1e-2))
     monkeypatch.setattr(study, "ARMS", (ADAMW, DDC))
-    found = study.run("tiny", 2, lambda done, total: None)
+    found = study.run(asked("optimizers", "tiny", seeds=2))
     (table,) = found.tables
     assert [row[0] for row in table.rows] == ["AdamW", "DDCAdam"]
     assert all(len(row) == len(table.header) for row in table.rows)

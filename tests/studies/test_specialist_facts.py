@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from topograd.studies import specialist_facts
-from topograd.studies.outcome import Result
+from topograd.studies.outcome import Result, asked
 
 
 @pytest.fixture(scope="module")
 def found() -> Result:
-    return specialist_facts.run("tiny", None, lambda done, total: None)
+    return specialist_facts.run(asked("specialists", "tiny"))
 
 
 def test_the_base_is_preserved_and_the_control_is_not(found: Result) -> None:

@@ -62,7 +62,7 @@ def test_the_table_stands_beside_the_papers(invent: Any, monkeypatch: pytest.Mon
         return rows
 
     monkeypatch.setattr(module, "train_arms", train_arms)
-    found = module.run(None, 3, lambda *done: None)  # type: ignore[arg-type]
+    found = module.run(None, None)  # type: ignore[arg-type]
     assert [row[0] for row in found.cells] == [*SWEEP, "6"]
     assert [arm.topology.heads for arm in trained] == ["per-stage"] * 5 + ["shared"], "backprop has one head"
     assert len(trained[-1].topology.stages) == 1

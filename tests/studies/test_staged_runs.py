@@ -13,6 +13,7 @@ from topograd.runs.session import load_data
 from topograd.studies import staged_runs as module
 from topograd.studies.experiment_c import forest
 from topograd.studies.experiment_e import behind_root
+from topograd.studies.outcome import asked
 from topograd.studies.staged_runs import (
     PRESETS,
     SWEEP,
@@ -29,14 +30,12 @@ from topograd.studies.staged_runs import (
     values,
 )
 
-
-def silent(done: int, total: int) -> None:
-    pass
+ASKED = asked("stage0-depth", "tiny")
 
 
 def test_equal_arms_are_equal_and_others_are_not(sizes: Sizes) -> None:
     arms = [chain("2,2,2", "a"), chain("2,2,2", "b"), chain("4,1,1")]
-    rows = train_arms(arms, sizes, 2, silent)
+    rows = train_arms(arms, replace(sizes, seeds=2), ASKED)
     assert differences(rows, "a", "b") == [0.0, 0.0]
     assert all(x != 0 for x in differences(rows, "a", "4,1,1"))
     assert values(rows, "a")[0] != values(rows, "a")[1]
@@ -47,13 +46,14 @@ def test_equal_arms_are_equal_and_others_are_not(sizes: Sizes) -> None:
 def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any) -> None:
+    def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any) -> Any:
         assert config.relays == (0.5 if seen[1:] else OptimizerConfig().relays)
         seen.append((stack.layers[0].state_dict(), stack.embedding.weight, list(batches), steps))
+        return torch.zeros(steps, len(plan.stages))
 
     monkeypatch.setattr(module, "fit", fit)
     own_rate = replace(chain("1,3,2", objective="residual"), relays=0.5)
-    train_arms([chain("6"), behind_root("gate"), own_rate], sizes, 1, silent)
+    train_arms([chain("6"), behind_root("gate"), own_rate], replace(sizes, seeds=1), ASKED)
     first, *others = seen
     for weights, embedding, batches, steps in others:
         assert steps == len(batches) == sizes.steps
@@ -68,7 +68,7 @@ def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.Mon
 
 def test_an_arm_is_read_by_what_its_topology_predicts(sizes: Sizes) -> None:
     arms = [chain("2,2,2"), chain("2,2,2", "r", "residual"), forest("2,2,2")]
-    plain, corrected, parallel = train_arms(arms, sizes, 1, silent)
+    plain, corrected, parallel = train_arms(arms, replace(sizes, seeds=1), ASKED)
     assert [row["prediction"] for row in (plain, corrected, parallel)] == ["last", "sum", "pool"]
     assert plain["bpb"] == plain["bpb_last"] == plain["bpb_prefix"][-1] == plain["bpb_stages"][-1]
     assert corrected["bpb"] == corrected["bpb_sum"] == corrected["bpb_prefix"][-1] != corrected["bpb_last"]
@@ -82,7 +82,7 @@ def test_the_first_weights_of_relays_may_be_set(sizes: Sizes) -> None:
     def start(stack: Any) -> None:
         seen.append(sorted(stack.own_relays()))
 
-    train_arms([replace(behind_root("gate"), start=start)], sizes, 1, silent)
+    train_arms([replace(behind_root("gate"), start=start)], replace(sizes, seeds=1), ASKED)
     assert seen == [["gate-1"]], "its relays are there, and nothing was trained yet"
 
 
@@ -105,9 +105,8 @@ def test_order0_is_the_entropy_of_the_bytes(sizes: Sizes) -> None:
 
 def test_a_probe_adds_its_readings(sizes: Sizes) -> None:
     told: list[tuple[int, int]] = []
-    rows = train_arms(
-        [chain("6")], sizes, 2, lambda *done: told.append(done), lambda stack, plan, text: {"x": text.nbytes}
-    )
+    watched = replace(ASKED, on_more=lambda *done: told.append(done))
+    rows = train_arms([chain("6")], sizes, watched, lambda stack, plan, text: {"x": text.nbytes})
     assert [row["x"] for row in rows] == [rows[0]["x"]] * 2
     assert told == [(1, 2), (2, 2)]
 
@@ -128,12 +127,12 @@ def test_a_loss_that_is_not_finite(partition: str, layer: int, why: str, sizes: 
             parameter.fill_(math.nan)
 
     with pytest.raises(DivergenceError, match=why):
-        train_arms([replace(chain(partition), start=spoil)], sizes, 1, silent)
+        train_arms([replace(chain(partition), start=spoil)], replace(sizes, seeds=1), ASKED)
 
 
 def test_no_seeds(sizes: Sizes) -> None:
     with pytest.raises(ConfigError, match="seeds is 0; it must be at least 1"):
-        train_arms([chain("6")], sizes, 0, silent)
+        train_arms([chain("6")], replace(sizes, seeds=0), ASKED)
 
 
 def test_slopes_are_by_layer(invent: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from topograd.errors import ConfigError
 from topograd.fields.tails import fit_tail
 from topograd.studies import tail_fits as study
+from topograd.studies.outcome import asked
 
 
 class OneSided:
@@ -54,7 +55,7 @@ def test_the_rule_is_all_that_differs(installed: None) -> None:
 
 def test_the_study_counts_where_they_agree(installed: None) -> None:
     told: list[tuple[int, int]] = []
-    found = study.run("tiny", None, lambda *done: told.append(done))
+    found = study.run(asked("tail-fits", "tiny", on_more=lambda *done: told.append(done)))
     assert told == [(1, 2), (2, 2)]
     assert [(row["when"], row["seed"], row["layer"]) for row in found.rows[:6]] == [
         (when, 0, layer) for when in ("before", "after") for layer in (2, 3, 4)
@@ -71,4 +72,4 @@ def test_the_study_counts_where_they_agree(installed: None) -> None:
 def test_without_the_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "weightwatcher", None)
     with pytest.raises(ConfigError, match="weightwatcher is not installed"):
-        study.run("tiny", None, lambda *done: None)
+        study.run(asked("tail-fits", "tiny"))

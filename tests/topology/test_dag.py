@@ -11,6 +11,7 @@ from topograd.errors import TopologyError
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology, own_relay
+from topograd.topology.plan import Plan
 
 ROOT = Edge(EMBEDDING, transmissivity=1.0)
 WHOLE = Stage(0, 3, (ROOT,))
@@ -271,3 +272,20 @@ def test_a_stage_without_a_loss_gets_no_decoder() -> None:
     topology = Topology.soft([1.0, 0.0]).with_decoders(1)
     assert intervals(topology) == [(0, 1), (1, 2), (3, 4), (2, 3), (4, 5)]
     assert [stage.weight for stage in topology.stages] == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_decoders_of_all_but_the_last_stage() -> None:
+    decoded = Topology.chain("2,2,2").with_decoders(1, last=False)
+    assert decoded.layers == 8
+    assert [(s.start, s.stop, s.weight) for s in decoded.stages] == [
+        (0, 2, 0.0),
+        (6, 7, 1.0),
+        (2, 4, 0.0),
+        (7, 8, 1.0),
+        (4, 6, 1.0),
+    ]
+    plan = Plan.of(decoded, 8)
+    assert plan.prediction.kind == "last"
+    assert [layer for p in plan.needed(plan.last) for layer in p.layers] == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(TopologyError, match="the stages predict by sum"):
+        Topology.chain("1,1", objective="residual").with_decoders(1, last=False)

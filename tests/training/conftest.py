@@ -73,6 +73,8 @@ BUSES = {
 }
 
 CASES = (
+    Case("next", replace(Topology.chain("1,1,1,1", transmissivity=1.0), reach="next")),
+    Case("next-diamond", replace(DIAMOND, reach="next")),
     Case("backprop", BACKPROP),
     Case("hard", HARD),
     Case("hard-tied-softcap", Topology.chain("2,2"), {"tied": True, "softcap": 15.0}),

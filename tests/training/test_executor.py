@@ -49,7 +49,8 @@ def dags(draw: st.DrawFn) -> Topology:
             edges.append(Edge(j, tap, draw(st.sampled_from([0.0, 0.3, 1.0]))))
         objective = draw(st.sampled_from(["cross-entropy", "residual"]))
         weight = draw(st.sampled_from([0.0, 0.5, 1.0]))
-        stages.append(Stage(start, draw(st.integers(start + 1, layers)), tuple(edges), objective, weight))
+        stop, every = draw(st.integers(start + 1, layers)), draw(st.sampled_from([1, 1, 3]))
+        stages.append(Stage(start, stop, tuple(edges), objective, weight, every=every))
     idle = set(range(layers)) - {i for s in stages[:-1] for i in range(s.start, s.stop)}
     start, stop = min({stages[-1].start, *idle}), max({stages[-1].stop, *(i + 1 for i in idle)})
     stages[-1] = replace(stages[-1], start=start, stop=stop, weight=1.0)
@@ -59,6 +60,7 @@ def dags(draw: st.DrawFn) -> Topology:
         heads=draw(st.sampled_from(["shared", "per-stage"])),
         bus=draw(st.sampled_from(["live", "detached"])),
         reduction=draw(st.sampled_from(["mean", "sum"])),
+        reach=draw(st.sampled_from(["all", "next"])),
     )
 
 
@@ -208,13 +210,20 @@ def linked(topology: Topology) -> Topology:
         (linked(Topology.forest(["1,1", "1,1"])), "F0 F1 B1 B0 F2 F3 B3 B2"),
         (Topology.cover([(0, 2), (1, 3)]), "F0 F1 B1 B0 F1 F2 B2 B1"),
         (Topology.chain("1,1").with_specialist(1), "F0 F1 F2 B2"),
+        (replace(HIERARCHICAL, reach="next"), "F0 F1 B1 B0 F2 F3 B3 B2 B1"),
     ],
-    ids=["backprop", "hard", "hierarchical", "soft", "forest", "forest-hierarchical", "cover", "specialist"],
+    ids=[
+        *("backprop", "hard", "hierarchical", "soft", "forest", "forest-hierarchical", "cover", "specialist"),
+        "next",
+    ],
 )
 def test_a_backward_runs_as_soon_as_nothing_answers_any_more(
     topology: Topology, order: str, tiny: type[Tiny]
 ) -> None:
-    """λ = 0: before the next stage's forward. λ > 0: after the last listener's backward, and no later."""
+    """λ = 0: before the next stage's forward. λ > 0: after the last listener's backward, and no later.
+
+    With reach `next`, layer 1 hands its own loss's gradient to layer 0 before layer 2 begins (the first B1).
+    """
     assert recorded(tiny, topology)[0] == order
 
 

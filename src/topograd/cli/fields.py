@@ -108,12 +108,13 @@ def run(argv: list[str]) -> int:
 def _study(asked: Study) -> dict[str, Any]:
     from topograd.report.study import write_study
     from topograd.studies.listing import run_study
+    from topograd.studies.outcome import asked as asked_of
 
     make_folder(asked.out)
     if asked.preset == "small":
         note(f"a study of {asked.data}: a minute or two")
     name = "fields" if asked.data == "teacher" else f"fields-{asked.data}"
-    record = run_study(name, asked.preset, None, counted("runs"))
+    record = run_study(asked_of(name, asked.preset, on_more=counted("runs")))
     return {**record, "page": str(write_study(asked.out, record))}
 
 

@@ -34,6 +34,7 @@ VERBS = {
     "export": "write a run's model for transformers or for llama.cpp",
     "search": "choose where gradients stop: dynamic programming, soft boundaries, surgery, the Pareto front",
     "study": "run an experiment of the papers, with its prediction and a verdict",
+    "reproduce": "every claim of the papers: reproduced, corrected, failed or open, each with its command",
     "space": "look around the space of partitions",
     "probe": "where a model knows something, stage by stage; and rates of dead directions",
     "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,82 +12,168 @@ from rich.table import Table
 
 from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
 from topograd.cli.progress import counted
-from topograd.limits import REPEATS, check_numbers
-from topograd.studies.listing import STUDIES, run_study, study_named
-from topograd.studies.outcome import Preset
+from topograd.errors import ConfigError, RunError, TopogradError
+from topograd.files import read_json
+from topograd.limits import REPEATS, SIZE, check_numbers
+from topograd.studies.listing import STUDIES, asked_for, kept_rows, run_study, study_named
+from topograd.studies.outcome import Asked
+from topograd.studies.outcome import asked as asked_of
+from topograd.studies.presets import SIZES, Preset, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Every study, with what its paper predicts."""
+    """Every study, with what its paper predicts, the sizes of its presets and the minutes that they take."""
 
     json: Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run a study: its tables, a page with figures, and what came of the prediction."""
+    """Run a study: its tables, a page with figures, and what came of the prediction.
 
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    What is measured is kept beside the page, so a study that is ended goes on where it was.
+    """
+
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="NAME")] = None
     """One of those that `study list` names."""
+    all: bool = False
+    """Every study that has the preset, one after another; those that are done already are left alone."""
     preset: Preset = "small"
-    """tiny takes seconds and decides little, small minutes, and more than an hour for `interfaces`."""
+    """tiny takes seconds and decides little, small minutes, demo hours; `study list` has them all."""
+    steps: int | None = None
+    """Steps of every training, where a study has a choice; by default the preset's."""
+    width: int | None = None
+    """Width of every model, where a study has a choice."""
     seeds: int | None = None
-    """Seeds of every arm, where a study has a choice; by default the preset's."""
+    """Seeds of every arm, where a study has a choice."""
     data: str | None = None
     """Of studies on pictures: a folder of IDX or CIFAR binary files; scikit-learn's digits by default."""
+    fresh: bool = False
+    """Measure everything again, also what an earlier run has kept."""
     out: Path = Path("runs/studies")
     """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
     json: Json = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, seeds=REPEATS)
+        check_numbers(self, steps=REPEATS, width=SIZE, seeds=REPEATS)
+        if self.all and self.name is not None:
+            raise ConfigError(f"--all is given and so is {self.name}; give one of them")
 
 
 _QUESTIONS: dict[str, type[List | Run]] = {"list": List, "run": Run}
 
 
 def run(argv: list[str]) -> int:
-    """List the studies or run one, and return the exit code."""
+    """List the studies or run one or all, and return the exit code."""
     asked = parse_one_of(_QUESTIONS, argv, "study")
     if isinstance(asked, List):
         answer: dict[str, Any] = {"studies": _listed()}
+        shown: Callable[[Mapping[str, Any]], None] = lambda found: out().print(list_table(found))  # noqa: E731
+    elif asked.all:
+        answer, shown = {"studies": _run_all(asked)}, lambda found: out().print(all_table(found))
     else:
-        answer = _run(asked)
+        answer, shown = _run(asked), _show
     if asked.json:
         print_json(answer)
-    elif isinstance(asked, List):
-        out().print(list_table(answer))
     else:
-        _show(answer)
+        shown(answer)
     return 0
 
 
-def _listed() -> list[dict[str, str]]:
+def _listed() -> list[dict[str, Any]]:
     return [
-        {"name": name, "title": study.title, "prediction": study.prediction}
+        {
+            "name": name,
+            "title": study.title,
+            "prediction": study.prediction,
+            "presets": {preset: size.as_dict() for preset, size in SIZES[name].items()},
+        }
         for name, study in STUDIES.items()
     ]
 
 
+def _asked(asked: Run, name: str) -> Asked:
+    """The study as it is asked for, with what is kept of earlier runs."""
+    study_named(name)
+    sizes = {"steps": asked.steps, "width": asked.width, "seeds": asked.seeds}
+    if asked.all:  # what a study has no choice of is left to it
+        has = size_of(name, asked.preset).as_dict()
+        sizes = {size: number for size, number in sizes.items() if size in has}
+    data = asked.data if STUDIES[name].pictures or not asked.all else None
+    return asked_of(name, asked.preset, data=data, on_more=counted(name), **sizes)
+
+
 def _run(asked: Run) -> dict[str, Any]:
-    study_named(asked.name)
+    if asked.name is None:
+        raise ConfigError("missing from topograd study run: NAME; give the name of a study, or --all")
+    return _run_one(_asked(asked, asked.name), asked)
+
+
+def _run_one(study: Asked, asked: Run) -> dict[str, Any]:
     from topograd.report.study import write_study  # matplotlib
 
     make_folder(asked.out)
-    if asked.preset == "small":
-        note(f"{asked.name}: some minutes")
-    record = run_study(asked.name, asked.preset, asked.seeds, counted(asked.name), asked.data)
+    kept = kept_rows(study, asked.out, asked.fresh)
+    if study.size.minutes >= 1:
+        note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
+    record = run_study(replace(study, kept=kept))
+    if kept.found:
+        note(f"{kept.found} measurements are of an earlier run, from {kept.file}; --fresh makes them again")
     return {**record, "page": str(write_study(asked.out, record))}
 
 
-def list_table(answer: Mapping[str, Any]) -> Table:
-    """Names and predictions."""
+def _run_all(asked: Run) -> list[dict[str, Any]]:
+    """Every study that has the preset; what cannot be run here says why, and the others go on."""
+    found = []
+    for name in STUDIES:
+        if asked.preset not in SIZES[name]:
+            continue
+        study = _asked(asked, name)
+        before = None if asked.fresh else _finished(study, asked.out)
+        if before is not None:
+            found.append({"study": name, "state": "done before", "verdict": before["verdict"]})
+            continue
+        try:
+            record = _run_one(study, asked)
+        except TopogradError as problem:
+            note(f"{name}: {problem}")
+            found.append({"study": name, "state": "not run", "why": str(problem)})
+        else:
+            kept = {key: record[key] for key in ("verdict", "seconds", "page")}
+            found.append({"study": name, "state": "done", **kept})
+    return found
+
+
+def _finished(study: Asked, folder: Path) -> dict[str, Any] | None:
+    """The record of an earlier run that was asked for in the same way."""
+    file = folder / f"{study.study}.json"
+    try:
+        record = read_json(file)
+    except RunError:
+        return None
+    same = isinstance(record, dict) and record.get("asked") == asked_for(study)
+    return record if same else None
+
+
+def all_table(answer: Mapping[str, Any]) -> Table:
+    """What came of every study."""
     table = Table()
-    for column in ("name", "what its paper predicts"):
+    for column in ("study", "state", "verdict"):
+        table.add_column(column, no_wrap=column == "study")
+    for study in answer["studies"]:
+        table.add_row(study["study"], study["state"], str(study.get("verdict") or study.get("why") or "–"))
+    return table
+
+
+def list_table(answer: Mapping[str, Any]) -> Table:
+    """Names, minutes by preset, and predictions."""
+    table = Table()
+    for column in ("name", "minutes", "what its paper predicts"):
         table.add_column(column, no_wrap=column == "name")
     for study in answer["studies"]:
-        table.add_row(study["name"], study["prediction"])
+        minutes = (f"{preset} {size['minutes']:g}" for preset, size in study["presets"].items())
+        table.add_row(study["name"], "\n".join(minutes), study["prediction"])
     return table
 
 

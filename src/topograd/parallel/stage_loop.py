@@ -72,7 +72,7 @@ class StageLoop(TrainingLoop):
             return losses, parts, [torch.hypot(norms[0], norm_of(self.shared))] if norms else [norm_of([])]
         return losses, parts, [*norms, rest if self.layout.private else norm_of(parts[-1])]
 
-    def _one(
+    def gradients(
         self,
         plan: Plan,
         inputs: Tensor,
@@ -81,7 +81,7 @@ class StageLoop(TrainingLoop):
         states: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         if self.scan is None:
-            return super()._one(plan, inputs, targets, scale, states)
+            return super().gradients(plan, inputs, targets, scale, states)
         taught = None if self.teacher is None else teacher_logits(self.teacher, inputs, targets)
         return self.scan.step(self.stack, plan, inputs, targets, scale=scale, teacher=taught)
 

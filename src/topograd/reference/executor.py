@@ -2,7 +2,9 @@
 
     L̃ = Σ_k scale_k ℓ_k,   every edge wrapped in D_λ(h) = sg(h) + λ (h - sg(h))
 
-("Stage-Partitioned Learning" eqs. 6-7 and 26). All activations and all logits are alive at once. Call
+("Stage-Partitioned Learning" eqs. 6-7 and 26). Where gradient reaches the next stage only, ℓ_k is that of a
+graph of its own, in which the edges into stage k have their λ and all other edges between stages 0. All
+activations and all logits are alive at once. Call
 `.backward()` on the sum; `training/executor.py` must give the same gradients.
 """
 
@@ -33,6 +35,31 @@ def graph_losses(
     stack: Any, topology: Topology, inputs: Tensor, targets: Tensor, teacher: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(training loss with its whole graph, the stages' losses) of a `Stack`."""
+    given = (inputs, targets, teacher)
+    if topology.reach == "next":
+        count = len(topology.stages)
+        losses = [_graph(stack, _only_into(topology, k), *given)[k] for k in range(count)]
+    else:
+        losses = _graph(stack, topology, *given)
+    scales = [planned.scale for planned in Plan.of(topology, len(stack.layers)).stages]
+    total = torch.stack([s * loss for s, loss in zip(scales, losses, strict=True) if s > 0]).sum()
+    return total, torch.stack(losses).detach()
+
+
+def _only_into(topology: Topology, stage: int) -> Topology:
+    """No gradient crosses an edge between stages but those into `stage`."""
+    stages = list(topology.stages)
+    for k, each in enumerate(stages):
+        if k != stage:
+            cut = (e if e.source == EMBEDDING else replace(e, transmissivity=0.0) for e in each.sources)
+            stages[k] = replace(each, sources=tuple(cut))
+    return replace(topology, stages=tuple(stages))
+
+
+def _graph(
+    stack: Any, topology: Topology, inputs: Tensor, targets: Tensor, teacher: Tensor | None
+) -> list[Tensor]:
+    """The loss of each stage, in one graph."""
     plan = Plan.of(topology, len(stack.layers))
     x0 = stack.embed(inputs)
     bus = stack.bus(x0, inputs)
@@ -52,12 +79,22 @@ def graph_losses(
                 if port.layer == layer + 1:
                     messages[port] = stack.relay(port.relay).send(h, received[0][1])
         z = stack.readout(h, planned.head)
-        losses.append(_loss(planned.stage.objective, z, logits, teacher, targets))
+        losses.append(
+            _loss(planned.stage.objective, z, logits, teacher, _thinned(targets, planned.stage.every))
+        )
         if planned.predicts:
             logits.append(z.detach())
-    scales = [planned.scale for planned in plan.stages]
-    total = torch.stack([s * loss for s, loss in zip(scales, losses, strict=True) if s > 0]).sum()
-    return total, torch.stack(losses).detach()
+    return losses
+
+
+def _thinned(targets: Tensor, every: int) -> Tensor:
+    """targets (rows, time), those at places where row + time is no multiple of `every` left out."""
+    kept = targets.clone()
+    for row in range(targets.shape[0]):
+        for time in range(targets.shape[1]):
+            if (row + time) % every:
+                kept[row, time] = -100
+    return kept
 
 
 def _loss(name: str, z: Tensor, prior: list[Tensor], teacher: Tensor | None, targets: Tensor) -> Tensor:

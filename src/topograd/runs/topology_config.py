@@ -43,7 +43,7 @@ _USES: dict[str, tuple[str, ...]] = {
 }
 _NOT_WITH_INTERFACES = (
     *("graph", "heads", "objective", "bus", "relay", "decoder", "source", "objectives", "weights"),
-    *("transmissivity", "transmissivities", "depth_weights"),
+    *("transmissivity", "transmissivities", "depth_weights", "reach", "loss_every"),
 )
 
 
@@ -86,6 +86,10 @@ class TopologyConfig:
     """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
     transmissivities: tuple[float, ...] = ()
     """The same for each boundary by itself."""
+    reach: Literal["all", "next"] = "all"
+    """Whose gradient crosses a boundary: that of all losses behind it, or of the next stage's loss alone."""
+    loss_every: tuple[int, ...] = ()
+    """For each stage, that its loss counts every n-th token; 1 counts all."""
     relay: str = "identity"
     """What a stage makes of what it receives: identity, pre-norm, gate, residual-gate, low-rank, linear,
     sigmoid."""
@@ -211,6 +215,7 @@ class TopologyConfig:
             bus=self.bus,
             reduction="sum" if self.graph == "targets" else self.reduction,
             prediction=self._prediction(),
+            reach=self.reach,
         )
         return topology.with_decoders(self.decoder) if self.decoder else topology
 
@@ -297,6 +302,12 @@ class TopologyConfig:
                 replace(stage, weight=depth_weight(stage.stop, topology.layers, self.depth_weights))
                 for stage in stages
             ]
+        if self.loss_every:
+            if len(self.loss_every) != len(stages):
+                raise ConfigError(
+                    f"{len(self.loss_every)} loss_every for {len(stages)} stages; give one for each"
+                )
+            stages = [replace(s, every=n) for s, n in zip(stages, self.loss_every, strict=True)]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
         if self.objectives:
             if len(self.objectives) != len(learning):

@@ -3,55 +3,54 @@
 What is measured, and why, is in `interfaces.py`, `leak.py` and `jacobians.py`. Source: "LBI: Parallel Scan
 Backpropagation via Latent Bounded Interfaces", Tables 2, 6 and 7, §3.1, appendix F.
 Cost with the preset `small`, on one core: about a minute for each of the 70 trainings of `interfaces`, three
-minutes for `leak`, four for `jacobians`. `python -m topograd.studies.interfaces` keeps trainings in a file
-and goes on where it was.
+minutes for `leak`, four for `jacobians`.
 """
 
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 from rich.table import Table
 
 from topograd.nn.config import Architecture
 from topograd.studies import interfaces, jacobians, leak
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable, Row
 
 
-def run_interfaces(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run_interfaces(asked: Asked) -> Result:
     """Dense, shallow and bounded models of all architectures, and the sweeps; tiny: two of them, briefly."""
-    tiny = preset == "tiny"
-    seeds = seeds or (1 if tiny else 3)
+    tiny, seeds, steps = asked.preset == "tiny", asked.seeds, asked.steps
     kinds = get_args(Architecture)
     cases = [case for kind in kinds for case in interfaces.headline(kind, range(seeds))]
     cases = cases[:4:2] if tiny else [*cases, *(case for kind in kinds for case in interfaces.sweeps(kind))]
-    steps = 2 if tiny else interfaces.STEPS
     rows: list[Row] = []
     for case in cases:
+        case = replace(case, width=asked.width)
         key = dict(zip(interfaces.KEY, case.key(steps), strict=True))
-        rows.append(key | interfaces.train_case(case, steps))
-        on_more(len(rows), len(cases))
+        rows.append(key | asked.kept.row(key, partial(interfaces.train_case, case, steps)))
+        asked.on_more(len(rows), len(cases))
     return Result(
-        setting=f"Plain models of width {interfaces.WIDTH} on bytes, {steps} steps each.",
+        setting=f"Plain models of width {asked.width} on bytes, {steps} steps each.",
         rows=rows,
         tables=(plain(interfaces.table(rows)),),
         seeds=seeds,
     )
 
 
-def run_leak(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run_leak(asked: Asked) -> Result:
     """Random tokens, and text from prefixes, each with the published interface and a causal one.
 
     With the preset tiny a few steps on random tokens.
     """
-    refuse_seeds("leak", seeds)
-    tiny = preset == "tiny"
+    tiny, steps = asked.preset == "tiny", asked.parts("steps")
     rows: list[Row] = []
     for interface in (leak.LEAKY, leak.CAUSAL):
-        row: Row = {"interface": interface, "iid": leak.iid_loss(interface, 5 if tiny else 500)}
-        rows.append(row if tiny else row | leak.text_losses(interface))
-        on_more(len(rows), 2)
+        row: Row = {"interface": interface, "iid": leak.iid_loss(interface, steps[0])}
+        rows.append(row if tiny else row | leak.text_losses(interface, steps[1]))
+        asked.on_more(len(rows), 2)
     tokens = ResultTable(
         f"Random tokens: nats per token; no honest model is below {leak.FLOOR:.4f}",
         ("interface", "cross entropy"),
@@ -69,10 +68,10 @@ def run_leak(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
     )
 
 
-def run_jacobians(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run_jacobians(asked: Asked) -> Result:
     """Every architecture while it is trained; tiny: two steps of one."""
-    refuse_seeds("jacobians", seeds)
-    kinds, steps = (get_args(Architecture)[:1], 2) if preset == "tiny" else (get_args(Architecture), 300)
+    steps = asked.steps
+    kinds = get_args(Architecture)[: 1 if asked.preset == "tiny" else None]
     rows: list[Row] = []
     tables, findings = [], []
     for i, kind in enumerate(kinds):
@@ -81,7 +80,7 @@ def run_jacobians(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
         tables.append(plain(jacobians.table(kind, looks)))
         first, last = (statistics.fmean(look["rms"]) for look in (looks[0], looks[-1]))
         findings.append(f"{kind}: ‖J‖_F/√n goes from {first:.2g} to {last:.2g} in {steps} steps.")
-        on_more(i + 1, len(kinds))
+        asked.on_more(i + 1, len(kinds))
     return Result(
         setting=f"Models of regions with the interface {jacobians.INTERFACE}, {steps} steps on bytes.",
         rows=rows,

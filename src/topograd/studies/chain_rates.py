@@ -37,6 +37,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ from topograd.geometry.rates import Rate, fit_rate, local_slope
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import ChainedReLURescale
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row
+from topograd.studies.outcome import Asked, Result, ResultTable, Row
 
 SAMPLES, WIDTH, SIGMA = 1000, 8, 0.1
 START, RATE, STEPS, READINGS = 0.3, 0.3, 3000, 40
@@ -233,20 +234,21 @@ def slopes_on_the_way(moments: Sequence[Moment]) -> list[float]:
     return found
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run(asked: Asked) -> Result:
     """Every variation; with the preset tiny, three of them for some steps."""
-    every, steps = variations(), STEPS
-    if preset == "tiny":
-        every, steps = every[:3], READINGS // 4
-    seeds = seeds or (1 if preset == "tiny" else 3)
+    every, steps, seeds = variations(), asked.steps, asked.seeds
+    if asked.preset == "tiny":
+        every = every[:3]
     rows: list[Row] = []
     for variation in every:
-        rows.append(descended(variation, seeds, steps))
-        on_more(len(rows), len(every))
+        sized = replace(variation, chain=replace(variation.chain, width=asked.width))
+        key = {"name": variation.name, "seeds": seeds}
+        rows.append(asked.kept.row(key, partial(descended, sized, seeds, steps)))
+        asked.on_more(len(rows), len(every))
     return Result(
         setting=(
-            f"Chains of width {WIDTH} that start on the canonical approach to a singularity and learn from "
-            f"{SAMPLES} samples for {steps} steps."
+            f"Chains of width {asked.width} that start on the canonical approach to a singularity and learn "
+            f"from {SAMPLES} samples for {steps} steps."
         ),
         rows=rows,
         tables=(table(rows),),

@@ -38,7 +38,7 @@ from torch import Tensor
 from topograd.data import Text
 from topograd.nn.gpt import GPT
 from topograd.nn.pooling import pool, shrinkage_weight
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import SHALLOW, Sizes, chain, mean, spread, train_arms, values
 from topograd.studies.verdicts import Claim, Drawing, Found, Series, above
 from topograd.topology.plan import Plan
@@ -81,9 +81,9 @@ ARMS = (
 )
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train three arms, pool their stages in every way, and judge."""
-    rows = train_arms(ARMS, sizes, seeds, on_more, probe)
+    rows = train_arms(ARMS, sizes, asked, probe)
     cells = [
         (name, *(f"{mean(rows, arm.name, name):.4f} ± {spread(rows, arm.name, name)}" for arm in ARMS))
         for name in POOLS
@@ -156,7 +156,7 @@ def claims(rows: Sequence[Row]) -> tuple[Claim, ...]:
 @torch.no_grad()
 def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     """BPB of every pool on the windows that were not fitted to, and what confidence says."""
-    (fit, fit_targets), (test, targets) = (_half(stack, plan, text, part) for part in (0, 1))
+    (fit, fit_targets), (test, targets) = (half_logits(stack, plan, text, part) for part in (0, 1))
     to_bpb = int((text.targets != -100).sum()) / (math.log(2) * text.nbytes)
     weights = {
         "temperature": torch.cat([fit.new_zeros(len(fit) - 1), fit_weights(fit[-1:], fit_targets)]),
@@ -173,7 +173,7 @@ def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
     return found
 
 
-def _half(stack: GPT, plan: Plan, text: Text, part: int) -> tuple[Tensor, Tensor]:
+def half_logits(stack: GPT, plan: Plan, text: Text, part: int) -> tuple[Tensor, Tensor]:
     """Logits (K, n, vocab) in float64 and targets (n,) of every second window."""
     stages = plan.predicting()
     inputs, targets = text.inputs[part::2], text.targets[part::2]

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
-from typing import Any
 
 from topograd.data.images import DIGITS, ImageData, read_images
 from topograd.nn.images.config import ImageConfig
@@ -35,7 +35,7 @@ from topograd.studies.continual_tasks import (
     split,
     transfer,
 )
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, check_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.verdicts import Claim, above, worst
 
 TUNING_SEED = 1000
@@ -48,39 +48,45 @@ NAMES = ("finetune", "ewc", "lwf", "replay", "poe-kd", "poe-shrink", "specialist
 class Scale:
     """How large a preset is."""
 
-    widths: tuple[int, ...]
-    steps: int
     batch: int
-    seeds: int
     pictures: int | None
     rates: tuple[float, ...]
     """What is tried; the first is taken where nothing is tuned."""
     tuned: bool = False
     """Whether rate and strength are chosen on another seed."""
+    widths: tuple[int, ...] = ()
+    steps: int = 0
+    seeds: int = 0
+    """These three are what was asked for (`presets.py`)."""
 
 
 PRESETS: Mapping[str, Scale] = {
-    "tiny": Scale((32, 16), 12, 32, 2, 40, (0.003,)),
-    "small": Scale((256, 128), 60, 64, 3, 2000, (0.001,), tuned=True),
+    "tiny": Scale(batch=32, pictures=40, rates=(0.003,)),
+    "small": Scale(batch=64, pictures=2000, rates=(0.001,), tuned=True),
 }
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None = None) -> Result:
+def run(asked: Asked) -> Result:
     """Every method with every seed in both scenarios."""
-    scale = PRESETS[preset]
-    seeds = scale.seeds if seeds is None else seeds
+    scale = replace(PRESETS[asked.preset], widths=asked.parts("width"), steps=asked.steps, seeds=asked.seeds)
+    seeds, data, on_more = scale.seeds, asked.data, asked.on_more
     check_seeds(seeds)
     pictures = read_images(data or DIGITS)
-    plan = [(s, m, c) for s in SCENARIOS for m in METHODS for c in _candidates(m, scale)]
-    total = len(SCENARIOS) * len(METHODS) * seeds + (len(plan) if scale.tuned else 0)
+    total = len(SCENARIOS) * len(METHODS) * (seeds + scale.tuned)
     done = iter(range(1, total + 1))
     rows: list[Row] = []
     for scenario in SCENARIOS:
         tasks = split(pictures, scenario, scale.pictures)
         for method in METHODS:
-            chosen = _tuned(method, scenario, tasks, pictures, scale, lambda: on_more(next(done), total))
+            place = {"scenario": scenario, "method": method}
+            tune = partial(_tuned, method, scenario, tasks, pictures, scale)
+            chosen = asked.kept.row(place, tune)
+            if scale.tuned:
+                on_more(next(done), total)
+            sizes = _sizes(pictures, scenario, scale, chosen["rate"], chosen["strength"])
             for seed in range(seeds):
-                rows += learn(method, scenario, tasks, _sizes(pictures, scenario, scale, *chosen), seed)
+                make = partial(learn, method, scenario, tasks, sizes, seed)
+                rows += asked.kept.rows({**place, "seed": seed}, make)
                 on_more(next(done), total)
     claims = _claims(rows)
     return Result(
@@ -138,17 +144,16 @@ def _tuned(
     tasks: list[TaskData],
     pictures: ImageData,
     scale: Scale,
-    on_one: Any,
-) -> tuple[float, float]:
+) -> Row:
     """Rate and strength with the best average accuracy on pictures held out of the tasks' training."""
     if not scale.tuned:
-        return scale.rates[0], STRENGTHS.get(method, (0.5,))[0]
+        return {"rate": scale.rates[0], "strength": STRENGTHS.get(method, (0.5,))[0]}
     found: dict[tuple[float, float], float] = {}
     for candidate in _candidates(method, scale):
         sizes = _sizes(pictures, scenario, scale, *candidate)
         found[candidate] = learn(method, scenario, for_tuning(tasks), sizes, TUNING_SEED)[0]["accuracy"]
-        on_one()
-    return max(found, key=lambda c: found[c])
+    rate, strength = max(found, key=lambda c: found[c])
+    return {"rate": rate, "strength": strength}
 
 
 def _of(rows: list[Row], scenario: str, method: str, key: str = "accuracy") -> list[float]:

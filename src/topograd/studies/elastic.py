@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from topograd.nn.images.stack import make_image_stack
 from topograd.nn.preparation import prepare
 from topograd.studies.fit import fit
 from topograd.studies.image_arms import Arm, Group, build, fewer, optimizer, shown, train, values
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, check_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.verdicts import Claim, above, every, worst
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -39,7 +40,6 @@ from topograd.training.image_evaluation import accuracy, evaluate_images, image_
 
 RATE = 0.002
 FAILURES = (0.05, 0.1, 0.3)
-SEEDS: Mapping[str, int] = {"tiny": 2, "small": 3}
 CHAIN = Arm("chain", {"partition": "2,2,2"})
 ARMS = (
     Arm("backprop", {"partition": "6"}),
@@ -49,33 +49,33 @@ ARMS = (
 PATHS = ("1", "1,2", "1,3", "1,2,3")
 
 
-def group_of(preset: Preset) -> Group:
-    """The vit of a preset."""
-    small = preset == "small"
-    network = ImageConfig(model="vit", widths=(32,) if small else (8,), heads=4 if small else 2, depth=6)
+def group_of(asked: Asked) -> Group:
+    """The vit that is asked for."""
+    small = asked.preset == "small"
+    network = ImageConfig(model="vit", widths=(asked.width,), heads=4 if small else 2, depth=6)
     return Group(
         name="vit",
         network=network,
-        steps=150 if small else 4,
+        steps=asked.steps,
         batch=64 if small else 16,
         rates=(RATE,),
         arms=ARMS,
     )
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None = None) -> Result:
+def run(asked: Asked) -> Result:
     """All three questions for every seed."""
-    seeds = SEEDS[preset] if seeds is None else seeds
+    seeds = asked.seeds
     check_seeds(seeds)
-    pictures = read_images(data or DIGITS)
-    pictures = fewer(pictures, preset)
-    group = group_of(preset)
+    pictures = fewer(read_images(asked.data or DIGITS), asked.preset)
+    group = group_of(asked)
     rows: list[Row] = []
     for seed in range(seeds):
-        rows += grown(group, pictures, seed)
+        rows += asked.kept.rows({"part": "grown", "seed": seed}, partial(grown, group, pictures, seed))
         for arm in ARMS:
-            rows += _lost_and_dropped(group, arm, pictures, seed)
-        on_more(seed + 1, seeds)
+            key = {"part": arm.name, "seed": seed}
+            rows += asked.kept.rows(key, partial(_lost_and_dropped, group, arm, pictures, seed))
+        asked.on_more(seed + 1, seeds)
     claims = _claims(rows)
     return Result(
         setting=_setting(group),

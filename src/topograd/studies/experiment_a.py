@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import (
     SWEEP,
     TAILS,
@@ -37,9 +37,9 @@ PLAIN = [chain(partition, f"{partition} alone") for partition in SWEEP]
 RESIDUAL = [chain(partition, f"{partition} residual", "residual") for partition in SWEEP]
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train both sweeps and judge."""
-    rows = train_arms([*PLAIN, *RESIDUAL], sizes, seeds, on_more)
+    rows = train_arms([*PLAIN, *RESIDUAL], sizes, asked)
     for row in rows:
         row["gain"] = row["bpb_prefix"][0] - row["bpb"]
     return Found(

@@ -18,14 +18,14 @@ bus `r0`, the third does. U_k is read on the running sum of stages that were eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LowRank
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     Arm,
@@ -37,7 +37,6 @@ from topograd.studies.staged_runs import (
     spread,
     tail_use,
     train_arms,
-    train_seed,
     values,
 )
 from topograd.studies.verdicts import Claim, Drawing, Found, Series, above
@@ -71,14 +70,15 @@ def open_buses(stack: GPT) -> None:
 ARMS = {bus: [with_bus(partition, bus) for partition in PARTITIONS] for bus in (None, *BUSES)}
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train the chains with and without buses, and judge."""
     arms = [arm for bus in ARMS.values() for arm in bus]
-    total = len(RATES) + seeds * len(arms)
-    tried = tune(sizes, lambda done: on_more(done, total))
+    total = len(RATES) + sizes.seeds * len(arms)
+    tried = tune(sizes, replace(asked, on_more=lambda done, _: asked.on_more(done, total)))
     rate = min(tried, key=lambda row: row["bpb"])["relays"]
     tuned = [replace(arm, relays=rate) for arm in arms]
-    rows = train_arms(tuned, sizes, seeds, lambda done, _: on_more(len(tried) + done, total))
+    behind = replace(asked, on_more=lambda done, _: asked.on_more(len(tried) + done, total))
+    rows = train_arms(tuned, sizes, behind)
     return Found(
         [*tried, *rows],
         f"Chains, and the same with a detached input bus; r0 at the rate {rate:g}",
@@ -94,14 +94,11 @@ def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
     )
 
 
-def tune(sizes: Sizes, on_done: Callable[[int], None]) -> list[Row]:
+def tune(sizes: Sizes, asked: Asked) -> list[Row]:
     """The bus r0 of equal stages at every rate, on the seed that is not used again."""
     arms = [replace(with_bus(SHALLOW, "r0"), name=f"{SHALLOW} r0 at {rate:g}", relays=rate) for rate in RATES]
-    rows: list[Row] = []
-    for rate, row in zip(RATES, train_seed(arms, sizes, TUNING), strict=True):
-        rows.append({**row, "relays": rate})
-        on_done(len(rows))
-    return rows
+    rows = train_arms(arms, sizes, asked, seeds=[TUNING])
+    return [{**row, "relays": rate} for rate, row in zip(RATES, rows, strict=True)]
 
 
 def claims(rows: Sequence[Row], bus: str) -> tuple[Claim, ...]:

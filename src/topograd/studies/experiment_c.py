@@ -32,7 +32,7 @@ from topograd.data import Text
 from topograd.nn.gpt import GPT
 from topograd.search.properties import read_properties
 from topograd.search.trained import Trained
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     Arm,
@@ -64,9 +64,9 @@ CHAINS = [chain(partition, f"{partition} chain") for partition in PARTITIONS]
 FORESTS = [forest(partition) for partition in PARTITIONS]
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train chains and forests, probe them, and judge."""
-    rows = train_arms([*CHAINS, *FORESTS], sizes, seeds, on_more, probe)
+    rows = train_arms([*CHAINS, *FORESTS], sizes, asked, probe)
     keys = {"disagreement": "differ", "wand": "WAND", "specialist": "learn", "composition": "pool"}
     cells = [
         (

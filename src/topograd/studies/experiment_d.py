@@ -30,6 +30,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,7 +39,7 @@ from topograd.runs.session import load_data
 from topograd.search.dynamic import best_partition
 from topograd.search.soft import soft_outcome, soft_run
 from topograd.search.utility import DEPLOYMENTS, structural_capability
-from topograd.studies.outcome import OnMore, Row, check_seeds
+from topograd.studies.outcome import Asked, Row, check_seeds
 from topograd.studies.staged_runs import LAYERS, SHALLOW, Sizes, held_out, order0, values
 from topograd.studies.verdicts import UNDECIDED, Claim, Drawing, Found, Series, above, every
 from topograd.topology.composition import Composition, enumerate_compositions
@@ -51,15 +52,16 @@ WEIGHTS = {"losses alone": 0.0, "modular": DEPLOYMENTS["modular"].capability, "s
 """η in bits per byte, by arm."""
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Learn the boundaries of every arm and seed, and judge."""
-    check_seeds(seeds)
+    check_seeds(sizes.seeds)
     rows: list[Row] = []
     blind = order0(held_out(*load_data(sizes.config(0))))
-    for seed in range(seeds):
+    for seed in range(sizes.seeds):
         for arm, weight in WEIGHTS.items():
-            rows.append(_learned(arm, weight, sizes, seed) | {"order0": blind})
-            on_more(len(rows), seeds * len(WEIGHTS))
+            learn = partial(_learned, arm, weight, sizes, seed)
+            rows.append(asked.kept.row({"arm": arm, "seed": seed}, learn) | {"order0": blind})
+            asked.on_more(len(rows), sizes.seeds * len(WEIGHTS))
     return Found(
         rows,
         "Partitions that boundaries hardened to",

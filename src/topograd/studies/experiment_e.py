@@ -26,7 +26,7 @@ import numpy as np
 from topograd.data import Text
 from topograd.nn.gpt import GPT
 from topograd.search.property_readings import edge_ranks
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import (
     SHALLOW,
     SWEEP,
@@ -61,9 +61,9 @@ ARMS = [chain(partition) for partition in SWEEP]
 RELAYED = [behind_root(kind) for kind in RELAYS]
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train the sweep and the relays, and judge."""
-    rows = train_arms([*ARMS, *RELAYED], sizes, seeds, on_more, probe)
+    rows = train_arms([*ARMS, *RELAYED], sizes, asked, probe)
     return Found(
         rows,
         "Effective rank at the end of the first stage; relays behind it",

@@ -9,7 +9,7 @@ gradient taken from the fields, which is exact. A step costs as much as a forwar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, DivergenceError
 from topograd.fields.field_state import Fields, State, state_of
+from topograd.studies.outcome import Asked
 
 Data = Literal["teacher", "digits"]
 Weights = list[Tensor]
@@ -60,6 +61,11 @@ PRESETS: Mapping[str, Sizes] = {
         widths=(8, 16, 32), drift_examples=12, drift_steps=20, highs=(1.0, 2.0), seeds=3, pairs=4,
     ),
 }  # fmt: skip
+
+
+def sizes_of(asked: Asked) -> Sizes:
+    """The preset's, with the steps, the width and the runs of the conjecture that are asked for."""
+    return replace(PRESETS[asked.preset], steps=asked.steps, width=asked.width, seeds=asked.seeds)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from topograd.fields.prediction import frozen
 from topograd.fields.staged import staged_kernel
 from topograd.studies.field_networks import (
     LEADING,
-    PRESETS,
     Data,
     Sizes,
     Weights,
@@ -41,36 +40,35 @@ from topograd.studies.field_networks import (
     make_task,
     make_weights,
     reading_steps,
+    sizes_of,
 )
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, refuse_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable
 from topograd.studies.tail_conjecture import geometry, percent, projector_findings, tail_findings, verdict
 
 WORDS = {"teacher": "a generated teacher", "digits": "scikit-learn's digits, even against odd"}
 Part = Mapping[str, Any]
 
 
-def teacher(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def teacher(asked: Asked) -> Result:
     """The study on a generated teacher."""
-    refuse_seeds("fields", seeds)
-    return study("teacher", preset, on_more)
+    return study("teacher", asked)
 
 
-def digits(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def digits(asked: Asked) -> Result:
     """The study on scikit-learn's digits."""
-    refuse_seeds("fields-digits", seeds)
-    return study("digits", preset, on_more)
+    return study("digits", asked)
 
 
-def study(data: Data, preset: Preset, on_more: OnMore) -> Result:
+def study(data: Data, asked: Asked) -> Result:
     """Every part."""
-    sizes, done = PRESETS[preset], 0
+    sizes, done = sizes_of(asked), 0
     total = 2 + len(sizes.depths) * sizes.depth_seeds + len(sizes.widths) * sizes.drift_seeds
     total += len(sizes.highs) * sizes.seeds
 
     def on_run() -> None:
         nonlocal done
         done += 1
-        on_more(done, total)
+        asked.on_more(done, total)
 
     parts: dict[str, Any] = {"layers": layers_during_training(data, sizes)}
     on_run()

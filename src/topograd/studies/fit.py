@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from topograd.errors import DivergenceError
@@ -15,6 +18,8 @@ from topograd.training.loop import TrainingLoop
 from topograd.training.objectives import Objective
 from topograd.training.optimizers import make_optimizers
 
+POINTS = 20
+"""Of a trajectory."""
 Watch = Callable[[int, Stack, Plan, Tensor, Tensor], None]
 """Called before each step with its number, the model and the batch."""
 
@@ -30,8 +35,10 @@ def fit(
     teacher: Predictor | None = None,
     objectives: Mapping[str, Objective] | None = None,
     penalty: Callable[[], None] | None = None,
-) -> None:
-    """`steps` steps on as many batches. A stage that breaks ends it: what is left would be another model.
+) -> Tensor:
+    """`steps` steps on as many batches; returns the losses of the stages (steps, stages), nan for none.
+
+    A stage that breaks ends it: what is left would be another model.
 
     `penalty` adds to the gradients, once they are there and before the optimizers step.
     """
@@ -40,6 +47,7 @@ def fit(
         first = next(iter(optimizers.optimizers.values()))
         first.register_step_pre_hook(lambda *_: penalty())
     loop = TrainingLoop(stack, optimizers, clip=config.clip, teacher=teacher, objectives=objectives)
+    losses: list[Tensor] = []
     for step, (inputs, targets) in zip(range(steps), batches, strict=False):
         optimizers.set_rates(step, steps)
         if watch is not None:
@@ -47,3 +55,19 @@ def fit(
         found = loop.step(plan, [(inputs, targets)], step + 1)
         if found.halted:
             raise DivergenceError(f"stage {found.halted[0] + 1} broke at step {step + 1}; take other sizes")
+        losses.append(found.losses)
+    return torch.stack(losses)
+
+
+def trajectory(losses: Tensor, points: int = POINTS) -> list[dict[str, Any]]:
+    """The way of a training in few numbers: the mean loss of each stage, in nats, up to each of some steps.
+
+    losses (steps, stages). A point is the mean over the steps since the one before; None for no loss.
+    """
+    ends = sorted({round(len(losses) * (i + 1) / points) for i in range(points)} - {0})
+    found, begin = [], 0
+    for end in ends:
+        means = losses[begin:end].double().mean(0).tolist()
+        found.append({"step": end, "losses": [None if math.isnan(mean) else mean for mean in means]})
+        begin = end
+    return found

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from topograd.data import Text
 from topograd.nn.gpt import GPT
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import SHALLOW, Sizes, chain, mean, train_arms, values
 from topograd.studies.verdicts import Claim, Drawing, Found, Series, above, each
 from topograd.topology.plan import Plan
@@ -38,9 +38,9 @@ STAGED, BACKPROP = "staged", "backprop"
 ARMS = (chain(SHALLOW, STAGED, heads="shared"), chain("6", BACKPROP, heads="shared"))
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train both, perturb their heads, and judge."""
-    rows = train_arms(ARMS, sizes, seeds, on_more, probe)
+    rows = train_arms(ARMS, sizes, asked, probe)
     cells = [
         (
             f"σ = {sigma:g}",

@@ -23,7 +23,8 @@ from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig
 from topograd.runs.topology_config import TopologyConfig
 from topograd.studies.fit import fit
-from topograd.studies.outcome import Preset, Row
+from topograd.studies.outcome import Row
+from topograd.studies.presets import Preset
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from functools import partial
 
 from topograd.data.images import DIGITS, ImageData, read_images
 from topograd.nn.images.config import ImageConfig
@@ -35,10 +35,9 @@ from topograd.studies.image_arms import (
     train,
     values,
 )
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, check_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.verdicts import Claim, above, worst
 
-SEEDS: Mapping[str, int] = {"tiny": 2, "small": 3}
 LEAVE_AT = 0.9
 
 
@@ -81,9 +80,10 @@ def _convolutional(layers: int, gap: str) -> tuple[Arm, ...]:
     )
 
 
-def groups(preset: Preset) -> tuple[Group, ...]:
-    """The networks of a preset with their arms."""
-    small = preset == "small"
+def groups(asked: Asked) -> tuple[Group, ...]:
+    """The networks of a preset with their arms, and the steps that are asked for."""
+    small = asked.preset == "small"
+    mlp_steps, vgg_steps, resnet_steps = asked.parts("steps")
     rates = (0.001, 0.003, 0.01) if small else (0.003,)
     vgg = (8, 8, 16, 16) if small else (4, 6)
     resnet = (8, 16, 32) if small else (4, 4, 6)
@@ -92,7 +92,7 @@ def groups(preset: Preset) -> tuple[Group, ...]:
         Group(
             name="mlp",
             network=ImageConfig(widths=(256, 128) if small else (24, 16)),
-            steps=200 if small else 8,
+            steps=mlp_steps,
             batch=64 if small else 32,
             rates=rates,
             arms=forward,
@@ -100,7 +100,7 @@ def groups(preset: Preset) -> tuple[Group, ...]:
         Group(
             name="vgg",
             network=ImageConfig(model="vgg", widths=vgg),
-            steps=400 if small else 3,
+            steps=vgg_steps,
             batch=64 if small else 16,
             rates=rates,
             arms=_convolutional(len(vgg), "89.78, gap −1.25"),
@@ -108,7 +108,7 @@ def groups(preset: Preset) -> tuple[Group, ...]:
         Group(
             name="resnet8",
             network=ImageConfig(model="resnet8", widths=resnet),
-            steps=400 if small else 3,
+            steps=resnet_steps,
             batch=64 if small else 16,
             rates=rates,
             arms=_convolutional(3, "89.61, gap −2.45"),
@@ -116,21 +116,22 @@ def groups(preset: Preset) -> tuple[Group, ...]:
     )
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None = None) -> Result:
+def run(asked: Asked) -> Result:
     """Every arm of every network with every seed."""
-    seeds = SEEDS[preset] if seeds is None else seeds
+    seeds, data = asked.seeds, asked.data
     check_seeds(seeds)
-    pictures = read_images(data or DIGITS)
-    pictures = fewer(pictures, preset)
-    chosen = groups(preset)
+    pictures = fewer(read_images(data or DIGITS), asked.preset)
+    chosen = groups(asked)
     total = seeds * sum(len(group.arms) for group in chosen)
     rows: list[Row] = []
     for group in chosen:
         for arm in group.arms:
-            rate = best_rate(group, arm, pictures)
+            place = {"network": group.name, "arm": arm.name}
+            rate = asked.kept.row(place, partial(_best_rate, group, arm, pictures))["rate"]
             for seed in range(seeds):
-                rows.append(_row(group, arm, pictures, seed, rate))
-                on_more(len(rows), total)
+                make = partial(_row, group, arm, pictures, seed, rate)
+                rows.append(asked.kept.row({**place, "seed": seed}, make))
+                asked.on_more(len(rows), total)
     claims = _claims(rows)
     name = "scikit-learn's digits" if data in (None, DIGITS) else str(data).rstrip("/").rpartition("/")[2]
     sizes = "; ".join(f"{g.name}: {g.steps} steps of {g.batch}" for g in chosen)
@@ -142,6 +143,10 @@ def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None = N
         verdict=worst([claim.verdict for claim in claims]),
         seeds=seeds,
     )
+
+
+def _best_rate(group: Group, arm: Arm, data: ImageData) -> Row:
+    return {"rate": best_rate(group, arm, data)}
 
 
 def _row(group: Group, arm: Arm, data: ImageData, seed: int, rate: float) -> Row:

@@ -64,6 +64,7 @@ class Case:
     partition: str = "2,2,2,2"
     interface: str | None = None
     seed: int = 0
+    width: int = WIDTH
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def key(self, steps: int) -> Key:
@@ -83,7 +84,7 @@ class Case:
             tokenizer="bytes",
             model=GPTConfig(
                 layers=layers,
-                width=WIDTH,
+                width=self.width,
                 heads=2,
                 vocab=257,
                 context=CONTEXT,

@@ -32,7 +32,7 @@ from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig
 from topograd.studies.fit import fit
-from topograd.studies.interfaces import CONTEXT, EARLY, Case, position_losses, trained
+from topograd.studies.interfaces import CONTEXT, EARLY, STEPS, Case, position_losses, trained
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -68,9 +68,9 @@ def prefix_losses(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> 
     return torch.stack(last, dim=1)
 
 
-def text_losses(interface: str, rows: int = 24) -> dict[str, Any]:
+def text_losses(interface: str, steps: int = STEPS, rows: int = 24) -> dict[str, Any]:
     """Cross entropy of a trained model on held-out text: as usual, and from prefixes only."""
-    stack, plan, data = trained(Case(interface, interface=interface))
+    stack, plan, data = trained(Case(interface, interface=interface), steps)
     inputs, targets, _ = windows(data.heldout, data.tokenizer, CONTEXT, rows * CONTEXT)
     forced = position_losses(stack, plan, inputs, targets)
     honest = prefix_losses(stack, plan, inputs, targets)

@@ -40,7 +40,7 @@ from topograd.geometry.families.reduced_rank import ReducedRank, learning_coeffi
 from topograd.geometry.rates import log_grid
 from topograd.geometry.singular.crossings import Crossing, recover_crossing
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable, Row
 
 CASES = (ReducedRank(5, 2, 4, 1), ReducedRank(4, 3, 4, 2), ReducedRank(8, 3, 5, 2))
 SAMPLES, BATCH, CHAINS, RUNS = 1000, 50, 4, 8
@@ -272,10 +272,9 @@ def verdict(reading: Reading, samplings: Sequence[Sampling]) -> str:
     return "\n".join(lines)
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run(asked: Asked) -> Result:
     """Every case; with the preset tiny, the first with two small budgets."""
-    refuse_seeds("learning-coefficient", seeds)
-    tiny = preset == "tiny"
+    tiny = asked.preset == "tiny"
     cases, budgets, runs = (CASES[:1], TINY, 2) if tiny else (CASES, BUDGETS, RUNS)
     rows: list[Row] = []
     tables, findings = [], []
@@ -285,7 +284,7 @@ def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
         tables.append(table(model, reading, samplings))
         findings += [f"{model.name}, {line}." for line in verdict(reading, samplings).splitlines()]
         rows += [_row(model, exact, reading), *(_row(model, exact, one) for one in samplings)]
-        on_more(i + 1, len(cases))
+        asked.on_more(i + 1, len(cases))
     return Result(
         setting="Reduced-rank regression at its singular point, where the answer is known.",
         rows=rows,

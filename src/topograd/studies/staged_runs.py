@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -40,8 +41,9 @@ from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
-from topograd.studies.fit import fit
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row, check_seeds
+from topograd.studies.fit import fit, trajectory
+from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
+from topograd.studies.presets import SIZES, Preset
 from topograd.studies.verdicts import Found, settled, worst
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -99,9 +101,14 @@ class Sizes:
         )
 
 
+def _preset(name: Preset, **more: int) -> Sizes:
+    numbers = SIZES["stage0-depth"][name].as_dict()
+    return Sizes(width=numbers["width"], steps=numbers["steps"], seeds=numbers["seeds"], **more)
+
+
 PRESETS: Mapping[str, Sizes] = {
-    "tiny": Sizes(width=8, context=16, batch=2, steps=4, soft_steps=8, eval_bytes=600, seeds=2),
-    "small": Sizes(width=48, context=64, batch=4, steps=300, soft_steps=300, eval_bytes=20_000, seeds=3),
+    "tiny": _preset("tiny", context=16, batch=2, soft_steps=8, eval_bytes=600),
+    "small": _preset("small", context=64, batch=4, soft_steps=300, eval_bytes=20_000),
 }
 
 
@@ -135,14 +142,21 @@ def chain(
     return Arm(name or partition, partition, Topology.chain(configuration, objective=objective))
 
 
-def judged(
-    experiment: Callable[[Sizes, int, OnMore], Found], preset: Preset, seeds: int | None, on_more: OnMore
-) -> Result:
+def sizes_of(asked: Asked) -> Sizes:
+    """The preset's sizes, with those that were asked for instead; soft boundaries learn as long."""
+    sizes, usual = PRESETS[asked.preset], SIZES[asked.study][asked.preset]
+    if asked.size.steps != usual.steps:
+        sizes = replace(sizes, steps=asked.steps, soft_steps=asked.steps)
+    if asked.size.width != usual.width:
+        sizes = replace(sizes, width=asked.width)
+    return sizes if asked.size.seeds == usual.seeds else replace(sizes, seeds=asked.seeds)
+
+
+def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
     """Run an experiment in staged learning, and its claims with their verdicts."""
-    sizes = PRESETS[preset]
-    seeds = sizes.seeds if seeds is None else seeds
-    check_seeds(seeds)
-    found = experiment(sizes, seeds, on_more)
+    sizes = sizes_of(asked)
+    check_seeds(sizes.seeds)
+    found = experiment(sizes, asked)
     claims = tuple(settled(found.claims, found.rows))
     return Result(
         setting=(
@@ -155,34 +169,49 @@ def judged(
         drawing=found.drawing,
         claims=claims,
         verdict=worst([claim.verdict for claim in claims]),
-        seeds=seeds,
+        seeds=sizes.seeds,
         record={"sizes": asdict(sizes)},
     )
 
 
 def train_arms(
-    arms: Sequence[Arm], sizes: Sizes, seeds: int, on_more: OnMore, probe: Probe | None = None
+    arms: Sequence[Arm],
+    sizes: Sizes,
+    asked: Asked,
+    probe: Probe | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Row]:
-    """Every arm with seeds 0..seeds-1: its bits per byte and the readings of its stages."""
-    check_seeds(seeds)
+    """Every arm with every seed, by default from 0 on: its bits per byte, its stages' readings, its way."""
+    check_seeds(sizes.seeds)
+    seeds = range(sizes.seeds) if seeds is None else seeds
     rows: list[Row] = []
-    for seed in range(seeds):
-        for row in train_seed(arms, sizes, seed, probe):
-            rows.append(row)
-            on_more(len(rows), seeds * len(arms))
+    for seed in seeds:
+        given = _Given(sizes, seed)
+        for arm in arms:
+            key = {"arm": arm.name, "seed": seed}
+            rows.append(asked.kept.row(key, partial(_measured, arm, given, probe)))
+            asked.on_more(len(rows), len(seeds) * len(arms))
     return rows
 
 
-def train_seed(arms: Sequence[Arm], sizes: Sizes, seed: int, probe: Probe | None = None) -> Iterator[Row]:
-    """Every arm with one seed."""
-    config, data = load_data(sizes.config(seed))
-    text = held_out(config, data)
-    batches = same_batches(config, data)
-    for arm in arms:
-        stack, plan = train_arm(arm, config, batches)
-        further = probe(stack, plan, text) if probe else {}
-        row = _row(arm, seed, plan, evaluate(stack, plan, text))
-        yield {**row, "order0": order0(text), **further}
+class _Given:
+    """What the arms of a seed have in common, read when the first of them is trained."""
+
+    def __init__(self, sizes: Sizes, seed: int) -> None:
+        self.sizes, self.seed = sizes, seed
+
+    @cached_property
+    def loaded(self) -> tuple[TrainConfig, Text, list[tuple[Tensor, Tensor]]]:
+        config, data = load_data(self.sizes.config(self.seed))
+        return config, held_out(config, data), same_batches(config, data)
+
+
+def _measured(arm: Arm, given: _Given, probe: Probe | None) -> Row:
+    config, text, batches = given.loaded
+    stack, plan, losses = train_arm(arm, config, batches)
+    further = probe(stack, plan, text) if probe else {}
+    row = _row(arm, given.seed, plan, evaluate(stack, plan, text))
+    return {**row, "trajectory": trajectory(losses), "order0": order0(text), **further}
 
 
 def held_out(config: TrainConfig, data: Prepared) -> Text:
@@ -203,8 +232,10 @@ def same_batches(config: TrainConfig, data: Prepared) -> list[tuple[Tensor, Tens
     return [next(loader) for _ in range(config.steps)]
 
 
-def train_arm(arm: Arm, config: TrainConfig, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[GPT, Plan]:
-    """The arm's model after its training."""
+def train_arm(
+    arm: Arm, config: TrainConfig, batches: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[GPT, Plan, Tensor]:
+    """The arm's model after its training, and the losses of its stages at every step."""
     torch.manual_seed(config.seed)
     stack = GPT(config.model)
     plan = prepare(stack, arm.topology)
@@ -212,10 +243,10 @@ def train_arm(arm: Arm, config: TrainConfig, batches: Sequence[tuple[Tensor, Ten
         arm.start(stack)
     settings = config.optimizer if arm.relays is None else replace(config.optimizer, relays=arm.relays)
     try:
-        fit(stack, plan, batches, config.steps, settings)
+        losses = fit(stack, plan, batches, config.steps, settings)
     except DivergenceError as problem:
         raise DivergenceError(f"arm {arm.name} with seed {config.seed}: {problem}") from None
-    return stack, plan
+    return stack, plan, losses
 
 
 def _row(arm: Arm, seed: int, plan: Plan, found: Evaluation) -> Row:

@@ -26,22 +26,21 @@ from topograd.errors import ConfigError
 from topograd.fields.checks import gentle_step
 from topograd.fields.kernel import kernel
 from topograd.fields.tails import fit_tail
-from topograd.studies.field_networks import PRESETS, Sizes, descent, make_task, make_weights
-from topograd.studies.outcome import OnMore, Preset, Result, ResultTable, Row
+from topograd.studies.field_networks import Sizes, descent, make_task, make_weights, sizes_of
+from topograd.studies.outcome import Asked, Result, ResultTable, Row
 
-SEEDS = 10
 SAME = 1e-9
 """Exponents whose relative difference is at most this are the same."""
 
 
-def run(preset: Preset, seeds: int | None, on_more: OnMore) -> Result:
+def run(asked: Asked) -> Result:
     """Both programs on every matrix."""
     theirs = their_fit()
-    sizes, seeds = PRESETS[preset], seeds or (2 if preset == "tiny" else SEEDS)
+    sizes, seeds = sizes_of(asked), asked.seeds
     rows: list[Row] = []
     for seed in range(seeds):
         rows += [compared(W, theirs) | where for where, W in matrices(sizes, seed)]
-        on_more(seed + 1, seeds)
+        asked.on_more(seed + 1, seeds)
     return Result(
         setting=(
             f"Matrices of networks of {sizes.depth} layers of {sizes.width} neurons, before and after "

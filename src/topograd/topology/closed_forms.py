@@ -26,8 +26,9 @@ def gradient_depth(plan: Plan) -> int:
         behind = 0
         for port, transmissivity in planned.inputs:
             if transmissivity > 0 and port.source != EMBEDDING:
-                unused = plan.stages[port.source].stage.stop - port.layer
-                behind = max(behind, reach[port.source] - unused)
+                source = plan.stages[port.source]
+                far = reach[port.source] if plan.topology.reach == "all" else len(source.layers)
+                behind = max(behind, far - (source.stage.stop - port.layer))
         reach.append(behind + len(planned.layers))
     return max(reach[planned.index] for planned in plan.stages if planned.scale > 0)
 
@@ -47,14 +48,22 @@ def activation_layers(plan: Plan) -> int:
         held[planned.index] = len(planned.layers)
         peak = max(peak, sum(held.values()))
         ready = [planned.index] if not waiting[planned.index] else []
+        if plan.topology.reach == "next":  # what it sends back does not wait for what it hears back
+            ready += _freed(plan, planned.index, waiting)
         while ready:
             done = ready.pop()
             del held[done]
-            for source in plan.gradient_sources(done):
-                waiting[source] -= 1
-                if not waiting[source]:
-                    ready.append(source)
+            if plan.topology.reach == "all":
+                ready += _freed(plan, done, waiting)
     return peak
+
+
+def _freed(plan: Plan, stage: int, waiting: dict[int, int]) -> list[int]:
+    """The stages that wait for nothing more, once `stage` has sent its gradient back."""
+    sources = plan.gradient_sources(stage)
+    for source in sources:
+        waiting[source] -= 1
+    return [source for source in sources if not waiting[source]]
 
 
 def pipeline_granularity(plan: Plan) -> int:

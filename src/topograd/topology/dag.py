@@ -56,6 +56,8 @@ class Stage:
     head: bool = True
     """Whether its loss trains its head, or did before it was frozen; a head that nothing trained is not
     read."""
+    every: int = 1
+    """Its loss counts every n-th target, shifted by one from row to row; 1 counts all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class Topology:
     """The shape of bounded interfaces, as S=8,r=8,pool=tail; for `regions`."""
     own_heads: bool = False
     """Whether the stages' own heads are all that learns of the heads, so that stages share none."""
+    reach: Literal["all", "next"] = "all"
+    """Whose gradient goes back along an edge: that of all losses behind it, or that of the loss of the stage
+    that hears alone. With `next` a loss is heard by its own stage and the one before, so stages overlap."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -229,30 +234,42 @@ class Topology:
             return EMBEDDING, 0
         return edge.source, self.stages[edge.source].stop if edge.layer is None else edge.layer
 
-    def with_decoders(self, depth: int) -> Topology:
+    def with_decoders(self, depth: int, last: bool = True) -> Topology:
         """Every stage with a loss gets `depth` layers of its own between its end and its head.
 
         A private decoder is a stage: it hears the one before it with λ = 1, has its loss, and nobody hears
         it. Its layers lie behind all others, so the stack needs `depth` more for each (DGL's and InfoPro's
-        auxiliary heads with layers; "Product of Experts" appendix A).
+        auxiliary heads with layers; "Product of Experts" appendix A). Without `last` the last stage of the
+        list predicts from its own end, as a model without decoders does.
         """
         if depth < 1:
             raise TopologyError(f"a decoder of {depth} layers was asked for; it has at least 1")
         stages: list[Stage] = []
         place: list[int] = []
         layers = self.layers
-        for stage in self.stages:
+        for k, stage in enumerate(self.stages):
             sources = tuple(
                 e if e.source == EMBEDDING else replace(e, source=place[e.source]) for e in stage.sources
             )
             place.append(len(stages))
-            decoded = stage.weight > 0
+            decoded = stage.weight > 0 and (last or k < len(self.stages) - 1)
             stages.append(replace(stage, sources=sources, weight=0.0 if decoded else stage.weight))
             if decoded:
                 own = Edge(place[-1], transmissivity=1.0)
-                stages.append(Stage(layers, layers + depth, (own,), stage.objective, stage.weight))
+                stages.append(replace(stage, start=layers, stop=layers + depth, sources=(own,)))
                 layers += depth
-        return replace(self, layers=layers, stages=tuple(stages), prediction=self._decoded(place))
+        predicts = self._decoded(place) if last else self._undecoded()
+        return replace(self, layers=layers, stages=tuple(stages), prediction=predicts)
+
+    def _undecoded(self) -> str:
+        """How a model predicts whose last stage has no decoder: by that stage."""
+        before = prediction_of(self, [k for k, stage in enumerate(self.stages) if stage.weight > 0])
+        if before.kind != "last":
+            raise TopologyError(
+                f"the last stage is to have no decoder, and the stages predict by {before.kind}; give all of "
+                "them one, or let the last stage predict"
+            )
+        return "last"
 
     def _decoded(self, place: Sequence[int]) -> str | tuple[float, ...]:
         """How the decoders predict together: as the stages did that they belong to."""
@@ -330,6 +347,7 @@ def _validate(topology: Topology) -> None:
         ("heads", ("shared", "per-stage")),
         ("bus", ("live", "detached")),
         ("reduction", ("mean", "sum")),
+        ("reach", ("all", "next")),
     ):
         if getattr(topology, name) not in allowed:
             raise TopologyError(f"{name} {getattr(topology, name)!r} is unknown; choose one of {allowed}")
@@ -357,6 +375,8 @@ def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
         )
     if not 0 <= stage.weight < math.inf:
         raise TopologyError(f"stage {k} has weight {stage.weight}; a weight must be finite and at least 0")
+    if stage.every < 1:
+        raise TopologyError(f"stage {k} counts every {stage.every} targets; it must be at least 1")
     if stage.frozen and stage.weight:
         raise TopologyError(f"stage {k} is frozen but has weight {stage.weight}; a frozen stage has weight 0")
     if not stage.sources:

@@ -6,6 +6,12 @@ message that crosses an edge becomes a leaf of the receiving stage, and its grad
 the sending stage's backward: D_λ of "Stage-Partitioned Learning" eq. 26. The embedding stream x0 is a
 leaf too: its gradient adds up over the stages, and the embedding's own backward runs once, at the end.
 
+Where gradient reaches the next stage only (`Topology.reach`), what goes back along an edge is the gradient of
+the receiving stage's own loss. A stage that itself waits for gradient hands that back as soon as its forward
+is done, by a pass through its graph to its inputs alone; its own backward comes later, with everything that
+it hears. So two stages live at a time, nothing runs forward twice, and the cost is that pass: a third of a
+stage, for stages that have both a stage before and one behind them.
+
 Some stages may run elsewhere (`parallel/`): then a `Wire` carries the messages, and every place goes through
 the stages in the same order, receiving from those that are not its own. What a stage sends leaves as soon as
 its forward is done, before its loss and backward.
@@ -32,7 +38,14 @@ from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.forward import given_messages, needed_stages, run_stage
 from topograd.training.local_objectives import LocalObjective, StageView
-from topograd.training.objectives import CrossEntropy, Logits, Objective, objectives_of, stage_loss
+from topograd.training.objectives import (
+    CrossEntropy,
+    Logits,
+    Objective,
+    every_nth,
+    objectives_of,
+    stage_loss,
+)
 
 
 class Wire(Protocol):
@@ -70,6 +83,8 @@ class _Open:
     loss: Tensor | None
     sent: dict[Port, _Message]
     leaves: list[tuple[Tensor, float, _Message]] = field(default_factory=list)
+    answered: bool = False
+    """Whether the stages before it have its gradient already."""
 
 
 def train_step(
@@ -117,6 +132,7 @@ def train_step(
             continue
         opened = _Open(planned, None, {})
         own_bus = bus if planned.live_bus else detached_bus
+        wanted = every_nth(targets, planned.stage.every)
         received: list[Tensor] = []
         with torch.set_grad_enabled(not planned.stage.frozen), _still(stack, planned):
             if planned.index in running:
@@ -131,9 +147,9 @@ def train_step(
             if planned.scale > 0:
                 objective = asked[planned.index]
                 if isinstance(objective, LocalObjective):
-                    opened.loss = objective.of_stage(_view(stack, planned, received, h, own_bus, targets))
+                    opened.loss = objective.of_stage(_view(stack, planned, received, h, own_bus, wanted))
                 else:
-                    opened.loss = stage_loss(stack, h, planned.head, objective, targets, finished, teacher)
+                    opened.loss = stage_loss(stack, h, planned.head, objective, wanted, finished, teacher)
         opened.sent = {port: _Message(value) for port, value in sent.items()}
         messages.update(opened.sent)
         losses.append(x0.new_tensor(float("nan")) if opened.loss is None else opened.loss.detach())
@@ -141,7 +157,7 @@ def train_step(
             finished.append((planned.head, h.detach()))
         open_stages[planned.index] = opened
         del h, sent, received
-        _close_ready(plan, planned.index, open_stages, waiting, scale)
+        _close_ready(plan, planned.index, open_stages, waiting, stream, scale)
         for port in planned.forget:
             messages.pop(port, None)
     _close_embedding(embedded, x0, stream)
@@ -214,17 +230,45 @@ def _receive(
 
 
 def _close_ready(
-    plan: Plan, index: int, open_stages: dict[int, _Open], waiting: dict[int, int], scale: float
+    plan: Plan,
+    index: int,
+    open_stages: dict[int, _Open],
+    waiting: dict[int, int],
+    stream: _Message,
+    scale: float,
 ) -> None:
     """Run the backward of stage `index` if no more gradient comes back to it, then of whatever that frees."""
     ready = [index] if not waiting[index] else []
+    if not ready and plan.topology.reach == "next":
+        _answer(open_stages[index], stream, scale)
+        ready = _freed(plan, open_stages[index], waiting)
     while ready:
-        done = ready.pop()
-        _backward(open_stages.pop(done), scale)
-        for source in plan.gradient_sources(done):
-            waiting[source] -= 1
-            if not waiting[source]:
-                ready.append(source)
+        opened = open_stages.pop(ready.pop())
+        _backward(opened, scale)
+        ready += _freed(plan, opened, waiting)
+
+
+def _freed(plan: Plan, opened: _Open, waiting: dict[int, int]) -> list[int]:
+    """The stages to which no more gradient comes, now that `opened` has sent its own; none a second time."""
+    sources = [] if opened.answered else plan.gradient_sources(opened.planned.index)
+    opened.answered = True
+    for source in sources:
+        waiting[source] -= 1
+    return [source for source in sources if not waiting[source]]
+
+
+def _answer(opened: _Open, stream: _Message, scale: float) -> None:
+    """Send back the gradient of the stage's own loss, and no other; its graph stays for its own backward."""
+    inner = [place for place in opened.leaves if place[2] is not stream]
+    opened.leaves = [place for place in opened.leaves if place[2] is stream]
+    if opened.loss is None or not opened.loss.requires_grad or not inner:
+        return
+    start = opened.loss.new_tensor(opened.planned.scale * scale)
+    leaves = [leaf for leaf, _, _ in inner]
+    found = torch.autograd.grad(opened.loss, leaves, start, retain_graph=True, allow_unused=True)
+    for gradient, (_, transmissivity, source) in zip(found, inner, strict=True):
+        if gradient is not None:
+            source.add_gradient(gradient * transmissivity)
 
 
 def _backward(opened: _Open, scale: float) -> None:

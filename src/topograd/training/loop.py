@@ -127,13 +127,13 @@ class TrainingLoop:
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (tensor.to(device) for tensor in pair)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self._one(plan, inputs, targets, 1 / count, states)
+                losses = self.gradients(plan, inputs, targets, 1 / count, states)
             part = losses.detach().cpu() / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
         return total
 
-    def _one(
+    def gradients(
         self,
         plan: Plan,
         inputs: Tensor,

@@ -1,0 +1,101 @@
+"""How large the presets of every study are, and how long they take. Needs no torch.
+
+A study has the sizes that mean something for it: the steps of a training, the width of its models, the seeds
+of its arms. Those that it lacks are refused in one line. Minutes are of one core of the machine of LOG.md,
+about, and go roughly with steps, with seeds and, where models are wide, with the square of the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from topograd.errors import ConfigError
+
+Preset = Literal["tiny", "small", "demo"]
+Numbers = int | tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Size:
+    """One preset of a study. Several numbers are those of its parts, in order; None is no choice."""
+
+    minutes: float
+    steps: Numbers = None
+    width: Numbers = None
+    seeds: int | None = None
+
+    def changed(self, study: str, **asked: int | None) -> Size:
+        """With what was asked for instead; one number for all parts. What the study lacks is refused."""
+        given = {name: number for name, number in asked.items() if number is not None}
+        for name, number in given.items():
+            if getattr(self, name) is None:
+                has = [f"--{other}" for other in asked if getattr(self, other) is not None]
+                can = f"it takes {' and '.join(has)}" if has else f"leave --{name} out"
+                raise ConfigError(f"--{name} is {number}; study {study} has no choice of {name}, {can}")
+        return replace(self, **{name: _like(getattr(self, name), number) for name, number in given.items()})  # type: ignore[arg-type]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without what it has no choice of."""
+        numbers = {"steps": self.steps, "width": self.width, "seeds": self.seeds, "minutes": self.minutes}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in numbers.items()
+            if value is not None
+        }
+
+
+def _like(numbers: Numbers, number: int) -> Numbers:
+    return (number,) * len(numbers) if isinstance(numbers, tuple) else number
+
+
+def _staged(minutes: float) -> Mapping[Preset, Size]:
+    """Experiments in staged learning, which differ in how many trainings they need."""
+    return {"tiny": Size(0.2, 4, 8, 2), "small": Size(minutes, 300, 48, 3)}
+
+
+SIZES: Mapping[str, Mapping[Preset, Size]] = {
+    "stage0-depth": _staged(3),
+    "experiment-a": _staged(6),
+    "experiment-b": _staged(6),
+    "experiment-c": _staged(5),
+    "experiment-d": _staged(3),
+    "experiment-e": _staged(4),
+    "gap": {
+        "tiny": Size(0.2, 4, 8, 2),
+        "small": Size(30, 400, 48, 3),
+        "demo": Size(420, 1200, 96, 3),
+    },
+    "specialists": {"tiny": Size(0.5, 4), "small": Size(20, (80, 40))},
+    "image-topologies": {
+        "tiny": Size(0.2, (8, 3, 3), seeds=2),
+        "small": Size(120, (200, 400, 400), seeds=3),
+    },
+    "elastic": {"tiny": Size(0.1, 4, 8, 2), "small": Size(2, 150, 32, 3)},
+    "continual": {"tiny": Size(0.1, 12, (32, 16), 2), "small": Size(5, 60, (256, 128), 3)},
+    "composition": _staged(2),
+    "head-perturbation": _staged(1.5),
+    "interfaces": {"tiny": Size(0.1, 2, 64, 1), "small": Size(80, 400, 64, 3)},
+    "leak": {"tiny": Size(0.1, (5,)), "small": Size(3, (500, 400))},
+    "jacobians": {"tiny": Size(0.1, 2), "small": Size(5, 300)},
+    "learning-coefficient": {"tiny": Size(0.1), "small": Size(2)},
+    "minilm": {"tiny": Size(0.5), "small": Size(1)},
+    "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
+    "optimizers": {
+        "tiny": Size(0.1, (10,), seeds=1),
+        "small": Size(25, (300, 600, 1500, 1500, 1000), seeds=3),
+    },
+    "fields": {"tiny": Size(0.1, 30, 24, 3), "small": Size(1.5, 500, 128, 5)},
+    "fields-digits": {"tiny": Size(0.1, 30, 24, 3), "small": Size(1.5, 500, 128, 5)},
+    "tail-fits": {"tiny": Size(0.1, 30, 24, 2), "small": Size(1, 500, 128, 10)},
+}
+"""By study and preset."""
+
+
+def size_of(study: str, preset: Preset) -> Size:
+    """The size of a preset that the study has."""
+    presets = SIZES[study]
+    if preset not in presets:
+        raise ConfigError(f"--preset is {preset}; study {study} has the presets {', '.join(presets)}")
+    return presets[preset]
