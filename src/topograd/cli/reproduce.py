@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
         from topograd.report.reproduction import write_reproduction
 
         make_folder(asked.out)
-        answer["page"] = str(write_reproduction(asked.out, some))
+        answer["page"] = str(write_reproduction(asked.out, answer, PAPERS))
     if asked.json:
         print_json(answer)
     elif asked.markdown:
