@@ -70,7 +70,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "specialists": {"tiny": Size(0.5, 4), "small": Size(20, (80, 40))},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
-        "small": Size(120, (200, 400, 400), seeds=3),
+        "small": Size(30, (200, 400, 400), seeds=3),
     },
     "elastic": {"tiny": Size(0.1, 4, 8, 2), "small": Size(2, 150, 32, 3)},
     "continual": {"tiny": Size(0.1, 12, (32, 16), 2), "small": Size(5, 60, (256, 128), 3)},
