@@ -152,6 +152,12 @@ STUDIES: Mapping[str, Study] = {
         "(LBI, Tables 2 and 6).",
         _in("bounded_interfaces", "run_interfaces"),
     ),
+    "interface-hypotheses": Study(
+        "Why a causal interface carries so little",
+        "Eight hypotheses of ours, from a shift that is stricter than causality needs to messages that "
+        "nobody reads, each with the experiment that settles it (beside LBI, §3.1 and Table 2).",
+        _in("interface_hypotheses"),
+    ),
     "leak": Study(
         "The published interface sees the future",
         "The published interface adds a summary of a whole sequence to every position. A causal one cannot "

@@ -1,0 +1,391 @@
+"""Why a causal bounded interface carries so little: hypotheses, each with the experiment that settles it.
+
+    A  the shift is stricter than causality needs: a region that hears its own position is better
+    B  at S = 8 inner regions get noise for gradients, and larger batches mend it
+    C  what S = T gains is a learned smear: one more embedding, of the token before, does the same
+    D  a message has no phase: the place in the segment should help to read it
+    E  the authors' parameterisation as a package is better than ours
+    F  short trainings flatter or wrong the interface: ask with `--steps 1600`
+    G  messages are used: without them, or with another row's, the loss rises
+    H  an oracle: a trained dense model's stream, as the best linear reading of the canvas and of r numbers,
+       per position (its own) and per segment (the tail of the one before), fed to the layers behind it
+
+Models: plain GPTs of six layers in three regions of two, on bytes, as in `interfaces.py` but smaller; CE in
+nats a byte on held-out text, intervals over seeds (`verdicts.py`). B's coherence is the mean cosine of the
+gradients of pairs of batches, half-way through the training, by layer of the first two regions. For H the
+reading is fitted by ridge regression on training text; nothing is trained again, so it says what r numbers
+hold, not what could be learned with them.
+
+Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.1, Table 2; the hypotheses are
+ours. Cost: `presets.py`. Limits: small models, early in training; of E everything but AdamW for the layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.data import Loader, Prepared, windows
+from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
+from topograd.runs.config import TrainConfig
+from topograd.runs.session import load_data
+from topograd.studies.fit import fit, trajectory
+from topograd.studies.interface_relays import Silence, join_regions, silenced
+from topograd.studies.interfaces import position_losses
+from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
+from topograd.studies.staged_runs import Sizes
+from topograd.studies.verdicts import Claim, Interval, above, worst
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.executor import train_step
+
+REGIONS = "2,2,2"
+SILENCES: tuple[Silence, ...] = ("zero", "shuffled", "mean")
+PAIRS = 4
+RIDGE = 1e-3
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the study."""
+
+    name: str
+    layers: int = 6
+    kind: str | None = None
+    """The kind of its interfaces; None for a dense model."""
+    interface: str = ""
+    smear: bool = False
+    batch: int = 1
+    """Rows over those of the others."""
+
+
+def models(context: int) -> tuple[Model, ...]:
+    """Every model of a seed."""
+    coarse, fine = "S=8,r=8,pool=tail", f"S={context},r=16,pool=tail"
+    return (
+        Model("dense"),
+        Model("shallow", layers=2),
+        Model("dense + smear", smear=True),
+        Model("shallow + smear", layers=2, smear=True),
+        Model("S = 8", kind="segments", interface=coarse),
+        Model("S = T", kind="segments", interface=fine),
+        Model("own position", kind="own", interface=fine),
+        Model("S = 8, phase", kind="phase", interface=coarse),
+        Model("S = 8, authors", kind="authors", interface=coarse),
+        Model("dense, batch × 4", batch=4),
+        Model("S = 8, batch × 4", kind="segments", interface=coarse, batch=4),
+    )
+
+
+def run(asked: Asked) -> Result:
+    """Train every model with every seed, read what the hypotheses need, and judge each."""
+    check_seeds(asked.seeds)
+    every = models(_config(asked, 0).model.context)
+    if asked.preset == "tiny":
+        every = tuple(model for model in every if model.batch == 1)
+    rows: list[Row] = []
+    for seed in range(asked.seeds):
+        for model in every:
+            make = partial(measure, model, _config(asked, seed))
+            rows.append(asked.kept.row({"model": model.name, "seed": seed}, make))
+            asked.on_more(len(rows), asked.seeds * len(every))
+    claims = tuple(_claims(rows))
+    config = _config(asked, 0)
+    return Result(
+        setting=(
+            f"Six layers of width {config.model.width} in regions {REGIONS}, context {config.model.context}, "
+            f"{config.steps} steps of {config.batch} rows of bytes."
+        ),
+        rows=rows,
+        tables=(_table(rows), _silence_table(rows), _oracle_table(rows)),
+        findings=tuple(_findings(rows, config)),
+        claims=claims,
+        verdict=worst([claim.verdict for claim in claims]),
+        seeds=asked.seeds,
+    )
+
+
+def _config(asked: Asked, seed: int) -> TrainConfig:
+    tiny = asked.preset == "tiny"
+    return Sizes(
+        width=asked.width,
+        context=16 if tiny else 64,
+        batch=2 if tiny else 8,
+        steps=asked.steps,
+        soft_steps=0,
+        eval_bytes=600 if tiny else 60_000,
+        seeds=1,
+    ).config(seed)
+
+
+def measure(model: Model, config: TrainConfig) -> Row:
+    """Train a model; its loss, and whatever of B, G and H it can tell."""
+    config, data = load_data(config)
+    stack, plan = build(model, config)
+    loader = Loader(data.train, config.model.context, config.batch * model.batch, config.seed)
+    coherences: list[list[float]] = []
+
+    def watch(step: int, stack: object, plan: Plan, inputs: Tensor, targets: Tensor) -> None:
+        if step == config.steps // 2 and model.layers > 2:
+            coherences.append(coherence(stack, plan, data, config))  # type: ignore[arg-type]
+
+    losses = fit(stack, plan, loader, config.steps, config.optimizer, watch)
+    inputs, targets, _ = windows(data.heldout, data.tokenizer, config.model.context, config.eval_bytes)
+    read = partial(_loss, stack, plan, inputs, targets)
+    row: Row = {
+        "model": model.name,
+        "seed": config.seed,
+        "ce": read(),
+        "parameters": sum(p.numel() for p in stack.parameters()),
+        "coherence": coherences[0] if coherences else None,
+        "trajectory": trajectory(losses),
+    }
+    if model.kind is not None:
+        for how in SILENCES:
+            with silenced(stack, how):
+                row[how] = read()
+    if model.name == "dense":
+        row["oracle"] = oracle(stack, data, config, inputs, targets)
+    return row
+
+
+def build(model: Model, config: TrainConfig) -> tuple[GPT, Plan]:
+    """The model before its training; all of a seed have the same layers at first."""
+    torch.manual_seed(config.seed)
+    stack = GPT(replace(config.model, layers=model.layers, smear=model.smear))
+    if model.kind is None:
+        return stack, prepare(stack, Topology.chain(str(model.layers)))
+    width, context = config.model.width, config.model.context
+    join_regions(stack, model.kind, model.interface, len(REGIONS.split(",")), width, context)
+    return stack, prepare(stack, Topology.regions(REGIONS))
+
+
+def _loss(stack: GPT, plan: Plan, inputs: Tensor, targets: Tensor) -> float:
+    return position_losses(stack, plan, inputs, targets).nanmean().item()
+
+
+def coherence(stack: GPT, plan: Plan, data: Prepared, config: TrainConfig) -> list[float]:
+    """For each of the first four layers: the mean cosine between gradients of pairs of batches."""
+    loader = Loader(data.train, config.model.context, config.batch, config.seed + 1000)
+    found: list[list[Tensor]] = []
+    for _ in range(PAIRS):
+        stack.zero_grad(set_to_none=True)
+        train_step(stack, plan, *next(loader))
+        found.append(
+            [
+                torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None])
+                for layer in stack.layers[:4]
+            ]
+        )
+    stack.zero_grad(set_to_none=True)
+    pairs = list(itertools.combinations(found, 2))
+    return [
+        statistics.fmean(F.cosine_similarity(a[i], b[i], dim=0, eps=1e-30).item() for a, b in pairs)
+        for i in range(4)
+    ]
+
+
+@torch.no_grad()
+def oracle(
+    stack: GPT, data: Prepared, config: TrainConfig, inputs: Tensor, targets: Tensor
+) -> dict[str, dict[str, float]]:
+    """CE of the last region behind a stream that was made of the canvas and r numbers, by way and by r."""
+    learn = next(Loader(data.train, config.model.context, 64, config.seed + 2000))[0]
+    x0, h = _stream(stack, learn)
+    segment = config.model.context // 8
+    found: dict[str, dict[str, float]] = {"own position": {}, "segment before": {}}
+    mean = h.flatten(0, 1).mean(0)
+    directions = torch.linalg.svd((h.flatten(0, 1) - mean).double(), full_matrices=False)[2].to(h.dtype)
+    for name, rank in {"0": 0, "4": 4, "16": 16, "all": h.shape[-1]}.items():
+        basis = directions[:rank].t()
+        ways: Mapping[str, Callable[[Tensor], Tensor]] = {
+            "own position": lambda h, basis=basis: (h - mean) @ basis,  # type: ignore[misc]
+            "segment before": lambda h, basis=basis: _tails((h - mean) @ basis, segment),  # type: ignore[misc]
+        }
+        for way, message in ways.items():
+            read = _regression(_joined(x0, message(h)), h)
+            own_x0, own_h = _stream(stack, inputs)
+            made = read(_joined(own_x0, message(own_h)))
+            found[way][name] = _behind(stack, made, inputs, targets)
+    return found
+
+
+def _stream(stack: GPT, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The canvas, and the hidden state behind the first two regions."""
+    x0 = stack.embed(inputs)
+    bus, h = stack.bus(x0, inputs), x0
+    for layer in stack.layers[:4]:
+        h = layer(h, bus)
+    return x0, h
+
+
+def _behind(stack: GPT, h: Tensor, inputs: Tensor, targets: Tensor) -> float:
+    bus = stack.bus(stack.embed(inputs), inputs)
+    for layer in stack.layers[4:]:
+        h = layer(h, bus)
+    return F.cross_entropy(stack.readout(h, 0).flatten(0, 1), targets.flatten()).item()
+
+
+def _tails(m: Tensor, segment: int) -> Tensor:
+    """At every position, the message of the last position of the segment before; zero in the first."""
+    tails = m[:, segment - 1 :: segment][:, :-1].repeat_interleave(segment, dim=1)
+    return F.pad(tails, (0, 0, segment, 0))
+
+
+def _joined(x0: Tensor, message: Tensor) -> Tensor:
+    return torch.cat([x0, message, torch.ones_like(x0[..., :1])], dim=-1)
+
+
+def _regression(inputs: Tensor, outputs: Tensor) -> Callable[[Tensor], Tensor]:
+    """The linear map that reads `outputs` best from `inputs`, with a little decay."""
+    x, y = inputs.flatten(0, 1).double(), outputs.flatten(0, 1).double()
+    gram = x.t() @ x
+    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    weights = torch.linalg.solve(gram, x.t() @ y)
+    return lambda given: (given.double() @ weights).to(given.dtype)
+
+
+def _of(rows: Sequence[Row], model: str, key: str = "ce") -> list[float]:
+    return [row[key] for row in rows if row["model"] == model]
+
+
+def _minus(rows: Sequence[Row], model: str, base: str, key: str = "ce") -> list[float]:
+    return [a - b for a, b in zip(_of(rows, model, key), _of(rows, base, key), strict=True)]
+
+
+def _claims(rows: Sequence[Row]) -> list[Claim]:
+    """One or two for each hypothesis, in nats a byte where nothing else is said."""
+    found = [
+        above(
+            "A: own position",
+            "a region that hears its own position is better than one that hears the position before",
+            "CE of S = T minus that with the own position",
+            _minus(rows, "S = T", "own position"),
+        ),
+        above(
+            "B: noise",
+            "gradients of the first regions agree less between batches than the dense model's",
+            "the mean cosine of the dense model minus that of S = 8",
+            [
+                statistics.fmean(a) - statistics.fmean(b)
+                for a, b in zip(_coherences(rows, "dense"), _coherences(rows, "S = 8"), strict=True)
+            ],
+        ),
+        above(
+            "C: smear",
+            "two layers with a smear are at least as good as the interface with S = T",
+            "CE of S = T minus that of the shallow model with a smear",
+            _minus(rows, "S = T", "shallow + smear"),
+        ),
+        above(
+            "D: phase",
+            "a message that is read with its phase says more",
+            "CE of S = 8 minus that with a phase",
+            _minus(rows, "S = 8", "S = 8, phase"),
+        ),
+        above(
+            "E: parameterisation",
+            "the authors' parameterisation is better than ours",
+            "CE of S = 8 minus that of the authors'",
+            _minus(rows, "S = 8", "S = 8, authors"),
+        ),
+        *(
+            above(
+                f"G: {name} is used",
+                "another row's messages cost something",
+                f"CE of {name} with the messages of another row minus its own",
+                [row["shuffled"] - row["ce"] for row in rows if row["model"] == name],
+            )
+            for name in ("S = 8", "S = T", "own position")
+        ),
+        above(
+            "H: the segment's tail is not enough",
+            "16 numbers of the segment before tell the later layers less than 16 of the position itself",
+            "CE of the oracle per segment minus that per position",
+            [o["segment before"]["16"] - o["own position"]["16"] for o in _oracles(rows)],
+        ),
+    ]
+    if _of(rows, "S = 8, batch × 4"):
+        gains = zip(
+            _minus(rows, "S = 8", "dense"),
+            _minus(rows, "S = 8, batch × 4", "dense, batch × 4"),
+            strict=True,
+        )
+        found.insert(
+            2,
+            above(
+                "B: larger batches",
+                "with four times the rows the interface comes nearer to the dense model",
+                "its distance to the dense model minus the same with four times the rows",
+                [small - large for small, large in gains],
+            ),
+        )
+    return found
+
+
+def _coherences(rows: Sequence[Row], model: str) -> list[list[float]]:
+    return [row["coherence"] for row in rows if row["model"] == model]
+
+
+def _oracles(rows: Sequence[Row]) -> list[dict[str, dict[str, float]]]:
+    return [row["oracle"] for row in rows if "oracle" in row]
+
+
+def _table(rows: Sequence[Row]) -> ResultTable:
+    cells = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = _of(rows, name)
+        dense, shallow = (Interval.of(_minus(rows, name, base)).mean for base in ("dense", "shallow"))
+        cosines = [statistics.fmean(one) for one in _coherences(rows, name) if one is not None]
+        cosine = f"{statistics.fmean(cosines):.2f}" if cosines else "–"
+        spread = f"{statistics.stdev(own):.4f}" if len(own) > 1 else "–"
+        cells.append(
+            (name, f"{statistics.fmean(own):.4f}", spread, f"{dense:+.4f}", f"{shallow:+.4f}", cosine)
+        )
+    header = ("model", "CE", "±", "to dense", "to shallow", "cosine of gradients")
+    return ResultTable("Nats per byte of held-out text", header, tuple(cells))
+
+
+def _silence_table(rows: Sequence[Row]) -> ResultTable:
+    names = [name for name in dict.fromkeys(row["model"] for row in rows) if _has(rows, name, "zero")]
+    cells = tuple(
+        (name, *(f"{statistics.fmean(_of(rows, name, key)):.4f}" for key in ("ce", *SILENCES)))
+        for name in names
+    )
+    caption = "What the last region hears, changed at evaluation"
+    return ResultTable(caption, ("model", "as it is", *SILENCES), cells)
+
+
+def _has(rows: Sequence[Row], model: str, key: str) -> bool:
+    return any(key in row for row in rows if row["model"] == model)
+
+
+def _oracle_table(rows: Sequence[Row]) -> ResultTable:
+    found = _oracles(rows)
+    ranks = list(found[0]["own position"])
+    cells = tuple(
+        (way, *(f"{statistics.fmean(one[way][rank] for one in found):.4f}" for rank in ranks))
+        for way in ("own position", "segment before")
+    )
+    return ResultTable("The dense model behind a stream of the canvas and r numbers", ("way", *ranks), cells)
+
+
+def _findings(rows: Sequence[Row], config: TrainConfig) -> list[str]:
+    gain = statistics.fmean(_minus(rows, "shallow", "dense"))
+    kept = {
+        name: statistics.fmean(_minus(rows, "shallow", name)) / gain
+        for name in ("S = 8", "S = T", "own position")
+    }
+    said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in kept.items())
+    return [
+        f"Depth is worth {gain:.4f} nats at {config.steps} steps (F); of that the interfaces keep: {said}.",
+        "Open: longer trainings (F), AdamW for the layers (E), encoders, where pooling all is legitimate.",
+    ]

@@ -1,0 +1,132 @@
+"""Interfaces that differ from `nn/interface.py` in one thing each, for the study of hypotheses.
+
+    own        m_{k+1}[t] = LN(m_k[t] + α Enc(h_t)), x_t = x0_t + Dec(m_k[t]): no segments and no shift. A
+               position hears what the region before made of itself, which is still causal
+    phase      Dec(m[s] + P[t mod ℓ]): what a message says may depend on the place in the segment
+    authors    LN with gain and shift, tanh α, biases, SiLU, Dec not zero at first, m_0 from the tokens
+
+`silenced` changes messages at evaluation: to zero, to those of another row, or to their mean over rows.
+
+Shapes are those of `nn/interface.py`. Source: "LBI: Parallel Scan Backpropagation via Latent Bounded
+Interfaces" §3.1 for the authors' parameterisation. Limits: for whole sequences; none of them decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topograd.nn.config import SegmentInterface
+from topograd.nn.interface import EPSILON, Map, SegmentRelay
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.dag import interface_name
+
+Kind = Literal["segments", "own", "phase", "authors"]
+Silence = Literal["zero", "shuffled", "mean"]
+
+
+class OwnPosition(nn.Module):
+    """A relay of rank r at every position, over the canvas."""
+
+    def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
+        super().__init__()
+        self.encode = Map(settings.maps, width, width, settings.rank)
+        self.decode = Map(settings.maps, settings.rank, width, width)
+        self.alpha = None if first else nn.Parameter(torch.tensor(1.0))
+        nn.init.zeros_(self.decode.outer.weight)
+
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        m = self.encode(h)
+        if self.alpha is not None and received is not None:
+            m = received + self.alpha * m
+        return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
+
+    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        return bus.x0 + self.decode(message)
+
+
+class Phase(SegmentRelay):
+    """Segments whose messages are read together with the place in the segment."""
+
+    def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
+        super().__init__(settings, width, context, first)
+        self.phase = nn.Embedding(self.segment, settings.rank)
+
+    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        return _spread(self, message, bus, self.phase.weight)
+
+
+class Authors(SegmentRelay):
+    """The published parameterisation, over causal segments."""
+
+    def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
+        super().__init__(settings, width, context, first)
+        rank = settings.rank
+        self.encode = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, rank))  # type: ignore[assignment]
+        self.decode = nn.Sequential(nn.Linear(rank, width), nn.SiLU(), nn.Linear(width, width))  # type: ignore[assignment]
+        self.alpha = nn.Parameter(torch.tensor(1.0))
+        self.start = nn.Linear(width, rank) if first else None
+        self.norm = nn.LayerNorm(rank)
+
+    def send_pooled(self, pooled: Tensor, received: Tensor | None) -> Tensor:
+        assert received is not None
+        assert self.alpha is not None
+        m = self.encode(pooled)
+        before = received[:, : m.shape[1]] if self.start is None else self.start(self.pool(received))
+        return self.norm(before[:, : m.shape[1]] + torch.tanh(self.alpha) * m)
+
+
+def _spread(relay: SegmentRelay, message: Tensor, bus: Bus, phase: Tensor) -> Tensor:
+    """x0 and Dec(m[s] + P[t mod ℓ]); nothing in segment 0."""
+    time, length = bus.x0.shape[1], relay.segment
+    later = -(-time // length) - 1
+    if later < 1:
+        return bus.x0
+    read = message[:, :later, None] + phase
+    decoded = relay.decode(read.flatten(1, 2))
+    return bus.x0 + F.pad(decoded, (0, 0, length, 0))[:, :time]
+
+
+KINDS: dict[str, type[nn.Module]] = {
+    "segments": SegmentRelay,
+    "own": OwnPosition,
+    "phase": Phase,
+    "authors": Authors,
+}
+
+
+def join_regions(stack: Stack, kind: str, interface: str, regions: int, width: int, context: int) -> None:
+    """Give a stack the relays of `Topology.regions`."""
+    settings = SegmentInterface.parse(interface)
+    for region in range(1, regions):
+        relay = KINDS[kind](settings, width, context, region == 1)
+        stack.add_relay(interface_name(region), relay)
+
+
+@contextmanager
+def silenced(stack: Stack, how: Silence) -> Iterator[None]:
+    """Within it, what the last region hears is zero, another row's message, or the mean of all rows'."""
+    name = max(stack.own_relays())
+    relay = stack.own_relays()[name]
+    plain = relay.receive
+
+    def receive(message: Tensor, bus: Bus) -> Tensor:
+        if how == "zero":
+            changed = torch.zeros_like(message)
+        elif how == "shuffled":
+            changed = message.roll(1, 0)
+        else:
+            changed = message.mean(0, keepdim=True).expand_as(message)
+        found: Tensor = plain(changed, bus)
+        return found
+
+    relay.receive = receive  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del relay.receive

@@ -1,0 +1,101 @@
+"""Interfaces that differ in one thing: causal all of them, and silenced on demand."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from topograd.nn.gpt import GPT
+from topograd.nn.preparation import prepare
+from topograd.studies.interface_relays import KINDS, Authors, OwnPosition, Phase, join_regions, silenced
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.forward import stage_outputs
+
+CONTEXT = 8
+
+
+def model(kind: str) -> tuple[GPT, Plan]:
+    torch.manual_seed(0)
+    stack = GPT(
+        layers=3,
+        width=8,
+        heads=2,
+        vocab=20,
+        context=CONTEXT,
+        smear=False,
+        x0_blend=False,
+        value_embeddings="none",
+    )
+    join_regions(stack, kind, "S=4,r=4,pool=tail", 3, 8, CONTEXT)
+    plan = prepare(stack, Topology.regions("1,1,1"))
+    for p in stack.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return stack.double(), plan
+
+
+def logits(stack: GPT, plan: Plan, inputs: Tensor) -> Tensor:
+    return stack.readout(stage_outputs(stack, plan, inputs, [2])[2], 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_looks_ahead(kind: str) -> None:
+    stack, plan = model(kind)
+    inputs = torch.randint(20, (1, CONTEXT))
+    before = logits(stack, plan, inputs)
+    for t in range(CONTEXT):
+        other = inputs.clone()
+        other[0, t] = (other[0, t] + 1) % 20
+        moved = (logits(stack, plan, other) - before)[0].abs().amax(-1)
+        assert not moved[:t].any()
+        assert moved[t:].any()
+
+
+def test_a_position_hears_itself_at_once_and_segments_do_not() -> None:
+    """Attention off: what changes at the position itself comes through the relay and the canvas alone."""
+    for kind, hears in (("own", True), ("segments", False)):
+        stack, plan = model(kind)
+        inputs = torch.randint(20, (1, CONTEXT))
+        plain = logits(stack, plan, inputs)
+        with silenced(stack, "zero"):
+            deaf = logits(stack, plan, inputs)
+        assert bool((plain - deaf)[0, 0].any()) is hears, "position 0 has no segment before it"
+
+
+def test_kinds_say_what_they_are() -> None:
+    own, phase = (model(kind)[0].own_relays()["interface-1"] for kind in ("own", "phase"))
+    assert isinstance(own, OwnPosition)
+    assert isinstance(phase, Phase)
+    assert phase.phase.weight.shape == (2, 4), "a segment has two positions"
+    authors = model("authors")[0].own_relays()
+    assert isinstance(authors["interface-1"], Authors)
+    assert authors["interface-1"].start is not None, "m_0 comes from the tokens"
+    assert authors["interface-2"].start is None  # type: ignore[union-attr]
+
+
+def test_phase_zero_is_the_plain_interface() -> None:
+    stack, plan = model("phase")
+    plain, other = model("segments")
+    for name, relay in stack.own_relays().items():
+        torch.nn.init.zeros_(relay.phase.weight)  # type: ignore[union-attr, arg-type]
+        plain.own_relays()[name].load_state_dict(
+            {key: value for key, value in relay.state_dict().items() if not key.startswith("phase")}
+        )
+    shared = {k: v for k, v in stack.state_dict().items() if "interface" not in k}
+    plain.load_state_dict(shared, strict=False)
+    inputs = torch.randint(20, (2, CONTEXT))
+    torch.testing.assert_close(logits(stack, plan, inputs), logits(plain, other, inputs))
+
+
+def test_silences() -> None:
+    stack, plan = model("segments")
+    inputs = torch.randint(20, (3, CONTEXT))
+    plain = logits(stack, plan, inputs)
+    found = {}
+    for how in ("zero", "shuffled", "mean"):
+        with silenced(stack, how):  # type: ignore[arg-type]
+            found[how] = logits(stack, plan, inputs)
+    assert all(not torch.equal(one, plain) for one in found.values())
+    assert torch.equal(logits(stack, plan, inputs), plain), "it is over"
+    alone = inputs[:1].expand(3, -1)
+    with silenced(stack, "shuffled"):
+        torch.testing.assert_close(logits(stack, plan, alone), plain[:1].expand(3, -1, -1))
