@@ -1,12 +1,22 @@
 """Interfaces that differ in one thing: causal all of them, and silenced on demand."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.studies.interface_relays import KINDS, Authors, OwnPosition, Phase, join_regions, silenced
+from topograd.studies.interface_relays import (
+    KINDS,
+    Authors,
+    OwnPosition,
+    Phase,
+    Silence,
+    join_regions,
+    silenced,
+)
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.forward import stage_outputs
@@ -62,21 +72,23 @@ def test_a_position_hears_itself_at_once_and_segments_do_not() -> None:
 
 
 def test_kinds_say_what_they_are() -> None:
-    own, phase = (model(kind)[0].own_relays()["interface-1"] for kind in ("own", "phase"))
+    own: Any = model("own")[0].own_relays()["interface-1"]
+    phase: Any = model("phase")[0].own_relays()["interface-1"]
     assert isinstance(own, OwnPosition)
     assert isinstance(phase, Phase)
     assert phase.phase.weight.shape == (2, 4), "a segment has two positions"
-    authors = model("authors")[0].own_relays()
+    authors: dict[str, Any] = dict(model("authors")[0].own_relays())
     assert isinstance(authors["interface-1"], Authors)
     assert authors["interface-1"].start is not None, "m_0 comes from the tokens"
-    assert authors["interface-2"].start is None  # type: ignore[union-attr]
+    assert authors["interface-2"].start is None
 
 
 def test_phase_zero_is_the_plain_interface() -> None:
     stack, plan = model("phase")
     plain, other = model("segments")
-    for name, relay in stack.own_relays().items():
-        torch.nn.init.zeros_(relay.phase.weight)  # type: ignore[union-attr, arg-type]
+    relays: dict[str, Any] = dict(stack.own_relays())
+    for name, relay in relays.items():
+        torch.nn.init.zeros_(relay.phase.weight)
         plain.own_relays()[name].load_state_dict(
             {key: value for key, value in relay.state_dict().items() if not key.startswith("phase")}
         )
@@ -91,8 +103,9 @@ def test_silences() -> None:
     inputs = torch.randint(20, (3, CONTEXT))
     plain = logits(stack, plan, inputs)
     found = {}
-    for how in ("zero", "shuffled", "mean"):
-        with silenced(stack, how):  # type: ignore[arg-type]
+    hows: tuple[Silence, ...] = ("zero", "shuffled", "mean")
+    for how in hows:
+        with silenced(stack, how):
             found[how] = logits(stack, plan, inputs)
     assert all(not torch.equal(one, plain) for one in found.values())
     assert torch.equal(logits(stack, plan, inputs), plain), "it is over"

@@ -67,17 +67,17 @@ _QUESTIONS: dict[str, type[List | Run]] = {"list": List, "run": Run}
 def run(argv: list[str]) -> int:
     """List the studies or run one or all, and return the exit code."""
     asked = parse_one_of(_QUESTIONS, argv, "study")
+    show: Callable[[Mapping[str, Any]], None]
     if isinstance(asked, List):
-        answer: dict[str, Any] = {"studies": _listed()}
-        shown: Callable[[Mapping[str, Any]], None] = lambda found: out().print(list_table(found))  # noqa: E731
+        answer, show = {"studies": _listed()}, _show_list
     elif asked.all:
-        answer, shown = {"studies": _run_all(asked)}, lambda found: out().print(all_table(found))
+        answer, show = {"studies": _run_all(asked)}, _show_all
     else:
-        answer, shown = _run(asked), _show
+        answer, show = _run(asked), _show
     if asked.json:
         print_json(answer)
     else:
-        shown(answer)
+        show(answer)
     return 0
 
 
@@ -96,12 +96,19 @@ def _listed() -> list[dict[str, Any]]:
 def _asked(asked: Run, name: str) -> Asked:
     """The study as it is asked for, with what is kept of earlier runs."""
     study_named(name)
-    sizes = {"steps": asked.steps, "width": asked.width, "seeds": asked.seeds}
+    given: dict[str, int | None] = {"steps": asked.steps, "width": asked.width, "seeds": asked.seeds}
     if asked.all:  # what a study has no choice of is left to it
         has = size_of(name, asked.preset).as_dict()
-        sizes = {size: number for size, number in sizes.items() if size in has}
-    data = asked.data if STUDIES[name].pictures or not asked.all else None
-    return asked_of(name, asked.preset, data=data, on_more=counted(name), **sizes)
+        given = {size: number for size, number in given.items() if size in has}
+    return asked_of(
+        name,
+        asked.preset,
+        steps=given.get("steps"),
+        width=given.get("width"),
+        seeds=given.get("seeds"),
+        data=asked.data if STUDIES[name].pictures or not asked.all else None,
+        on_more=counted(name),
+    )
 
 
 def _run(asked: Run) -> dict[str, Any]:
@@ -195,6 +202,14 @@ def claims_table(answer: Mapping[str, Any]) -> Table:
     for claim in answer["claims"]:
         table.add_row(claim["name"], claim["measured"], claim["verdict"])
     return table
+
+
+def _show_list(answer: Mapping[str, Any]) -> None:
+    out().print(list_table(answer))
+
+
+def _show_all(answer: Mapping[str, Any]) -> None:
+    out().print(all_table(answer))
 
 
 def _show(answer: Mapping[str, Any]) -> None:

@@ -358,8 +358,7 @@ def _drawing(rows: Sequence[Row]) -> Drawing:
     words = {"gradient_depth": "gradient depth", "memory_ratio": "memory", "traffic": "traffic"}
     series = []
     for key, full in whole.items():
-        ordered = sorted(names, key=lambda name, key=key: by_arm[name][key])  # type: ignore[misc]
-        places = [by_arm[name][key] / full for name in ordered]
+        places, ordered = zip(*sorted((by_arm[name][key] / full, name) for name in names), strict=True)
         series.append(Series.of(words[key], places, [values(rows, name, "gap_steps") for name in ordered]))
     return Drawing(
         "The gap at equal steps, against what an arm needs", "over backprop's", "gap, percent", tuple(series)

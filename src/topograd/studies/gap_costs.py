@@ -123,7 +123,7 @@ def recomputed(stack: GPT, on: bool) -> Iterator[None]:
     try:
         for layer, forward in zip(stack.layers, plain, strict=True):
             if on:
-                layer.forward = partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
+                layer.forward = partial(checkpoint, forward, use_reentrant=False)
         yield
     finally:
         for layer in stack.layers:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -133,9 +133,9 @@ def measure(model: Model, config: TrainConfig) -> Row:
     loader = Loader(data.train, config.model.context, config.batch * model.batch, config.seed)
     coherences: list[list[float]] = []
 
-    def watch(step: int, stack: object, plan: Plan, inputs: Tensor, targets: Tensor) -> None:
+    def watch(step: int, *batch: object) -> None:
         if step == config.steps // 2 and model.layers > 2:
-            coherences.append(coherence(stack, plan, data, config))  # type: ignore[arg-type]
+            coherences.append(coherence(stack, plan, data, config))
 
     losses = fit(stack, plan, loader, config.steps, config.optimizer, watch)
     inputs, targets, _ = windows(data.heldout, data.tokenizer, config.model.context, config.eval_bytes)
@@ -206,15 +206,11 @@ def oracle(
     directions = torch.linalg.svd((h.flatten(0, 1) - mean).double(), full_matrices=False)[2].to(h.dtype)
     for name, rank in {"0": 0, "4": 4, "16": 16, "all": h.shape[-1]}.items():
         basis = directions[:rank].t()
-        ways: Mapping[str, Callable[[Tensor], Tensor]] = {
-            "own position": lambda h, basis=basis: (h - mean) @ basis,  # type: ignore[misc]
-            "segment before": lambda h, basis=basis: _tails((h - mean) @ basis, segment),  # type: ignore[misc]
-        }
-        for way, message in ways.items():
-            read = _regression(_joined(x0, message(h)), h)
+        for way, values in found.items():
+            read = _regression(_joined(x0, _message(way, (h - mean) @ basis, segment)), h)
             own_x0, own_h = _stream(stack, inputs)
-            made = read(_joined(own_x0, message(own_h)))
-            found[way][name] = _behind(stack, made, inputs, targets)
+            made = read(_joined(own_x0, _message(way, (own_h - mean) @ basis, segment)))
+            values[name] = _behind(stack, made, inputs, targets)
     return found
 
 
@@ -232,6 +228,10 @@ def _behind(stack: GPT, h: Tensor, inputs: Tensor, targets: Tensor) -> float:
     for layer in stack.layers[4:]:
         h = layer(h, bus)
     return F.cross_entropy(stack.readout(h, 0).flatten(0, 1), targets.flatten()).item()
+
+
+def _message(way: str, m: Tensor, segment: int) -> Tensor:
+    return m if way == "own position" else _tails(m, segment)
 
 
 def _tails(m: Tensor, segment: int) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,7 @@ def join_regions(stack: Stack, kind: str, interface: str, regions: int, width: i
 def silenced(stack: Stack, how: Silence) -> Iterator[None]:
     """Within it, what the last region hears is zero, another row's message, or the mean of all rows'."""
     name = max(stack.own_relays())
-    relay = stack.own_relays()[name]
+    relay: Any = stack.own_relays()[name]
     plain = relay.receive
 
     def receive(message: Tensor, bus: Bus) -> Tensor:
@@ -125,7 +125,7 @@ def silenced(stack: Stack, how: Silence) -> Iterator[None]:
         found: Tensor = plain(changed, bus)
         return found
 
-    relay.receive = receive  # type: ignore[assignment]
+    relay.receive = receive
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ about, and go roughly with steps, with seeds and, where models are wide, with th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from topograd.errors import ConfigError
@@ -34,7 +34,13 @@ class Size:
                 has = [f"--{other}" for other in asked if getattr(self, other) is not None]
                 can = f"it takes {' and '.join(has)}" if has else f"leave --{name} out"
                 raise ConfigError(f"--{name} is {number}; study {study} has no choice of {name}, {can}")
-        return replace(self, **{name: _like(getattr(self, name), number) for name, number in given.items()})  # type: ignore[arg-type]
+        steps, width, seeds = (given.get(name) for name in ("steps", "width", "seeds"))
+        return Size(
+            self.minutes,
+            _like(self.steps, steps),
+            _like(self.width, width),
+            self.seeds if seeds is None else seeds,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Without what it has no choice of."""
@@ -46,7 +52,10 @@ class Size:
         }
 
 
-def _like(numbers: Numbers, number: int) -> Numbers:
+def _like(numbers: Numbers, number: int | None) -> Numbers:
+    """The number that was asked for, once for each part; without one, those of the preset."""
+    if number is None:
+        return numbers
     return (number,) * len(numbers) if isinstance(numbers, tuple) else number
 
 

@@ -101,9 +101,17 @@ class Sizes:
         )
 
 
-def _preset(name: Preset, **more: int) -> Sizes:
+def _preset(name: Preset, context: int, batch: int, soft_steps: int, eval_bytes: int) -> Sizes:
     numbers = SIZES["stage0-depth"][name].as_dict()
-    return Sizes(width=numbers["width"], steps=numbers["steps"], seeds=numbers["seeds"], **more)
+    return Sizes(
+        width=numbers["width"],
+        context=context,
+        batch=batch,
+        steps=numbers["steps"],
+        soft_steps=soft_steps,
+        eval_bytes=eval_bytes,
+        seeds=numbers["seeds"],
+    )
 
 
 PRESETS: Mapping[str, Sizes] = {
