@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from topograd.cli.report import _read
+
 
 @pytest.fixture
 def ours(staged: Path, tmp_path: Path) -> Path:
@@ -50,3 +52,15 @@ def test_bad_questions_are_one_line(ours: Path, call: Any, tmp_path: Path) -> No
     refusal = call("report", ours, "--against", ours).refusal
     assert "has 2; a report compares with backprop, a run of one stage" in refusal
     assert not (ours / "report.html").exists()
+
+
+def test_what_fewer_bits_cost_is_read(ours: Path, call: Any) -> None:
+    """`report/precision.py` draws it."""
+    pytest.importorskip("onnxruntime")
+    cost = call("eval", ours, "--weights", "int8", "--bytes", 2000, "--json").json["precision"]
+    found = _read(ours)[1].evaluation["precision"]
+    assert found["int8"] == {"of": found["int8"]["of"], **cost}
+    assert found["int4"] is None
+    kept = ours / "evaluation" / "weights-int8.json"
+    kept.write_text(kept.read_text(encoding="utf-8").replace(found["int8"]["of"], "0" * 64))
+    assert _read(ours)[1].evaluation["precision"]["int8"] is None, "of other weights"

@@ -11,6 +11,7 @@ import tyro
 
 from topograd.cli.console import Folder, Json, WeightsFlag, note, out, parse, print_json
 from topograd.errors import ConfigError
+from topograd.files import write_json
 from topograd.runs.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def _quantised(asked: Eval, session: Session, text: Text) -> dict[str, Any]:
     """What the weights that are asked for cost, and whether they are kept."""
     if asked.weights == "float32":
         return {}
+    from topograd.cli.eval_core import evaluations_folder
     from topograd.cli.progress import counted
     from topograd.depth.modes import engine_of
     from topograd.depth.precision import precision_cost
@@ -123,4 +125,7 @@ def _quantised(asked: Eval, session: Session, text: Text) -> dict[str, Any]:
         file = weights_file(session.run.folder, asked.weights)
         save(file, engine.runtime.made, asked.weights, session.weights)
         note(f"kept in {file}")
+    whole = asked.data is None and asked.from_ is None
+    if whole and (folder := evaluations_folder(session.run.folder)) is not None:  # for the report
+        write_json(folder / f"weights-{asked.weights}.json", {"of": session.weights, **cost})
     return {"precision": cost}

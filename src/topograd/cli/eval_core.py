@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
         _, other = _evaluate(asked.against, request, None)
         answer["polarisation"] = {"against": str(asked.against), **polarisation(found, other)}
     _tell(answer)
-    if asked.depth is None and (folder := _place(model)) is not None:
+    if asked.depth is None and (folder := evaluations_folder(asked.folder)) is not None:
         write_json(folder / "core.json", answer | {"weights": model.session.weights})
     if asked.json:
         print_json(answer)
@@ -82,7 +82,7 @@ def _evaluate(folder: Path, request: CoreRequest, log: Path | None) -> tuple[Mod
     from topograd.evaluation.core import evaluate_core, log_name
 
     model = load(folder, runtime="torch")  # prompts are long: half of the attention (`nn/decoding.py`)
-    if log is None and (place := _place(model)) is not None:
+    if log is None and (place := evaluations_folder(folder)) is not None:
         log = place / log_name(model, request)
     if log is None:
         note(f"{folder} cannot be written to, so no item is logged; give --log FILE to keep them")
@@ -94,9 +94,8 @@ def _evaluate(folder: Path, request: CoreRequest, log: Path | None) -> tuple[Mod
     return model, evaluate_core(model, request, log, on_task)
 
 
-def _place(model: Model) -> Path | None:
+def evaluations_folder(run: Path) -> Path | None:
     """The folder of a run's evaluations; none in one that cannot be written, nor in the package itself."""
-    run = model.session.run.folder
     if run.resolve() == REFERENCE.resolve() or not os.access(run, os.W_OK):
         return None
     folder = run / "evaluation"

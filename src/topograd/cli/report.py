@@ -82,15 +82,16 @@ def _read(folder: Path) -> tuple[int, RunData]:
 
     config, results = results_of(folder)
     opened, plan = Run.open(folder), plan_of(config)
-    results = results | {"predicts_by": predicts_by(plan), "core": _core(opened)}
+    results = results | {"predicts_by": predicts_by(plan), "core": _left(opened, "core", "weights")}
+    results["precision"] = {name: _left(opened, f"weights-{name}", "of") for name in ("int8", "int4")}
     return len(plan.stages), RunData(str(folder), opened.read_config(), opened.metrics(), results)
 
 
-def _core(opened: Run) -> object:
-    """What `eval core` left of the newest weights, if anything."""
-    file, names = opened.folder / "evaluation" / "core.json", opened.store.names()
+def _left(opened: Run, name: str, key: str) -> object:
+    """What an evaluation left of the newest weights, whose hash is at `key`, if anything."""
+    file, names = opened.folder / "evaluation" / f"{name}.json", opened.store.names()
     if not file.is_file() or not names:
         return None
     found = read_json(file)
-    fits = isinstance(found, dict) and found.get("weights") == opened.store.weights(names[-1])
+    fits = isinstance(found, dict) and found.get(key) == opened.store.weights(names[-1])
     return found if fits else None

@@ -20,6 +20,7 @@ from topograd.report.decoding import decoding_section
 from topograd.report.drawing import render, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
+from topograd.report.precision import precision_panel
 from topograd.report.stage_figures import memory_panel, rank_panel, reliability_panel
 from topograd.report.tables import (
     all_numbers,
@@ -74,7 +75,7 @@ def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str
 def _panels(
     staged: RunData, backprop: RunData | None, comparison: Mapping[str, Any] | None
 ) -> tuple[Panel, ...]:
-    core = core_panel(staged, backprop)
+    core, precision = core_panel(staged, backprop), precision_panel(staged)
     return (
         loss_panel(staged, backprop),
         prefix_panel(staged, backprop),
@@ -83,6 +84,7 @@ def _panels(
         reliability_panel(staged, backprop),
         memory_panel(comparison, stage_count(staged)),
         rank_panel(staged, backprop),
+        *([] if precision is None else [precision]),
     )
 
 
