@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
+from topograd.runtime.pages import added, anonymous, collect
 from topograd.runtime.quantize import BLOCK, Precision, Quantized, quantize
 
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
@@ -39,6 +40,8 @@ EXTRA = frozenset(
 """Operators of onnxruntime's own domain."""
 INLINE = 1024
 """Constants of at most this many numbers are part of the graph."""
+LARGE_WEIGHTS, SETTLED = 1 << 24, 32
+"""Weights of so many bytes go to large pages once a session has run so often (`pages.py`)."""
 LEAST = 32
 """Matrices with fewer inputs than this stay in float32."""
 
@@ -205,7 +208,12 @@ class Session:
         self._values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in weights.items()}
         if weights:
             options.add_external_initializers(list(self._values), list(self._values.values()))
+        large = sum(a.nbytes for a in weights.values()) >= LARGE_WEIGHTS
+        before = anonymous() if large else []
         self.session = onnxruntime.InferenceSession(model, options, providers=[settings.provider])
+        self._packed = added(anonymous(), before) if large else []
+        """Where the memory lies that it took for its weights."""
+        self._left = SETTLED
         self.inputs = [value.name for value in self.session.get_inputs()]
         self.outputs = [value.name for value in self.session.get_outputs()]
         self.width: int = self.session.get_outputs()[0].shape[-1]
@@ -218,3 +226,7 @@ class Session:
     def run(self, binding: Any) -> None:
         """Run on what is bound."""
         self.session.run_with_iobinding(binding)
+        if self._left:
+            self._left -= 1
+            if not self._left and self._packed:
+                collect(self._packed)
