@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from topograd.runs.folder import Run
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,6 +56,18 @@ def test_some_tasks_some_items_and_another_run(run: Path, backprop: Path, folder
     table = call(*words).out
     assert "against" in table
     assert "undecided" in table or "tie" in table or "wins" in table or "loses" in table
+
+
+def test_with_a_specialist(straight: Run, spec: Path, folder: Path, call: Any, tmp_path: Path) -> None:
+    log = tmp_path / "items.jsonl"
+    words = ("eval", "core", straight.folder, "--tasks", folder, "--only", "copa", "--specialists", spec)
+    found = call(*words, "--log", log, "--json").json
+    assert found["depths"][-1] == str(spec)
+    assert len(found["core"]) == len(found["depths"])
+    assert json.loads(log.read_text().splitlines()[0])["specialists"][0][0] == spec.name
+    assert not (straight.folder / "evaluation" / "core.json").exists(), "it is not the run's own score"
+    plain = call(*words[:-2], "--log", log).refusal
+    assert "is the log of other weights, tasks or settings" in plain
 
 
 def test_a_run_that_cannot_be_written_is_only_read(

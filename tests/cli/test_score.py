@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from topograd.runs.folder import Run
+
 
 def test_the_one_object(staged: Path, call: Any) -> None:
     answer = call("score", staged, "--context", "stage", "--continuation", " loss", "--json").json
@@ -40,3 +42,16 @@ def test_a_long_context_is_said(staged: Path, call: Any) -> None:
     answer = call("score", staged, "--context", "stage " * 40, "--continuation", "x", "--json")
     assert "were left out" in answer.err
     assert answer.json["cut"] > 0
+
+
+def test_with_a_specialist(straight: Run, spec: Path, call: Any) -> None:
+    words = ("score", straight.folder, "--context", "stage", "--continuation", " loss")
+    plain = call(*words, "--json").json
+    found = call(*words, "--specialists", f"{spec}*0.5", "--json").json
+    assert found["depths"] == [*plain["depths"], f"{spec}*0.5"]
+    for a, b in zip(found["stages"], plain["stages"], strict=False):
+        assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
+    assert found["stages"][-1]["logprob"] == pytest.approx(plain["stages"][-1]["logprob"], abs=1e-4), (
+        "new: none"
+    )
+    assert "is no specialist" in call(*words, "--specialists", straight.folder).refusal

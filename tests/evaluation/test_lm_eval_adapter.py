@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_task import QUESTIONS, samples_of
 
 from topograd.depth.model import Model
 from topograd.evaluation.texts import score
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; the extra `eval` brings it")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; the extra `eval` brings it")
 
 from topograd.evaluation.lm_eval_adapter import RunLM
-
-QUESTIONS: list[dict[str, Any]] = [
-    {"query": "stage", "choices": ["loss", "relay", "of"], "gold": 0},
-    {"query": "relay and", "choices": ["a", "the loss"], "gold": 1},
-]
 
 
 class Request:
@@ -66,43 +61,14 @@ def test_text_is_written_until_a_stop(model: Model) -> None:
     assert text == model.generate("stage", 5, depth="full")
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> dict[str, Any]:
-    """A local task file as lm-eval reads one, without a network."""
-    pytest.importorskip("datasets")
-    data = tmp_path / "items.jsonl"
-    data.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
-    return {
-        "task": "local_choices",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{query}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
-        "target_delimiter": " ",
-        "metric_list": [{"metric": "acc"}],
-        "metadata": {"version": 1},
-    }
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_local_task_agrees_to_the_item(
-    model: Model, task: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from lm_eval.tasks import TaskManager
-
-    found = lm_eval.simple_evaluate(
-        model=RunLM(model),
-        tasks=[task],
-        task_manager=TaskManager(include_defaults=False),  # none of its own thousands
-        log_samples=True,
-        bootstrap_iters=0,
-    )
-    samples = sorted(found["samples"]["local_choices"], key=lambda sample: sample["doc_id"])
+    samples, accuracy = samples_of(RunLM(model), tmp_path)
     assert len(samples) == len(QUESTIONS)
     right = []
     for question, sample in zip(QUESTIONS, samples, strict=True):
@@ -110,4 +76,4 @@ def test_a_local_task_agrees_to_the_item(
         totals = [one.score.total[-1] for one in each]
         assert [float(answer[0][0]) for answer in sample["resps"]] == pytest.approx(totals, rel=1e-12)
         right.append(totals.index(max(totals)) == question["gold"])
-    assert found["results"]["local_choices"]["acc,none"] == pytest.approx(sum(right) / len(right))
+    assert accuracy == pytest.approx(sum(right) / len(right))

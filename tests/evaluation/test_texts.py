@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+import torch
+
+from topograd.depth.engine import Composed
 from topograd.depth.model import Model
 from topograd.errors import ConfigError
-from topograd.evaluation.texts import encode_pair, score, score_texts
+from topograd.evaluation.texts import _scored, encode_pair, score, score_texts
+from topograd.runs.session import Session
+from topograd.runs.sidecar import update_sidecar
+from topograd.specialists.attach import new_specialist
+from topograd.specialists.model import SpecialistPool
+from topograd.training.forward import Predictor
 
 
 def test_space_belongs_to_what_follows(model: Model) -> None:
@@ -58,3 +68,52 @@ def test_what_cannot_be_scored_is_one_line(model: Model) -> None:
         score(model, "a", "x" * 17)
     with pytest.raises(ConfigError, match="give at most 1000000"):
         score(model, "a" * 1_000_000, "b")
+
+
+def specialists(base: Session, place: Path) -> dict[str, Path]:
+    """Two specialists that have learned something, each its own."""
+    generator = torch.Generator().manual_seed(1)
+    for name in ("a", "b"):
+        sidecar = new_specialist(place / name, base, layers=1, head_rank=2, seed=ord(name))
+        noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
+        update_sidecar(sidecar, noisy, sidecar.settings)
+    return {name: place / name for name in ("a", "b")}
+
+
+def test_specialists_that_are_active_are_scored(make_session: Callable[..., Session], tmp_path: Path) -> None:
+    base = make_session(2)
+    pool = SpecialistPool.open(base, specialists(base, tmp_path), runtime="torch")
+    active = pool.model({"a": 0.6, "b": 0.7})
+    [found] = score(active, "a stage", " loss")
+    [alone] = score(Model(base, "torch"), "a stage", " loss")
+    assert len(found.score.total) == 4, "the base's stages, a alone, both"
+    torch.testing.assert_close(found.score.logprob[:2], alone.score.logprob, rtol=1e-5, atol=1e-5)
+    tokens = list(b"a stage loss")
+    with torch.no_grad():
+        z = Predictor(pool.attached.stack, active.session.plan)(torch.tensor([tokens]))[0].log_softmax(-1)
+    slow = [float(z[i - 1, tokens[i]]) for i in range(len(tokens) - 5, len(tokens))]
+    assert found.score.logprob[-1].tolist() == pytest.approx(slow, abs=1e-5)
+    assert found.score.total[-1] != pytest.approx(found.score.total[1], abs=1e-3)
+    [one] = score(pool.model({"a": 1.0}), "a stage", " loss", "prefix:3")
+    assert one.score.total[0] == pytest.approx(found.score.total[2], abs=1e-5), "a by itself"
+
+
+def test_a_path_may_end_at_a_specialist(make_session: Callable[..., Session], tmp_path: Path) -> None:
+    base = make_session(2)
+    pool = SpecialistPool.open(base, specialists(base, tmp_path), runtime="torch")
+    model = pool.model({"a": 1.0})
+    [found] = score(model, "a stage", " loss", "path:1,3")
+    mode = Composed(model.engine, {(0, 2): 1.0})
+    tokens = list(b"a stage loss")
+    slow = []
+    for place in range(len(tokens) - 5, len(tokens)):
+        with torch.inference_mode():
+            z = mode.pooled(mode.engine.start([tokens[:place]])).log_softmax(-1)
+        slow.append(float(z[0, tokens[place]]))
+    assert found.score.logprob[0].tolist() == pytest.approx(slow, abs=1e-5)
+
+
+def test_tokens_that_a_specialist_added_have_a_place(model: Model) -> None:
+    [one] = score(model, "a", "b")
+    text = _scored(model.session.tokenizer, "b", [98, 999], one.score, 0)
+    assert text.pieces == ["b", "[999]"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from topograd.report.core import core_panel
 from topograd.report.data import RunData
 from topograd.report.drawing import render, style
@@ -28,13 +30,23 @@ def test_a_row_for_each_exit_and_for_backprop() -> None:
     assert panel.title == "CORE-2 by number of stages"
 
 
-def test_other_tasks_are_not_compared() -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "CORE-3"},
+        {"tasks": {"copa": {"items": 50}}},
+        {"tasks": {"piqa": {"items": 9}}},
+        {"baselines": "v2"},
+    ],
+)
+def test_other_tasks_or_items_are_not_compared(other: dict[str, Any]) -> None:
+    asked = CORE | {"tasks": {"copa": {"items": 9}}}
     with style():
-        panel = core_panel(run(CORE), run(CORE | {"name": "CORE-3"}))
+        panel = core_panel(run(asked), run(asked | other))
     assert panel is not None
     assert panel.table is not None
     assert len(panel.table.rows) == 2
-    assert "was evaluated on other tasks" in panel.caption
+    assert "was evaluated on other tasks or items" in panel.caption
 
 
 def test_without_a_whole_record_there_is_no_figure() -> None:

@@ -36,6 +36,23 @@ class DecodeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """How much is written behind the prompts of each category."""
+
+    tokens: int = 48
+    """Tokens written after each prompt."""
+    drafts: int = 3
+    """Tokens that are drafted at a time."""
+    rounds: int = 3
+    """How often every way is measured, in turns."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, tokens=REPEATS, drafts=DEPTH, rounds=REPEATS)
+        if self.tokens * self.rounds > MOST_TOKENS:
+            raise ConfigError(f"more than {MOST_TOKENS} tokens would be written by each mode; ask for fewer")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSettings:
     """The sizes of kernels, and how often everything is measured."""
 

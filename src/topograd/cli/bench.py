@@ -10,7 +10,13 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.benchmarks.settings import DecodeSettings, KernelSettings, OptimizerSettings, PipelineSettings
+from topograd.benchmarks.settings import (
+    DecodeSettings,
+    KernelSettings,
+    OptimizerSettings,
+    PipelineSettings,
+    PromptSettings,
+)
 from topograd.cli.console import (
     DASH,
     Json,
@@ -33,6 +39,18 @@ class Decode:
     folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
     """The run's folder; by default the reference model that comes with the package."""
     settings: Annotated[DecodeSettings, tyro.conf.arg(name="")] = field(default_factory=DecodeSettings)
+    runtime: RuntimeFlag = None
+    weights: WeightsFlag = "float32"
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """What each prefix answers, and early exits and drafts on code, chat, lists and prose."""
+
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
+    """The run's folder; by default the reference model that comes with the package."""
+    settings: Annotated[PromptSettings, tyro.conf.arg(name="")] = field(default_factory=PromptSettings)
     runtime: RuntimeFlag = None
     weights: WeightsFlag = "float32"
     json: Json = False
@@ -70,8 +88,9 @@ class Optim:
     json: Json = False
 
 
-_KINDS: dict[str, type[Decode | Scan | Pipeline | Kernel | Optim]] = {
+_KINDS: dict[str, type[Decode | Prompts | Scan | Pipeline | Kernel | Optim]] = {
     "decode": Decode,
+    "prompts": Prompts,
     "scan": Scan,
     "pipeline": Pipeline,
     "kernel": Kernel,
@@ -91,6 +110,15 @@ def run(argv: list[str]) -> int:
             note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
             results = bench_decode(session, asked.settings, asked.runtime, asked.weights)
             tables = [decode_table(results), curve_table(results["wand"])]
+        case Prompts():
+            from topograd.benchmarks.prompts import bench_prompts
+            from topograd.cli.prompt_tables import prompt_tables
+            from topograd.depth.model import load
+
+            model = load(asked.folder or REFERENCE, runtime=asked.runtime, weights=asked.weights)
+            note(f"measuring {model.session.run.folder}: a minute or two, on a quiet machine if you can")
+            results = bench_prompts(model, asked.settings)
+            tables = prompt_tables(results)
         case Scan():
             note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")
             from topograd.benchmarks.backward import bench_scan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
+from topograd.cli.score import depth_names, scored_model
 from topograd.files import write_json
 from topograd.limits import REPEATS, check_numbers
 from topograd.pretrained import REFERENCE
@@ -35,6 +36,8 @@ class Core:
     """At most this many items of each task, the first of a fixed shuffle."""
     depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
     """One depth instead of every exit: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
+    """Folders of specialists that are active, as A,B or A*0.7,B*0.3: the last exit predicts with them."""
     baselines: Literal["v1", "v2"] = "v1"
     """What accuracies are centred by: chance as in v1, or with the four labels that v2 changed."""
     against: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -57,17 +60,19 @@ def run(argv: list[str]) -> int:
     chosen_tasks(only)  # a label that is unknown is refused at once
     from topograd.evaluation.core import CoreRequest
 
-    request = CoreRequest(asked.tasks, only, asked.limit, asked.depth)
-    model, found = _evaluate(asked.folder, request, asked.log)
+    request = CoreRequest(asked.tasks, only, asked.limit, asked.depth, added=_added(asked.specialists))
+    model, found = _evaluate(asked.folder, request, asked.log, asked.specialists)
     answer = {"run": str(asked.folder), "steps": model.session.step, **found.as_dict(asked.baselines)}
     answer["limit"] = asked.limit
+    answer["depths"] = depth_names(model, asked.specialists) if asked.depth is None else [asked.depth]
     if asked.against is not None:
         from topograd.evaluation.polarisation import polarisation
 
-        _, other = _evaluate(asked.against, request, None)
+        _, other = _evaluate(asked.against, replace(request, added=()), None)
         answer["polarisation"] = {"against": str(asked.against), **polarisation(found, other)}
     _tell(answer)
-    if asked.depth is None and (folder := evaluations_folder(asked.folder)) is not None:
+    whole = asked.depth is None and asked.specialists is None  # what the report shows of the run itself
+    if whole and (folder := evaluations_folder(asked.folder)) is not None:
         write_json(folder / "core.json", answer | {"weights": model.session.weights})
     if asked.json:
         print_json(answer)
@@ -76,12 +81,23 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _evaluate(folder: Path, request: CoreRequest, log: Path | None) -> tuple[Model, CoreResult]:
+def _added(specialists: str | None) -> tuple[tuple[str, str, float], ...]:
+    """Specialists by what they are, for the log."""
+    if specialists is None:
+        return ()
+    from topograd.specialists.model import open_named
+
+    opened, weights = open_named(specialists)
+    return tuple((name, sidecar.digest, weights[name]) for name, sidecar in opened.items())
+
+
+def _evaluate(
+    folder: Path, request: CoreRequest, log: Path | None, specialists: str | None = None
+) -> tuple[Model, CoreResult]:
     from topograd.cli.progress import counted
-    from topograd.depth.model import load
     from topograd.evaluation.core import evaluate_core, log_name
 
-    model = load(folder, runtime="torch")  # prompts are long: half of the attention (`nn/decoding.py`)
+    model = scored_model(folder, specialists)
     if log is None and (place := evaluations_folder(folder)) is not None:
         log = place / log_name(model, request)
     if log is None:
@@ -121,13 +137,12 @@ def _show(answer: Mapping[str, Any]) -> None:
 
 def core_table(answer: Mapping[str, Any]) -> Table:
     """Accuracy and its interval by task and depth, and the centred mean."""
-    depths = len(answer["core"])
     limit = "" if answer["limit"] is None else f", at most {answer['limit']} items each"
     table = Table(title=f"{answer['run']}: {answer['name']}, baselines {answer['baselines']}{limit}")
     for name in ("task", "shots", "items"):
         table.add_column(name, justify="left" if name == "task" else "right")
-    for k in range(depths):
-        table.add_column(f"stages 1..{k + 1}" if depths > 1 else "accuracy", justify="right")
+    for name in answer["depths"]:
+        table.add_column(name, justify="right")
     for label, task in answer["tasks"].items():
         cells = [_cell(x, pair) for x, pair in zip(task["accuracy"], task["interval"], strict=True)]
         table.add_row(label, str(task["shots"]), str(task["items"]), *cells)

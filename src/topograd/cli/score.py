@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -13,6 +15,7 @@ from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from topograd.depth.model import Model
     from topograd.evaluation.texts import ScoredText
 
 
@@ -29,6 +32,8 @@ class Score:
     once for all."""
     depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
     """One depth instead of every exit: full, prefix:J, path:1,3 or branches:1-4*3+1-2."""
+    specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
+    """Folders of specialists that are active, as A,B or A*0.7,B*0.3: the last exit predicts with them."""
     json: Json = False
 
 
@@ -37,23 +42,45 @@ def run(argv: list[str]) -> int:
     asked = parse(Score, argv, "score")
     if not asked.continuation:
         raise ConfigError('--continuation is missing; give the text to score, as in --continuation " Paris"')
-    from topograd.depth.model import load
     from topograd.evaluation.texts import score
 
-    model = load(asked.folder)
+    model = scored_model(asked.folder, asked.specialists)
     try:
         scored = score(model, asked.context, asked.continuation, asked.depth)
     except ConfigError as error:
         raise ConfigError(as_typed(str(error), flags_of(Score), argv)) from None
     if cut := max(each.cut for each in scored):
         note(f"the context is longer than the model reads; its first {cut} tokens were left out")
+    names = depth_names(model, asked.specialists) if asked.depth is None else [asked.depth]
     if asked.json:
-        print_json(_answer(scored))
+        print_json(_answer(scored) | {"depths": names})
     else:
         console = out()
         for each in scored:
-            console.print(_table(each))
+            console.print(_table(each, names))
     return 0
+
+
+def scored_model(folder: Path, specialists: str | None) -> Model:
+    """A run to be scored, with specialists as users write them; by torch, which is made for long prompts."""
+    if specialists is not None:
+        from topograd.specialists.model import open_composed
+
+        return open_composed(folder, specialists, runtime="torch")
+    from topograd.depth.model import load
+
+    return load(folder, runtime="torch")
+
+
+def depth_names(model: Model, specialists: str | None) -> list[str]:
+    """What each exit is called: the base's stages, specialists alone, and last all that are active."""
+    names = [f"stage {k + 1}" for k in range(len(model.engine.exits))]
+    if specialists is not None:
+        from topograd.specialists.composition import parse_specialists
+
+        added = [Path(folder).resolve().name for folder in parse_specialists(specialists)]
+        names[len(names) - len(added) :] = [*added[:-1], specialists]
+    return names
 
 
 def _answer(scored: list[ScoredText]) -> dict[str, Any]:
@@ -62,13 +89,13 @@ def _answer(scored: list[ScoredText]) -> dict[str, Any]:
     return each[0] if len(each) == 1 else {"continuations": each}
 
 
-def _table(scored: ScoredText) -> Table:
+def _table(scored: ScoredText, names: Sequence[str]) -> Table:
     """A row for each token: its log-probability and rank at each depth."""
     stages = scored.stages()
     table = Table(title=repr(scored.text), title_justify="left")
     table.add_column("token")
-    for k in range(len(stages)):
-        table.add_column(f"stage {k + 1}" if len(stages) > 1 else "log p (rank)", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
     for i, piece in enumerate(scored.pieces):
         cells = [stage["tokens"][i] for stage in stages]
         table.add_row(repr(piece), *(f"{cell['logprob']:.4f} ({cell['rank']})" for cell in cells))

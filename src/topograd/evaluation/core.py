@@ -110,6 +110,8 @@ class CoreRequest:
     limit: int | None = None
     depth: str | None = None
     batch_tokens: int = BATCH_TOKENS
+    added: tuple[tuple[str, str, float], ...] = ()
+    """Specialists that are active in the model: name, digest and weight, for the log."""
 
 
 def evaluate_core(
@@ -186,6 +188,7 @@ def _header(model: Model, request: CoreRequest, files: dict[str, Path]) -> dict[
     """What a log is of: the same header means the same numbers, but for the last bits."""
     session = model.session
     digests = {label: sha256(path) for label, path in files.items()}
+    added = {"specialists": [list(each) for each in request.added]} if request.added else {}
     return {
         "log": "topograd core 1",
         "weights": session.weights,
@@ -195,6 +198,7 @@ def _header(model: Model, request: CoreRequest, files: dict[str, Path]) -> dict[
         "depth": request.depth,
         "limit": request.limit,
         "files": digests,
+        **added,
     }
 
 

@@ -117,5 +117,7 @@ def token_row(before: Sequence[int], after: Sequence[int], context: int) -> tupl
 
 
 def _scored(tokenizer: Tokenizer, text: str, tokens: list[int], score: Score, cut: int) -> ScoredText:
-    pieces = [tokenizer.pieces[token].decode(errors="replace") for token in tokens]
+    known = tokenizer.pieces
+    # a token that a specialist added is behind the tokenizer's own
+    pieces = [known[t].decode(errors="replace") if t < len(known) else f"[{t}]" for t in tokens]
     return ScoredText(text, tokens, pieces, score, cut)

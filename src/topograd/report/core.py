@@ -27,12 +27,14 @@ def core_panel(staged: RunData, backprop: RunData | None) -> Panel | None:
     name = str(entry(staged.evaluation.get("core"), "name"))
     rows = [(f"stages 1..{k}" if len(found) > 1 else "all stages", *row) for k, row in enumerate(found, 1)]
     other = _rows(backprop.evaluation.get("core")) if backprop else []
-    same = name == str(entry(backprop.evaluation.get("core") if backprop else None, "name"))
+    same = _asked(staged.evaluation.get("core")) == _asked(
+        backprop.evaluation.get("core") if backprop else None
+    )
     caption = _CAPTION
     if other and same:
         rows.append(("backprop", *other[-1]))
     elif other:
-        caption += " The backprop run was evaluated on other tasks, so it is left out."
+        caption += " The backprop run was evaluated on other tasks or items, so it is left out."
     figure = new_figure(1.3 + 0.34 * len(rows))
     (axes,) = panels(figure, 1)
     for place, (label, value, low, high) in enumerate(rows):
@@ -50,6 +52,13 @@ def core_panel(staged: RunData, backprop: RunData | None) -> Panel | None:
     alt = f"{name}: " + "; ".join(f"{label} {value}, {span}" for label, value, span in cells) + "."
     table = Table(f"{name} by prefix", ("model", name, "95 % of resampled items"), cells)
     return Panel("core", f"{name} by number of stages", caption, figure, alt, table)
+
+
+def _asked(core: Mapping[str, Any] | None) -> object:
+    """What was asked: the name of the mean, and how many items of each task."""
+    tasks = entry(core, "tasks")
+    counts = {label: entry(task, "items") for label, task in tasks.items()} if isinstance(tasks, dict) else {}
+    return entry(core, "name"), entry(core, "baselines"), counts
 
 
 def _rows(core: Mapping[str, Any] | None) -> list[tuple[float, float, float]]:
