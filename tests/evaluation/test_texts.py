@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,22 +69,22 @@ def test_what_cannot_be_scored_is_one_line(model: Model) -> None:
         score(model, "a" * 1_000_000, "b")
 
 
-def specialists(base: Session, place: Path) -> dict[str, Path]:
-    """Two specialists that have learned something, each its own."""
+@pytest.fixture(scope="module")
+def pool(make_session: Callable[..., Session], tmp_path_factory: pytest.TempPathFactory) -> SpecialistPool:
+    """A base of two stages with two specialists that have learned something, each its own."""
+    base, place = make_session(2, 1), tmp_path_factory.mktemp("specialists")
     generator = torch.Generator().manual_seed(1)
     for name in ("a", "b"):
         sidecar = new_specialist(place / name, base, layers=1, head_rank=2, seed=ord(name))
         noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
         update_sidecar(sidecar, noisy, sidecar.settings)
-    return {name: place / name for name in ("a", "b")}
+    return SpecialistPool.open(base, {name: place / name for name in ("a", "b")}, runtime="torch")
 
 
-def test_specialists_that_are_active_are_scored(make_session: Callable[..., Session], tmp_path: Path) -> None:
-    base = make_session(2)
-    pool = SpecialistPool.open(base, specialists(base, tmp_path), runtime="torch")
+def test_specialists_that_are_active_are_scored(pool: SpecialistPool) -> None:
     active = pool.model({"a": 0.6, "b": 0.7})
     [found] = score(active, "a stage", " loss")
-    [alone] = score(Model(base, "torch"), "a stage", " loss")
+    [alone] = score(Model(pool.attached.base, "torch"), "a stage", " loss")
     assert len(found.score.total) == 4, "the base's stages, a alone, both"
     torch.testing.assert_close(found.score.logprob[:2], alone.score.logprob, rtol=1e-5, atol=1e-5)
     tokens = list(b"a stage loss")
@@ -98,9 +97,7 @@ def test_specialists_that_are_active_are_scored(make_session: Callable[..., Sess
     assert one.score.total[0] == pytest.approx(found.score.total[2], abs=1e-5), "a by itself"
 
 
-def test_a_path_may_end_at_a_specialist(make_session: Callable[..., Session], tmp_path: Path) -> None:
-    base = make_session(2)
-    pool = SpecialistPool.open(base, specialists(base, tmp_path), runtime="torch")
+def test_a_path_may_end_at_a_specialist(pool: SpecialistPool) -> None:
     model = pool.model({"a": 1.0})
     [found] = score(model, "a stage", " loss", "path:1,3")
     mode = Composed(model.engine, {(0, 2): 1.0})
