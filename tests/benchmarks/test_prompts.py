@@ -9,7 +9,6 @@ import pytest
 from topograd.benchmarks import prompts
 from topograd.benchmarks.prompts import CATEGORIES, bench_prompts
 from topograd.benchmarks.settings import PromptSettings
-from topograd.cli.prompt_tables import prompt_tables
 from topograd.depth.model import load
 from topograd.errors import ConfigError
 from topograd.evaluation import questions
@@ -47,16 +46,6 @@ def test_every_way_stands_beside_full_depth(found: dict[str, Any]) -> None:
     assert found["compute"][-1] == 1.0
     assert found["compute"] == sorted(found["compute"])
     assert found["right"].keys() == {"world"}
-
-
-def test_tables_for_people(found: dict[str, Any]) -> None:
-    tables = prompt_tables(found)
-    titles = [str(table.title) for table in tables]
-    assert titles[0].startswith("Eight prompts, world")
-    assert titles[1:4] == ["wand:sum-of-bounds", "wand:flip-rate", "draft by stage 1"]
-    assert tables[-1].row_count == found["exits"] - 1
-    lacking = prompt_tables(found | {"not_measured": "the run is not calibrated"})
-    assert "not measured: leaving early" in str(lacking[-1].caption)
 
 
 def test_without_a_calibration_only_drafts(model_without: Any) -> None:
