@@ -37,6 +37,11 @@ def test_a_run_of_ours(staged: Path, call: Any, tmp_path: Path) -> None:
     assert "embedding.weight" in found["uncovered"]
     assert found["page"] == str(folder / "geometry.html")
     assert "<svg" in (folder / "geometry.html").read_text()
+    kinds = {one["kind"] for one in found["directions"]}
+    assert kinds <= {"gauge", "dead", "live"}
+    assert "gauge" in kinds
+    assert all({"layer", "order", "interval"} <= one.keys() for one in found["directions"])
+    assert found["refused"]
     again = call("inspect", folder, "--json").json
     assert {**again, "seconds": 0} == {**found, "seconds": 0}, "the same checkpoint reads the same"
 
@@ -79,10 +84,26 @@ def test_a_causal_model_has_and_rmsnorm_fails(call: Any, tmp_path: Path) -> None
 
 def test_what_cannot_be_read_is_one_line(staged: Path, call: Any, tmp_path: Path) -> None:
     assert "is neither a run (config.toml) nor" in call("inspect", tmp_path / "nowhere").refusal
-    assert "Missing from topograd inspect: DIR" in call("inspect").refusal
+    assert "give either the folder of a model or --series" in call("inspect").refusal
+    assert "give either" in call("inspect", staged, "--series", staged).refusal
+    assert "--scans is 0" in call("inspect", staged, "--scans", "0").refusal
+    assert "nonsense" in refusal(call("inspect", staged, "--device", "nonsense"))
+    assert "no-such.txt" in refusal(call("inspect", staged, "--text", tmp_path / "no-such.txt"))
     assert "--out" in refusal(call("inspect", staged, "--out", tmp_path / "no" / "page.html"))
     (tmp_path / "config.json").write_text("{}")
     assert "has no weights" in refusal(call("inspect", tmp_path, "--json"))
+
+
+def test_text_of_ones_own_and_fewer_digits(staged: Path, call: Any, tmp_path: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("Nothing that anybody has trained on. " * 40)
+    page = tmp_path / "page.html"
+    flags = ("--text", text, "--dtype", "float32", "--scans", "2", "--out", page, "--json")
+    found = call("inspect", staged, *flags).json
+    assert found["text"] == str(text)
+    assert found["resolution"] > 1e-8
+    assert any("layers were not scanned, the flattest 2 were: --scans" in why for why in found["refused"])
+    assert "What to make of it" in page.read_text()
 
 
 def test_nan_weights_are_named(call: Any, tmp_path: Path) -> None:

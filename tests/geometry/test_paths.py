@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from topograd.errors import GeometryError
-from topograd.geometry.paths import Path, directional_fisher, divergence_from_start, read_order
+from topograd.geometry.paths import Path, directional_fisher, divergences, read_order
 from topograd.geometry.rates import log_grid
 from topograd.reference.fisher import exact_fisher
 
@@ -80,8 +80,9 @@ def test_the_divergence_is_the_plain_sum_where_that_does_not_cancel() -> None:
     inputs = torch.randn(7, 3, dtype=torch.float64)
     before, after = (functional_call(model, path.at(t), (inputs,)).log_softmax(-1) for t in (0.0, 0.7))
     plain = (before.exp() * (before - after)).sum(-1).mean().item()
-    assert divergence_from_start(model, path, 0.7, inputs, "cross-entropy") == pytest.approx(plain, rel=1e-12)
-    tiny = divergence_from_start(model, path, 1e-7, inputs, "cross-entropy")
+    grid = torch.tensor([0.7, 1e-7], dtype=torch.float64)
+    large, tiny = divergences(model, path, grid, inputs, "cross-entropy")
+    assert large == pytest.approx(plain, rel=1e-12)
     assert tiny / 1e-14 == pytest.approx(
         directional_fisher(model, path, 0.0, inputs, "cross-entropy") / 2, rel=1e-5
     )

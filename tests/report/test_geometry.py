@@ -9,7 +9,13 @@ import pytest
 
 from topograd.errors import RunError
 from topograd.report.drawing import style
-from topograd.report.geometry import kernel_panel, spectra_panel, stream_panel, write_geometry
+from topograd.report.geometry import (
+    direction_panel,
+    kernel_panel,
+    spectra_panel,
+    stream_panel,
+    write_geometry,
+)
 
 
 def spectrum(size: int, rank: int) -> dict[str, Any]:
@@ -33,6 +39,21 @@ def norm(exact: bool) -> dict[str, Any]:
         "samples": 9,
         "exact": exact,
         "found": cosine > 0.999,
+        "without_massive": None,
+    }
+
+
+def direction(layer: str, kind: str, order: int | None, fisher: float | None) -> dict[str, Any]:
+    known = order is not None
+    return {
+        "layer": layer,
+        "kind": kind,
+        "order": order,
+        "interval": [order - 0.01, order + 0.01] if order is not None else None,
+        "fisher": fisher,
+        "share": 1 / (2 * order) if order is not None else None,
+        "dimensions": 1 if known else 16,
+        "group": None if known else "GL(4) for each block",
     }
 
 
@@ -55,10 +76,17 @@ def record() -> dict[str, Any]:
             "effective_ranks": [7.0, 6.0, 5.0],
             "verdict": "below resolution after layers.1",
         },
+        "stream_without_massive": None,
         "norms": {"norm.a": norm(True), "norm.b": norm(False)},
         "layers": {f"layers.{i}": {"A": spectrum(6, 6), "G": spectrum(5, 4)} for i in range(4)},
         "uncovered": {"embedding.weight": "used by embedding"},
-        "notes": ["something <i>never</i> ran"],
+        "directions": [
+            direction("layers.0.attention.value", "gauge", None, None),
+            direction("joint: layers.0, layers.1", "dead", 2, 1e-9),
+            direction("layers.1.mlp.up", "live", 1, 3e-4),
+        ],
+        "refused": ["something <i>never</i> ran"],
+        "sentences": ["Read it on <i>your</i> text."],
     }
 
 
@@ -79,11 +107,12 @@ def test_the_page_stands_alone_and_says_everything(record: dict[str, Any], tmp_p
     page = write_geometry(tmp_path / "geometry.html", json.loads(json.dumps(record))).read_text()
     seen = Seen()
     seen.feed(page)
-    assert seen.tags.count("svg") == 3
+    assert seen.tags.count("svg") == 4
     assert not {"script", "img", "image", "link", "b", "i"} & set(seen.tags), "nothing loaded, all escaped"
     for words in ("below resolution after layers.1", "1 of 1", "embedding.weight", "used by embedding"):
         assert words in seen.text
     assert "something <i>never</i> ran" in seen.text
+    assert seen.text.rstrip().endswith("Read it on <i>your</i> text."), "sentences end the page"
     assert "runs/<b>odd</b>" in seen.text
     assert "mathdefault" not in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["geometry.html"]
@@ -102,8 +131,21 @@ def test_tables_carry_the_numbers(record: dict[str, Any]) -> None:
     assert spectra.table.rows[0] == ("layers.0", "6", "6", "1.5", "5", "4", "1.5")
 
 
+def test_directions_and_rows_without_massive_ones(record: dict[str, Any]) -> None:
+    without = {**record["stream"], "ratios": [0.95, 0.9], "effective_ranks": [7.0, 7.0, 6.5]}
+    record["stream_without_massive"] = without | {"verdict": "preserved"}
+    with style():
+        stream, directions = stream_panel(record), direction_panel(record)
+    assert stream.table is not None
+    assert stream.table.rows[2] == ("layers.1", "0", "5.0", "0.9", "6.5")
+    assert "verdict: preserved" in stream.caption
+    assert directions.table is not None
+    assert directions.table.rows[0][1:3] == ("gauge", "–")
+    assert directions.table.rows[1][1:4] == ("dead", "2", "1.99 to 2.01")
+
+
 def test_without_a_stream_norms_or_a_loss(record: dict[str, Any], tmp_path: Path) -> None:
-    record |= {"stream": None, "norms": {}, "fisher": None, "loss": None, "uncovered": {}, "notes": []}
+    record |= {"stream": None, "norms": {}, "fisher": None, "loss": None, "uncovered": {}, "refused": []}
     record |= {"kind": "bert", "step": None}
     for layer in record["layers"].values():
         layer["G"] = None

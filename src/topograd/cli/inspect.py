@@ -6,41 +6,63 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import tyro
 from rich.table import Table
 
-from topograd.cli.console import Folder, Json, note, out, parse, print_json
+from topograd.cli.console import DASH, Json, note, out, parse, print_json
 from topograd.cli.progress import OnMore, work_progress
-from topograd.errors import RunError
+from topograd.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from topograd.geometry.inspection import Inspection
+    from topograd.geometry.checkpoint import CheckpointReading
 
 T = TypeVar("T")
 
 TEXT_BYTES = 20_000
 """Held-out text that a run is read on: some thousands of tokens."""
 BATCH_TOKENS = 512
-"""Of a checkpoint's batches: logits over a large vocabulary are wide."""
+"""Of the batches: logits over a large vocabulary are wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Read a model: its residual stream by depth, LayerNorm kernels, and the spectra of its K-FAC factors."""
+    """Read a model: its flat directions and why they are flat, its stream by depth, kernels, factors."""
 
-    folder: Folder
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
     """A run's folder, or a Hugging Face checkpoint: config.json and .safetensors."""
+    series: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Instead of DIR: a run whose checkpoints are read one after the other, on one axis of steps."""
+    text: Path | None = None
+    """Text of your own to read it on, a file or a folder; by default the run's held-out text."""
+    device: str | None = None
+    """Where it runs: cpu, cuda, cuda:1; by default where the run's model is, else cpu."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Of stream and factors; directions are always followed in float64."""
+    scans: int | None = None
+    """How many directions are followed outward; by default as many as the model's size allows."""
     out: Path | None = None
     """Where the page goes: by default geometry.html in a run, NAME-geometry.html here for a checkpoint."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) == (self.series is None):
+            raise ConfigError("give either the folder of a model or --series with the folder of a run")
+        if self.scans is not None and self.scans < 1:
+            raise ConfigError(f"scans is {self.scans}: follow 1 direction or more")
 
 
 def run(argv: list[str]) -> int:
     """Inspect, write the page, print, return the exit code."""
     asked = parse(Inspect, argv, "inspect")
+    if asked.series is not None:
+        from topograd.cli.inspect_series import run_series
+
+        return run_series(asked)
+    assert asked.folder is not None, "the settings were checked"
     began = time.perf_counter()
     ours = (asked.folder / "config.toml").is_file()
     if not ours and not (asked.folder / "config.json").is_file():
@@ -51,7 +73,7 @@ def run(argv: list[str]) -> int:
     with work_progress(f"reading {asked.folder}: batches") as on_more:
         from topograd.report.geometry import write_geometry  # matplotlib
 
-        page, about, found = (_run_of_ours if ours else _checkpoint)(asked.folder, on_more)
+        page, about, found = (_run_of_ours if ours else _checkpoint)(asked, asked.folder, on_more)
     results = {"model": str(asked.folder), **about, **found.as_dict()}
     results["seconds"] = time.perf_counter() - began
     results["page"] = str(write_geometry(asked.out or page, results))
@@ -62,48 +84,79 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _run_of_ours(folder: Path, on_more: OnMore) -> tuple[Path, dict[str, Any], Inspection]:
+def _run_of_ours(
+    asked: Inspect, folder: Path, on_more: OnMore
+) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
-    from topograd.geometry.inspection import inspect
+    from topograd.geometry.checkpoint import read_checkpoint
     from topograd.runs.session import heldout_text, open_session
     from topograd.training.forward import stage_logits
 
     session = open_session(folder)
-    text = heldout_text(session, limit_bytes=TEXT_BYTES)
-    stack = session.stack.double()
+    text = heldout_text(session, asked.text, limit_bytes=TEXT_BYTES)
+    stack = moved(session.stack, asked)
     device = next(stack.parameters()).device
-    batches = list(zip(text.inputs.to(device).split(16), text.targets.to(device).split(16), strict=True))
-    generator = torch.Generator(device).manual_seed(0)
+    rows = max(1, BATCH_TOKENS // text.inputs.shape[1])
+    batches = list(zip(text.inputs.to(device).split(rows), text.targets.to(device).split(rows), strict=True))
     last = session.plan.predicting()[-1]
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
         return stage_logits(model, session.plan, last, inputs)
 
-    found = inspect(stack, _counted(batches, on_more), outputs=outputs, generator=generator)
-    about = {"kind": "run", "step": session.step, "text": "the run's held-out text"}
+    found = read_checkpoint(
+        stack,
+        _counted(batches, on_more),
+        outputs=outputs,
+        generator=torch.Generator(device).manual_seed(0),
+        scans=asked.scans,
+        on_scan=on_more,
+    )
+    source = "the run's held-out text" if asked.text is None else str(asked.text)
+    about = {"kind": "run", "step": session.step, "text": source}
     return folder / "geometry.html", about, found
 
 
-def _checkpoint(folder: Path, on_more: OnMore) -> tuple[Path, dict[str, Any], Inspection]:
+def _checkpoint(
+    asked: Inspect, folder: Path, on_more: OnMore
+) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
-    from topograd.geometry.inspection import inspect
+    from topograd.geometry.checkpoint import read_checkpoint
     from topograd.pretrained import huggingface
 
     loaded = huggingface.load(folder)
     for name in loaded.fresh:
         note(f"{name} is not in the checkpoint and was made at random")
-    ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size)
-    found = inspect(
-        loaded.model,
-        _counted([(rows, None) for rows in ids.split(BATCH_TOKENS // ids.shape[1])], on_more),
+    ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, asked.text)
+    model = moved(loaded.model, asked)
+    device = next(model.parameters()).device
+    rows = max(1, BATCH_TOKENS // ids.shape[1])
+    found = read_checkpoint(
+        model,
+        _counted([(part, None) for part in ids.to(device).split(rows)], on_more),
         "cross-entropy" if loaded.causal else None,
         outputs=loaded.hidden,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(device).manual_seed(0),
+        scans=asked.scans,
+        on_scan=on_more,
     )
     about = {"kind": loaded.config.model_type, "step": None, "text": source, "fresh": list(loaded.fresh)}
     return Path(f"{folder.resolve().name}-geometry.html"), about, found
+
+
+def moved(model: Any, asked: Inspect) -> Any:
+    """The model in the type and on the device that were asked for, or one line that says why not."""
+    import torch
+
+    kind = {"float64": torch.float64, "float32": torch.float32}[asked.dtype]
+    try:
+        found = model.to(device=asked.device, dtype=kind)
+        next(found.parameters()).double()  # directions are followed in float64
+    except (RuntimeError, AssertionError, TypeError) as problem:
+        reason = " ".join(str(problem).split())[:120]
+        raise ConfigError(f"--device {asked.device} cannot be used ({reason}); choose cpu or cuda") from None
+    return found
 
 
 def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:
@@ -117,14 +170,17 @@ def _counted(batches: Sequence[T], on_more: OnMore) -> Iterator[T]:
 def _show(results: Mapping[str, Any]) -> None:
     """Tables for a person."""
     console = out()
-    for table in (_stream_table(results), _norm_table(results), _spectra_table(results)):
+    tables = (_stream_table(results), _norm_table(results), _spectra_table(results), _directions(results))
+    for table in tables:
         if table is not None:
             console.print(table)
-    for words in results["notes"]:
+    for words in results["refused"]:
         note(words)
     if results["uncovered"]:
         reasons = "; ".join(f"{name} ({why})" for name, why in results["uncovered"].items())
         note(f"{len(results['uncovered'])} parameters have no factors: {reasons}")
+    for words in results["sentences"]:
+        console.print(f"- {words}")
     console.print(results["page"], soft_wrap=True)
 
 
@@ -140,10 +196,31 @@ def _stream_table(results: Mapping[str, Any]) -> Table | None:
     if stream is None:
         return None
     title = f"{Path(results['model']).name}, σ_{stream['rank']} of the stream: {stream['verdict']}"
-    table = _table(title, "after", "σ_r(H)/σ_r(H₀)", "effective rank")
-    ratios = (1.0, *stream["ratios"])
-    for name, ratio, rank in zip(("input", *stream["names"]), ratios, stream["effective_ranks"], strict=True):
-        table.add_row(name, f"{ratio:.3g}", f"{rank:.1f}")
+    without = results["stream_without_massive"]
+    columns = ("without massive rows", "rank without") if without else ()
+    table = _table(title, "after", "σ_r(H)/σ_r(H₀)", "effective rank", *columns)
+    rows = [[name] for name in ("input", *stream["names"])]
+    for one in (stream, without) if without else (stream,):
+        for row, ratio, rank in zip(rows, (1.0, *one["ratios"]), one["effective_ranks"], strict=True):
+            row += [f"{ratio:.3g}", f"{rank:.1f}"]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _directions(results: Mapping[str, Any]) -> Table:
+    table = _table("Directions", "layer", "kind", "order", "interval", "Fisher", "of λ", "dimensions")
+    for one in results["directions"]:
+        interval = one["interval"]
+        table.add_row(
+            one["layer"],
+            one["kind"],
+            DASH if one["order"] is None else str(one["order"]),
+            DASH if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
+            DASH if one["fisher"] is None else f"{one['fisher']:.1e}",
+            DASH if one["share"] is None else f"{one['share']:g}",
+            str(one["dimensions"]),
+        )
     return table
 
 

@@ -15,6 +15,7 @@ from topograd.geometry.catalogue import (
     predict,
     probe,
 )
+from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
@@ -42,11 +43,13 @@ __all__ = [
     "Block",
     "BottomMonitor",
     "Chain",
+    "CheckpointReading",
     "Composition",
     "Conditions",
     "CrossEntropy",
     "Crossing",
     "Direction",
+    "DirectionReading",
     "ExpansionDetector",
     "Factors",
     "GatedStack",
@@ -80,6 +83,7 @@ __all__ = [
     "probe",
     "project_gradients",
     "projected_second_moment",
+    "read_checkpoint",
     "read_order",
     "read_phase",
     "recover_crossing",

@@ -134,7 +134,7 @@ def stream(
     with _frozen(model), torch.enable_grad():
         for inputs, targets in _each(batches):
             with watch:
-                predicted = (outputs or _outputs)(model, _detached(inputs))
+                predicted = (outputs or outputs_of)(model, _detached(inputs))
             _check_predicted(predicted, watch)
             terms, vectors = loss.output_gradients(predicted.detach(), targets, fisher, generator)
             for vector in vectors:
@@ -214,7 +214,7 @@ def _add(sums: dict[str, Tensor], layer: str, found: Tensor) -> None:
     sums[layer] += found
 
 
-def _outputs(model: nn.Module, inputs: Any) -> Tensor:
+def outputs_of(model: nn.Module, inputs: Any) -> Tensor:
     """What the model answers, or its logits."""
     if isinstance(inputs, Mapping):
         answer = model(**inputs)

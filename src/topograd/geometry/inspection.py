@@ -9,7 +9,9 @@ Statement. Over the same batches,
 With no loss there is no gradient: the factors are then A alone, and the result says so.
 
 Symbols and shapes. A (d_in, d_in), G (d_out, d_out); a spectrum keeps at most `POINTS` of its eigenvalues,
-evenly spaced by place, its ends included. Its effective rank is that of the eigenvalues, λ / Σ λ.
+evenly spaced by place, its ends included. Its effective rank is that of the eigenvalues, λ / Σ λ. A factor
+wider than `sketches.WIDEST` is sketched: its spectrum is the leading part, its rank a lower bound. Stream and
+norms are read twice where there are massive rows (`monitors/massive.py`), with them and without.
 Cost: that of `kfac_factors`, 2 n d² in float64 for each layer and norm that is watched, and O(d³) for each
 factor.
 Source: "Dead Directions: Geometric Singular Learning" §5.1 (the tiers of observables), Corollary 58,
@@ -31,18 +33,17 @@ from torch import Tensor, nn
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
-from topograd.geometry.factors import Batch, Outputs, gram, kfac_factors, stream
-from topograd.geometry.layers import Call
-from topograd.geometry.losses import Fisher, Loss, OwnLoss
+from topograd.geometry.factors import Batch, Outputs, stream
+from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
+from topograd.geometry.sketches import FactorSums, Sketched
 
 POINTS = 64
 ROWS_PER_CHANNEL = 10
 """A fresh MiniLM, whose stream keeps its bottom, still reads 2.5 instead of 1.0 at 5 rows a channel."""
-WIDEST = 4096
-"""The widest factor whose eigenvalues are computed."""
+Factor = Tensor | Sketched
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Spectrum:
     """Which eigenvalues `values` holds, 0 the largest."""
     values: tuple[float, ...]
     """0 where an eigenvalue is below the resolution."""
+    sketched: bool = False
+    """Whether only the leading part is known, and the rank is a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Inspection:
     resolution: float
     """The share of the largest eigenvalue below which one counts as zero, before the factor's size enters."""
     stream: StreamProfile | None
+    stream_without_massive: StreamProfile | None
+    """The same without massive rows, where there are any."""
     norms: Mapping[str, KernelReading]
     layers: Mapping[str, LayerSpectra]
     uncovered: Mapping[str, str]
@@ -88,9 +93,10 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, words and lists, as JSON holds them."""
         plain: dict[str, Any] = asdict(self)
-        if self.stream is not None:
-            found = self.stream
-            plain["stream"] |= {"ratios": list(found.ratios), "trend": found.trend, "verdict": found.verdict}
+        for name in ("stream", "stream_without_massive"):
+            if (found := getattr(self, name)) is not None:
+                read = {"ratios": list(found.ratios), "trend": found.trend, "verdict": found.verdict}
+                plain[name] |= read
         for name, norm in self.norms.items():
             plain["norms"][name]["found"] = norm.found
         return plain
@@ -110,22 +116,87 @@ def inspect(
 
     `layers` are those of the stream, as in `StreamMonitor`; `outputs` and `generator` as in `kfac_factors`.
     """
+    found, _ = inspect_with_factors(
+        model, batches, loss, fisher, layers=layers, outputs=outputs, generator=generator
+    )
+    return found
+
+
+def inspect_with_factors(
+    model: nn.Module,
+    batches: Batch | Iterable[Batch],
+    loss: str | Loss | OwnLoss | None,
+    fisher: Fisher,
+    *,
+    layers: list[nn.Module] | str | None,
+    outputs: Outputs | None,
+    generator: torch.Generator | None,
+) -> tuple[Inspection, dict[str, tuple[Factor, Factor | None]]]:
+    """What `inspect` says, and the factors A and G that it says it of."""
+    refuse_quantised(model)
     notes: list[str] = []
     watching = _stream_monitor(model, layers, notes)
+    sums = FactorSums()
+    chosen = _NoLoss() if loss is None else loss_named(loss)
     with ExitStack() as watched:
         kernels = watched.enter_context(KernelMonitor(model))
         if watching is not None:
             watched.enter_context(watching)
-        if loss is None:
-            grams, uncovered = _input_factors(model, batches, outputs)
-            notes.append("there is no loss, so there are no gradients: the factors are A alone")
-        else:
-            found = kfac_factors(
-                model, batches, loss, fisher, outputs=outputs, generator=generator, widest=WIDEST
-            )
-            grams = {name: (factors.A, factors.G) for name, factors in found.items()}
-            uncovered = dict(found.uncovered)
+        way: Fisher = "empirical" if loss is None else fisher
+        watch, terms = stream(model, batches, sums, chosen, way, outputs=outputs, generator=generator)
+    if loss is None:
+        notes.append("there is no loss, so there are no gradients: the factors are A alone")
+        sent = "no gradient reaches it"  # as none was sent, this is no reason here
+        uncovered = {name: why for name, why in watch.uncovered().items() if why != sent}
+        names = sums.layers()
+    else:
+        uncovered, names = watch.uncovered(), watch.layers()
+    factors = {name: _finite_factors(name, sums, terms) for name in names}
     resolution = _resolution(model)
+    norms = _kernel_readings(model, kernels, notes)
+    stream_profile, without = _profiles(watching, notes)
+    found = Inspection(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        loss=None if loss is None else chosen.name,
+        fisher=None if loss is None else fisher,
+        resolution=resolution,
+        stream=stream_profile,
+        stream_without_massive=without,
+        norms=norms,
+        layers={
+            name: LayerSpectra(spectrum(A, resolution), None if G is None else spectrum(G, resolution))
+            for name, (A, G) in factors.items()
+        },
+        uncovered=uncovered,
+        notes=tuple(notes),
+    )
+    return found, factors
+
+
+def refuse_quantised(model: nn.Module) -> None:
+    """One line for a model whose weights are integers: it has no gradient in them and no directions."""
+    for name, module in model.named_modules():
+        if "quantized" in type(module).__module__ or hasattr(module, "_packed_params"):
+            raise GeometryError(f"{name} is quantised ({type(module).__name__}); give the model in floats")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise GeometryError(f"parameter {name} holds {kind}: a quantised model; give it in floats")
+
+
+def _finite_factors(name: str, sums: FactorSums, terms: int) -> tuple[Factor, Factor | None]:
+    A, G = sums.factor(name, "A", terms), sums.factor(name, "G", terms)
+    assert A is not None, "it was listed because its inputs were seen"
+    for factor, what in ((A, "inputs"), (G, "gradients")):
+        values = factor.values if isinstance(factor, Sketched) else factor
+        if values is not None and not torch.isfinite(values).all():
+            raise GeometryError(f"the {what} of layer {name} are not finite; look at the data and the loss")
+    return A, G
+
+
+def _kernel_readings(
+    model: nn.Module, kernels: KernelMonitor, notes: list[str]
+) -> Mapping[str, KernelReading]:
     norms = kernels.readings()
     if not norms:
         notes.append("no LayerNorm or RMSNorm was called as a module, so there is no kernel to read")
@@ -133,41 +204,32 @@ def inspect(
     notes.extend(
         f"{name} is a {kind}, whose kernel is not known" for name, kind in other_norms(model).items()
     )
-    spectra = {
-        name: LayerSpectra(spectrum(A, resolution), None if G is None else spectrum(G, resolution))
-        for name, (A, G) in grams.items()
-    }
-    return Inspection(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        loss=None if loss is None else found.loss,
-        fisher=None if loss is None else fisher,
-        resolution=resolution,
-        stream=_profile(watching, notes),
-        norms=norms,
-        layers=spectra,
-        uncovered=uncovered,
-        notes=tuple(notes),
-    )
+    return norms
 
 
-def spectrum(factor: Tensor, resolution: float = RESOLUTION) -> Spectrum:
+def spectrum(factor: Factor, resolution: float = RESOLUTION) -> Spectrum:
     """The eigenvalues of a symmetric factor, those below `resolution` of the largest as zero.
 
     >>> found = spectrum(torch.diag(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)))
     >>> found.rank, found.values
     (2, (3.0, 1.0, 0.0))
     """
-    values = torch.linalg.eigvalsh(factor.double()).flip(0).clamp(min=0)
-    floor = max(resolution, len(values) * torch.finfo(values.dtype).eps)
+    if isinstance(factor, Sketched):
+        values, size, trace = factor.values, len(factor.vectors), factor.trace
+    else:
+        values = torch.linalg.eigvalsh(factor.double()).flip(0).clamp(min=0)
+        size, trace = len(values), float(values.sum())
+    floor = max(resolution, size * torch.finfo(values.dtype).eps)
     values = torch.where(values > floor * values[0], values, 0.0)
     places = torch.linspace(0, len(values) - 1, min(POINTS, len(values))).round().long()
     return Spectrum(
-        size=len(values),
+        size=size,
         rank=int((values > 0).sum()),
         effective_rank=float(effective_rank(values)),
-        trace=float(values.sum()),
+        trace=trace,
         places=tuple(places.tolist()),
         values=tuple(values[places.to(values.device)].tolist()),
+        sketched=isinstance(factor, Sketched),
     )
 
 
@@ -184,20 +246,24 @@ def _stream_monitor(
         return None
 
 
-def _profile(monitor: StreamMonitor | None, notes: list[str]) -> StreamProfile | None:
+def _profiles(
+    monitor: StreamMonitor | None, notes: list[str]
+) -> tuple[StreamProfile | None, StreamProfile | None]:
+    """With all rows, and without massive ones where there are any."""
     if monitor is None:
-        return None
+        return None, None
     try:
         found = monitor.profile()
+        without = monitor.profile(massive=False) if found.massive else None
     except GeometryError as problem:
         notes.append(f"there is no residual stream to read: {problem}")
-        return None
+        return None, None
     if found.samples < ROWS_PER_CHANNEL * found.width:
         notes.append(
             f"the stream has width {found.width} and only {found.samples} rows were read: its bottom is that "
             f"of the sample; read at least {ROWS_PER_CHANNEL * found.width}"
         )
-    return found
+    return found, without
 
 
 def _resolution(model: nn.Module) -> float:
@@ -205,39 +271,6 @@ def _resolution(model: nn.Module) -> float:
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     rounding = [torch.finfo(torch.promote_types(kind, torch.float32)).eps for kind in types]
     return max(RESOLUTION, *rounding, *(torch.finfo(kind).eps ** 2 for kind in types), 0.0)
-
-
-def _input_factors(
-    model: nn.Module, batches: Batch | Iterable[Batch], outputs: Outputs | None
-) -> tuple[dict[str, tuple[Tensor, Tensor | None]], dict[str, str]]:
-    """A of every layer that ran, from forward passes alone."""
-    inputs = _InputGrams()
-    watch, _ = stream(model, batches, inputs, _NoLoss(), "empirical", outputs=outputs)
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
-    for name, total in inputs.sums.items():
-        found[name] = (total / inputs.rows[name], None)
-    sent = "no gradient reaches it"  # as none was sent, this is no reason here
-    return found, {name: why for name, why in watch.uncovered().items() if why != sent}
-
-
-class _InputGrams:
-    """Sums of h hᵀ."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.rows: dict[str, int] = {}
-
-    def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
-        return f"a factor of side {sides[0]} is wider than {WIDEST}" if sides[0] > WIDEST else None
-
-    def see_inputs(self, layer: str, call: Call) -> None:
-        rows = call.inputs(call.source.detach())
-        found = gram(rows).double()
-        self.sums[layer] = self.sums[layer] + found if layer in self.sums else found
-        self.rows[layer] = self.rows.get(layer, 0) + len(rows)
-
-    def see_gradients(self, layer: str, rows: Tensor) -> None:
-        raise AssertionError("no gradient was sent")
 
 
 class _NoLoss:

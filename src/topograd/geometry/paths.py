@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
+from topograd.geometry.factors import Outputs, outputs_of
 from topograd.geometry.families.quadrature import excess_exp
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
@@ -66,7 +67,7 @@ class Path:
         if length == 0:
             raise GeometryError("the direction is zero; give a tensor for at least one parameter")
         state = {**weights, **dict(model.named_buffers())}
-        start = {name: _double(value.detach()) for name, value in state.items()}
+        start: dict[str, Tensor] = {name: as_double(value.detach()) for name, value in state.items()}
         return cls(start, {name: part / length for name, part in v.items()})
 
     def at(self, t: float) -> dict[str, Tensor]:
@@ -88,14 +89,20 @@ class OrderReading:
 def read_order(
     model: nn.Module,
     path: Path,
-    inputs: Tensor,
+    inputs: Any,
     likelihood: Likelihood = "squared-error",
     grid: Tensor | None = None,
+    *,
+    outputs: Outputs | None = None,
 ) -> OrderReading:
-    """The KL order k of a path out of the model's weights; refused where Fisher and KL disagree about it."""
+    """The KL order k of a path out of the model's weights; refused where Fisher and KL disagree about it.
+
+    `outputs` says how to get the outputs from model and inputs; by default the model is called, and `logits`
+    taken if it has them.
+    """
     grid = log_grid(*WINDOW) if grid is None else grid
-    fisher = [directional_fisher(model, path, t, inputs, likelihood) for t in grid.tolist()]
-    divergence = [divergence_from_start(model, path, t, inputs, likelihood) for t in grid.tolist()]
+    fisher = [directional_fisher(model, path, t, inputs, likelihood, outputs=outputs) for t in grid.tolist()]
+    divergence = divergences(model, path, grid, inputs, likelihood, outputs=outputs)
     if max(divergence) == 0:
         raise GeometryError(
             "the function does not change along this path: it follows a symmetry, not a singularity"
@@ -115,18 +122,25 @@ def read_order(
 
 
 def directional_fisher(
-    model: nn.Module, path: Path, t: float, inputs: Tensor, likelihood: Likelihood = "squared-error"
+    model: nn.Module,
+    path: Path,
+    t: float,
+    inputs: Any,
+    likelihood: Likelihood = "squared-error",
+    *,
+    outputs: Outputs | None = None,
 ) -> float:
     """vᵀF(w(t)) v, averaged over the inputs (and over positions, if the outputs have them)."""
     weights = path.at(t)
     moving = {name: weights[name] for name in path.direction}
     fixed = {name: value for name, value in weights.items() if name not in moving}
+    network = Replaced(model, outputs)
 
-    def outputs(moved: dict[str, Tensor]) -> Tensor:
-        return _outputs(model, {**fixed, **moved}, inputs)
+    def along(moved: dict[str, Tensor]) -> Tensor:
+        return network({**fixed, **moved}, as_double(inputs))
 
     with sdpa_kernel(SDPBackend.MATH):
-        values, change = jvp(outputs, (moving,), (dict(path.direction),))[:2]
+        values, change = jvp(along, (moving,), (dict(path.direction),))[:2]
     change = change.flatten(0, -2)
     if likelihood == "squared-error":
         return change.square().sum(-1).mean().item()
@@ -136,12 +150,25 @@ def directional_fisher(
 
 
 @torch.no_grad()
-def divergence_from_start(
-    model: nn.Module, path: Path, t: float, inputs: Tensor, likelihood: Likelihood = "squared-error"
-) -> float:
-    """K(t), averaged like `directional_fisher`."""
+def divergences(
+    model: nn.Module,
+    path: Path,
+    grid: Tensor,
+    inputs: Any,
+    likelihood: Likelihood = "squared-error",
+    *,
+    outputs: Outputs | None = None,
+) -> list[float]:
+    """K(t) at every t of the grid, averaged like `directional_fisher`."""
+    network = Replaced(model, outputs)
     with sdpa_kernel(SDPBackend.MATH):
-        before, after = (_outputs(model, path.at(s), inputs).flatten(0, -2) for s in (0.0, t))
+        before = network(path.at(0.0), as_double(inputs))
+        return [divergence(before, network(path.at(t), as_double(inputs)), likelihood) for t in grid.tolist()]
+
+
+def divergence(before: Tensor, after: Tensor, likelihood: Likelihood) -> float:
+    """KL(before ‖ after) of outputs (samples, ..., outputs), a mean over all but the last dimension."""
+    before, after = before.flatten(0, -2), after.flatten(0, -2)
     if likelihood == "squared-error":
         return (after - before).square().sum(-1).mean().item() / 2
     before = before.log_softmax(-1)
@@ -149,16 +176,47 @@ def divergence_from_start(
     return (before.exp() * excess_exp(d)).sum(-1).mean().item()
 
 
-def _outputs(model: nn.Module, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-    if len(inputs) == 0:
-        raise GeometryError("there are no samples; a reading needs at least one input")
-    found = functional_call(model, dict(weights), (_double(inputs),))
-    if not isinstance(found, Tensor) or found.dim() < 2:
-        raise GeometryError(
-            f"the model gave {type(found).__name__}; a path needs outputs (samples, ..., outputs)"
+class Replaced:
+    """A network that is called with other values in the place of some of its parameters; nothing is written.
+
+    >>> network = Replaced(nn.Linear(2, 1, bias=False))
+    >>> network({"weight": torch.ones(1, 2)}, torch.ones(1, 2)).item()
+    2.0
+    """
+
+    def __init__(self, model: nn.Module, outputs: Outputs | None = None) -> None:
+        self._called = _Called(model, outputs or outputs_of)
+
+    def __call__(self, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        if isinstance(inputs, Tensor) and len(inputs) == 0:
+            raise GeometryError("there are no samples; a reading needs at least one input")
+        found = functional_call(
+            self._called, {f"model.{name}": value for name, value in weights.items()}, (inputs,)
         )
-    return found
+        if not isinstance(found, Tensor) or found.dim() < 2:
+            raise GeometryError(
+                f"the model gave {type(found).__name__}; a path needs outputs (samples, ..., outputs): give "
+                "outputs=, which makes such a tensor of it"
+            )
+        return found
 
 
-def _double(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+class _Called(nn.Module):
+    """The model and how it is read, as one module."""
+
+    def __init__(self, model: nn.Module, outputs: Outputs) -> None:
+        super().__init__()
+        self.model, self._outputs = model, outputs
+        self.training = model.training  # the parts keep their own modes
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self._outputs(self.model, inputs)
+
+
+def as_double(value: Any) -> Any:
+    """Floating tensors in float64, also inside of tuples and mappings."""
+    if isinstance(value, Mapping):
+        return {name: as_double(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(as_double(part) for part in value)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

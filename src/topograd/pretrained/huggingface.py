@@ -85,11 +85,18 @@ def load(folder: Path) -> Loaded:
     return Loaded(model.eval(), causal, config, tuple(sorted(info["missing_keys"])))
 
 
-def token_rows(folder: Path, config: Any, width: int) -> tuple[Tensor, str]:
-    """Ids (rows, length), four tokens for each of the model's `width` channels at least; and where from."""
+def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) -> tuple[Tensor, str]:
+    """Ids (rows, length), four tokens for each of the model's `width` channels at least; and where from.
+
+    With `text`, a file or a folder, all ids are of that text, and there may be fewer.
+    """
     length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
     rows = -(-max(LEAST_TOKENS, 4 * width) // length)
     file = folder / "tokenizer.json"
+    if not file.is_file() and text is not None:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json to read {text} with; add it, or leave out --text"
+        )
     if not file.is_file():
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
@@ -101,20 +108,24 @@ def token_rows(folder: Path, config: Any, width: int) -> tuple[Tensor, str]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     found: list[int] = []
-    for document in read_corpus(None).heldout:
+    corpus = read_corpus(text)
+    for document in corpus.heldout if text is None else (*corpus.train, *corpus.heldout):
         found += tokenizer.encode(document.text, add_special_tokens=False).ids
         if len(found) >= rows * length:
             break
+    length = min(length, max(len(found), 1))
     ids = torch.tensor(found[: len(found) // length * length][: rows * length]).view(-1, length)
     if not len(ids) or int(ids.max()) >= config.vocab_size:
         most = int(ids.max()) if len(ids) else 0
         raise CheckpointError(
             f"{file} gives {ids.numel()} ids up to {most} and the model has {config.vocab_size}; restore it"
         )
-    return ids, "Python's standard library, held-out documents"
+    return ids, "Python's standard library, held-out documents" if text is None else str(text)
 
 
 def _check(folder: Path, config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(f"{folder} holds a quantised model; give one whose weights are floats")
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{folder} is an encoder with a decoder; only models of one stack are covered")
     if not getattr(config, "vocab_size", None):

@@ -1,6 +1,6 @@
-"""The page of `topograd inspect`: the stream by depth, the kernels of the norms, the spectra by layer.
+"""The page of `topograd inspect`: directions, the stream by depth, kernels of norms, spectra, what it means.
 
-It reads the plain record that `geometry.Inspection.as_dict` gives, with the words of the command line
+It reads the plain record that `geometry.CheckpointReading.as_dict` gives, with the words of the command line
 beside it (`model`, `kind`, `step`, `text`). The page stands alone, like a report: no script, nothing
 loaded, every text escaped, each figure described and with its numbers in a table. A panel without data says
 why in one sentence.
@@ -29,7 +29,7 @@ FOUND, COMPARED = look(0, 2).colour, look(1, 2).colour
 def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
     """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
     with style():
-        drawn = (stream_panel(record), kernel_panel(record), spectra_panel(record))
+        drawn = (direction_panel(record), stream_panel(record), kernel_panel(record), spectra_panel(record))
         svgs = {panel.name: render(panel.figure)[0] for panel in drawn if panel.figure is not None}
     try:
         write_atomic(path, _page(record, drawn, svgs))
@@ -41,10 +41,13 @@ def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
 
 def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], svgs: Mapping[str, str]) -> str:
     title = f"Geometry of {record['model']}"
-    links = [(panel.name, panel.title) for panel in drawn] + [("missing", "What was not read")]
+    ends = [("missing", "What was not read"), ("advice", "What to make of it")]
+    links = [(panel.name, panel.title) for panel in drawn] + ends
+    said = "".join(f"<li>{escape(words)}</li>" for words in record["sentences"])
     parts = [
         *(figure_html(panel, svgs.get(panel.name)) for panel in drawn),
         section("missing", "What was not read", _missing(record)),
+        section("advice", "What to make of it", f"<ul>{said}</ul>"),
     ]
     return document(title, _lead(record), links, parts, _tiles(record))
 
@@ -75,7 +78,7 @@ def _tiles(record: Mapping[str, Any]) -> str:
 
 
 def _missing(record: Mapping[str, Any]) -> str:
-    notes = "".join(f"<li>{escape(words)}</li>" for words in record["notes"])
+    notes = "".join(f"<li>{escape(words)}</li>" for words in record["refused"])
     said = f"<ul>{notes}</ul>" if notes else ""
     if not record["uncovered"]:
         return said or "<p>Everything was.</p>"
@@ -102,6 +105,14 @@ def stream_panel(record: Mapping[str, Any]) -> Panel:
         left.plot(place, low, marker="v", color=COMPARED, clip_on=False, linestyle="")
     left.set_title(f"σ_{stream['rank']}(H) over that of the input")
     right.plot(depth, ranks, color=FOUND, marker="o", markersize=5)
+    without = record["stream_without_massive"]
+    if without is not None:
+        kept = [ratio if ratio > 0 else math.nan for ratio in (1.0, *without["ratios"])]
+        left.plot(depth, kept, color=COMPARED, marker="s", markersize=4)
+        low, high = _decades([*shown, *kept])
+        left.set_ylim(low, high)
+        right.plot(depth, without["effective_ranks"], color=COMPARED, marker="s", markersize=4)
+        ranks = [*ranks, *without["effective_ranks"]]
     right.set_ylim(0, 1.08 * max(ranks))
     right.set_title(f"Effective rank, of {whole(stream['width'])}")
     for axes in (left, right):
@@ -115,12 +126,73 @@ def stream_panel(record: Mapping[str, Any]) -> Panel:
         "Right: over how many directions the activations spread. The verdict on the profile: "
         f"{stream['verdict']}."
     )
-    cells = tuple(
-        (label, f"{ratio:.3g}", fixed(rank, 1))
-        for label, ratio, rank in zip(("input", *stream["names"]), ratios, ranks, strict=True)
-    )
-    table = Table("The stream", ("after", "σ_r over the input's", "effective rank"), cells)
+    if without is not None:
+        caption += (
+            " Squares leave out the rows with massive activations, which hide all others: read those. Their "
+            f"verdict: {without['verdict']}."
+        )
+    rows = [[label] for label in ("input", *stream["names"])]
+    for one in (stream, without) if without is not None else (stream,):
+        for row, ratio, rank in zip(rows, (1.0, *one["ratios"]), one["effective_ranks"], strict=True):
+            row += [f"{ratio:.3g}", fixed(rank, 1)]
+    more = ("without massive rows", "its effective rank") if without is not None else ()
+    header = ("after", "σ_r over the input's", "effective rank", *more)
+    table = Table("The stream", header, tuple(map(tuple, rows)))
     return Panel(name, title, caption, figure, "The stream by depth. " + read_row(table, -1), table)
+
+
+def direction_panel(record: Mapping[str, Any]) -> Panel:
+    """The Fisher along every direction that was followed, by kind, with orders in the table."""
+    name, title = "directions", "Flat directions, and why they are flat"
+    every = record["directions"]
+    followed = [one for one in every if one["fisher"] is not None and one["group"] is None]
+    gauges = [one for one in every if one["group"] is not None]
+    header = ("layer", "kind", "order", "interval", "Fisher", "of λ", "dimensions", "group")
+    cells = tuple(_direction_cells(one) for one in every)
+    table = Table("Directions", header, cells)
+    caption = (
+        f"{len(gauges)} groups of symmetries were found and taken out first: along them no network of this "
+        "shape changes (gauge). Then each layer's flattest direction was followed outward from the "
+        "checkpoint: live, if the divergence begins as a square (order 1); dead, if it begins later or not "
+        "at all on this text. An order has the interval of its fit; a dash is one that was refused."
+    )
+    shown = [one for one in followed if one["fisher"] > 0]
+    if not shown:
+        return Panel(name, title, caption, None, f"{len(every)} directions.", table)
+    figure = new_figure(3.0)
+    (axes,) = panels(figure, 1)
+    for kind, colour, marker in (("live", FOUND, "o"), ("dead", COMPARED, "v")):
+        points = [(i, one["fisher"]) for i, one in enumerate(shown) if one["kind"] == kind]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour,
+                marker=marker,
+                linestyle="",
+                markersize=4,
+                label=kind,
+            )
+    powers(axes, "y")
+    axes.set_ylim(*_decades([one["fisher"] for one in shown]))
+    axes.set_xlabel("direction, joint modes first, then by layer")
+    axes.set_ylabel("Fisher along it")
+    legend_below(figure, axes)
+    words = f"The Fisher along {len(shown)} directions. " + read_row(table, -1)
+    return Panel(name, title, caption, figure, words, table)
+
+
+def _direction_cells(one: Mapping[str, Any]) -> tuple[str, ...]:
+    interval = one["interval"]
+    return (
+        one["layer"],
+        one["kind"],
+        "–" if one["order"] is None else whole(one["order"]),
+        "–" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
+        "–" if one["fisher"] is None else f"{one['fisher']:.1e}",
+        "–" if one["share"] is None else f"{one['share']:g}",
+        whole(one["dimensions"]),
+        one["group"] or "",
+    )
 
 
 def _decades(values: list[float]) -> tuple[float, float]:

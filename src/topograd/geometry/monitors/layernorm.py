@@ -23,7 +23,7 @@ which eigenvector is the bottom one is chance, and the cosine is low with a shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import GeometryError
+from topograd.geometry.monitors.massive import massive_rows
 from topograd.geometry.monitors.moments import Moments, hidden_of
 from topograd.geometry.monitors.watching import Watching
 
@@ -52,6 +53,8 @@ class KernelReading:
     samples: int
     exact: bool
     """Whether the kernel is a theorem for this module (LayerNorm) or only compared (RMSNorm)."""
+    without_massive: KernelReading | None = None
+    """The same without rows whose inputs are massive (`massive.py`), where there are any."""
 
     @property
     def found(self) -> bool:
@@ -119,17 +122,25 @@ class KernelMonitor(Watching):
 
     def readings(self) -> dict[str, KernelReading]:
         """A reading for each normalisation that ran, by name."""
-        return {name: watched.reading() for name, watched in self._watched.items() if watched.moments.count}
+        return {name: watched.reading() for name, watched in self._watched.items() if watched.count}
 
     def unused(self) -> tuple[str, ...]:
         """The normalisations that never ran."""
-        return tuple(name for name, watched in self._watched.items() if not watched.moments.count)
+        return tuple(name for name, watched in self._watched.items() if not watched.count)
 
     def _see(self, name: str) -> Any:
         def see(norm: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._watched[name].add(hidden_of(output, name))
+            found = hidden_of(output, name)
+            given = args[0] if args and isinstance(args[0], Tensor) else found
+            apart = massive_rows(given) if given.shape == found.shape else None
+            self._watched[name].add(found, apart)
 
         return see
+
+
+def normalises(module: nn.Module) -> bool:
+    """Whether a module is a normalisation, of any kind that is known here."""
+    return isinstance(module, _OTHER) or _like_rmsnorm(module)
 
 
 def find_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -172,13 +183,18 @@ class _Watched:
     def __init__(self, name: str, module: nn.Module | Tensor) -> None:
         self.name = name
         self.exact = isinstance(module, nn.LayerNorm)
-        self.moments, self._inside = Moments(name), Moments(name)
+        self._kept, self._apart = _Rows(name), _Rows(name)
         try:
             self._kernel = _direction(module)
         except GeometryError as problem:
             raise GeometryError(f"{name}: {problem}") from None
 
-    def add(self, outputs: Tensor) -> None:
+    @property
+    def count(self) -> int:
+        return self._kept.outputs.count + self._apart.outputs.count
+
+    def add(self, outputs: Tensor, apart: Tensor | None = None) -> None:
+        """Take outputs (..., d); the rows marked `apart` are also left out of a second reading."""
         if self._kernel is None:  # no gain at all
             self._kernel = inverse_gain(torch.ones(outputs.shape[-1], device=outputs.device))
         kernel = self._kernel.to(outputs.device).reshape(len(self._kernel), -1)
@@ -187,11 +203,20 @@ class _Watched:
                 f"{self.name} has {len(kernel)} gains and outputs of width {outputs.shape[-1]}; "
                 "give the outputs of that module"
             )
-        self.moments.add(outputs)
-        self._inside.add(outputs.detach().double().reshape(-1, len(kernel)) @ kernel)
+        rows = outputs.detach().reshape(-1, len(kernel))
+        if apart is not None and apart.any():
+            self._apart.add(rows[apart], kernel)
+            rows = rows[~apart]
+        self._kept.add(rows, kernel)
 
     def reading(self) -> KernelReading:
-        covariance = self.moments.covariance
+        if not self._apart.outputs.count:
+            return self._read(self._kept)
+        found = self._read(self._kept.joined(self._apart))
+        return replace(found, without_massive=self._read(self._kept))
+
+    def _read(self, rows: _Rows) -> KernelReading:
+        covariance = rows.outputs.covariance
         assert self._kernel is not None, "it was set by the first outputs"
         kernel = self._kernel.to(covariance.device).reshape(len(covariance), -1)
         total = float(covariance.trace())
@@ -199,8 +224,24 @@ class _Watched:
             raise GeometryError(f"the outputs of {self.name} do not vary; give different samples")
         bottom = torch.linalg.eigh(covariance).eigenvectors[:, : kernel.shape[1]]
         cosine = float(torch.linalg.svdvals(kernel.T @ bottom)[-1])
-        share = float(self._inside.covariance.trace()) / total
-        return KernelReading(kernel.shape[1], min(cosine, 1.0), share, self.moments.count, self.exact)
+        share = float(rows.inside.covariance.trace()) / total
+        return KernelReading(kernel.shape[1], min(cosine, 1.0), share, rows.outputs.count, self.exact)
+
+
+class _Rows:
+    """Moments of outputs, and of their projections on the kernel."""
+
+    def __init__(self, name: str) -> None:
+        self.outputs, self.inside = Moments(name), Moments(name)
+
+    def add(self, rows: Tensor, kernel: Tensor) -> None:
+        self.outputs.add(rows)
+        self.inside.add(rows.double() @ kernel)
+
+    def joined(self, other: _Rows) -> _Rows:
+        both = _Rows(self.outputs.name)
+        both.outputs, both.inside = self.outputs.joined(other.outputs), self.inside.joined(other.inside)
+        return both
 
 
 def _direction(module: nn.Module | Tensor) -> Tensor | None:

@@ -56,16 +56,27 @@ class Moments:
         if not mean.isfinite().all():
             raise GeometryError(f"{self.name} is not finite; look for the first layer that overflows")
         rows = rows - mean
-        scatter = rows.T @ rows
+        self._join(len(rows), mean, rows.T @ rows)
+
+    def joined(self, other: Moments) -> Moments:
+        """The moments of the rows of both."""
+        both = Moments(self.name)
+        for part in (self, other):
+            if part.count:
+                both._join(part.count, part.mean, part.scatter.clone())
+                both._coarsest = max(both._coarsest, part._coarsest)
+        return both
+
+    def _join(self, count: int, mean: Tensor, scatter: Tensor) -> None:
         if self.count:
             delta = mean - self.mean
-            total = self.count + len(rows)
-            self.mean = self.mean + delta * (len(rows) / total)
+            total = self.count + count
+            self.mean = self.mean + delta * (count / total)
             self.scatter += scatter
-            self.scatter.addr_(delta, delta, alpha=self.count * len(rows) / total)
+            self.scatter.addr_(delta, delta, alpha=self.count * count / total)
         else:
             self.mean, self.scatter = mean, scatter
-        self.count += len(rows)
+        self.count += count
 
     @property
     def covariance(self) -> Tensor:

@@ -1,0 +1,401 @@
+"""What a checkpoint says of its flat directions: by symmetry, by learning, or not flat at all.
+
+Statement. Around the weights w* of a checkpoint, and on a probe batch of its data,
+
+    1  gauges        the continuous symmetries (`symmetry_search.py`): flat in every network of this shape
+    2  factors       A and G of every layer (`inspection.py`), and the flattest input u and output v of each
+    3  a direction   v uᵀ, |v| = |u| = 1, in units of the layer's root mean square singular value; what of it
+                     lies along a gauge orbit is taken out
+    4  a scan        K(t) = KL(p_{w*} ‖ p_{w* + tv}) outward from the checkpoint, t from 1e-3 to 1e-1, float64
+    5  an order      K ~ t^{2k} by `fit_rate`, with its guards and interval: k = 1 is live, k > 1 is dead
+    6  joint modes   layers that are flat one at a time, together: the order of a singularity is in their
+                     joint motion. Beside it the mixture of all scanned directions with the least Fisher.
+    7  λ             a direction of order k adds 1/(2k); where the parts of a joint mode are components that
+                     cross, anchored lines give their orders, and λ, m follow; ν is that of one component
+
+A gauge tangent that was not taken out would read as k = 2, since its orbit bends away from the straight line.
+A checkpoint of a trained network is not at a singularity: nearly every direction has k = 1, and how flat it
+is, 2K/t² at the smallest t, is then the reading.
+
+Symbols and shapes. u (d_in), v (d_out) of a layer; t in units in which live directions are of size 1.
+Cost: that of `inspect`, and a forward pass of the probe for each t of each scan, from the first layer that
+moves on. At most `SCANNED` / parameters directions are scanned, the flattest first, 24 at least.
+Source: "Dead Directions: Geometric Singular Learning", Corollary 28 (the lift), §5.1, §10.1 (the quotient),
+§12.1 (static readings), §13 (crossings).
+Limits. One direction a layer, and K on few tokens: a direction that the probe does not use reads as dead.
+Nothing here is a rate of training. What cannot be said is in `refused`, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import GeometryError
+from topograd.geometry.advice import advice
+from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.inspection import Inspection, inspect_with_factors, refuse_quantised
+from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError
+from topograd.geometry.outward import Probe, short_example
+from topograd.geometry.paths import Likelihood
+from topograd.geometry.rates import POINTS as RATE_POINTS
+from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
+from topograd.geometry.singular.crossings import rlct
+from topograd.geometry.singular.fluctuation import singular_fluctuation
+from topograd.geometry.sketches import Sketched, flattest
+from topograd.geometry.symmetries import Symmetry, length, without_symmetries
+from topograd.geometry.symmetry_search import find_symmetries
+
+DirectionKind = Literal["gauge", "dead", "live"]
+OnScan = Callable[[int, int], None]
+"""(scans done, scans in all)."""
+Parts = dict[str, Tensor]
+WINDOWS = ((1e-3, 1e-1), (1e-2, 1e-1))
+"""The second where too little of the first is above rounding."""
+POINTS = 6
+SCANNED = 1.4e10
+"""Parameters times directions that are scanned."""
+LEAST_SCANS = 24
+ALONG = 1 - 1e-8
+"""The share along gauge orbits from which a direction is one."""
+INTEGER = 0.1
+ANCHOR = 0.3
+"""Where the other parts of a joint mode are held while one moves, in units of t."""
+MOST_PARTS = 8
+"""Of a joint mode whose crossing is looked for."""
+
+
+@dataclass(frozen=True)
+class DirectionReading:
+    """One direction, or one group of symmetries."""
+
+    layer: str
+    kind: DirectionKind
+    order: int | None = None
+    """k; None for a gauge, and where it was refused."""
+    interval: tuple[float, float] | None = None
+    """Of half the slope of K: the middle 90 % over bootstrap draws."""
+    fisher: float | None = None
+    """2 K / t² at the smallest t."""
+    share: float | None = None
+    """What it adds to λ: 1/(2k), or λ of the crossing; 0 for a gauge."""
+    gauge_share: float = 0.0
+    """How much of the square of v uᵀ lies along gauge orbits; it was taken out."""
+    dimensions: int = 1
+    group: str | None = None
+    moves: tuple[str, ...] = ()
+    """The parameters that it moves."""
+    crossing: Mapping[str, Any] | None = None
+    """Orders of the parts of a joint mode, λ, m and ν."""
+    fluctuation: float | None = None
+    """ν(k) of one component of this order."""
+
+
+@dataclass(frozen=True)
+class CheckpointReading:
+    """The directions of a checkpoint, beside everything that `inspect` says of it."""
+
+    inspection: Inspection
+    directions: tuple[DirectionReading, ...]
+    refused: tuple[str, ...]
+    """What could not be said, each with its reason."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, words and lists; `sentences` say what to make of it."""
+        plain = self.inspection.as_dict()
+        plain["directions"] = [asdict(one) for one in self.directions]
+        plain["refused"] = list(self.refused)
+        plain["sentences"] = advice(plain)
+        return plain
+
+
+def read_checkpoint(
+    model: nn.Module,
+    batches: Batch | Iterable[Batch],
+    loss: str | Loss | OwnLoss | None = "cross-entropy",
+    fisher: Fisher = "monte-carlo",
+    *,
+    layers: list[nn.Module] | str | None = None,
+    outputs: Outputs | None = None,
+    generator: torch.Generator | None = None,
+    scans: int | None = None,
+    on_scan: OnScan | None = None,
+) -> CheckpointReading:
+    """Read a model's directions on batches (inputs, targets); the first rows of the first are the probe.
+
+    `scans` is how many directions are followed outward; the other arguments are those of `inspect`.
+    """
+    if scans is not None and scans < 1:
+        raise GeometryError(f"scans is {scans}: follow 1 direction or more")
+    refuse_quantised(model)
+    first, every = _peeled(batches)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    softmax = loss == "cross-entropy" or isinstance(loss, CrossEntropy)
+    likelihood: Likelihood = "cross-entropy" if softmax else "squared-error"
+    probe = Probe(model, short_example(first[0], parameters), likelihood, outputs, layers)
+    found = find_symmetries(model, probe.outputs_with, softmax=softmax)
+    inspection, factors = inspect_with_factors(
+        model, every, loss, fisher, layers=layers, outputs=outputs, generator=generator
+    )
+    refused = [*inspection.notes, *found.notes, "rotations of the whole stream were not looked for"]
+    if not softmax and loss is not None and not _gaussian(loss):
+        refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
+    gauges = [_gauge(one, probe.parameters) for one in found.symmetries]
+    candidates = sorted(_candidates(model, factors), key=lambda one: one.flatness)
+    most = scans or max(LEAST_SCANS, int(SCANNED / max(parameters, 1)))
+    if len(candidates) > most:
+        refused.append(f"{len(candidates) - most} layers were not scanned, the flattest {most} were: --scans")
+    scanner = _Scanner(probe, found.symmetries, refused)
+    total = min(most, len(candidates)) + 1
+    readings: list[DirectionReading] = []
+    for done, candidate in enumerate(candidates[:most]):
+        if on_scan is not None:
+            on_scan(done, total)
+        readings += scanner.read(candidate)
+    joint = scanner.joint()
+    if on_scan is not None:
+        on_scan(total, total)
+    places = {name: place for place, name in enumerate(factors)}
+    readings.sort(key=lambda one: places[one.layer])
+    return CheckpointReading(inspection, (*gauges, *joint, *readings), tuple(dict.fromkeys(refused)))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """v uᵀ of a layer in units of its weights, and uᵀAu · vᵀGv in the same units."""
+
+    layer: str
+    parts: Parts
+    flatness: float
+    other: Callable[[], Parts]
+    """The same with the flattest v that is orthogonal to this one."""
+
+
+class _Scanner:
+    """Scans directions, and remembers those that a joint mode may be made of."""
+
+    def __init__(self, probe: Probe, symmetries: Sequence[Symmetry], refused: list[str]) -> None:
+        self._probe, self._symmetries, self._refused = probe, symmetries, refused
+        self._flat: dict[str, Parts] = {}
+        self._moving: dict[str, tuple[Parts, Tensor]] = {}
+
+    def read(self, candidate: Candidate) -> list[DirectionReading]:
+        """One layer's direction without its gauge part; of one that is all gauge also the next one."""
+        found = [self._read(candidate.layer, candidate.parts)]
+        if found[0].kind == "gauge":
+            found.append(self._read(candidate.layer, candidate.other()))
+        return found
+
+    def _read(self, layer: str, raw: Parts) -> DirectionReading:
+        left, along = without_symmetries(raw, self._symmetries, self._probe.parameters)
+        if along > ALONG:
+            return DirectionReading(layer, "gauge", share=0.0, gauge_share=along, moves=tuple(left))
+        ratio = length(raw) / length(left)
+        parts = {name: ratio * part for name, part in left.items() if part.any()}
+        reading, change = self._scan(layer, parts)
+        if change is None:
+            self._flat[layer] = raw
+            self._refused.append(
+                f"{layer}: K is 0 along its flattest direction alone, so that it has no order: no symmetry "
+                "that was found, but the probe does not notice it"
+            )
+        else:
+            self._moving[layer] = (parts, change)
+        return replace(reading, gauge_share=along)
+
+    def _scan(
+        self, layer: str, parts: Parts, held: Parts | None = None
+    ) -> tuple[DirectionReading, Tensor | None]:
+        """What K says along a direction, and the sketch of the change; None where there is none."""
+        floor = self._probe.floor
+        for window in WINDOWS:
+            grid = log_grid(*window, POINTS)
+            values, change = self._probe.scan(parts, grid, held)
+            if sum(value > floor for value in values) >= RATE_POINTS:
+                break
+        seen = [(t, value) for t, value in zip(grid.tolist(), values, strict=True) if value > floor]
+        moves = tuple(parts)
+        if not seen:
+            return DirectionReading(layer, "dead", fisher=0.0, share=0.0, moves=moves), None
+        fisher = 2 * seen[0][1] / seen[0][0] ** 2
+        rate = fit_rate(grid, values, floor=floor, estimator="KL divergence")
+        order, why = _order(rate)
+        if order is None:
+            self._refused.append(f"{layer}: {why}")
+            return DirectionReading(layer, _by_slope(seen), fisher=fisher, moves=moves), change
+        assert rate.interval is not None, "a rate that was read has one"
+        reading = DirectionReading(
+            layer,
+            "live" if order == 1 else "dead",
+            order,
+            (rate.interval[0] / 2, rate.interval[1] / 2),
+            fisher,
+            1 / (2 * order),
+            moves=moves,
+            fluctuation=singular_fluctuation(order),
+        )
+        return reading, change
+
+    def joint(self) -> list[DirectionReading]:
+        """The joint modes: of all layers that are flat alone, and of all that are not."""
+        found = []
+        if len(self._flat) > 1:
+            left, along = without_symmetries(
+                _sum(self._flat.values()), self._symmetries, self._probe.parameters
+            )
+            reading, _ = self._scan(f"joint: {', '.join(self._flat)}", left)
+            found.append(self._with_crossing(replace(reading, gauge_share=along)))
+        if len(self._moving) > 1:
+            found.append(self._flattest_mixture())
+        return found
+
+    def _flattest_mixture(self) -> DirectionReading:
+        changes = torch.stack([change for _, change in self._moving.values()])
+        weights = torch.linalg.svd(changes, full_matrices=True).U[:, len(changes) - 1]
+        parts = _sum(
+            {name: w * part for name, part in one.items()}
+            for w, (one, _) in zip(weights.tolist(), self._moving.values(), strict=True)
+        )
+        leading = weights.abs().argsort(descending=True)[:3].tolist()
+        names = [list(self._moving)[i] for i in leading]
+        more = f" and {len(self._moving) - 3} more" if len(self._moving) > 3 else ""
+        return self._scan(f"joint: {', '.join(names)}{more}", parts)[0]
+
+    def _with_crossing(self, reading: DirectionReading) -> DirectionReading:
+        """Orders of a joint mode's parts on anchored lines; λ and m if they add up to the mode's own."""
+        if reading.order is None or not 2 <= len(self._flat) <= MOST_PARTS:
+            return reading
+        orders = {}
+        for name, part in self._flat.items():
+            others = _sum(other for layer, other in self._flat.items() if layer != name)
+            held = {key: ANCHOR * value for key, value in others.items()}
+            orders[name] = self._scan(f"{name} beside the others", part, held)[0].order
+        known = [order for order in orders.values() if order is not None]
+        if len(known) < len(orders) or sum(known) != reading.order:
+            self._refused.append(f"{reading.layer}: its parts do not cross normally (orders {orders})")
+            return reading
+        coefficient, multiplicity = rlct(known)
+        crossing = {"orders": orders, "rlct": coefficient, "multiplicity": multiplicity}
+        alone = singular_fluctuation(max(known)) if multiplicity == 1 else None
+        return replace(reading, share=coefficient, crossing=crossing, fluctuation=alone)
+
+
+def _candidates(
+    model: nn.Module, factors: Mapping[str, tuple[Tensor | Sketched, Tensor | Sketched | None]]
+) -> Iterator[Candidate]:
+    """The flattest increment of every layer, in the shape of its parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for layer, (A, G) in factors.items():
+        weight = _weight(model, layer)
+        name, weight = names[id(weight)], weight.detach()
+        u = flattest(A)
+        if weight.numel() % len(u):
+            continue
+        size = weight.numel() // len(u)
+        G = torch.eye(size, dtype=torch.float64, device=u.device) if G is None else G
+        v = flattest(G)
+        turned = weight.shape[-1] != len(u) or _is_conv1d(model, layer)
+        scale = float(weight.double().norm()) / min(len(u), size) ** 0.5 or 1.0
+        flatness = scale**2 * _along(A, u) * _along(G, v)
+
+        def parts(
+            v: Tensor, u: Tensor = u, name: str = name, scale: float = scale, turned: bool = turned
+        ) -> Parts:
+            weight = model.get_parameter(name)
+            increment = scale * torch.outer(v, u).to(weight.device)
+            return {name: (increment.mT if turned and weight.dim() == 2 else increment).reshape(weight.shape)}
+
+        def other(G: Tensor | Sketched = G, v: Tensor = v, parts: Callable[[Tensor], Parts] = parts) -> Parts:
+            return parts(flattest(G, v))
+
+        yield Candidate(layer, parts(v), flatness, other)
+
+
+def _is_conv1d(model: nn.Module, layer: str) -> bool:
+    return layer in dict(model.named_modules()) and type(model.get_submodule(layer)).__name__ == "Conv1D"
+
+
+def _gaussian(loss: str | Loss | OwnLoss) -> bool:
+    return loss == "squared-error" or isinstance(loss, SquaredError)
+
+
+def _weight(model: nn.Module, layer: str) -> Tensor:
+    """The parameter of a layer of `kfac_factors`."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    return every[layer] if layer in every else every[f"{layer}.weight"]
+
+
+def _along(factor: Tensor | Sketched, x: Tensor) -> float:
+    if isinstance(factor, Sketched):
+        rest = factor.trace - float(factor.values.sum())
+        return max(rest, 0.0) / max(len(x) - len(factor.values), 1)
+    return max(float(x @ factor @ x), 0.0)
+
+
+def _gauge(symmetry: Symmetry, parameters: Mapping[str, Tensor]) -> DirectionReading:
+    return DirectionReading(
+        symmetry.names[0].removesuffix(".weight"),
+        "gauge",
+        share=0.0,
+        gauge_share=1.0,
+        dimensions=symmetry.dimensions(parameters),
+        group=symmetry.group,
+        moves=symmetry.names,
+    )
+
+
+def _order(rate: Rate) -> tuple[int | None, str]:
+    """k of a rate of K, or why there is none."""
+    if rate.slope is None:
+        return None, str(rate.refused)
+    order = round(rate.slope / 2)
+    if order < 1 or abs(rate.slope / 2 - order) > INTEGER:
+        return None, f"half the slope of K is {rate.slope / 2:.2f}, which is no order"
+    return order, ""
+
+
+def _by_slope(seen: Sequence[tuple[float, float]]) -> DirectionKind:
+    """Where no order could be read: whether K begins as a square."""
+    if len(seen) < 2:
+        return "dead"
+    return "live" if local_slope(*zip(*seen[:2], strict=True)) < 3 else "dead"
+
+
+def _sum(directions: Iterable[Mapping[str, Tensor]]) -> Parts:
+    total: Parts = {}
+    for direction in directions:
+        for name, part in direction.items():
+            total[name] = total[name] + part if name in total else part
+    return total
+
+
+def _peeled(batches: Any) -> tuple[Batch, Iterator[Batch]]:
+    """The first batch, and all of them; mappings must have the same keys."""
+    pair = isinstance(batches, tuple | list) and len(batches) == 2
+    every = iter([batches] if pair and isinstance(batches[0], Tensor | Mapping) else batches)
+    first = next(every, None)
+    if first is None:
+        raise GeometryError("there are no batches; give at least one pair (inputs, targets)")
+    if not isinstance(first, tuple | list) or len(first) != 2:
+        raise GeometryError(f"a batch of type {type(first).__name__}: give pairs (inputs, targets)")
+
+    def again() -> Iterator[Batch]:
+        yield first[0], first[1]
+        for batch in every:
+            _same_keys(first, batch)
+            yield batch
+
+    return (first[0], first[1]), again()
+
+
+def _same_keys(first: Any, batch: Any) -> None:
+    one, other = first[0], batch[0] if isinstance(batch, tuple | list) and batch else None
+    if isinstance(one, Mapping) and (not isinstance(other, Mapping) or one.keys() != other.keys()):
+        given = ", ".join(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
+        raise GeometryError(
+            f"a batch has inputs {given}; the first has {', '.join(map(str, one))}: give like"
+        )

@@ -1,0 +1,218 @@
+"""Outward from a checkpoint: how the outputs of a probe batch change along a direction of the weights.
+
+Statement. K(t) = KL(p_{w*} ‖ p_{w* + tv}) on a few samples at every t of a grid, in float64, whatever the
+type of the model. Nothing is written to the model: values are put in its place for a call.
+
+Two things make it cheap. Layers before the first that moves answer from what they answered at w*. And of the
+outputs' change at the smallest t only a sketch is kept (random signs into `BUCKETS` sums), of which inner
+products are those of the Fisher: ⟨s_i, s_j⟩ ≈ v_iᵀF v_j.
+
+What K resolves is measured: the second difference of the outputs for a random change of all weights by a
+millionth of themselves is zero up to rounding; `FLOOR` times its own K is the floor.
+
+Symbols and shapes. Outputs (samples, ..., outputs). Cost: one forward pass of the probe for each t, from the
+first layer that moves on.
+Source: "Dead Directions: Geometric Singular Learning" §12.1 (readings of one checkpoint); the sketch after
+Charikar, Chen and Farach-Colton, "Finding frequent items in data streams".
+Limits. Layers must not remember earlier calls. A model that computes in float32 inside (norms of
+transformers do) resolves that much less, and the floor says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from topograd.errors import GeometryError
+from topograd.geometry.factors import Outputs
+from topograd.geometry.monitors.stream import find_layers
+from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence
+
+BUCKETS = 2048
+FLOOR = 30.0
+CHANGE = 1e-6
+"""Of all weights, to see what rounding does."""
+TOKENS = 256
+"""Positions of a probe of tokens, at most."""
+SAMPLES = 64
+"""Rows of a probe of other inputs, at most."""
+LARGE = 2e9
+"""Parameters times tokens of a probe: a large model is read on fewer, 16 at least."""
+
+
+class Probe:
+    """A model in float64 on a few samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        likelihood: Likelihood,
+        outputs: Outputs | None,
+        layers: Sequence[nn.Module] | str | None,
+    ) -> None:
+        self._network = Replaced(model, outputs)
+        self._inputs = as_double(inputs)
+        self._likelihood = likelihood
+        self.parameters = {name: as_double(p.detach()) for name, p in model.named_parameters()}
+        _refuse_infinite(self.parameters)
+        self._start = {
+            **self.parameters,
+            **{name: as_double(buffer.detach()) for name, buffer in model.named_buffers()},
+        }
+        self._layers = _known_layers(model, layers)
+        self._answers: list[Any] = []
+        with self._recording():
+            self.before = self.outputs_with({})
+        self.floor = FLOOR * self._rounding()
+
+    @torch.no_grad()
+    def outputs_with(self, moved: Mapping[str, Tensor]) -> Tensor:
+        """The outputs with these values in the place of the model's own."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return self._network({**self._start, **moved}, self._inputs)
+
+    def scan(
+        self, parts: Mapping[str, Tensor], grid: Tensor, held: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[float], Tensor]:
+        """K at w* + held + t parts for every t of the grid, and a sketch of the change at its first t."""
+        held = held or {}
+        base = {name: self.parameters[name] + part for name, part in held.items()}
+        values: list[float] = []
+        change = self.before.new_zeros(BUCKETS)
+        with self._replaying({*parts, *held}):
+            for t in grid.tolist():
+                moved = {
+                    name: base.get(name, self.parameters[name]) + t * part for name, part in parts.items()
+                }
+                after = self.outputs_with({**base, **moved})
+                if not torch.isfinite(after).all():
+                    raise GeometryError(f"the outputs are not finite at t = {t:.2g} along {', '.join(parts)}")
+                values.append(divergence(self.before, after, self._likelihood))
+                if len(values) == 1:
+                    change = self._sketch(after) / t
+        return values, change
+
+    def _sketch(self, after: Tensor) -> Tensor:
+        """Random sums of √p (d - E_p d), or of d, over √samples: squares add up to the Fisher."""
+        d = self._centred(after - self.before).flatten()
+        generator = torch.Generator().manual_seed(0)
+        places = torch.randint(BUCKETS, (len(d),), generator=generator).to(d.device)
+        signs = torch.randint(2, (len(d),), generator=generator).to(d) * 2 - 1
+        return d.new_zeros(BUCKETS).index_add_(0, places, signs * d)
+
+    def _centred(self, d: Tensor) -> Tensor:
+        """A change of the outputs as the Fisher weighs it, (samples, outputs) over √samples."""
+        d, before = d.flatten(0, -2), self.before.flatten(0, -2)
+        if self._likelihood == "cross-entropy":
+            p = before.softmax(-1)
+            d = p.sqrt() * (d - (p * d).sum(-1, keepdim=True))
+        return d / len(d) ** 0.5
+
+    def _rounding(self) -> float:
+        """K of what a second difference leaves that should be zero."""
+        generator = torch.Generator().manual_seed(0)
+        signs = {
+            name: torch.randint(2, p.shape, generator=generator, dtype=torch.int8).to(p) * 2 - 1
+            for name, p in self.parameters.items()
+        }
+        up, down = (
+            self.outputs_with({name: p * (1 + side * signs[name]) for name, p in self.parameters.items()})
+            for side in (CHANGE, -CHANGE)
+        )
+        return float(self._centred(up + down - 2 * self.before).square().sum()) / 2
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Keep what every layer answers."""
+
+        def keep(layer: nn.Module, args: Any, output: Any) -> None:
+            self._answers.append(output)
+
+        handles = [layer.register_forward_hook(keep) for layer in self._layers.values()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            if len(self._answers) != len(self._layers):  # one ran twice, or not at all
+                self._layers = {}
+
+    @contextmanager
+    def _replaying(self, names: set[str]) -> Iterator[None]:
+        """Layers before the first with one of these parameters answer as they did."""
+        inside = {name for name in names for path in self._layers if name.startswith(f"{path}.")}
+        still: list[nn.Module] = []
+        if inside == names:
+            for path, layer in self._layers.items():
+                if any(name.startswith(f"{path}.") for name in names):
+                    break
+                still.append(layer)
+        for layer, answer in zip(still, self._answers, strict=False):
+            layer.forward = _constant(answer)
+        try:
+            yield
+        finally:
+            for layer in still:
+                del layer.forward
+
+
+def short_example(inputs: Any, parameters: int) -> Any:
+    """The first rows of a batch: of tokens (rows, positions) the first positions of one row or a few."""
+    tensors = [value for value in _leaves(inputs) if isinstance(value, Tensor)]
+    if not tensors or any(value.dim() == 0 or len(value) == 0 for value in tensors):
+        raise GeometryError("the first batch has no samples; a reading needs at least one input")
+    if all(value.dim() == 2 and not value.is_floating_point() for value in tensors):
+        tokens = min(TOKENS, max(16, int(LARGE / max(parameters, 1))))
+        length = min(tensors[0].shape[1], tokens)
+        return _mapped(inputs, lambda value: value[: max(1, tokens // length), :length])
+    return _mapped(inputs, lambda value: value[:SAMPLES])
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _mapped(part, change) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_mapped(part, change) for part in value)
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def _known_layers(model: nn.Module, layers: Sequence[nn.Module] | str | None) -> dict[str, nn.Module]:
+    """The main list of layers by path; none where there is none, or one is not in the model."""
+    try:
+        found = find_layers(model, layers)
+    except GeometryError:
+        return {}
+    paths = dict(model.named_modules())
+    return found if all(paths.get(name) is layer for name, layer in found.items()) else {}
+
+
+def _refuse_infinite(parameters: Mapping[str, Tensor]) -> None:
+    for name, value in parameters.items():
+        if not torch.isfinite(value).all():
+            raise GeometryError(
+                f"parameter {name} has a value that is not finite; load weights from before it happened"
+            )
+
+
+def _constant(answer: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return answer
+
+    return forward

@@ -1,0 +1,162 @@
+"""Factors that are too wide to form, and the flattest direction of any factor.
+
+Statement. Of a factor M = (1/n) Σ h hᵀ of side d above `WIDEST` only a sketch is kept,
+
+    Y = M Ω,  Ω (d, r) orthonormal columns at random,  and the trace,
+
+from which the Nyström approximation M ≈ Y (ΩᵀY)⁻¹ Yᵀ gives the leading eigenvalues and eigenvectors. Its
+flattest direction is then a random one orthogonal to those r: not the bottom, but outside of everything that
+leads; the Fisher along it is read afterwards and is exact.
+
+The bottom of a factor that is formed comes from inverse iteration,  x ← (M + ε λ_max 1)⁻¹ x,  a Cholesky
+factor and `TURNS` solves: a third of the work of all eigenvectors.
+
+Symbols and shapes. M (d, d), Y (d, r). Cost: 2 n d r multiply-adds and memory d r; the bottom O(d³/3).
+Source: Halko, Martinsson and Tropp, "Finding structure with randomness"; Tropp, Yurtsever, Udell and Cevher,
+"Fixed-rank approximation of a positive-semidefinite matrix from streaming data" (the shift by ν).
+Limits. Eigenvalues of a sketch are at most those of M, and close for the leading ones if they fall off.
+Where several directions are equally flat, the bottom is one of them by chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from topograd.geometry.factors import gram
+from topograd.geometry.layers import Call
+
+WIDEST = 4096
+"""The widest factor that is formed."""
+RANK = 64
+TURNS = 16
+SHIFT = 1e-12
+"""ε of the inverse iteration."""
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """The leading eigenpairs of a factor of side d, largest first, and its trace."""
+
+    values: Tensor
+    vectors: Tensor
+    trace: float
+
+
+class Sketch:
+    """Σ h (hᵀΩ) and Σ |h|² of rows h (d)."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        generator = torch.Generator().manual_seed(size)
+        draw = torch.randn(size, min(RANK, size), generator=generator, dtype=torch.float64)
+        self._omega = torch.linalg.qr(draw.to(like.device)).Q
+        self._sum = torch.zeros_like(self._omega)
+        self._squares = 0.0
+
+    def add(self, rows: Tensor) -> None:
+        """Take rows (n, d)."""
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        self._sum += (rows.mT @ (rows @ self._omega.to(rows.dtype))).double()
+        self._squares += float(rows.double().square().sum())
+
+    def factor(self, count: int) -> Sketched:
+        """The eigenpairs of the mean over `count` rows."""
+        Y = self._sum / count
+        shift = torch.finfo(Y.dtype).eps * torch.linalg.matrix_norm(Y)
+        Y = Y + shift * self._omega
+        core = self._omega.mT @ Y
+        L, failed = torch.linalg.cholesky_ex((core + core.mT) / 2)
+        if failed:
+            values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+            B = Y @ vectors / values.clamp_min(float(shift) + 1e-300).sqrt()
+        else:
+            B = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
+        U, s, _ = torch.linalg.svd(B, full_matrices=False)
+        return Sketched((s.square() - shift).clamp(min=0), U, self._squares / count)
+
+
+class FactorSums:
+    """A reducer that keeps A and G of every layer: formed up to `WIDEST`, sketched beyond."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], Tensor | Sketch] = {}
+        self._rows: dict[str, int] = {}
+        self._last: tuple[Call, int, Tensor, int] | None = None  # its tensor's version, its Gram, its rows
+
+    def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
+        return None
+
+    def see_inputs(self, layer: str, call: Call) -> None:
+        source, version = call.source, call.source._version
+        if self._last is not None:
+            before, seen, found, count = self._last
+            if before.source is source and before.inputs is call.inputs and seen == version:
+                self._rows[layer] = self._rows.get(layer, 0) + count
+                self._add(layer, "A", None, found)
+                return
+        rows = call.inputs(source.detach())
+        self._rows[layer] = self._rows.get(layer, 0) + len(rows)
+        formed = gram(rows) if call.sides[0] <= WIDEST else None
+        self._last = None if formed is None else (call, version, formed, len(rows))
+        self._add(layer, "A", rows, formed)
+
+    def see_gradients(self, layer: str, rows: Tensor) -> None:
+        self._last = None  # the forward pass is over
+        self._add(layer, "G", rows, gram(rows) if rows.shape[1] <= WIDEST else None)
+
+    def _add(self, layer: str, side: str, rows: Tensor | None, found: Tensor | None) -> None:
+        key = (layer, side)
+        if found is not None:
+            total = self._sums.setdefault(key, torch.zeros_like(found, dtype=torch.float64))
+            assert isinstance(total, Tensor)
+            total += found
+            return
+        assert rows is not None, "what is too wide to form is seen row by row"
+        sketch = self._sums.setdefault(key, Sketch(rows.shape[1], rows))
+        assert isinstance(sketch, Sketch)
+        sketch.add(rows)
+
+    def layers(self) -> list[str]:
+        """Those whose inputs were seen."""
+        return list(self._rows)
+
+    def factor(self, layer: str, side: str, terms: int) -> Tensor | Sketched | None:
+        """A, a mean over rows, or G, a sum over the loss `terms`; None where nothing was seen."""
+        total = self._sums.get((layer, side))
+        count = self._rows[layer] if side == "A" else terms
+        if total is None:
+            return None
+        return total.factor(count) if isinstance(total, Sketch) else total / count
+
+
+def flattest(factor: Tensor | Sketched, apart: Tensor | None = None) -> Tensor:
+    """A unit vector (d,) at the bottom of a factor, or outside of what leads in a sketch.
+
+    With `apart`, a unit vector, the flattest that is orthogonal to it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(factor, Sketched):
+        x = torch.randn(len(factor.vectors), generator=generator, dtype=torch.float64).to(factor.vectors)
+        for _ in range(2):
+            x = x - factor.vectors @ (factor.vectors.mT @ x)
+            x = x if apart is None else x - apart * (apart @ x)
+        return x / x.norm()
+    if apart is not None:  # lifted above everything else
+        factor = factor + 2 * factor.trace() * torch.outer(apart, apart)
+    size = len(factor)
+    x = torch.randn(size, 1, generator=generator, dtype=torch.float64).to(factor)
+    scale = float(factor.diagonal().max())
+    if scale == 0:
+        return (x / x.norm())[:, 0]
+    shift = SHIFT * scale * size
+    for _ in range(3):  # a matrix with rounding below zero needs more
+        L, failed = torch.linalg.cholesky_ex(factor + shift * torch.eye(size).to(factor))
+        if not failed:
+            break
+        shift *= 1e3
+    for _ in range(TURNS):
+        x = torch.cholesky_solve(x, L)
+        x = x / x.norm()
+    return x[:, 0]

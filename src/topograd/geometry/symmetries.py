@@ -1,0 +1,316 @@
+"""Directions that are flat by symmetry: tangents of a network's gauge orbits, and how to take them out.
+
+Statement. A group G acts on some weights θ and leaves the network's function alone. The tangent of the orbit
+G·θ is flat for every network of that shape: it says nothing of what was learnt. On the straight line along
+it K ~ t⁴, as the orbit bends away; so a scan that does not take it out first reads every gauge as a dead
+direction of order 2. The groups here, each with its tangent at θ:
+
+    Mixing        P → (1+X) P, C → C (1+X)⁻¹         dP = X P,  dC = -C X      for each block of `size` units
+    ChannelScale  γ → c γ (and β), W → W c⁻¹          dγ = c γ,  dW = -W c      a norm's gain and its readers
+    Shift         W → W + 1 aᵀ                        dW = 1 aᵀ                 the rows of a softmax's head,
+                                                                                or of a map before LayerNorm
+
+Mixing covers GL(d_h) of a head's values and outputs, GL(d_h) of its queries and keys (C = Qᵀ), where a
+rotation of positions is between them the numbers that commute with it (one complex number for each
+frequency: `form` "half" or "pairs"), hidden units of homogeneous activations (size 1), and neighbouring
+linear maps (size = width). Where several heads share one (GQA) C has the columns of all of them.
+
+Projection on a tangent space is orthogonal. For Mixing, with R = dP Pᵀ - Cᵀ dC, X solves
+
+    X (P Pᵀ) + (CᵀC) X = R,
+
+in the eigenbases of the two Grams. Several groups share tensors; their sum is taken out by turns until
+nothing more comes (alternating projections).
+
+Symbols and shapes. P (n d, i) in n blocks of d rows, a bias as one more column; C (o, g n d) in columns, or
+in rows for queries; g the heads of a group. A direction is a tensor for some parameters, by name.
+Cost: O(n d² (i + g o) + n d³) for each projection.
+Source: "Dead Directions: Geometric Singular Learning" §10.1 (the quotient), Definition 82; the groups beside
+rescalings are derived here. `optim/gauges` has the rescalings and shifts that an optimizer can respect.
+Limits. Not covered: rotations of the whole residual stream, permutations (they are discrete), convolutions,
+queries, keys and values in one matrix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Parameters = Mapping[str, Tensor]
+Form = Literal["full", "half", "pairs"]
+"""X of a block: any matrix, or what commutes with a rotation of (i, i + d/2), or of (2i, 2i + 1)."""
+SIZE = 0.3
+"""Of the random X that a symmetry is tested with."""
+SWEEPS = 200
+LEFT = 1e-10
+"""Turns end when one takes out less than this part of the direction."""
+
+
+class Symmetry(ABC):
+    """A group that moves some parameters; subclasses are frozen dataclasses of names."""
+
+    @property
+    def up_to_softmax(self) -> bool:
+        """Whether only the probabilities are left alone, not the logits."""
+        return False
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The parameters that it moves; the layer of the first one is where it is listed."""
+
+    @property
+    @abstractmethod
+    def group(self) -> str:
+        """In words, for a table."""
+
+    @abstractmethod
+    def dimensions(self, parameters: Parameters) -> int:
+        """Of the tangent."""
+
+    @abstractmethod
+    def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
+        """g·θ for a random g near one."""
+
+    @abstractmethod
+    def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
+        """The orthogonal projection of a direction on the tangent."""
+
+
+@dataclass(frozen=True)
+class Mixing(Symmetry):
+    """An invertible matrix for each block of `size` units between two maps."""
+
+    producer: str
+    consumer: str
+    size: int = 1
+    form: Form = "full"
+    by_rows: bool = False
+    """Whether the consumer's rows meet the units (queries with keys), and not its columns."""
+    bias: str | None = None
+    consumer_bias: str | None = None
+    """Of queries: what their rows add."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        given = (self.producer, self.consumer, self.bias, self.consumer_bias)
+        return tuple(name for name in given if name is not None)
+
+    @property
+    def group(self) -> str:
+        kind = "GL" if self.form == "full" else "commuting with the rotation, in GL"
+        return "a factor for each unit" if self.size == 1 else f"{kind}({self.size}) for each block"
+
+    def dimensions(self, parameters: Parameters) -> int:
+        if self.form != "full":
+            return int(parameters[self.producer].shape[0])
+        P, C = self._blocks(parameters, parameters)
+        idle = (self.size - torch.linalg.matrix_rank(P)) * (self.size - torch.linalg.matrix_rank(C))
+        return len(P) * self.size**2 - int(idle.sum())  # X that P does not feed and C does not read
+
+    def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
+        P, C = self._blocks(parameters, parameters)
+        X = self._within(torch.randn(len(P), self.size, self.size, generator=generator).to(P))
+        X = SIZE * X / torch.linalg.matrix_norm(X, 2).clamp_min(1e-30)[:, None, None]
+        one = torch.eye(self.size, dtype=P.dtype, device=P.device)
+        return self._tensors(parameters, (one + X) @ P, torch.linalg.solve(one + X, C, left=False))
+
+    def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
+        P, C = self._blocks(parameters, parameters)
+        dP, dC = self._blocks(parameters, direction)
+        R, S, T = dP @ P.mT - C.mT @ dC, P @ P.mT, C.mT @ C
+        X = _sylvester(S, T, R) if self.form == "full" else self._commuting(S, T, R)
+        return self._tensors(parameters, X @ P, -C @ X)
+
+    def _commuting(self, S: Tensor, T: Tensor, R: Tensor) -> Tensor:
+        """X within the form: its real and imaginary units have orthogonal tangents, each with one number."""
+        one = torch.eye(self.size, dtype=R.dtype, device=R.device)
+        first, second = self._partners(R.device)
+        turn = torch.zeros_like(one)
+        turn[first, second], turn[second, first] = -1.0, 1.0
+        lengths = S.diagonal(dim1=-2, dim2=-1) + T.diagonal(dim1=-2, dim2=-1)
+        pair = (lengths[:, first] + lengths[:, second]).clamp_min(1e-300)
+        real = (R * one).sum(-1)
+        a = (real[:, first] + real[:, second]) / pair
+        b = (R[:, second, first] - R[:, first, second]) / pair
+        return self._numbers(a, b)
+
+    def _numbers(self, a: Tensor, b: Tensor) -> Tensor:
+        """(n, d, d) from (n, d/2) complex numbers a + ib."""
+        first, second = self._partners(a.device)
+        X = a.new_zeros(len(a), self.size, self.size)
+        X[:, first, first], X[:, second, second] = a, a
+        X[:, first, second], X[:, second, first] = -b, b
+        return X
+
+    def _within(self, X: Tensor) -> Tensor:
+        if self.form == "full":
+            return X
+        first, second = self._partners(X.device)
+        return self._numbers(X[:, first, first], X[:, second, first])
+
+    def _partners(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        half = torch.arange(self.size // 2, device=device)
+        return (half, half + self.size // 2) if self.form == "half" else (2 * half, 2 * half + 1)
+
+    def _blocks(self, like: Parameters, source: Parameters) -> tuple[Tensor, Tensor]:
+        """P (n, d, i) and C (n, o g, d) of the source, zero where it has none."""
+
+        def find(name: str | None) -> Tensor | None:
+            return None if name is None else source.get(name, torch.zeros_like(like[name]))
+
+        P, C = find(self.producer), find(self.consumer)
+        assert P is not None
+        assert C is not None
+        P = _with_column(P, find(self.bias))
+        C = _with_column(C, find(self.consumer_bias)).mT if self.by_rows else C
+        n = P.shape[0] // self.size
+        return P.reshape(n, self.size, -1), _columns(C, n, self.size)
+
+    def _tensors(self, like: Parameters, P: Tensor, C: Tensor) -> dict[str, Tensor]:
+        """The blocks as tensors of the parameters' shapes."""
+        found: dict[str, Tensor] = {}
+        P = P.reshape(-1, P.shape[-1])
+        found[self.producer] = P[:, : like[self.producer].shape[1]]
+        if self.bias is not None:
+            found[self.bias] = P[:, -1]
+        n, _, d = C.shape
+        rows = like[self.consumer].shape[1 if self.by_rows else 0] + (self.consumer_bias is not None)
+        whole = C.reshape(n, rows, -1, d).permute(1, 0, 2, 3).reshape(rows, -1)
+        if not self.by_rows:
+            return {**found, self.consumer: whole}
+        found[self.consumer] = whole.mT[:, : like[self.consumer].shape[1]]
+        if self.consumer_bias is not None:
+            found[self.consumer_bias] = whole.mT[:, -1]
+        return found
+
+
+@dataclass(frozen=True)
+class ChannelScale(Symmetry):
+    """A factor for each channel of a norm's gain (and bias), undone in the columns of the maps behind it."""
+
+    gain: str
+    readers: tuple[str, ...]
+    bias: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.gain, *self.readers, *(() if self.bias is None else (self.bias,)))
+
+    @property
+    def group(self) -> str:
+        return "a factor for each channel"
+
+    def dimensions(self, parameters: Parameters) -> int:
+        return len(parameters[self.gain])
+
+    def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
+        gain = parameters[self.gain]
+        factor = 1 + SIZE * torch.rand(len(gain), generator=generator).to(gain)
+        moved = {name: parameters[name] * factor for name in self._in_front()}
+        return moved | {name: parameters[name] / factor for name in self.readers}
+
+    def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
+        signs = {**dict.fromkeys(self._in_front(), 1.0), **dict.fromkeys(self.readers, -1.0)}
+        top = bottom = torch.zeros_like(parameters[self.gain])
+        for name, sign in signs.items():
+            weight = parameters[name].reshape(-1, len(top))
+            bottom = bottom + weight.square().sum(0)
+            if name in direction:
+                top = top + sign * (weight * direction[name].reshape(-1, len(top))).sum(0)
+        c = top / bottom.clamp_min(1e-300)
+        return {name: sign * c * parameters[name] for name, sign in signs.items()}
+
+    def _in_front(self) -> tuple[str, ...]:
+        return (self.gain,) if self.bias is None else (self.gain, self.bias)
+
+
+@dataclass(frozen=True)
+class Shift(Symmetry):
+    """One row (or number) added to every output: of a softmax's head, or of a map before a LayerNorm."""
+
+    weight: str
+    softmax: bool = True
+
+    @property
+    def up_to_softmax(self) -> bool:
+        return self.softmax
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    @property
+    def group(self) -> str:
+        return "the same shift of every output"
+
+    def dimensions(self, parameters: Parameters) -> int:
+        return parameters[self.weight][0].numel()
+
+    def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
+        weight = parameters[self.weight]
+        row = torch.randn(weight[0].shape, generator=generator).to(weight)
+        return {self.weight: weight + weight.square().mean().sqrt() * row}
+
+    def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
+        given = direction.get(self.weight)
+        like = parameters[self.weight]
+        return {self.weight: torch.zeros_like(like) if given is None else given.mean(0).expand_as(like)}
+
+
+def length(direction: Parameters) -> float:
+    """The Euclidean length over all its tensors."""
+    return float(sum(part.square().sum().item() for part in direction.values()) ** 0.5)
+
+
+def without_symmetries(
+    direction: Parameters, symmetries: Sequence[Symmetry], parameters: Parameters
+) -> tuple[dict[str, Tensor], float]:
+    """The direction without its part along any orbit, and the share of its square that this part has."""
+    left = {name: part.clone() for name, part in direction.items()}
+    whole = length(direction)
+    near = _near(symmetries, set(direction))
+    for _ in range(SWEEPS if whole else 0):
+        before = length(left)
+        for symmetry in near:
+            if any(name in left for name in symmetry.names):
+                for name, part in symmetry.tangent_part(parameters, left).items():
+                    left[name] = left[name] - part if name in left else -part
+        if len(near) < 2 or before - length(left) <= LEFT * whole:
+            break
+    return left, 1 - (length(left) / whole) ** 2 if whole else 0.0
+
+
+def _near(symmetries: Sequence[Symmetry], names: set[str]) -> list[Symmetry]:
+    """Those that share a tensor with the names, directly or by way of one another."""
+    near: list[Symmetry] = []
+    rest = list(symmetries)
+    while found := [one for one in rest if names & set(one.names)]:
+        near += found
+        names = names.union(*(one.names for one in found))
+        rest = [one for one in rest if one not in found]
+    return near
+
+
+def _with_column(matrix: Tensor, column: Tensor | None) -> Tensor:
+    return matrix if column is None else torch.cat((matrix, column[:, None]), dim=1)
+
+
+def _columns(C: Tensor, n: int, d: int) -> Tensor:
+    """(o, n g d), blocks outside, the g heads of a group inside, as (n, o g, d)."""
+    return C.reshape(C.shape[0], n, -1, d).permute(1, 0, 2, 3).reshape(n, -1, d)
+
+
+def _sylvester(S: Tensor, T: Tensor, R: Tensor) -> Tensor:
+    """X with X S + T X = R for symmetric S and T of at least 0; where both are zero, X is."""
+    s, U = torch.linalg.eigh(S)
+    t, V = torch.linalg.eigh(T)
+    total = t.clamp_min(0)[..., :, None] + s.clamp_min(0)[..., None, :]
+    floor = torch.finfo(R.dtype).eps * total.amax((-2, -1), keepdim=True)
+    turned = V.mT @ R @ U
+    return V @ torch.where(total > floor, turned / total.clamp_min(1e-300), 0.0) @ U.mT

@@ -1,0 +1,169 @@
+"""Reading a checkpoint: known singular points, gauges that would be mistaken, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import GeometryError
+from topograd.geometry import checkpoint
+from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
+from topograd.geometry.symmetry_search import FoundSymmetries
+from topograd.nn.gpt import GPT
+
+
+def chain(depth: int) -> tuple[nn.Sequential, Tensor]:
+    """Linear maps with one dead unit that all share, in a random frame."""
+    torch.manual_seed(0)
+    frames = [torch.linalg.qr(torch.randn(4, 4).double()).Q for _ in range(depth + 1)]
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth))).double()
+    dead = torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.0]).double())
+    for i, linear in enumerate(model):
+        linear.weight.data = frames[i + 1] @ dead @ frames[i].T  # type: ignore[union-attr]
+    return model, torch.randn(200, 4).double()
+
+
+def joint(found: CheckpointReading) -> DirectionReading:
+    (one,) = [one for one in found.directions if one.layer.startswith("joint")]
+    return one
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_dead_unit_of_a_chain_has_the_order_of_its_depth(depth: int) -> None:
+    model, x = chain(depth)
+    found = read_checkpoint(model, (x, model(x).detach()), "squared-error", "expected")
+    mode = joint(found)
+    assert (mode.kind, mode.order) == ("dead", depth)
+    assert mode.interval is not None
+    assert mode.interval[0] == pytest.approx(depth, abs=1e-6)
+    assert mode.crossing is not None
+    assert mode.crossing["orders"] == dict.fromkeys(mode.crossing["orders"], 1)
+    assert (mode.crossing["rlct"], mode.crossing["multiplicity"]) == (0.5, depth)
+    alone = [one for one in found.directions if one.kind == "dead" and one is not mode]
+    assert [one.layer for one in alone] == [str(i) for i in range(depth)]
+    assert all(one.order is None for one in alone), "one layer alone does not move the function"
+    assert sum("K is 0 along" in why for why in found.refused) == depth
+
+
+def test_a_dead_unit_beside_a_rectifier_and_the_softmax_shift() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        model[0].weight[7], model[0].bias[7], model[2].weight[:, 7] = 0, 0, 0  # type: ignore[index]
+    found = read_checkpoint(model, (torch.randn(300, 6).double(), torch.randint(3, (300,))))
+    assert joint(found).order == 2
+    kinds = [(one.layer, one.kind) for one in found.directions if one.group is None]
+    assert ("2", "gauge") in kinds, "the head's own bottom is the shift, and the next one is read too"
+    assert ("2", "dead") in kinds
+    groups = {one.layer: one.dimensions for one in found.directions if one.group is not None}
+    assert groups == {"0": 7, "2": 8, "2.bias": 1}, "a dead unit has no size to trade"
+
+
+def test_a_gauge_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 5, bias=False)).double()
+    x = torch.randn(100, 5).double()
+    first, second = (layer.weight.detach() for layer in model)  # type: ignore[union-attr]
+    X = torch.randn(3, 3).double()
+    tangent = {"0.weight": X @ first, "1.weight": -second @ X}
+    way = checkpoint.Candidate("0", tangent, 0.0, lambda: tangent)
+    monkeypatch.setattr(checkpoint, "_candidates", lambda model, factors: [way])
+    assert read_checkpoint(model, (x, x), "squared-error").directions[-1].kind == "gauge"
+    monkeypatch.setattr(checkpoint, "find_symmetries", lambda *args, **more: FoundSymmetries((), ()))
+    fooled = read_checkpoint(model, (x, x), "squared-error").directions[-1]
+    assert (fooled.kind, fooled.order) == ("dead", 2)
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=8, heads=2, vocab=16, context=8)
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_a_model_in_use_is_live_and_left_as_it_was() -> None:
+    model = gpt()
+    model.embedding.weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = torch.randint(16, (12, 8))
+    seen: list[tuple[int, int]] = []
+    found = read_checkpoint(model, [(tokens, tokens.roll(-1, 1))], on_scan=lambda *now: seen.append(now))
+    followed = [one for one in found.directions if one.group is None and one.kind != "gauge"]
+    assert {one.kind for one in followed} == {"live"}
+    known = [one for one in followed if one.order is not None]
+    assert len(known) > len(followed) // 2
+    assert all(one.order == 1 and one.share == 0.5 and one.fluctuation == 0.5 for one in known)
+    assert seen[-1][0] == seen[-1][1]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.embedding.weight.requires_grad
+    assert all("forward" not in vars(layer) for layer in model.layers)
+    plain = json.loads(json.dumps(found.as_dict()))
+    assert {"directions", "stream", "refused", "sentences"} <= plain.keys()
+    assert {"layer", "kind", "order", "interval"} <= plain["directions"][0].keys()
+
+
+def test_layers_before_the_first_that_moves_answer_as_they_did() -> None:
+    """The shortcut gives what a whole run gives."""
+    model = gpt().double()
+    tokens = torch.randint(16, (1, 8))
+    probe = checkpoint.Probe(model, tokens, "cross-entropy", None, None)
+    name = "layers.1.mlp.up.weight"
+    part = {name: torch.randn(model.get_parameter(name).shape).double()}
+    grid = torch.tensor([0.01, 0.1], dtype=torch.float64)
+    short, sketch = probe.scan(part, grid)
+    probe._layers = {}
+    whole, other = probe.scan(part, grid)
+    assert short == pytest.approx(whole, rel=1e-12)
+    assert torch.allclose(sketch, other)
+    assert float(sketch.square().sum()) == pytest.approx(2 * short[0] / 1e-4, rel=0.3), "sketches keep length"
+
+
+def test_no_loss_few_scans_and_half_precision() -> None:
+    model = gpt().bfloat16()
+    tokens = torch.randint(16, (12, 8))
+    found = read_checkpoint(model, [(tokens, None)], None, scans=3)
+    assert any("layers were not scanned" in why for why in found.refused)
+    assert any("no loss" in why for why in found.refused)
+    assert len([one for one in found.directions if one.group is None and one.kind != "gauge"]) == 4
+    own = read_checkpoint(
+        nn.Linear(3, 2),
+        (torch.randn(9, 3), torch.randn(9, 2)),
+        lambda o, y: (o - y).abs().sum(-1),
+        "empirical",
+    )
+    assert any("Gaussian around the outputs" in why for why in own.refused)
+
+
+@pytest.mark.parametrize(
+    ("batches", "why"),
+    [
+        ([], "there are no batches"),
+        ([torch.ones(3)], "give pairs"),
+        ([({"x": torch.ones(3, 4)}, None), ({"y": torch.ones(3, 4)}, None)], "a batch has inputs y"),
+        ([(torch.ones(0, 4), None)], "no samples"),
+    ],
+)
+def test_bad_batches(batches: Any, why: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(GeometryError, match=why):
+        read_checkpoint(Named(), batches)
+
+
+def test_quantised_models_and_no_scans() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].weight = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(GeometryError, match=r"0\.weight holds int8: a quantised model"):
+        read_checkpoint(model, (torch.ones(4, 3), None))
+    with pytest.raises(GeometryError, match="scans is 0"):
+        read_checkpoint(nn.Linear(3, 2), (torch.ones(4, 3), None), scans=0)
