@@ -34,6 +34,7 @@ from topograd.geometry.projections import (
 )
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
 from topograd.geometry.selection import Selection, local_rlct, select_rank
+from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient, learning_coefficient
 from topograd.geometry.singular.crossings import Crossing, crossing_from_rates, recover_crossing, rlct
 from topograd.geometry.singular.fluctuation import data_free_fluctuation, singular_fluctuation
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
@@ -55,7 +56,9 @@ __all__ = [
     "GatedStack",
     "Inspection",
     "KernelMonitor",
+    "Langevin",
     "LayerFactors",
+    "LearningCoefficient",
     "Mixer",
     "OrderReading",
     "Path",
@@ -76,6 +79,7 @@ __all__ = [
     "kfac_factors",
     "ladder",
     "layernorm_kernel",
+    "learning_coefficient",
     "local_rlct",
     "local_slope",
     "log_grid",

@@ -1,0 +1,453 @@
+"""The local learning coefficient of any model: preconditioned Langevin chains, and whether to believe them.
+
+Statement. L_n(w) is the mean loss of n terms (tokens count one each), w* the model's weights. With nβ, by
+default n / log n,
+
+    λ̂ = nβ ( E[L_n(w)] - L_n(w*) ),     w ~ exp(-U),  U = nβ L_n(w) + (γ/2)|w - w*|².
+
+A chain starts at w* and steps with the gradient g of a batch and a diagonal preconditioner M,
+
+    u = nβ g + γ(w - w*),     w ← w - (ε/2) M u + √(ε M) N(0, I),
+    M = 1, or 1 / (δ + √v) over its mean with v ← α v + (1-α) g²  (RMSprop; v is held still after burn-in)
+
+Every `thin` steps the loss of all n terms is evaluated at w, the terms one by one. So L_n(w) and L_n(w*) are
+of the same data: no baseline of a few batches is shared by all chains, whose noise times nβ would make
+repeats disagree. From the terms follow V = Σ_i Var_w, ν = βV/2, WAIC, and WBIC = n E[L_n(w)] at β = 1/log n.
+
+Whether to believe it. For w ~ exp(-U) over d weights E[(w - w*)·u] = d exactly (integration by parts): the
+*virial*, E[(w - w*)·u] / d, is 1 at equilibrium, below 1 in a chain that has not yet arrived, above 1 by the
+bias of a step that is too large (for curvature c by 1/(1 - εMc/4)), and λ̂ has the same bias. It is not
+calibrated, and `reason` says why, if the virial is off by more than `VIRIAL`, chains disagree (R̂ above
+`AGREE`), the halves of the traces drift, or λ̂ is below zero (w* is no minimum of these data).
+
+Symbols. ε step, γ localisation, b terms of a batch, d weights that are sampled. Cost: chains · (burn-in +
+draws · thin) gradients of a batch, and chains · draws + 1 evaluations of all data.
+Source: Lau, Furman, Wang, Murfet and Wei, "The Local Learning Coefficient: A Singularity-Aware Complexity
+Measure"; Wang, Hoogland, van Wingerden, Furman and Murfet, "Differentiation and Specialization of Attention
+Heads via the Refined Local Learning Coefficient" (restricted to weights and data); Li, Chen, Carlson and
+Carin, "Preconditioned Stochastic Gradient Langevin Dynamics"; Watanabe, "A widely applicable Bayesian
+information criterion". The virial test is ours.
+Limits. Biased in γ (a direction of curvature H counts ½ nβH / (nβH + γ)) and in 1/log n: both are of the
+estimator and not of its sampling, and the test does not see them. The change of M with w is left out, as is
+usual. Dropout and batch statistics must be switched off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from topograd.errors import DivergenceError, GeometryError
+from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.losses import IGNORED, OwnLoss
+from topograd.geometry.paths import Replaced
+from topograd.geometry.singular.criteria import Waic, waic
+
+VIRIAL = 0.15
+AGREE = 1.2
+DRIFT = 3.0
+"""In standard errors of the difference of the traces' halves."""
+DECAY = 0.99
+"""α"""
+DAMPING = 1e-4
+"""δ, over the mean of √v"""
+TRIALS = 12
+"""Halvings of a step that is looked for."""
+LARGEST_BIAS = 0.05
+"""Of the virial by the step, where the step is looked for."""
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Langevin:
+    """How to sample; the defaults look for the step themselves."""
+
+    step: float | None = None
+    """ε; None: the largest that the sharpest direction bears"""
+    localization: float = 1.0
+    """γ"""
+    chains: int = 4
+    burn_in: int = 500
+    draws: int = 200
+    thin: int = 5
+    """Steps from one draw to the next"""
+    precondition: Literal["none", "rmsprop"] = "none"
+
+    def __post_init__(self) -> None:
+        if (self.step is not None and not 0 < self.step < math.inf) or not 0 <= self.localization < math.inf:
+            raise GeometryError(
+                f"step {self.step}, localization {self.localization}: give step > 0 and localization >= 0"
+            )
+        if min(self.chains, self.thin) < 1 or self.draws < 8 or self.burn_in < 0:
+            raise GeometryError(
+                f"chains {self.chains}, draws {self.draws}, thin {self.thin}, burn_in {self.burn_in}: give 1 "
+                "or more chains and thin, 8 or more draws, and 0 or more for burn_in"
+            )
+        if self.precondition not in ("none", "rmsprop"):
+            raise GeometryError(f"precondition {self.precondition!r} is unknown; choose none or rmsprop")
+
+
+@dataclass(frozen=True)
+class LearningCoefficient:
+    """λ̂ with what it was read from."""
+
+    value: float
+    interval: tuple[float, float]
+    """90 %, of the sampling alone: over batches of draws of every chain"""
+    traces: Tensor
+    """nβ (L_n(w) - L_n(w*)), (chains, draws)"""
+    calibrated: bool
+    reason: str | None
+    """Why it is not"""
+    virial: float
+    agreement: float
+    """R̂ of the chains; nan for one"""
+    terms: int
+    """n"""
+    n_beta: float
+    step: float
+    weights: int
+    """d"""
+    waic: Waic | None
+    """None where the loss is one number a batch"""
+    wbic: float
+    gradients: int
+    """Of a batch"""
+    evaluations: int
+    """Of a batch, without a gradient"""
+
+    @property
+    def fluctuation(self) -> float | None:
+        """ν"""
+        return None if self.waic is None else self.waic.fluctuation
+
+
+def learning_coefficient(
+    model: nn.Module,
+    loss: str | OwnLoss,
+    batches: Batch | Iterable[Batch],
+    settings: Langevin | None = None,
+    *,
+    n_beta: float | None = None,
+    weights: str | Sequence[str] | None = None,
+    outputs: Outputs | None = None,
+    seed: int = 0,
+) -> LearningCoefficient:
+    """λ̂ around the model's weights on these batches (inputs, targets), which are the data.
+
+    `loss` is "cross-entropy", "squared-error" (½|f - y|²), or a function to the loss of each term. `weights`
+    restricts the sampling to parameters of these names, or below these modules; other weights stay.
+
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <torch._C.Generator object at ...>
+    >>> model, x = nn.Linear(2, 1).double(), torch.randn(300, 2).double()
+    >>> few = Langevin(burn_in=100, draws=200)
+    >>> found = learning_coefficient(model, "squared-error", (x, model(x).detach()), few)
+    >>> found.calibrated, abs(found.value - 1.5) < 0.3  # three regular weights count one half each
+    (True, True)
+    """
+    settings = Langevin() if settings is None else settings
+    center = _sampled(model, weights)
+    target = _Target(model, loss, list(_each(batches)), outputs)
+    tempered = target.terms / math.log(target.terms) if n_beta is None else n_beta
+    if not 0 < tempered < math.inf:
+        raise GeometryError(f"n_beta is {n_beta}: give a positive number")
+    if settings.step is None:
+        settings = replace(settings, step=_bearable_step(target, center, tempered, settings, seed))
+    base = target.losses(center)
+    chains = [
+        _chain(target, center, tempered, settings, torch.Generator().manual_seed(seed + 1000 * i), i)
+        for i in range(settings.chains)
+    ]
+    terms = torch.stack([chain.terms for chain in chains]).double()  # (chains, draws, terms or 1)
+    traces = tempered * (terms.mean(-1) - base.double().mean())
+    virial = sum(chain.virial for chain in chains) / len(chains)
+    value, interval = _mean(traces)
+    agreement = _agreement(traces)
+    reason = _refusal(value, interval, virial, agreement, traces)
+    assert settings.step is not None
+    steps = settings.burn_in + settings.draws * settings.thin
+    return LearningCoefficient(
+        value=value,
+        interval=interval,
+        traces=traces,
+        calibrated=reason is None,
+        reason=reason,
+        virial=virial,
+        agreement=agreement,
+        terms=target.terms,
+        n_beta=tempered,
+        step=settings.step,
+        weights=sum(w.numel() for w in center.values()),
+        waic=waic(-terms.flatten(0, 1), tempered / target.terms) if target.each_term else None,
+        wbic=target.terms * float(terms.mean()),
+        gradients=settings.chains * steps,
+        evaluations=(settings.chains * settings.draws + 1) * len(target.batches),
+    )
+
+
+class _Target:
+    """The data and their loss, at any weights."""
+
+    def __init__(
+        self, model: nn.Module, loss: str | OwnLoss, batches: list[Batch], outputs: Outputs | None
+    ) -> None:
+        _refuse_random(model)
+        self._network = Replaced(model, outputs)
+        self._loss = _per_term(loss)
+        self.batches = batches
+        if not batches:
+            raise GeometryError("there are no batches; give at least one pair (inputs, targets)")
+        with torch.no_grad():
+            first = [self._of(batch, {}) for batch in batches]
+        self.each_term = all(part.dim() > 0 for part in first)
+        sizes = [
+            part.numel() if part.dim() else _rows(batch) for part, batch in zip(first, batches, strict=True)
+        ]
+        self.terms = sum(sizes)
+        if self.terms < 3:
+            raise GeometryError(f"{self.terms} loss terms: log log n needs 3 or more")
+        self._shares = [size / self.terms for size in sizes]
+
+    def _of(self, batch: Batch, weights: Weights) -> Tensor:
+        inputs, targets = batch
+        if targets is None:
+            raise GeometryError("a batch has no targets; a likelihood needs them: give (inputs, targets)")
+        return self._loss(self._network(weights, inputs), targets)
+
+    @torch.no_grad()
+    def losses(self, weights: Weights) -> Tensor:
+        """Of every term, (n,), or their mean (1,) where the loss gives one number a batch."""
+        parts = [self._of(batch, weights).detach() for batch in self.batches]
+        if self.each_term:
+            return torch.cat([part.flatten() for part in parts]).cpu()
+        return torch.stack([share * part for share, part in zip(self._shares, parts, strict=True)]).sum()[
+            None
+        ]
+
+    def gradient(self, weights: Weights, batch: Batch) -> tuple[float, Weights]:
+        """Of a batch's mean loss."""
+        learning = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        with torch.enable_grad():
+            value = self._of(batch, learning).mean()
+            found = torch.autograd.grad(value, list(learning.values()), allow_unused=True)
+        filled = [
+            torch.zeros_like(w) if g is None else g for w, g in zip(learning.values(), found, strict=True)
+        ]
+        return float(value.detach()), dict(zip(learning, filled, strict=True))
+
+
+@dataclass(frozen=True)
+class _Chain:
+    terms: Tensor
+    virial: float
+
+
+def _chain(
+    target: _Target,
+    center: Weights,
+    tempered: float,
+    settings: Langevin,
+    generator: torch.Generator,
+    number: int,
+) -> _Chain:
+    """One chain: the losses of its draws, and its virial over all steps after burn-in."""
+    assert settings.step is not None
+    weights = {name: w.clone() for name, w in center.items()}
+    scale = _Preconditioner(settings.precondition, center)
+    kept: list[Tensor] = []
+    virial, size = [], sum(w.numel() for w in center.values())
+    for i in range(settings.burn_in + settings.draws * settings.thin):
+        place = int(torch.randint(len(target.batches), (), generator=generator))
+        value, gradient = target.gradient(weights, target.batches[place])
+        if not math.isfinite(value):
+            raise DivergenceError(
+                f"the loss of chain {number} is {value} at step {i}: step {settings.step:g} is too large; "
+                "choose a smaller one, or leave it out"
+            )
+        burning = i < settings.burn_in
+        scale.see(gradient, learn=burning)
+        moved = 0.0
+        for name, w in weights.items():
+            away = w - center[name]
+            u = tempered * gradient[name] + settings.localization * away
+            moved += float((away * u).sum())
+            noise = torch.randn(w.shape, generator=generator, dtype=torch.float32).to(w)
+            M = scale[name]
+            weights[name] = w - settings.step / 2 * M * u + (settings.step * M) ** 0.5 * noise
+        if not burning:
+            virial.append(moved / size)
+            if (i - settings.burn_in + 1) % settings.thin == 0:
+                kept.append(target.losses(weights))
+    return _Chain(torch.stack(kept), sum(virial) / len(virial))
+
+
+class _Preconditioner:
+    """M of every weight; of mean 1, so that a step means the same with and without."""
+
+    def __init__(self, kind: str, center: Weights) -> None:
+        self._kind = kind
+        self._v = {name: torch.zeros_like(w) for name, w in center.items()}
+        self._M: Weights | None = None
+
+    def see(self, gradient: Weights, learn: bool) -> None:
+        if self._kind == "none" or not learn:
+            return
+        for name, g in gradient.items():
+            self._v[name].mul_(DECAY).addcmul_(g, g, value=1 - DECAY)
+        self._M = None
+
+    def __getitem__(self, name: str) -> Tensor | float:
+        if self._kind == "none":
+            return 1.0
+        if self._M is None:
+            roots = {key: v.sqrt() for key, v in self._v.items()}
+            count = sum(root.numel() for root in roots.values())
+            mean = sum(float(root.sum()) for root in roots.values()) / count or 1.0
+            raw = {key: 1 / (DAMPING * mean + root) for key, root in roots.items()}
+            size = sum(float(part.sum()) for part in raw.values()) / count
+            self._M = {key: part / size for key, part in raw.items()}
+        return self._M[name]
+
+
+def _bearable_step(target: _Target, center: Weights, tempered: float, settings: Langevin, seed: int) -> float:
+    """ε with ε c / 4 ≤ LARGEST_BIAS for the sharpest curvature c that power iteration finds."""
+    generator = torch.Generator().manual_seed(seed)
+    x = {name: torch.randn(w.shape, generator=generator).to(w) for name, w in center.items()}
+    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(sum(float(w.square().sum()) for w in center.values())), 1e-3)
+    for i in range(TRIALS):
+        size = math.sqrt(sum(float(part.square().sum()) for part in x.values())) or 1.0
+        batch = target.batches[i % len(target.batches)]
+        ahead = {name: w + reach / size * x[name] for name, w in center.items()}
+        behind = {name: w - reach / size * x[name] for name, w in center.items()}
+        up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
+        x = {name: (up[name] - down[name]) / (2 * reach) for name in center}
+        sharpest = max(sharpest, math.sqrt(sum(float(part.square().sum()) for part in x.values())))
+    if not math.isfinite(sharpest):
+        raise DivergenceError("the loss is not finite around the weights; give a trained model")
+    return 4 * LARGEST_BIAS / max(tempered * sharpest + settings.localization, 1e-12)
+
+
+def _mean(traces: Tensor) -> tuple[float, tuple[float, float]]:
+    """The mean, and its 90 % interval from the means of four parts of every chain."""
+    chains, draws = traces.shape
+    part = draws // 4
+    means = traces[:, : 4 * part].reshape(chains * 4, part).mean(1)
+    value = float(traces.mean())
+    error = float(means.std()) / math.sqrt(len(means))
+    reach = float(student.ppf(0.95, len(means) - 1)) * error
+    return value, (value - reach, value + reach)
+
+
+def _agreement(traces: Tensor) -> float:
+    """R̂ of Gelman and Rubin."""
+    chains, draws = traces.shape
+    if chains < 2:
+        return math.nan
+    within = float(traces.var(1).mean())
+    between = float(traces.mean(1).var())
+    return math.sqrt((within * (draws - 1) / draws + between) / within) if within > 0 else math.nan
+
+
+def _refusal(
+    value: float, interval: tuple[float, float], virial: float, agreement: float, traces: Tensor
+) -> str | None:
+    if not math.isfinite(value):
+        return f"the value is {value}"
+    if virial > 1 + VIRIAL:
+        return f"the virial is {virial:.2f} and not 1: the step is too large, and λ̂ too by about as much"
+    if virial < 1 - VIRIAL:
+        return f"the virial is {virial:.2f} and not 1: the chains have not arrived; give more burn_in"
+    if agreement > AGREE:
+        return f"the chains disagree (R̂ {agreement:.2f}): more draws"
+    if interval[1] < 0:
+        return "λ̂ is below 0: the weights are no minimum of the loss on these data"
+    half = traces.shape[1] // 2
+    first, second = traces[:, :half].mean(1), traces[:, half:].mean(1)
+    spread = float((second - first).std()) / math.sqrt(len(first)) if len(first) > 1 else math.inf
+    if spread and abs(float((second - first).mean())) > DRIFT * spread and len(first) > 2:
+        return "the traces still drift: more burn_in"
+    return None
+
+
+def _per_term(loss: str | OwnLoss) -> OwnLoss:
+    if loss == "cross-entropy":
+        return _cross_entropy
+    if loss == "squared-error":
+        return lambda f, y: (f - y).square().flatten(1).sum(-1) / 2
+    if isinstance(loss, str):
+        raise GeometryError(f"loss {loss!r} is unknown; choose cross-entropy, squared-error, or a function")
+    if not callable(loss):
+        raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
+    return loss
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of each term, classes last; targets of -100 are none."""
+    flat, labels = outputs.flatten(0, -2), targets.flatten()
+    counted = labels != IGNORED
+    return F.cross_entropy(
+        flat[counted].float() if flat.dtype == torch.bfloat16 else flat[counted],
+        labels[counted],
+        reduction="none",
+    )
+
+
+def _each(batches: Any) -> Iterable[Batch]:
+    pair = (
+        isinstance(batches, tuple | list) and len(batches) == 2 and not isinstance(batches[0], tuple | list)
+    )
+    for batch in [batches] if pair else batches:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise GeometryError(f"a batch of type {type(batch).__name__}: give pairs (inputs, targets)")
+        yield batch[0], batch[1]
+
+
+def _rows(batch: Batch) -> int:
+    return len(batch[1]) if batch[1] is not None else 0
+
+
+def _sampled(model: nn.Module, chosen: str | Sequence[str] | None) -> Weights:
+    """The weights to sample, or why there are none."""
+    asked = (chosen,) if isinstance(chosen, str) else chosen
+    found = {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if (p.requires_grad if asked is None else any(name == a or name.startswith(f"{a}.") for a in asked))
+    }
+    if not found:
+        known = ", ".join(list(dict(model.named_parameters()))[:4])
+        what = "requires a gradient" if asked is None else f"is named {', '.join(asked or ())}"
+        raise GeometryError(f"no parameter {what}: there is nothing to sample (there are {known}, ...)")
+    for name, weight in found.items():
+        if not weight.is_floating_point():
+            raise GeometryError(
+                f"parameter {name} holds {weight.dtype}: a quantised model; give it in floats"
+            )
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            raise GeometryError(
+                f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a step of a "
+                "chain away; call model.float() first"
+            )
+        if not torch.isfinite(weight).all():
+            raise GeometryError(f"parameter {name} has values that are not finite: give a trained model")
+    return found
+
+
+def _refuse_random(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        random = (isinstance(module, nn.Dropout) and module.p > 0) or isinstance(
+            module, nn.modules.batchnorm._BatchNorm
+        )
+        if random and module.training:
+            raise GeometryError(
+                f"{name} is a {type(module).__name__} in training mode; call model.eval() first"
+            )

@@ -1,0 +1,127 @@
+"""The learning coefficient of any model: known values, its refusals, and what it counts."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import DivergenceError, GeometryError
+from topograd.geometry import learning_coefficient
+from topograd.geometry.singular.coefficient import Langevin
+
+FEW = Langevin(burn_in=60, draws=40, thin=4, chains=3)
+
+
+def regular(size: int = 3, n: int = 120) -> tuple[nn.Linear, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(size, 1, bias=False).double()
+    x = torch.randn(n, size).double()
+    return model, (x, model(x).detach())
+
+
+def test_regular_weights_count_one_half_each() -> None:
+    model, data = regular()
+    before = model.weight.detach().clone()
+    found = learning_coefficient(model, "squared-error", data, FEW)
+    assert found.calibrated, found.reason
+    assert found.value == pytest.approx(1.5, abs=0.35)
+    assert found.interval[0] < found.value < found.interval[1]
+    assert found.traces.shape == (3, 40)
+    assert found.value == pytest.approx(float(found.traces.mean()))
+    assert (found.terms, found.weights) == (120, 3)
+    assert found.n_beta == pytest.approx(120 / torch.log(torch.tensor(120.0)).item())
+    assert found.gradients == 3 * (60 + 40 * 4)
+    assert found.evaluations == 3 * 40 + 1
+    assert torch.equal(model.weight, before)
+    again = learning_coefficient(model, "squared-error", data, FEW)
+    assert again.value == found.value, "the same seed gives the same"
+
+
+class Power(nn.Module):
+    """N(w², 1) at w = 0: λ = ¼."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.other = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w**2).expand(len(x), 1)
+
+
+def test_a_singular_weight_counts_less_and_weights_can_be_chosen() -> None:
+    data = torch.ones(400, 1).double(), torch.zeros(400, 1).double()
+    settings = Langevin(step=0.01, burn_in=100, draws=80, thin=5, chains=3)
+    found = learning_coefficient(Power(), "squared-error", data, settings, weights="w")
+    assert found.weights == 1
+    assert found.value == pytest.approx(0.25, abs=0.12)
+    assert found.value < 0.4
+    with pytest.raises(GeometryError, match="no parameter is named nowhere"):
+        learning_coefficient(Power(), "squared-error", data, settings, weights="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (Langevin(step=2e-5, burn_in=0, draws=20, thin=1, chains=2), "have not arrived"),
+        (Langevin(step=0.065, burn_in=40, draws=40, thin=1, chains=2), "the step is too large"),
+    ],
+)
+def test_a_step_that_is_too_small_or_too_large_is_refused(settings: Langevin, why: str) -> None:
+    model, data = regular()
+    found = learning_coefficient(model, "squared-error", data, settings)
+    assert not found.calibrated
+    assert why in (found.reason or "")
+    assert abs(found.virial - 1) > 0.15
+
+
+def test_weights_that_are_no_minimum_are_refused() -> None:
+    model, (x, y) = regular()
+    found = learning_coefficient(model, "squared-error", (x, y + 3 * x[:, :1]), FEW, n_beta=60.0)
+    assert not found.calibrated
+    assert found.value < 0
+    assert found.n_beta == 60.0
+
+
+def test_tokens_are_counted_one_by_one_and_ignored_ones_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    tokens = torch.randint(5, (6, 7))
+    targets = tokens.clone()
+    targets[:, 0] = -100
+    batches = [(tokens[:4], targets[:4]), (tokens[4:], targets[4:])]
+    settings = Langevin(step=1e-4, burn_in=4, draws=8, thin=1, chains=2, precondition="rmsprop")
+    found = learning_coefficient(model, "cross-entropy", batches, settings)
+    assert found.terms == 36
+    assert found.waic is not None
+    assert found.fluctuation == found.waic.fluctuation
+    assert found.evaluations == (2 * 8 + 1) * 2
+    assert found.wbic == pytest.approx(36 * float(found.waic.training), rel=0.2)
+    one = learning_coefficient(
+        model, lambda f, y: nn.functional.cross_entropy(f.flatten(0, 1), y.flatten()), batches, settings
+    )
+    assert one.waic is None
+    assert one.terms == 6, "a loss of one number a batch counts rows"
+
+
+def test_bad_requests() -> None:
+    model, data = regular()
+    with pytest.raises(GeometryError, match="bfloat16, which rounds a step"):
+        learning_coefficient(nn.Linear(3, 1).bfloat16(), "squared-error", data)
+    with pytest.raises(GeometryError, match=r"call model\.eval"):
+        learning_coefficient(nn.Sequential(model, nn.Dropout(0.5)), "squared-error", data)
+    with pytest.raises(GeometryError, match="no batches"):
+        learning_coefficient(model, "squared-error", [])
+    with pytest.raises(GeometryError, match="has no targets"):
+        learning_coefficient(model, "squared-error", (data[0], None))
+    with pytest.raises(GeometryError, match="loss 'hinge' is unknown"):
+        learning_coefficient(model, "hinge", data)
+    with pytest.raises(GeometryError, match="n_beta is -1"):
+        learning_coefficient(model, "squared-error", data, FEW, n_beta=-1)
+    with pytest.raises(GeometryError, match="8 or more draws"):
+        Langevin(draws=2)
+    with pytest.raises(GeometryError, match="precondition 'adam'"):
+        Langevin(precondition="adam")  # type: ignore[arg-type]
+    with pytest.raises(GeometryError, match="give step > 0"):
+        Langevin(step=-1.0)
+    with pytest.raises(DivergenceError, match="too large"):
+        learning_coefficient(model, "squared-error", data, Langevin(step=1e3, burn_in=400, draws=8))
