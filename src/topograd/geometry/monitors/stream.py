@@ -152,6 +152,11 @@ class StreamMonitor(Watching):
         found = [kept.joined(apart) for kept, apart in zip(self._kept, self._apart, strict=True)]
         return self._profile(found if massive else self._kept, rank)
 
+    def second_moment(self) -> Tensor:
+        """HᵀH / n behind the last layer, of all samples since the last `reset`."""
+        self._end_pass()
+        return self._kept[-1].joined(self._apart[-1]).second_moment
+
     def _profile(self, all_moments: Sequence[Moments], rank: int | None) -> StreamProfile:
         widths = {len(moments.mean) for moments in all_moments if moments.count}
         if len(widths) > 1:

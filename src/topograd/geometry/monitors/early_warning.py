@@ -1,0 +1,344 @@
+"""Early warning in anybody's loop: a few cheap signals at every step, and alarms when one leaves its past.
+
+    monitor = EarlyWarning(model, head="lm_head")
+    with monitor:
+        for step, batch in enumerate(batches):
+            loss = ...; loss.backward()
+            for alarm in monitor.read(step, loss):   # before gradients are clipped
+                print(alarm)
+            optimizer.step()
+
+Signals, one number each at every `every`-th step:
+
+    loss             itself, for comparison
+    gradient_norm    of all gradients
+    update_size      root mean square of g / √v over the optimizer's second moments v, where it has them
+    logit_size       the largest |output| of the head
+    dead_units       1 + the share of outputs of maps whose weights have no gradient at all, in percent
+    rank             effective rank of the last layer's activations, on `ROWS` rows in `CHANNELS` random channels
+    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1)
+    gauge_drift      the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
+
+An alarm: the logarithm of a signal is `DEVIATIONS` robust standard deviations (1.4826 MAD, at least `SLACK`)
+from the median of the last `MEMORY` readings, on its bad side; after one, `REST` readings of that signal are
+quiet.
+
+Symbols. m rows, d channels, C classes. Cost: a norm of every gradient; a few small products. No second
+backward pass, nothing is written to the model; hooks are there only while the monitor is entered.
+Source: "Dead Directions: Geometric Singular Learning" §5.1 and Algorithm 1 (rank, anisotropy, gauge drift as
+in Remark 80); gradient norm and update size after Wortsman et al., "Stable and low-precision training for
+large-scale vision-language models"; logits after Wortsman et al., "Small-scale proxies for large-scale
+Transformer training instabilities". `topograd bench monitors` measures lead times and false alarms.
+Limits. A signal that drifts steadily faster than its noise alarms too. On sharded models each rank reads its
+own part.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from topograd.effective_rank import effective_rank
+from topograd.errors import GeometryError
+from topograd.geometry.monitors.moments import hidden_of
+from topograd.geometry.monitors.stream import find_layers
+from topograd.geometry.monitors.task_expansion import NORMAL, anisotropy
+from topograd.geometry.monitors.watching import Watching
+
+Side = Literal["up", "down", "both"]
+SIGNALS: Mapping[str, Side] = {
+    "loss": "up",
+    "gradient_norm": "up",
+    "update_size": "up",
+    "logit_size": "up",
+    "dead_units": "up",
+    "rank": "down",
+    "anisotropy": "up",
+    "gauge_drift": "up",
+}
+DEVIATIONS = 6.0
+SLACK = 0.05
+MEMORY = 30
+LEAST = 10
+"""Readings before the first alarm of a signal."""
+REST = 10
+ROWS, CHANNELS = 256, 32
+MOST_CLASSES = 64
+"""Of a larger head, so many random mixtures of its outputs are read."""
+Writer = Callable[[int, Mapping[str, float]], None]
+"""Takes a step and the signals of it."""
+
+
+class HasTotal(Protocol):
+    """A norm over all gradients (`adapters.UnclippedNorms`)."""
+
+    def total(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One signal out of the ordinary."""
+
+    signal: str
+    step: int
+    value: float
+    usual: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.signal} is {self.value:.4g}, usually {self.usual:.4g}"
+
+
+class EarlyWarning(Watching):
+    """Reads the signals of one model while it trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        head: str | nn.Module | None = None,
+        layers: Sequence[nn.Module] | str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 1,
+        signals: Sequence[str] | None = None,
+        writer: Writer | None = None,
+    ) -> None:
+        """`head` gives the logits (by default the last map that the model registers), `layers` the stream.
+
+        `optimizer` is read for its second moments. A signal that cannot be had here is in `missing`.
+        """
+        super().__init__()
+        if every < 1:
+            raise GeometryError(f"every is {every}: read each step (1) or one in so many")
+        wanted = list(SIGNALS) if signals is None else list(signals)
+        if unknown := [name for name in wanted if name not in SIGNALS]:
+            raise GeometryError(f"signal {unknown[0]!r} is unknown; choose from {', '.join(SIGNALS)}")
+        self._model, self._every, self._optimizer, self._writer = model, every, optimizer, writer
+        self._wanted, self.missing = wanted, dict[str, str]()
+        self._head = _find_head(model, head)
+        self._layer = _last_layer(model, layers)
+        self._pairs = _neighbours(model)
+        self._start = self._log_ratios()
+        self._seen: dict[str, Tensor] = {}
+        self._past: dict[str, deque[float]] = {name: deque(maxlen=MEMORY) for name in wanted}
+        self._quiet: dict[str, int] = dict.fromkeys(wanted, 0)
+        self._next = 0
+        self.alarms: list[Alarm] = []
+        self.norms: HasTotal | None = None
+        """Where the norm of gradients is read instead, if they are clipped before `read`."""
+        self._note_missing()
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the second moments of this one from now on."""
+        self._optimizer = optimizer
+        self.missing.pop("update_size", None)
+
+    def _attach(self) -> list[RemovableHandle]:
+        handles = []
+        if self._layer is not None:
+            handles.append(self._layer.register_forward_hook(self._see_layer))
+        if self._head is not None:
+            handles.append(self._head.register_forward_hook(self._see_head))
+        return handles
+
+    def read(self, step: int, loss: Tensor | float) -> list[Alarm]:
+        """The alarms of this step; call it after backward and before gradients are clipped."""
+        if step < self._next:
+            return []
+        self._next = step + self._every
+        values = {name: value for name, value in self._values(loss) if math.isfinite(value) or name == "loss"}
+        self._seen.clear()
+        found = [alarm for name, value in values.items() if (alarm := self._judge(name, step, value))]
+        self.alarms += found
+        if self._writer is not None:
+            self._writer(step, {**values, **{f"alarm/{alarm.signal}": 1.0 for alarm in found}})
+        return found
+
+    def _judge(self, name: str, step: int, value: float) -> Alarm | None:
+        past = self._past[name]
+        here = math.log(value) if 0 < value < math.inf else (math.inf if not math.isfinite(value) else -50.0)
+        alarm = None
+        if len(past) >= LEAST and self._quiet[name] <= 0:
+            median = statistics.median(past)
+            spread = statistics.median(abs(one - median) for one in past)
+            away = here - median if SIGNALS[name] == "up" else median - here
+            if away > DEVIATIONS * max(NORMAL * spread, SLACK):
+                alarm = Alarm(name, step, value, math.exp(median))
+                self._quiet[name] = REST
+        self._quiet[name] -= 1
+        if math.isfinite(here):
+            past.append(here)
+        return alarm
+
+    @torch.no_grad()
+    def _values(self, loss: Tensor | float) -> Iterator[tuple[str, float]]:
+        readers: dict[str, Callable[[], float | None]] = {
+            "loss": lambda: float(loss.detach()) if isinstance(loss, Tensor) else float(loss),
+            "gradient_norm": self._gradient_norm,
+            "update_size": self._update_size,
+            "logit_size": lambda: self._scalar("logits"),
+            "dead_units": self._dead_units,
+            "rank": self._rank,
+            "anisotropy": self._anisotropy,
+            "gauge_drift": self._drift,
+        }
+        for name in self._wanted:
+            if name not in self.missing and (value := readers[name]()) is not None:
+                yield name, value
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
+
+    def _gradient_norm(self) -> float | None:
+        if self.norms is not None:
+            return self.norms.total()
+        found = self._gradients()
+        norms = torch._foreach_norm(found) if found else ()
+        return float(torch.stack([norm.float() for norm in norms]).norm()) if found else None
+
+    def _update_size(self) -> float | None:
+        """√ mean of g² / v, over the tensors of one dimension and the head: where spikes begin."""
+        assert self._optimizer is not None
+        total, count = 0.0, 0
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                state = self._optimizer.state.get(p, {})
+                v = state.get("exp_avg_sq")
+                if v is None or p.grad is None or p.numel() > 1_000_000:
+                    continue
+                total += float((p.grad.square() / v.clamp_min(1e-16)).clamp_max(1e6).sum())
+                count += p.numel()
+        return math.sqrt(total / count) if count else None
+
+    def _dead_units(self) -> float | None:
+        dead = rows = 0
+        for p in self._model.parameters():
+            if p.grad is not None and p.dim() == 2 and p.shape[0] <= 16384:
+                size = p.grad.abs().amax(1)
+                dead += int((size == 0).sum())
+                rows += len(size)
+        return 1 + 100 * dead / rows if rows else None
+
+    def _rank(self) -> float | None:
+        rows = self._seen.get("rows")
+        if rows is None:
+            return None
+        return float(effective_rank(torch.linalg.svdvals(rows.float())))
+
+    def _anisotropy(self) -> float | None:
+        rows = self._seen.get("gradients")
+        if rows is None or not rows.any():
+            return None
+        rows = rows.double()
+        factor = rows.mT @ rows / len(rows)
+        ridge = 1e-9 * factor.diagonal().mean() * torch.eye(len(factor), dtype=factor.dtype).to(factor)
+        return anisotropy(factor + ridge, softmax=False)
+
+    def _drift(self) -> float | None:
+        now = self._log_ratios()
+        return 1 + max(abs(now[i] - self._start[i]) for i in range(len(now))) if now else None
+
+    def _log_ratios(self) -> list[float]:
+        if not self._pairs:
+            return []
+        named = dict(self._model.named_parameters())
+        flat = [named[name].detach() for pair in self._pairs for name in pair]
+        norms = (
+            torch.stack([norm.float() for norm in torch._foreach_norm(flat)]).clamp_min(1e-30).log().tolist()
+        )
+        return [norms[i] - norms[i + 1] for i in range(0, len(norms), 2)]
+
+    def _scalar(self, name: str) -> float | None:
+        found = self._seen.get(name)
+        return None if found is None else float(found)
+
+    def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        rows = _sampled_rows(hidden_of(output, "the last layer"))
+        width = rows.shape[1]
+        if width > CHANNELS:
+            rows = rows[:, :: width // CHANNELS][:, :CHANNELS]
+        self._seen["rows"] = rows
+
+    def _see_head(self, head: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            return
+        self._seen["logits"] = output.detach().abs().max()
+        if output.requires_grad and "anisotropy" in self._wanted:
+            output.register_hook(self._see_head_gradient)
+
+    def _see_head_gradient(self, gradient: Tensor) -> None:
+        rows = _sampled_rows(gradient)
+        if rows.shape[1] > MOST_CLASSES:
+            generator = torch.Generator().manual_seed(0)
+            mix = torch.randn(rows.shape[1], MOST_CLASSES // 2, generator=generator).to(rows)
+            rows = rows @ mix
+        else:
+            rows = rows[:, :-1] - rows[:, 1:]  # without the softmax direction
+        self._seen["gradients"] = rows
+
+    def _note_missing(self) -> None:
+        reasons = {
+            "update_size": None if self._optimizer is not None else "no optimizer was given",
+            "logit_size": None if self._head is not None else "no head was found; give head=",
+            "anisotropy": None if self._head is not None else "no head was found; give head=",
+            "rank": None if self._layer is not None else "no list of layers was found; give layers=",
+            "gauge_drift": None if self._pairs else "no two maps in a row were found",
+        }
+        self.missing.update({name: why for name, why in reasons.items() if why and name in self._wanted})
+
+
+def _sampled_rows(hidden: Tensor) -> Tensor:
+    """At most ROWS rows of (..., d), evenly spaced."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    return rows[:: max(1, len(rows) // ROWS)][:ROWS]
+
+
+def _find_head(model: nn.Module, head: str | nn.Module | None) -> nn.Module | None:
+    if isinstance(head, nn.Module):
+        return head
+    modules = dict(model.named_modules())
+    if isinstance(head, str):
+        if head not in modules:
+            raise GeometryError(
+                f"the model has no {head!r}; its last modules are {', '.join(list(modules)[-3:])}"
+            )
+        return modules[head]
+    for name in ("lm_head", "head", "classifier"):
+        if name in modules:
+            return modules[name]
+    maps = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    return maps[-1] if maps else None
+
+
+def _last_layer(model: nn.Module, layers: Sequence[nn.Module] | str | None) -> nn.Module | None:
+    try:
+        return list(find_layers(model, layers).values())[-1]
+    except GeometryError:
+        if layers is not None:
+            raise
+        return None
+
+
+def _neighbours(model: nn.Module) -> list[tuple[str, str]]:
+    """Maps in a row: outputs of the first are as many as the inputs of the next, below one module."""
+    found = []
+    for path, module in model.named_modules():
+        own = [
+            (f"{path}.{name}.weight".lstrip("."), child.weight.shape)
+            for name, child in module.named_children()
+            if isinstance(getattr(child, "weight", None), Tensor)
+            and child.weight.dim() == 2
+            and not isinstance(child, nn.Embedding)
+        ]
+        for (one, first), (other, second) in zip(own, own[1:], strict=False):
+            if first[0] == second[1]:
+                found.append((one, other))
+    named = dict(model.named_parameters())
+    return [pair for pair in found if pair[0] in named and pair[1] in named]

@@ -1,0 +1,206 @@
+"""A training read at several checkpoints: the same probe, the same rank, one axis of steps.
+
+Statement. At each checkpoint, on the same batches,
+
+    sigma            σ_r of the stream after its last layer, r fixed by the first checkpoint
+    effective_rank   of the same activations
+    schur            the median over channels i of 1 - 1 / (M_ii (M⁻¹)_ii), M their second moment: the share
+                     of a channel that the others explain (the Schur ratio)
+    loss, norm       of the probe; of all weights
+    coefficient      λ̂ with its interval (`singular/coefficient.py`), and whether it is calibrated
+
+Over the checkpoints:
+
+    alarm            a reading further than `DEVIATIONS` robust standard deviations from the median of those
+                     before it, `READINGS` of them at least
+    change point     a step where the logarithm of a signal changes its level or its slope: the split into two
+                     straight lines lowers n log(RSS/n) by more than `PENALTY` log n; found again in each part
+    phase            accumulation or compression over all checkpoints (`monitors/phase.py`)
+
+Symbols. n checkpoints. Cost: that of one reading for each; O(n²) for change points.
+Source: "Dead Directions: Geometric Singular Learning" §12.1 (phases), §13.5 (the summary along checkpoints),
+§15 (the Schur ratio of random and of trained networks); change points after Hoogland et al., "The
+Developmental Landscape of In-Context Learning", who take them from λ̂ alone. Thresholds are ours.
+Limits. A change point describes the series; it needs three checkpoints on either side. Nothing here is a
+rate of an approach.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import GeometryError
+from topograd.geometry.factors import Batch, Outputs, outputs_of
+from topograd.geometry.monitors.phase import weight_norm
+from topograd.geometry.monitors.stream import StreamMonitor
+from topograd.geometry.monitors.task_expansion import DEVIATIONS, NORMAL, READINGS, SLACK
+from topograd.geometry.singular.coefficient import Langevin, learning_coefficient
+
+SHARE = 0.75
+"""Of the first input's rank: its last directions are those of the sample."""
+PENALTY = 7.0
+LEAST = 3
+"""Checkpoints on either side of a change point."""
+SAMPLING = Langevin(chains=2, burn_in=40, draws=8, thin=4)
+"""A coefficient at every checkpoint costs as many gradients each."""
+SAMPLED = 2
+"""Batches of the probe that λ̂ is sampled on."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One checkpoint."""
+
+    step: int
+    sigma: float | None
+    """None where the input no longer has the rank"""
+    effective_rank: float
+    schur: float
+    loss: float
+    norm: float
+    coefficient: float | None
+    interval: tuple[float, float] | None
+    calibrated: bool
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a signal did at a step."""
+
+    signal: str
+    step: int
+    before: float
+    after: float
+
+
+class SeriesReader:
+    """Reads models one after the other, on the same batches and at the same rank."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        outputs: Outputs | None = None,
+        sampling: Langevin | None = SAMPLING,
+    ) -> None:
+        """Without `sampling` no coefficients are sampled."""
+        if not batches:
+            raise GeometryError("there are no batches; a series needs a probe that stays the same")
+        self.batches, self._outputs, self._sampling = list(batches), outputs, sampling
+        self.rank: int | None = None
+
+    def read(self, model: nn.Module, step: int) -> Point:
+        """One checkpoint, in the mode that the model is in."""
+        with torch.no_grad(), StreamMonitor(model) as monitor:
+            total, terms = 0.0, 0
+            for inputs, targets in self.batches:
+                losses = _losses((self._outputs or outputs_of)(model, inputs), targets)
+                total, terms = total + float(losses.sum()), terms + losses.numel()
+        whole = monitor.profile()
+        if self.rank is None:
+            self.rank = max(1, int(SHARE * whole.rank))
+        sigma = monitor.profile(self.rank).sigma[-1] if self.rank <= whole.rank else None
+        found = None
+        if self._sampling is not None:
+            found = learning_coefficient(
+                model, "cross-entropy", self.batches[:SAMPLED], self._sampling, outputs=self._outputs
+            )
+        return Point(
+            step=step,
+            sigma=sigma,
+            effective_rank=whole.effective_ranks[-1],
+            schur=schur_ratio(monitor.second_moment()),
+            loss=total / max(terms, 1),
+            norm=weight_norm(model),
+            coefficient=None if found is None else found.value,
+            interval=None if found is None else found.interval,
+            calibrated=found is not None and found.calibrated,
+            reason="not sampled" if found is None else found.reason,
+        )
+
+
+def schur_ratio(moment: Tensor) -> float:
+    """The median share of a channel's second moment that the other channels explain.
+
+    >>> round(schur_ratio(torch.tensor([[1.0, 0.6], [0.6, 1.0]], dtype=torch.float64)), 9)
+    0.36
+    """
+    size = len(moment)
+    ridge = 1e-12 * moment.diagonal().mean() * torch.eye(size, dtype=moment.dtype, device=moment.device)
+    inverse = torch.linalg.pinv(moment + ridge, hermitian=True)
+    left = 1 / (moment.diagonal() * inverse.diagonal()).clamp_min(1.0)
+    return float((1 - left).median())
+
+
+def alarms(signal: str, steps: Sequence[int], values: Sequence[float]) -> list[Event]:
+    """Readings far from those before them, of a signal above 0."""
+    found = []
+    logs = [math.log(value) for value in values]
+    for i in range(READINGS, len(logs)):
+        median = statistics.median(logs[:i])
+        spread = statistics.median(abs(value - median) for value in logs[:i])
+        if abs(logs[i] - median) > DEVIATIONS * max(NORMAL * spread, SLACK):
+            found.append(Event(signal, steps[i], math.exp(median), values[i]))
+    return found
+
+
+def change_points(signal: str, steps: Sequence[int], values: Sequence[float]) -> list[Event]:
+    """Where the logarithm of a signal above 0 changes its level or slope, in the order of steps.
+
+    >>> steps, values = list(range(12)), [1.0] * 6 + [0.1] * 6
+    >>> [event.step for event in change_points("sigma", steps, values)]
+    [6]
+    """
+    if len(steps) != len(values):
+        raise GeometryError(f"{len(steps)} steps and {len(values)} values: give as many of each")
+    if any(not value > 0 for value in values):
+        raise GeometryError(f"{signal} has values that are not above 0: a change of their logarithm is asked")
+    x = torch.tensor(steps, dtype=torch.float64)
+    y = torch.tensor(values, dtype=torch.float64).log()
+    return [Event(signal, steps[i], values[i - 1], values[i]) for i in sorted(_splits(x, y, 0))]
+
+
+def _splits(x: Tensor, y: Tensor, start: int) -> list[int]:
+    n = len(x)
+    if n < 2 * LEAST:
+        return []
+    scores = {i: _score(x[:i], y[:i]) + _score(x[i:], y[i:]) for i in range(LEAST, n - LEAST + 1)}
+    floor = n * 1e-6  # signals that are a line up to a thousandth do not change
+    whole = n * math.log((_score(x, y) + floor) / n)
+    best = min(scores, key=scores.__getitem__)
+    split = n * math.log((scores[best] + floor) / n)
+    if whole - split <= PENALTY * math.log(n):
+        return []
+    return [*_splits(x[:best], y[:best], start), start + best, *_splits(x[best:], y[best:], start + best)]
+
+
+def _score(x: Tensor, y: Tensor) -> float:
+    """The residual sum of squares of a straight line."""
+    dx, dy = x - x.mean(), y - y.mean()
+    slope = (dx @ dy) / (dx @ dx) if float(dx @ dx) > 0 else torch.zeros((), dtype=y.dtype)
+    return float((dy - slope * dx).square().sum())
+
+
+def events(points: Sequence[Point]) -> Mapping[str, list[Event]]:
+    """Alarms and change points of every signal over the checkpoints."""
+    found: dict[str, list[Event]] = {"alarms": [], "change_points": []}
+    for signal in ("sigma", "effective_rank", "loss", "norm", "coefficient"):
+        pairs = [(one.step, getattr(one, signal)) for one in points]
+        kept = [(step, value) for step, value in pairs if value is not None and value > 0]
+        steps, values = [step for step, _ in kept], [value for _, value in kept]
+        found["alarms"] += alarms(signal, steps, values)
+        found["change_points"] += change_points(signal, steps, values)
+    return found
+
+
+def _losses(outputs: Tensor, targets: Tensor | None) -> Tensor:
+    if targets is None:
+        raise GeometryError("a batch has no targets; the loss of a series needs them")
+    flat, labels = outputs.flatten(0, -2), targets.flatten()
+    return nn.functional.cross_entropy(flat[labels >= 0], labels[labels >= 0], reduction="none")

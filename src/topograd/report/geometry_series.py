@@ -1,0 +1,109 @@
+"""The page of `topograd inspect --series`: every signal over the same axis of steps."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from topograd.errors import RunError
+from topograd.files import write_atomic
+from topograd.report.drawing import look, new_figure, powers, render, style
+from topograd.report.figures import Panel
+from topograd.report.markup import document, escape, section, tiles_html
+from topograd.report.page import figure_html
+from topograd.report.tables import Table, fixed, whole
+
+SIGNALS = {
+    "loss": "loss of the probe",
+    "sigma": "σ_r behind the last layer",
+    "effective_rank": "effective rank",
+    "schur": "Schur ratio",
+    "coefficient": "λ̂",
+}
+LINE, MARK = look(0, 2).colour, look(1, 2).colour
+
+
+def write_series(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
+    with style():
+        panel = series_panel(record)
+        svg = None if panel.figure is None else render(panel.figure)[0]
+    title = f"Geometry of {record['run']}, step by step"
+    lead = (
+        f"{len(record['points'])} checkpoints, all read on this text: {record['text']}, at rank "
+        f"{record['rank']}. Nothing here is a rate of an approach."
+    )
+    said = "".join(f"<li>{escape(words)}</li>" for words in record["refused"])
+    parts = [
+        figure_html(panel, svg),
+        section("missing", "What was not said", f"<ul>{said}</ul>" if said else "<p>Everything was.</p>"),
+    ]
+    links = [(panel.name, panel.title), ("missing", "What was not said")]
+    tiles = tiles_html(
+        [
+            ("phase over all checkpoints", record["phase"]),
+            ("change points", whole(len(record["change_points"]))),
+            ("alarms", whole(len(record["alarms"]))),
+        ]
+    )
+    try:
+        write_atomic(path, document(title, lead, links, parts, tiles))
+    except OSError as problem:
+        raise RunError(
+            f"cannot write {path} ({problem.strerror}); pass --out with a file you can write"
+        ) from None
+    return path
+
+
+def series_panel(record: Mapping[str, Any]) -> Panel:
+    """One small plot for each signal, all over the same steps, with change points and alarms."""
+    points = record["points"]
+    known = [name for name in SIGNALS if any(point[name] is not None and point[name] > 0 for point in points)]
+    figure = new_figure(1.6 * len(known))
+    axes = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
+    for name, axis in zip(known, axes, strict=True):
+        pairs = [(point["step"], point[name]) for point in points if point[name] is not None]
+        shown = [value if value > 0 else math.nan for _, value in pairs]
+        axis.plot([step for step, _ in pairs], shown, color=LINE, marker="o", markersize=4)
+        if name not in ("schur", "effective_rank"):
+            powers(axis, "y")
+        if name == "schur":
+            axis.axhline(record["random"]["schur"], color=MARK, linestyle="--", linewidth=1)
+        axis.set_ylabel(SIGNALS[name])
+        for kind, dashes in (("change_points", "-"), ("alarms", ":")):
+            for event in record[kind]:
+                if event["signal"] == name:
+                    axis.axvline(event["step"], color=MARK, linestyle=dashes, linewidth=1)
+    axes[-1].set_xlabel("step")
+    caption = (
+        "The same text and the same rank at every checkpoint, so that a model that does not change reads the "
+        "same. Solid lines are change points, dotted ones alarms. The dashed line is the Schur ratio of a "
+        "random network of this shape. λ̂ is a sample with its interval in the table; those that are not "
+        "calibrated are marked there and should not be compared."
+    )
+    cells = tuple(_cells(point) for point in points)
+    header = ("step", "loss", "σ_r", "effective rank", "Schur ratio", "‖w‖", "λ̂", "interval", "calibrated")
+    table = Table("Signals by step", header, cells)
+    return Panel(
+        "series",
+        "One axis of steps",
+        caption,
+        figure,
+        f"{len(known)} signals over {len(points)} steps.",
+        table,
+    )
+
+
+def _cells(point: Mapping[str, Any]) -> tuple[str, ...]:
+    interval = point["interval"]
+    return (
+        whole(point["step"]),
+        fixed(point["loss"], 3),
+        "–" if point["sigma"] is None else f"{point['sigma']:.3g}",
+        fixed(point["effective_rank"], 1),
+        fixed(point["schur"], 3),
+        fixed(point["norm"], 2),
+        "–" if point["coefficient"] is None else fixed(point["coefficient"], 2),
+        "–" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
+        "yes" if point["calibrated"] else "no",
+    )
