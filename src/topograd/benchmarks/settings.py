@@ -53,6 +53,31 @@ class PromptSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """How many trainings are broken, and when."""
+
+    seeds: int = 3
+    """Trainings of each fault, with a twin each."""
+    steps: int = 220
+    """Steps of a training."""
+    fault_at: int = 140
+    """The step at which a fault begins."""
+    rounds: int = 7
+    """How often the cost is measured, in turns; 0 to leave it out."""
+    cost_rows: int = 16
+    """Rows of 128 tokens in a step whose cost is measured."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, seeds=REPEATS, steps=REPEATS, fault_at=REPEATS, cost_rows=SIZE)
+        if not 0 <= self.rounds <= REPEATS[1]:
+            raise ConfigError(f"rounds is {self.rounds}: give 0 to {REPEATS[1]}")
+        if not 20 <= self.fault_at < self.steps:
+            raise ConfigError(
+                f"fault_at is {self.fault_at} of {self.steps} steps: give 20 or more, and some steps after it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSettings:
     """The sizes of kernels, and how often everything is measured."""
 

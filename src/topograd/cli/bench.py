@@ -13,6 +13,7 @@ from rich.table import Table
 from topograd.benchmarks.settings import (
     DecodeSettings,
     KernelSettings,
+    MonitorSettings,
     OptimizerSettings,
     PipelineSettings,
     PromptSettings,
@@ -28,6 +29,7 @@ from topograd.cli.console import (
     parse_one_of,
     print_json,
 )
+from topograd.cli.progress import work_progress
 from topograd.interfaces.settings import BenchSettings
 from topograd.pretrained import REFERENCE
 
@@ -88,13 +90,22 @@ class Optim:
     json: Json = False
 
 
-_KINDS: dict[str, type[Decode | Prompts | Scan | Pipeline | Kernel | Optim]] = {
+@dataclass(frozen=True, kw_only=True)
+class Monitors:
+    """Break small trainings in six ways: how early each signal warns, and how often for nothing."""
+
+    settings: Annotated[MonitorSettings, tyro.conf.arg(name="")] = field(default_factory=MonitorSettings)
+    json: Json = False
+
+
+_KINDS: dict[str, type[Decode | Prompts | Scan | Pipeline | Kernel | Optim | Monitors]] = {
     "decode": Decode,
     "prompts": Prompts,
     "scan": Scan,
     "pipeline": Pipeline,
     "kernel": Kernel,
     "optim": Optim,
+    "monitors": Monitors,
 }
 
 
@@ -145,6 +156,12 @@ def run(argv: list[str]) -> int:
 
             results = bench_optim(asked.settings)
             tables = [optim_table(results)]
+        case Monitors():
+            with work_progress("breaking small trainings: two minutes or so") as on_more:
+                from topograd.benchmarks.monitors import bench_monitors
+
+                results = bench_monitors(asked.settings, on_more)
+            tables = [monitors_table(results)]
     if asked.json:
         print_json(results)
     else:
@@ -152,6 +169,21 @@ def run(argv: list[str]) -> int:
         for table in tables:
             console.print(table)
     return 0
+
+
+def monitors_table(results: Mapping[str, Any]) -> Table:
+    """Each signal: lead over the damage, false alarms, and which faults it saw."""
+    table = Table(title="Signals of a broken training", title_justify="left")
+    for column in ("signal", "lead", "false /1000", "detected", "by fault"):
+        table.add_column(column, justify="left" if column in ("signal", "by fault") else "right")
+    for name, row in results["signals"].items():
+        seen = (f"{fault} {share:.0%}" for fault, share in row["detected_by_fault"].items() if share)
+        cells = (number(row["lead"], 0), number(row["false_alarms"], 2), number(row["detected"], 2))
+        table.add_row(name, *cells, ", ".join(seen))
+    table.caption = "lead: steps from the alarm to the damage of the held-out loss; negative is after it"
+    if (cost := results["cost"]) is not None:
+        table.caption += f"; a step with the monitor costs {number(cost['default']['median'], 3)}"
+    return table
 
 
 def decode_table(results: Mapping[str, Any]) -> Table:

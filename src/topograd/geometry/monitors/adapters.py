@@ -49,8 +49,8 @@ def writer_to(target: Any) -> Writer:
         return lambda step, values: target.log(dict(values), step=step)
     if not callable(target):
         raise GeometryError(
-            f"signals cannot be written to a {type(target).__name__}; give a path, or an object with add_scalar "
-            "or log"
+            f"signals cannot be written to a {type(target).__name__}; give a path, or an object with "
+            "add_scalar or log"
         )
     found: Writer = target
     return found

@@ -8,15 +8,16 @@
                 print(alarm)
             optimizer.step()
 
-Signals, one number each at every `every`-th step:
+Signals, one number each at every `every`-th step, those of `SLOW` at every `slow_every`-th:
 
     loss             itself, for comparison
     gradient_norm    of all gradients
     update_size      root mean square of g / √v over the optimizer's second moments v, where it has them
     logit_size       the largest |output| of the head
     dead_units       1 + the share of outputs of maps whose weights have no gradient at all, in percent
-    rank             effective rank of the last layer's activations, on `ROWS` rows in `CHANNELS` random channels
-    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1)
+    rank             effective rank of the last layer's activations, `ROWS` rows in `CHANNELS` channels
+    anisotropy       λ_max / λ_min of the head's gradient factor without the softmax direction (Algorithm 1):
+                     up when classes are added to a head, down when classes that were idle in it appear
     gauge_drift      the largest |log ‖W_a‖ / ‖W_b‖| that pairs of neighbouring maps have moved from the start
 
 An alarm: the logarithm of a signal is `DEVIATIONS` robust standard deviations (1.4826 MAD, at least `SLACK`)
@@ -40,6 +41,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -61,17 +63,19 @@ SIGNALS: Mapping[str, Side] = {
     "logit_size": "up",
     "dead_units": "up",
     "rank": "down",
-    "anisotropy": "up",
+    "anisotropy": "both",
     "gauge_drift": "up",
 }
+SLOW = ("update_size", "dead_units", "rank", "anisotropy", "gauge_drift")
+"""Those that cost more than a norm."""
 DEVIATIONS = 6.0
 SLACK = 0.05
 MEMORY = 30
 LEAST = 10
 """Readings before the first alarm of a signal."""
 REST = 10
-ROWS, CHANNELS = 256, 32
-MOST_CLASSES = 64
+ROWS, CHANNELS = 512, 32
+MOST_CLASSES = 256
 """Of a larger head, so many random mixtures of its outputs are read."""
 Writer = Callable[[int, Mapping[str, float]], None]
 """Takes a step and the signals of it."""
@@ -107,29 +111,36 @@ class EarlyWarning(Watching):
         layers: Sequence[nn.Module] | str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         every: int = 1,
+        slow_every: int = 10,
         signals: Sequence[str] | None = None,
         writer: Writer | None = None,
     ) -> None:
         """`head` gives the logits (by default the last map that the model registers), `layers` the stream.
 
+        Signals of `SLOW` are read at every `slow_every`-th step only.
         `optimizer` is read for its second moments. A signal that cannot be had here is in `missing`.
         """
         super().__init__()
-        if every < 1:
-            raise GeometryError(f"every is {every}: read each step (1) or one in so many")
+        if min(every, slow_every) < 1:
+            raise GeometryError(
+                f"every is {every}, slow_every {slow_every}: read each step (1) or one in so many"
+            )
         wanted = list(SIGNALS) if signals is None else list(signals)
         if unknown := [name for name in wanted if name not in SIGNALS]:
             raise GeometryError(f"signal {unknown[0]!r} is unknown; choose from {', '.join(SIGNALS)}")
-        self._model, self._every, self._optimizer, self._writer = model, every, optimizer, writer
+        self._model, self._optimizer, self._writer = model, optimizer, writer
+        self._every, self._slow_every = every, slow_every
         self._wanted, self.missing = wanted, dict[str, str]()
         self._head = _find_head(model, head)
         self._layer = _last_layer(model, layers)
         self._pairs = _neighbours(model)
+        self._maps = _maps(model)
         self._start = self._log_ratios()
         self._seen: dict[str, Tensor] = {}
         self._past: dict[str, deque[float]] = {name: deque(maxlen=MEMORY) for name in wanted}
         self._quiet: dict[str, int] = dict.fromkeys(wanted, 0)
-        self._next = 0
+        self._slow_now = True
+        self._next = self._next_slow = 0
         self.alarms: list[Alarm] = []
         self.norms: HasTotal | None = None
         """Where the norm of gradients is read instead, if they are clipped before `read`."""
@@ -153,6 +164,9 @@ class EarlyWarning(Watching):
         if step < self._next:
             return []
         self._next = step + self._every
+        self._slow_now = step >= self._next_slow
+        if self._slow_now:
+            self._next_slow = step + self._slow_every
         values = {name: value for name, value in self._values(loss) if math.isfinite(value) or name == "loss"}
         self._seen.clear()
         found = [alarm for name, value in values.items() if (alarm := self._judge(name, step, value))]
@@ -168,7 +182,7 @@ class EarlyWarning(Watching):
         if len(past) >= LEAST and self._quiet[name] <= 0:
             median = statistics.median(past)
             spread = statistics.median(abs(one - median) for one in past)
-            away = here - median if SIGNALS[name] == "up" else median - here
+            away = {"up": here - median, "down": median - here, "both": abs(here - median)}[SIGNALS[name]]
             if away > DEVIATIONS * max(NORMAL * spread, SLACK):
                 alarm = Alarm(name, step, value, math.exp(median))
                 self._quiet[name] = REST
@@ -190,7 +204,9 @@ class EarlyWarning(Watching):
             "gauge_drift": self._drift,
         }
         for name in self._wanted:
-            if name not in self.missing and (value := readers[name]()) is not None:
+            if name in self.missing or (name in SLOW and not self._slow_now):
+                continue
+            if (value := readers[name]()) is not None:
                 yield name, value
 
     def _gradients(self) -> list[Tensor]:
@@ -219,8 +235,8 @@ class EarlyWarning(Watching):
 
     def _dead_units(self) -> float | None:
         dead = rows = 0
-        for p in self._model.parameters():
-            if p.grad is not None and p.dim() == 2 and p.shape[0] <= 16384:
+        for p in self._maps:
+            if p.grad is not None:
                 size = p.grad.abs().amax(1)
                 dead += int((size == 0).sum())
                 rows += len(size)
@@ -234,7 +250,7 @@ class EarlyWarning(Watching):
 
     def _anisotropy(self) -> float | None:
         rows = self._seen.get("gradients")
-        if rows is None or not rows.any():
+        if rows is None or rows.shape[1] < 2 or not rows.any():
             return None
         rows = rows.double()
         factor = rows.mT @ rows / len(rows)
@@ -259,7 +275,13 @@ class EarlyWarning(Watching):
         found = self._seen.get(name)
         return None if found is None else float(found)
 
+    def _slow_next(self) -> bool:
+        """Whether the next reading has the slow signals."""
+        return self._next >= self._next_slow
+
     def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if not self._slow_next():
+            return
         rows = _sampled_rows(hidden_of(output, "the last layer"))
         width = rows.shape[1]
         if width > CHANNELS:
@@ -270,14 +292,14 @@ class EarlyWarning(Watching):
         if not isinstance(output, Tensor):
             return
         self._seen["logits"] = output.detach().abs().max()
-        if output.requires_grad and "anisotropy" in self._wanted:
+        if output.requires_grad and "anisotropy" in self._wanted and self._slow_next():
             output.register_hook(self._see_head_gradient)
 
     def _see_head_gradient(self, gradient: Tensor) -> None:
         rows = _sampled_rows(gradient)
         if rows.shape[1] > MOST_CLASSES:
             generator = torch.Generator().manual_seed(0)
-            mix = torch.randn(rows.shape[1], MOST_CLASSES // 2, generator=generator).to(rows)
+            mix = torch.randn(rows.shape[1], MOST_CLASSES // 4, generator=generator).to(rows)
             rows = rows @ mix
         else:
             rows = rows[:, :-1] - rows[:, 1:]  # without the softmax direction
@@ -326,6 +348,12 @@ def _last_layer(model: nn.Module, layers: Sequence[nn.Module] | str | None) -> n
         return None
 
 
+def _maps(model: nn.Module) -> list[nn.Parameter]:
+    """Matrices other than tables of embeddings, whose rows often have no gradient, and than large heads."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables and p.shape[0] <= 16384]
+
+
 def _neighbours(model: nn.Module) -> list[tuple[str, str]]:
     """Maps in a row: outputs of the first are as many as the inputs of the next, below one module."""
     found = []
@@ -337,7 +365,7 @@ def _neighbours(model: nn.Module) -> list[tuple[str, str]]:
             and child.weight.dim() == 2
             and not isinstance(child, nn.Embedding)
         ]
-        for (one, first), (other, second) in zip(own, own[1:], strict=False):
+        for (one, first), (other, second) in pairwise(own):
             if first[0] == second[1]:
                 found.append((one, other))
     named = dict(model.named_parameters())

@@ -1,0 +1,106 @@
+"""The monitor in other loops and logs; what is not installed is one line."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from topograd.errors import GeometryError
+from topograd.geometry.monitors import adapters
+from topograd.geometry.monitors.adapters import (
+    UnclippedNorms,
+    lightning_callback,
+    trainer_callback,
+    writer_to,
+)
+from topograd.geometry.monitors.early_warning import EarlyWarning
+
+
+def test_writers_by_protocol(tmp_path: Path) -> None:
+    file = tmp_path / "signals.jsonl"
+    writer_to(file)(1, {"loss": 2.0})
+    writer_to(str(file))(2, {"loss": 1.0})
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.0},
+    ]
+    seen: list[Any] = []
+    board = SimpleNamespace(add_scalar=lambda name, value, step: seen.append((name, value, step)))
+    writer_to(board)(3, {"loss": 1.0, "rank": 4.0})
+    assert seen == [("loss", 1.0, 3), ("rank", 4.0, 3)]
+    run = SimpleNamespace(log=lambda values, step: seen.append((values, step)))
+    writer_to(run)(4, {"loss": 1.0})
+    assert seen[-1] == ({"loss": 1.0}, 4)
+    with pytest.raises(GeometryError, match="cannot be written to a int"):
+        writer_to(3)
+
+
+def test_norms_are_those_before_clipping() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    norms = UnclippedNorms(model)
+    (100 * model(torch.randn(4, 3))).sum().backward()
+    before = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norms.total() == pytest.approx(before, rel=1e-5)
+    norms.remove()
+    model(torch.randn(4, 3)).sum().backward()
+    assert norms.total() == 0.0
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=12
+    )
+    model = transformers.LlamaForCausalLM(config)
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+    seen: list[tuple[int, dict[str, float]]] = []
+    monitor = EarlyWarning(model, slow_every=1, writer=lambda step, values: seen.append((step, dict(values))))
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        max_grad_norm=1e-3,
+        report_to=[],
+        use_cpu=True,
+        logging_steps=1,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[trainer_callback(monitor)]).train()
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert seen[-1][1]["gradient_norm"] > 0.01, "before it was clipped to a thousandth"
+    assert {"logit_size", "update_size", "rank"} <= seen[-1][1].keys()
+    assert not model.lm_head._forward_hooks
+
+
+def test_lightning_by_its_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning is no dependency: the calls are those that its Trainer makes, in its order."""
+    monkeypatch.setattr(adapters, "_imported", lambda *names: object)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen: list[int] = []
+    callback = lightning_callback(EarlyWarning(model, writer=lambda step, values: seen.append(step)))
+    trainer = SimpleNamespace(global_step=0)
+    callback.on_fit_start(trainer, model)
+    for trainer.global_step in range(3):
+        loss = model(torch.randn(4, 3)).square().mean()
+        callback.on_before_backward(trainer, model, loss)
+        optimizer.zero_grad()
+        loss.backward()
+        callback.on_before_optimizer_step(trainer, model, SimpleNamespace(optimizer=optimizer))
+        optimizer.step()
+    callback.on_fit_end(trainer, model)
+    assert seen == [0, 1, 2]
+
+
+def test_what_is_not_installed_is_one_line() -> None:
+    with pytest.raises(GeometryError, match="no_such_package is not installed"):
+        adapters._imported("no_such_package", "Callback", "nor_this_one")
