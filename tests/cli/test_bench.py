@@ -10,7 +10,7 @@ from rich.table import Table
 from topograd.benchmarks.backward import Settings
 from topograd.benchmarks.decode import EPS
 from topograd.cli import bench as module
-from topograd.cli.bench import curve_table, decode_table, kernel_table, scan_tables
+from topograd.cli.bench import curve_table, decode_table, kernel_table, monitors_table, scan_tables
 from topograd.depth import calibrate
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
@@ -173,6 +173,18 @@ SMALL_KERNEL = (
     "--examples 6 --width 8 --depth 2 --growth-examples 3 --growth-width 4 --growth-depth 2 "
     "--transport-examples 3 --transport-width 4 --rounds 1"
 )
+
+
+def test_monitors_as_json_and_as_a_table(call: Any) -> None:
+    words = "--seeds 1 --steps 24 --fault-at 21 --rounds 0 --json"
+    found = call("bench", "monitors", *words.split()).json
+    assert {"loss", "gradient_norm", "rank", "anisotropy"} <= found["signals"].keys()
+    assert all({"lead", "false_alarms"} <= row.keys() for row in found["signals"].values())
+    assert monitors_table(found).row_count == len(found["signals"])
+    assert (
+        "--fault-at is 30 of 24 steps"
+        in call("bench", "monitors", "--steps", "24", "--fault-at", "30").refusal
+    )
 
 
 def test_kernel_as_json(call: Any) -> None:

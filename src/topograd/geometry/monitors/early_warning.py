@@ -86,6 +86,8 @@ class HasTotal(Protocol):
 
     def total(self) -> float: ...
 
+    def remove(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Alarm:
