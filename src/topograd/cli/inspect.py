@@ -16,14 +16,18 @@ from topograd.cli.progress import OnMore, work_progress
 from topograd.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from topograd.data.windows import Text
     from topograd.geometry.checkpoint import CheckpointReading
 
 T = TypeVar("T")
 
 TEXT_BYTES = 20_000
 """Held-out text that a run is read on: some thousands of tokens."""
+LENGTH = 128
+"""Tokens of a row: with thousands, attention and logits cost more than they say."""
 BATCH_TOKENS = 512
 """Of the batches: logits over a large vocabulary are wide."""
 
@@ -97,8 +101,7 @@ def _run_of_ours(
     text = heldout_text(session, asked.text, limit_bytes=TEXT_BYTES)
     stack = moved(session.stack, asked)
     device = next(stack.parameters()).device
-    rows = max(1, BATCH_TOKENS // text.inputs.shape[1])
-    batches = list(zip(text.inputs.to(device).split(rows), text.targets.to(device).split(rows), strict=True))
+    batches = batches_of(text, device)
     last = session.plan.predicting()[-1]
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
@@ -143,6 +146,15 @@ def _checkpoint(
     )
     about = {"kind": loaded.config.model_type, "step": None, "text": source, "fresh": list(loaded.fresh)}
     return Path(f"{folder.resolve().name}-geometry.html"), about, found
+
+
+def batches_of(text: Text, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Windows of a text in rows of LENGTH tokens at most, some hundreds of tokens a batch."""
+    length = min(LENGTH, text.inputs.shape[1])
+    whole = text.inputs.shape[1] // length * length
+    inputs, targets = (part[:, :whole].reshape(-1, length).to(device) for part in (text.inputs, text.targets))
+    rows = max(1, BATCH_TOKENS // length)
+    return list(zip(inputs.split(rows), targets.split(rows), strict=True))
 
 
 def moved(model: Any, asked: Inspect) -> Any:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     from topograd.cli.inspect import Inspect
 
-TEXT_BYTES = 6_000
+MOST_BATCHES = 6
 """Of the probe: each checkpoint is read on the same."""
-BATCH_TOKENS = 512
 
 
 def run_series(asked: Inspect) -> int:
@@ -43,7 +42,7 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
     """All that a series says, as JSON holds it."""
     import torch
 
-    from topograd.cli.inspect import moved
+    from topograd.cli.inspect import TEXT_BYTES, batches_of, moved
     from topograd.geometry.monitors.phase import READINGS, read_phase
     from topograd.geometry.series import SAMPLING, SeriesReader, events
     from topograd.runs.folder import Run
@@ -65,11 +64,7 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
             if reader is None:
                 text = heldout_text(session, asked.text, limit_bytes=TEXT_BYTES)
                 device = next(stack.parameters()).device
-                rows = max(1, BATCH_TOKENS // text.inputs.shape[1])
-                parts = zip(
-                    text.inputs.to(device).split(rows), text.targets.to(device).split(rows), strict=True
-                )
-                reader = SeriesReader(list(parts), outputs, SAMPLING)
+                reader = SeriesReader(batches_of(text, device)[:MOST_BATCHES], outputs, SAMPLING)
                 torch.manual_seed(session.config.seed)
                 fresh = moved(build_stack(session.config)[0].eval(), asked)
                 random = SeriesReader(reader.batches, outputs, None).read(fresh, 0)
