@@ -6,6 +6,10 @@ llama.cpp runs behind a pipe (`llama_worker.py`) in the Python that has llama-cp
 files are our own export of the run, and Q4_1 is a file of the same model (`--q4`). Every engine continues the
 same prompt greedily, one token at a time, in an order that rotates; a ratio is taken within a round. Prefill
 is one prompt of 512 tokens. The share of bandwidth is of a plain read in this process (`streaming.py`).
+
+With --clock cpu, times are of each engine's processor, for one thread on a machine that others use too: they
+still share its memory. Before its first counted round every engine has written a text, so what is done once
+(`runtime/pages.py`) is done.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 
 from topograd.benchmarks.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
-from topograd.depth.engine import Engine, Prefix, continue_tokens
+from topograd.depth.engine import Engine, Prefix, continue_tokens, likeliest
 from topograd.depth.modes import engine_of
 from topograd.models.export import export_model
 from topograd.runs.session import open_session
@@ -38,9 +42,9 @@ Turn = Callable[[], tuple[float, float]]
 class Llama:
     """llama.cpp with one file."""
 
-    def __init__(self, python: str, file: Path, threads: int, context: int) -> None:
+    def __init__(self, python: str, file: Path, threads: int, context: int, clock: str) -> None:
         self.process = subprocess.Popen(
-            [python, "-P", str(WORKER), str(file), str(threads), str(context)],
+            [python, "-P", str(WORKER), str(file), str(threads), str(context), clock],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -61,18 +65,19 @@ class Llama:
         self.process.communicate()
 
 
-def ours(engine: Engine, prompt: list[int], tokens: int) -> tuple[float, float]:
+def ours(engine: Engine, clock: str, prompt: list[int], tokens: int) -> tuple[float, float]:
     """Read a prompt up to its first token, and write `tokens` more."""
     mode, last = Prefix(engine), engine.exits[-1]
-    began = time.perf_counter()
+    now = time.process_time if clock == "cpu" else time.perf_counter
+    began = now()
     with torch.inference_mode():
         cache = engine.start([prompt])
         engine.run(cache, last)
-        engine.logits(cache, last).argmax()
-    read = time.perf_counter()
+        likeliest(engine.logits(cache, last)[:, -1])
+    read = now()
     for _ in continue_tokens(mode, cache, tokens):
         pass
-    return read - began, time.perf_counter() - read
+    return read - began, now() - read
 
 
 def hugging_face(folder: Path) -> Callable[[list[int], int], tuple[float, float]]:
@@ -114,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     session = open_session(asked.run)
@@ -123,7 +129,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         files = exported(asked, Path(place))
         context = max(asked.prefill, 64) + asked.tokens + 8
-        llamas = {name: Llama(asked.python, file, asked.threads, context) for name, file in files.items()}
+        llamas = {
+            name: Llama(asked.python, file, asked.threads, context, asked.clock)
+            for name, file in files.items()
+        }
         engines = {weights: engine_of(session, "onnx", weights) for weights in PAIRS}
 
         def llama(name: str, prompt: list[int], count: int) -> tuple[float, float]:
@@ -134,20 +143,19 @@ def main() -> None:
         for name in llamas:
             turns[f"llama.cpp {name}"] = partial(llama, name, short, asked.tokens)
         for weights, engine in engines.items():
-            turns[f"ours {weights}"] = partial(ours, engine, short, asked.tokens)
+            turns[f"ours {weights}"] = partial(ours, engine, asked.clock, short, asked.tokens)
         if not asked.no_transformers:
             plain = hugging_face(Path(place) / "hf")
             turns["transformers"] = lambda: plain(short, asked.tokens)
         decoded = measure(turns, asked.rounds)
         reading: dict[str, Turn] = {
             "llama.cpp F32": lambda: llama("F32", long, 1),
-            "ours float32": lambda: ours(engines["float32"], long, 1),
+            "ours float32": lambda: ours(engines["float32"], asked.clock, long, 1),
         }
         prefilled = measure(reading, asked.rounds)
         for each in llamas.values():
             each.close()
-    bandwidth = read_bandwidth()
-    print(json.dumps(results(asked, session, engines, decoded, prefilled, bandwidth)))
+    print(json.dumps(results(asked, decoded, prefilled) | shares(asked, session, engines, decoded)))
 
 
 def exported(asked: argparse.Namespace, place: Path) -> dict[str, Path]:
@@ -163,18 +171,13 @@ def exported(asked: argparse.Namespace, place: Path) -> dict[str, Path]:
     return files
 
 
-def results(
-    asked: argparse.Namespace,
-    session: Any,
-    engines: dict[str, Engine],
-    decoded: dict[str, list[tuple[float, float]]],
-    prefilled: dict[str, list[tuple[float, float]]],
-    bandwidth: float,
-) -> dict[str, Any]:
-    """Rates, ratios of equal precision, shares of bandwidth and costs of rows."""
+Times = dict[str, list[tuple[float, float]]]
+
+
+def results(asked: argparse.Namespace, decoded: Times, prefilled: Times) -> dict[str, Any]:
+    """Rates, and ratios of equal precision."""
     seconds = {name: [decode for _, decode in each] for name, each in decoded.items()}
     reads = {name: [prefill for prefill, _ in each] for name, each in prefilled.items()}
-    rate = {name: asked.tokens / Spread.of(each).median for name, each in seconds.items()}
     over = {
         weights: ratio(seconds, f"llama.cpp {kind}", f"ours {weights}").as_dict()
         for weights, kind in PAIRS.items()
@@ -182,18 +185,33 @@ def results(
     }
     if "transformers" in seconds:
         over["float32 over transformers"] = ratio(seconds, "transformers", "ours float32").as_dict()
-    share = {
-        weights: matrix_bytes(engine, session.stack) * rate[f"ours {weights}"] / bandwidth
-        for weights, engine in engines.items()
-    }
     return {
         "threads": asked.threads,
-        "tokens_per_second": rate,
+        "clock": asked.clock,
+        "tokens_per_second": {n: asked.tokens / Spread.of(each).median for n, each in seconds.items()},
         "over_llama_cpp": over,
         "prefill_tokens_per_second": {n: asked.prefill / Spread.of(each).median for n, each in reads.items()},
         "prefill_over_llama_cpp": ratio(reads, "llama.cpp F32", "ours float32").as_dict(),
+    }
+
+
+def shares(
+    asked: argparse.Namespace, session: Any, engines: dict[str, Engine], decoded: Times
+) -> dict[str, Any]:
+    """Shares of bandwidth and costs of rows, by the clock on the wall."""
+    if asked.clock != "wall":
+        return {}
+    bandwidth = read_bandwidth()
+    rate = {
+        weights: asked.tokens / Spread.of([decode for _, decode in decoded[f"ours {weights}"]]).median
+        for weights in engines
+    }
+    return {
         "read_bandwidth": bandwidth,
-        "bandwidth_share": share,
+        "bandwidth_share": {
+            weights: matrix_bytes(engine, session.stack) * rate[weights] / bandwidth
+            for weights, engine in engines.items()
+        },
         "rows": {weights: relative_rows(row_costs(engine)) for weights, engine in engines.items()},
     }
 

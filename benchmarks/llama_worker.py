@@ -1,6 +1,6 @@
 """llama.cpp behind a pipe: one JSON request a line on stdin, one answer a line on stdout.
 
-    python llama_worker.py MODEL.gguf THREADS CONTEXT
+    python llama_worker.py MODEL.gguf THREADS CONTEXT wall|cpu
     {"prompt": [1, 2, 3], "tokens": 32}  ->  {"prefill": seconds, "decode": seconds, "tokens": [...]}
 
 The prompt is read as one batch; then each token is the likeliest one, evaluated by itself. `benchmarks/
@@ -21,6 +21,7 @@ def main() -> None:
     file, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     llama = make(file, n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
     vocab = llama.n_vocab()
+    now = time.process_time if sys.argv[4] == "cpu" else time.perf_counter
 
     def likeliest() -> int:
         logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(vocab,))
@@ -30,14 +31,14 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         llama.reset()
-        began = time.perf_counter()
+        began = now()
         llama.eval(asked["prompt"])
         tokens = [likeliest()]
-        read = time.perf_counter()
+        read = now()
         for _ in range(asked["tokens"]):
             llama.eval(tokens[-1:])
             tokens.append(likeliest())
-        done = time.perf_counter()
+        done = now()
         print(json.dumps({"prefill": read - began, "decode": done - read, "tokens": tokens}), flush=True)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topograd.data import tokenizer as module
-from topograd.data.tokenizer import SEPARATOR, Tokenizer
+from topograd.data.tokenizer import SEPARATOR, Tokenizer, _byte_alphabet, bytes_of
 from topograd.errors import ConfigError, DataError
 
 small = settings(deadline=None, max_examples=60)
@@ -188,3 +188,10 @@ def test_fork_after_use_prints_no_warning(capfd: pytest.CaptureFixture[str]) -> 
         os._exit(0)
     os.waitpid(child, 0)
     assert "parallelism" not in capfd.readouterr().err
+
+
+def test_the_bytes_of_a_byte_level_token() -> None:
+    assert [bytes_of(name) for name in _byte_alphabet()] == [bytes([value]) for value in range(256)]
+    assert bytes_of("a\u0120b") == b"a b"
+    for token in ("a b", "\n", "\xad", "\u0144", "\uffff", "\u4e2d"):
+        assert bytes_of(token) is None

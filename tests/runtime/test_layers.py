@@ -8,10 +8,12 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
-from topograd.nn.transformer import ACTIVATIONS, RMSNorm
+from topograd.depth.engine import Engine
+from topograd.nn.transformer import ACTIVATIONS, RMSNorm, Transformer
+from topograd.nn.transformer_config import TransformerConfig
 from topograd.runtime.graph import Graph
 from topograd.runtime.layers import FLOAT, Stream, activation
-from topograd.runtime.onnx_runtime import shared_settings
+from topograd.runtime.onnx_runtime import OnnxRuntime, shared_settings
 
 
 def run(graph: Graph, x: torch.Tensor) -> torch.Tensor:
@@ -49,3 +51,18 @@ def test_a_sum_and_its_norm(kind: str, added: bool) -> None:
     graph.output(graph.op("Add", normed, stream.sum()), "y", FLOAT, 1, 5, 16)
     total = 2 * x if added else x
     torch.testing.assert_close(run(graph, x), (norm(total) + total).detach(), rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_gate_in_int8_is_one_matrix_with_what_it_gates() -> None:
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head_width": 16, "mlp_width": 48}
+    stack = Transformer(TransformerConfig(family="llama", vocab=23, context=20, **sizes)).eval()
+    runtime = OnnxRuntime(stack, "int8")
+    found = []
+    for engine in (Engine(stack, "1,1", 20), Engine(stack, "1,1", 20, runtime)):
+        cache = engine.start([[1, 2, 3, 4]])
+        engine.run(cache, 1)
+        found.append(engine.logits(cache, 1, [4]))
+    assert (found[0] - found[1]).norm() < 0.03 * found[0].norm()
+    assert runtime.made["layers.1.gate_up"].codes.shape == (2 * 48, 2, 32)

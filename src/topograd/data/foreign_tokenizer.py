@@ -37,7 +37,7 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
-from topograd.data.tokenizer import Tokenizer, byte_of, utf8, without_pool
+from topograd.data.tokenizer import Tokenizer, bytes_of, utf8, without_pool
 from topograd.errors import DataError
 from topograd.files import dump_json, read_json, write_atomic
 
@@ -227,8 +227,8 @@ class _Decoder:
 
     def piece(self, token: str) -> bytes:
         if self._bytes == "ByteLevel":
-            values = [byte_of(character) for character in token]
-            return token.encode() if None in values else bytes(v for v in values if v is not None)
+            found = bytes_of(token)
+            return token.encode() if found is None else found
         for old, new in self._replace:
             token = token.replace(old, new)
         if self._bytes == "ByteFallback" and (match := _BYTE_TOKEN.fullmatch(token)):

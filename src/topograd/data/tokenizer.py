@@ -223,12 +223,15 @@ def _byte_alphabet() -> tuple[str, ...]:
 
 
 _ALPHABET = _byte_alphabet()
-_BYTES = {character: value for value, character in enumerate(_ALPHABET)}
+_LATIN = dict.fromkeys(range(256), "\uffff") | {ord(name): chr(v) for v, name in enumerate(_ALPHABET)}
 
 
-def byte_of(character: str) -> int | None:
-    """The byte that a character of a byte-level token stands for; None if it stands for none."""
-    return _BYTES.get(character)
+def bytes_of(token: str) -> bytes | None:
+    """The bytes that the characters of a byte-level token stand for; None if one stands for none."""
+    try:
+        return token.translate(_LATIN).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
 
 
 def _printable(piece: bytes) -> str:

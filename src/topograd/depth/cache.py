@@ -66,6 +66,9 @@ class Cache:
         """Messages of each port and last outputs of each stage, by position: (rows, positions, ...)."""
         self._bus: tuple[object, Bus] | None = None
         self._sources = [_plain_source(stack, planned) for planned in plan.stages]
+        self._alone = [memory if isinstance(memory, RowMemory) else None for memory in self.memories]
+        """Memories that can run one row on arrays."""
+        self._embedding = self.runtime if isinstance(self.runtime, RowEmbedding) else None
         self._heard: Heard | None = None
 
     def lengths(self) -> list[int]:
@@ -79,8 +82,8 @@ class Cache:
         width = max(counts)
         if width == 0:
             return
-        if self.rows == 1 and isinstance(self.runtime, RowEmbedding):
-            self._push_row(self.runtime, tokens[0])
+        if self.rows == 1 and self._embedding is not None:
+            self._push_row(self._embedding, tokens[0])
             return
         padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=self.device)
         where = _Where.of(starts, counts, self.device)
@@ -126,8 +129,8 @@ class Cache:
         for index in self._hears[stage]:
             counts = self.pending(index)
             if any(counts):
-                source, memory = self._sources[index], self.memories[index]
-                if source is not None and self.rows == 1 and isinstance(memory, RowMemory):
+                source, memory = self._sources[index], self._alone[index]
+                if source is not None and memory is not None and self.rows == 1:
                     self._run_row(index, source, memory)
                 else:
                     self._run(index, counts)

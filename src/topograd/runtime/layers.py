@@ -16,8 +16,7 @@ A graph is written in one of two ways. *Grouped*, a layer's rotation, cache and 
 GroupQueryAttention; it takes several new columns of one row only, or of rows that begin, and heads whose
 width is a multiple of 16. Else they are TensorScatter and Attention with `starts` and masks, which take any.
 
-Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, keys and values are one matrix,
-and so are a gate and what it gates.
+Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, keys and values are one matrix.
 Tested against `nn/`: float32, so to rounding. Sources as in `nn/gpt.py` and `nn/transformer.py`.
 """
 
@@ -219,7 +218,9 @@ def gpt_block(graph: Graph, stream: Stream, index: int, block: Block) -> None:
 
 
 def _gate_and_up(graph: Graph, x: str, name: str, mlp: Any) -> list[str]:
-    """What gates and what is gated, by one matrix."""
+    """What gates and what is gated; in fewer bits by one matrix, in float32 by the model's own memory."""
+    if graph.precision == "float32":
+        return [linear(graph, x, f"{name}.{kind}", m) for kind, m in (("gate", mlp.gate), ("up", mlp.up))]
     both, wide = (mlp.gate, mlp.up), len(matrix_of(mlp.up))
     biases = [m.bias.detach() for m in both if m.bias is not None]
     weight, bias = torch.cat([matrix_of(m) for m in both]), torch.cat(biases) if biases else None
