@@ -20,6 +20,7 @@ from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.inspection import Inspection, inspect
 from topograd.geometry.losses import CrossEntropy, SquaredError
 from topograd.geometry.monitors.bottoms import BottomMonitor, Conditions
+from topograd.geometry.monitors.early_warning import Alarm, EarlyWarning
 from topograd.geometry.monitors.layernorm import KernelMonitor, kernel_cosine, layernorm_kernel
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
@@ -40,6 +41,7 @@ from topograd.geometry.singular.fluctuation import data_free_fluctuation, singul
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
 
 __all__ = [
+    "Alarm",
     "Attention",
     "Block",
     "BottomMonitor",
@@ -51,6 +53,7 @@ __all__ = [
     "Crossing",
     "Direction",
     "DirectionReading",
+    "EarlyWarning",
     "ExpansionDetector",
     "Factors",
     "GatedStack",
