@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +151,24 @@ def test_bad_models_and_inputs_are_named() -> None:
     next(model.parameters()).data[0, 0] = math.nan
     with pytest.raises(GeometryError, match=r"'0.weight' holds a number that is not finite"):
         Path.of(model, joint_mode(model))
+
+
+def test_models_that_answer_with_an_object() -> None:
+    class Answers(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(logits=self.inner(x), other=x)
+
+    plain, wrapped = chain(2), Answers(chain(2))
+    dead = torch.zeros(WIDTH, WIDTH)
+    dead[-1, -1] = 1.0
+    parts = {f"{i}.weight": dead for i in (0, 2)}
+    found = read_order(plain, Path.of(plain, parts), INPUTS)
+    inner = Path.of(wrapped, {f"inner.{name}": part for name, part in parts.items()})
+    assert read_order(wrapped, inner, INPUTS) == found, "logits are taken by themselves"
+    assert read_order(wrapped, inner, INPUTS, outputs=lambda m, x: m(x).logits) == found
+    with pytest.raises(GeometryError, match="give outputs="):
+        read_order(wrapped, inner, INPUTS, outputs=lambda m, x: m(x))

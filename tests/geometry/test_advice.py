@@ -1,0 +1,56 @@
+"""Sentences come from the numbers of a record."""
+
+from typing import Any
+
+from topograd.geometry.advice import advice
+
+
+def direction(layer: str, kind: str, order: int | None = None, group: str | None = None) -> dict[str, Any]:
+    return {"layer": layer, "kind": kind, "order": order, "group": group, "fisher": 0.5, "dimensions": 9}
+
+
+def record(**more: Any) -> dict[str, Any]:
+    stream = {"massive": [], "effective_ranks": [5.0, 4.0], "outside": None, "verdict": "preserved"}
+    plain = {"stream": stream, "stream_without_massive": None, "norms": {}, "fisher": "monte-carlo"}
+    return {**plain, "parameters": 90, "directions": [], "refused": [], **more}
+
+
+def said(**more: Any) -> str:
+    return " ".join(advice(record(**more)))
+
+
+def test_streams() -> None:
+    assert "reaches the last layer" in said()
+    assert said(stream=None) == ""
+    falling = {**record()["stream"], "verdict": "falling with depth"}
+    assert "does not come through (falling with depth)" in said(stream=falling)
+    assert "described and not tested" in said(stream={**falling, "outside": "post-norm layers"})
+    massive = {"layer": "layers.3", "rows": 7, "largest": 2500.0, "channel": 11}
+    loud = {**record()["stream"], "massive": [massive]}
+    quiet = {**record()["stream"], "effective_ranks": [5.0, 4.9]}
+    words = said(stream=loud, stream_without_massive=quiet)
+    assert "from layers.3 on 7 rows reach 2500 in channel 11" in words
+    assert "4 with it and 5 without" in words
+
+
+def test_norms_and_a_missing_loss() -> None:
+    fooled = {"exact": False, "found": True, "without_massive": {"found": False}}
+    words = said(norms={"a": {"exact": True, "found": True, "without_massive": None}, "b": fooled})
+    assert "1 LayerNorms kill one direction" in words
+    assert "1 RMSNorms look as if" in words
+    assert "no loss here" in said(fisher=None)
+
+
+def test_directions() -> None:
+    words = said(
+        directions=[
+            direction("v", "gauge", group="GL(3)"),
+            direction("up", "dead"),
+            direction("joint: up, down", "dead", 2),
+            direction("down", "live", 1),
+        ],
+        refused=["something"],
+    )
+    for part in ("9 of 90 dimensions (10.0%)", "1 layers have a direction", "the highest is 2", "1 things"):
+        assert part in words
+    assert "None of the 1 directions" in said(directions=[direction("down", "live", 1)])

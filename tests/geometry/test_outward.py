@@ -1,0 +1,64 @@
+"""The probe: its floor, its sketches, and which samples it takes."""
+
+import pytest
+import torch
+from torch import nn
+
+from topograd.errors import GeometryError
+from topograd.geometry.outward import BUCKETS, Probe, short_example
+from topograd.geometry.paths import Path, directional_fisher, divergences
+from topograd.geometry.rates import log_grid
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def test_a_scan_is_the_divergence_along_a_path_and_its_sketch_the_fisher() -> None:
+    model, x, grid = net(), torch.randn(20, 3).double(), log_grid(1e-3, 1e-1, 4)
+    part = torch.randn(5, 3).double()
+    unit = {"0.weight": part / part.norm()}
+    probe = Probe(model, x, "cross-entropy", None, None)
+    values, sketch = probe.scan(unit, grid)
+    path = Path.of(model, unit)
+    assert values == pytest.approx(divergences(model, path, grid, x, "cross-entropy"), rel=1e-9)
+    assert sketch.shape == (BUCKETS,)
+    fisher = directional_fisher(model, path, 0.0, x, "cross-entropy")
+    assert float(sketch.square().sum()) == pytest.approx(fisher, rel=0.15)
+    held, _ = probe.scan(unit, grid, {"2.bias": torch.ones(4).double()})
+    assert held == pytest.approx(values, rel=0.5)
+    assert held != values
+
+
+def test_the_floor_is_rounding_and_larger_where_a_model_rounds() -> None:
+    class Coarse(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).float().double()  # type: ignore[no-any-return]
+
+    x = torch.randn(20, 3).double()
+    fine = Probe(net(), x, "squared-error", None, None).floor
+    coarse = Probe(Coarse(*net()), x, "squared-error", None, None).floor
+    assert fine < 1e-18
+    assert 1e-16 < coarse < 1e-10
+
+
+def test_a_probe_is_short() -> None:
+    tokens = torch.zeros(8, 100, dtype=torch.long)
+    assert short_example(tokens, 10).shape == (2, 100)
+    assert short_example(tokens, 10**9).shape == (1, 16)
+    assert short_example({"x": torch.zeros(900, 3)}, 10)["x"].shape == (64, 3)
+    assert short_example((torch.zeros(70, 3), 5), 10)[1] == 5
+    with pytest.raises(GeometryError, match="no samples"):
+        short_example(torch.zeros(0, 3), 10)
+
+
+def test_weights_and_outputs_that_are_not_finite_are_named() -> None:
+    model = net()
+    grid = log_grid(1e-3, 1e-1, 2)
+    probe = Probe(model, torch.ones(2, 3).double(), "squared-error", None, None)
+    with pytest.raises(GeometryError, match="not finite at t = 0"):
+        probe.scan({"2.bias": torch.full((4,), float("inf"), dtype=torch.float64)}, grid)
+    nn.init.constant_(model[0].weight, float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(GeometryError, match=r"0\.weight has a value that is not finite"):
+        Probe(model, torch.ones(2, 3).double(), "squared-error", None, None)
