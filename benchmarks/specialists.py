@@ -9,9 +9,9 @@ RUN is an imported model, such as SmolLM2. Times are ratios of things that take 
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,9 +21,10 @@ import tyro
 
 from topograd.depth.model import Model
 from topograd.nn.preparation import prepare
+from topograd.nn.stack import Stack
 from topograd.runs.session import open_session
-from topograd.specialists.attach import Attached, attach, new_specialist
-from topograd.specialists.composition import composed
+from topograd.specialists.attach import attach, new_specialist
+from topograd.specialists.controls import LORA_RATE
 from topograd.specialists.facts import World
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.model import SpecialistPool
@@ -31,8 +32,12 @@ from topograd.specialists.preservation import Preservation
 from topograd.specialists.settings import FineTune
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
 from topograd.training.hidden_states import PlainRows, StateLoader, layer_states
+
+CHAT = 0.16
+"""Share of the positions that have a target, in chats of a question and an answer by SmolLM2's template."""
 
 
 @dataclass(frozen=True)
@@ -41,44 +46,43 @@ class Settings:
 
     what: Annotated[Literal["step", "decode", "lora"], tyro.conf.Positional]
     run: Annotated[Path, tyro.conf.Positional]
-    layers: int = 2
     rows: int = 2
     context: int = 256
-    learned: float = 1.0
-    """Share of the positions that have a target."""
-    tokens: int = 24
+    tokens: int = 32
     rounds: int = 5
-    steps: int = 40
+    steps: int = 20
+    every: int = 5
+    """Steps between two readings of the base."""
 
 
 def measure_step(settings: Settings, place: Path) -> dict[str, Any]:
-    """A specialist's step on kept states against a forward and backward of the whole base."""
+    """Gradients of a specialist on kept states against those of the whole base, of text and of chats."""
     base = open_session(settings.run)
-    attached = attach(base, {NAME: new_specialist(place / "s", base, layers=settings.layers)})
+    last = len(base.stack.layers)
     inputs = torch.randint(1000, (settings.rows, settings.context))
-    targets = torch.where(torch.rand(inputs.shape) < settings.learned, inputs.roll(-1, 1), -100)
-    states = layer_states(base.stack, inputs, [len(base.stack.layers)])
+    states = layer_states(base.stack, inputs, [last])
     whole = open_session(settings.run)
-    plan = prepare(whole.stack, Topology.chain(str(len(whole.stack.layers))))
+    plan = prepare(whole.stack, Topology.chain(str(last)))
     whole.stack.requires_grad_(True)
-    things = {
-        "base, all of it": lambda: _cleared(whole.stack, plan, inputs, targets, None),
-        "specialist, base run": lambda: _cleared(attached.stack, attached.plan, inputs, targets, None),
-        "specialist, states kept": lambda: _cleared(attached.stack, attached.plan, inputs, targets, states),
-    }
-    seconds = take_turns(things, settings.rounds, warmup=1)
-    full = "base, all of it"
-    return {
-        "tokens": inputs.numel(),
-        "seconds": {name: Spread.of(values).as_dict() for name, values in seconds.items()},
-        "gain of kept states": ratio(seconds, full, "specialist, states kept").as_dict(),
-        "gain of a frozen base": ratio(seconds, full, "specialist, base run").as_dict(),
-    }
+    found: dict[str, Any] = {"tokens": inputs.numel()}
+    specialists = {n: attach(base, {NAME: new_specialist(place / str(n), base, layers=n)}) for n in (1, 2)}
+    for name, learned in (("text", 1.0), ("chats", CHAT)):
+        targets = torch.where(torch.rand(inputs.shape) < learned, inputs.roll(-1, 1), -100)
 
+        def cleared(stack: Stack, plan: Plan, states: Any = None, targets: torch.Tensor = targets) -> None:
+            train_step(stack, plan, inputs, targets, states=states)
+            stack.zero_grad(set_to_none=True)
 
-def _cleared(stack: Any, plan: Any, inputs: torch.Tensor, targets: torch.Tensor, states: Any) -> None:
-    train_step(stack, plan, inputs, targets, states=states)
-    stack.zero_grad(set_to_none=True)
+        things = {"base": functools.partial(cleared, whole.stack, plan)}
+        for layers, attached in specialists.items():
+            own = functools.partial(cleared, attached.stack, attached.plan)
+            things |= {f"{layers} layers, kept": functools.partial(own, states), f"{layers} layers": own}
+        seconds = take_turns(things, settings.rounds, warmup=1)
+        found[name] = {
+            "seconds": {name: Spread.of(values).as_dict() for name, values in seconds.items()},
+            "gain over the base": {n: ratio(seconds, "base", n).as_dict() for n in things if n != "base"},
+        }
+    return found
 
 
 def measure_decode(settings: Settings, place: Path) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def measure_decode(settings: Settings, place: Path) -> dict[str, Any]:
     base = open_session(settings.run)
     pool = SpecialistPool.open(base, {n: new_specialist(place / n, base, layers=2) for n in ("a", "b", "c")})
     alone, off, on = Model(open_session(settings.run)), pool.model(), pool.model({"a": 1.0})
+    assert alone.engine.runtime.name == off.engine.runtime.name
     prompt = base.tokenizer.encode("The capital of France is")
     count = settings.tokens
     rows: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"c": 1.0}] * 2
@@ -103,6 +108,7 @@ def measure_decode(settings: Settings, place: Path) -> dict[str, Any]:
     }
     seconds = take_turns(things, settings.rounds, warmup=1)
     return {
+        "runtime": alone.engine.runtime.name,
         "seconds": {name: Spread.of(values).as_dict() for name, values in seconds.items()},
         "speed with them off": ratio(seconds, "base", "three attached, off").as_dict(),
         "speed with one on": ratio(seconds, "base", "one on").as_dict(),
@@ -118,65 +124,68 @@ def measure_lora(settings: Settings, place: Path) -> dict[str, Any]:
     from topograd.models.export import export_model
 
     chat = place / "chat.jsonl"
-    chat.write_text("".join(json.dumps(record) + "\n" for record in World.make(4).records()))
+    chat.write_text("".join(json.dumps(record) + "\n" for record in World.make(6).records()))
     base = open_session(settings.run)
-    sidecar = new_specialist(place / "s", base, layers=settings.layers)
-    asked = FineTune(data=str(chat), steps=settings.steps, context=64, batch=8, save_every=10**6)
+    sidecar = new_specialist(place / "s", base, layers=2)
+    asked = FineTune(
+        data=str(chat), steps=settings.steps, context=64, save_every=settings.every, rate=0.6, head_rate=0.75
+    )
     tuning = FineTuning.start(place / "s", asked)
     found = tuning.train()
     export_model(settings.run, place / "hf", "hf")
     theirs = AutoModelForCausalLM.from_pretrained(place / "hf")
     numbers = sum(t.numel() for t in sidecar.tensors.values())
     per_rank = sum(sum(m.weight.shape) for n, m in theirs.named_modules() if n.endswith("_proj"))
-    lora = get_peft_model(
-        theirs, LoraConfig(r=max(numbers // per_rank, 1), lora_alpha=32, target_modules="all-linear")
-    )
-    seconds, loss = _train_lora(lora, tuning, settings.steps)
-    before = Preservation(base)
-    with torch.no_grad():
-        on = lora(before.sentences).logits
-        with lora.disable_adapter():
-            off = lora(before.sentences).logits
+    rank = max(numbers // per_rank, 1)
+    lora = get_peft_model(theirs, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    readings = _train_lora(lora, tuning, settings)
+    with torch.no_grad(), lora.disable_adapter():
+        off = float((lora(tuning.preservation.sentences).logits - tuning.preservation.before).abs().max())
     return {
-        "specialist": {key: found[key] for key in ("parameters", "loss", "seconds", "base_bpb", "bpb")},
+        "specialist": {"parameters": numbers, "loss": found["loss"], "checkpoints": found["preservation"]},
         "lora": {
             "parameters": sum(p.numel() for p in lora.parameters() if p.requires_grad),
-            "loss": loss,
-            "seconds": seconds,
-            "bpb": before.bpb_of(on),
-            "max_abs_logit_delta_on": float((on - before.before).abs().max()),
-            "max_abs_logit_delta_off": float((off - before.before).abs().max()),
+            "rank": rank,
+            "checkpoints": readings,
+            "max_abs_logit_delta_off": off,
         },
-        "specialist_path_off": _off(tuning.attached, before),
     }
 
 
-def _off(attached: Attached, before: Preservation) -> float:
-    attached.stack.eval()
-    return before.read(attached.stack, composed(attached, {})).base_max_abs_logit_delta
-
-
-def _train_lora(lora: Any, tuning: FineTuning, steps: int) -> tuple[float, float]:
+def _train_lora(lora: Any, tuning: FineTuning, settings: Settings) -> list[dict[str, Any]]:
     """AdamW at peft's usual 2e-4 with the specialist's schedule, on the same rows in the same order."""
     loader = StateLoader(
         PlainRows(tuning.inputs, tuning.targets), tuning.settings.batch, tuning.settings.seed
     )
-    optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=2e-4)
+    optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=LORA_RATE)
     schedule = tuning.settings.optimizer(tuning.session.config.optimizer)
-    began, loss = time.perf_counter(), float("nan")
-    lora.train()
-    for step in range(steps):
+    readings = [_read(lora, tuning.preservation, 0, None)]
+    for step in range(settings.steps):
         batch = next(loader)
         for group in optimizer.param_groups:
-            group["lr"] = 2e-4 * schedule.multiplier(step, steps)
+            group["lr"] = LORA_RATE * schedule.multiplier(step, settings.steps)
         logits = lora(batch.inputs).logits
-        value = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         optimizer.zero_grad()
-        value.backward()
+        loss.backward()
         optimizer.step()
-        loss = float(value)
-    lora.eval()
-    return time.perf_counter() - began, loss
+        if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
+            readings.append(_read(lora, tuning.preservation, step + 1, loss.item()))
+    return readings
+
+
+@torch.no_grad()
+def _read(lora: Any, before: Preservation, step: int, loss: float | None) -> dict[str, Any]:
+    """What the base does with the adapter on, as `Preservation` reads it."""
+    now = lora(before.sentences).logits
+    asked = lora(before.choice_inputs).logits[before.choice_targets != -100]
+    return {
+        "step": step,
+        "loss": loss,
+        "base_max_abs_logit_delta": float((now - before.before).abs().max()),
+        "base_bpb": before.bpb_of(now),
+        "base_choices": before.answered(asked),
+    }
 
 
 def main() -> None:

@@ -45,6 +45,9 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
     table = tune(call, spec, chat)
     assert table.code == 0
     assert "base Δ logit" in table.out
+    page = call("report", spec, "--json").json["report"]
+    assert "At all 2 checkpoints the base" in Path(page).read_text()
+    assert "leave --against" in call("report", spec, "--against", straight.folder).refusal
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
         (["attach", "BASE", "--out", "NEW", "--token", "x"], "has no source"),
         (["attach", "BASE", "--out", "SPEC"], "not an empty folder"),
         (["attach", "SPEC", "--out", "NEW"], "is not a run"),
+        (["report", "SPEC"], "was not trained yet"),
         (["finetune", "SPEC"], "--data is not given"),
         (["finetune", "SPEC", "--data", "nowhere"], "--data is 'nowhere', which does not exist"),
         (["finetune", "BASE", "--data", "nowhere"], "is no specialist"),
@@ -101,6 +105,10 @@ def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: 
     carried = call("align", spec, "--to", base, "--out", tmp_path / "new", "--data", chat, "--json").json
     assert carried["kind"] == "minor"
     assert carried["nats"]["aligned"] == pytest.approx(carried["nats"]["old base with it"], rel=1e-3)
+    more = ("--out", tmp_path / "more", "--data", chat, "--context", 16, "--steps", 2, "--json")
+    trained = call("align", spec, "--to", base, *more).json["nats"]
+    assert trained["aligned and trained"] < trained["trained anew"], "it had learned the text already"
+    assert trained["aligned and trained"] < trained["aligned"]
     assert (
         "--steps is given and --data is not"
         in call("align", spec, "--to", base, "--out", tmp_path / "x", "--steps", 3).refusal

@@ -41,5 +41,7 @@ def test_the_tutorial_runs(
         "compose",
         "route",
         "route",
+        "generate",
+        "report",
     ]
     assert "0.0000" in capsys.readouterr().out

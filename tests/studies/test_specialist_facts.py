@@ -1,29 +1,56 @@
-"""The study of specialists and facts in its smallest form."""
+"""The study of specialists and facts in its smallest form, and that a second run goes on behind the first."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from topograd.studies import specialist_facts
+from topograd.studies.kept import Kept
 from topograd.studies.outcome import Result, asked
 
 
+def study(place: Path) -> Result:
+    return specialist_facts.run(asked("specialists", "tiny", kept=Kept(place / "rows.jsonl")))
+
+
 @pytest.fixture(scope="module")
-def found() -> Result:
-    return specialist_facts.run(asked("specialists", "tiny"))
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
 
 
-def test_the_base_is_preserved_and_the_control_is_not(found: Result) -> None:
+@pytest.fixture(scope="module")
+def found(place: Path) -> Result:
+    return study(place)
+
+
+def test_the_base_is_preserved_and_the_controls_move_it(found: Result) -> None:
     rows = [row for row in found.rows if row["what"] == "preservation"]
-    dual = [row["base_max_abs_logit_delta"] for row in rows if row["model"].startswith("dual")]
-    single = [row["base_max_abs_logit_delta"] for row in rows if row["model"].startswith("single")]
-    assert dual == [0.0] * 6
-    assert single[-1] > 0
+    moved: dict[str, list[float]] = {}
+    for row in rows:
+        moved.setdefault(row["model"].partition(",")[0], []).append(row["base_max_abs_logit_delta"])
+    assert moved["dual head"] == [0.0] * 6
+    assert moved["single head"][-1] > 0
+    assert moved["LoRA"][-1] > 0
     assert found.drawing is not None
-    assert len(found.drawing.series) == 3
+    assert len(found.drawing.series) == 4
 
 
 def test_every_question_has_its_table(found: Result) -> None:
     assert len(found.tables) == 6, "all but the fifty prompts, which want a larger base"
     assert all(len(row) == len(table.header) for table in found.tables for row in table.rows)
-    assert len(found.findings) == 2
+    assert len(found.findings) == 4
+    verdicts = {claim.name: claim.verdict for claim in found.claims}
+    assert verdicts["reference: the base does not move"] == "held"
+    assert len(verdicts) == 6
+
+
+def test_what_was_measured_is_not_measured_again(
+    found: Result, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run takes what the first kept, and computes what is missing."""
+    lines = (place / "rows.jsonl").read_text().splitlines()
+    (place / "rows.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    monkeypatch.setattr(specialist_facts.BaseStudy, "taught", lambda *_: pytest.fail("it was kept"))
+    assert study(place).rows == found.rows

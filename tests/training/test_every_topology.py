@@ -56,6 +56,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "mean": {"partition": "2,2", "prediction": "mean"},
     "path": {"partition": "1,1,2", "prediction": "path:1,3"},
     "distillation": {"partition": "2,2", "objective": "distillation", "teacher_mix": 0.7},
+    "kept-logits": {"partition": "2,2", "objective": "distillation", "teacher_top": 8},
     "interface": {"partition": "1,1,2", "interface": "S=4,r=4,pool=tail"},
     "interface-scan": {"partition": "1,1,2", "interface": "S=4,r=4", "backward": "scan"},
     "interface-hybrid": {"partition": "1,1,1,1", "interface": "S=4,r=4", "backward": "hybrid"},

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from topograd.errors import ConfigError
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
-from topograd.runs.session import build_stack
-from topograd.training.kept_states import kept_layers
+from topograd.runs.session import build_stack, open_session
+from topograd.training.kept_states import LOGITS, kept_layers
+from topograd.training.objectives import teacher_logits
 from topograd.training.trainer import start
 
 
@@ -66,3 +69,42 @@ def test_distilled_from_its_own_last_stage(config: TrainConfig, straight: Run, t
         transmissivity=1.0, depth_weights=0.5, **taught
     )
     assert start(lora, tmp_path / "lora").train()["finished"]
+
+
+def test_a_teachers_logits_are_computed_once(
+    config: TrainConfig, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of the vocabulary kept, a step learns what it learns from the teacher itself."""
+    vocab = open_session(straight.folder).config.model.vocab
+    table = {"partition": "1,1", "objective": "distillation", "teacher": str(straight.folder)}
+    chosen = config.changed(steps=4, save_every=2, eval_every=0, teacher_top=vocab, **table)
+    trainer = start(chosen, tmp_path / "student")
+    trainer._open_states(None)
+    assert (tmp_path / "student" / LOGITS / "teacher.json").is_file()
+    assert trainer.states is not None
+    batch = next(trainer.states)
+    assert batch.teacher is not None
+    assert trainer.teacher is not None
+    running = teacher_logits(trainer.teacher.predictor, batch.inputs)
+    everything = slice(0, batch.inputs.numel())
+    torch.testing.assert_close(batch.teacher(everything), running(everything))
+
+    trainer.states.seek({"epoch": 0, "row": 0})
+    monkeypatch.setattr(trainer.teacher.predictor, "forward", lambda *_: pytest.fail("it ran again"))
+    assert trainer.train()["finished"]
+    assert not (tmp_path / "student" / LOGITS).exists(), "what is done is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"teacher_top": -1}, "teacher_top is -1; it must be at least 1, or 0 to run it"),
+        ({"teacher_top": 4}, "no other run teaches; give its folder as teacher"),
+        ({"teacher_top": 4, "teacher": "self", "objective": "distillation"}, "no other run teaches"),
+    ],
+)
+def test_logits_without_another_teacher_are_refused(
+    config: TrainConfig, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config.changed(**given)

@@ -44,6 +44,7 @@ CHUNK = 20
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch, tiny: type[Tiny]) -> None:
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ELEMENTS", CHUNK * tiny.vocab)
+    monkeypatch.setattr(linear_cross_entropy, "FEWEST_TOKENS", 1)
 
 
 def hidden(tokens: int = 48, seed: int = 5) -> Tensor:
@@ -182,6 +183,7 @@ def test_chunks_do_not_matter(
     found = []
     for chunk in (CHUNK, 1000):
         monkeypatch.setattr(linear_cross_entropy, "CHUNK_ELEMENTS", chunk * tiny.vocab)
+        monkeypatch.setattr(linear_cross_entropy, "FEWEST_TOKENS", 1)
         stack, h = tiny.gpt(PER_STAGE), hidden()
         loss = stage_loss(stack, h, 1, objective, targets_for(h), prior, lambda rows: taught[rows])
         loss.backward()

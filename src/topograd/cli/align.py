@@ -26,7 +26,7 @@ class Align:
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """What it was trained on: measured before and after, and trained on for --steps."""
     steps: int = 0
-    """Steps of training behind the alignment, on --data."""
+    """Steps of training behind the alignment, on --data, and as many of a specialist that begins anew."""
     context: int | None = None
     """Tokens in a row of --data."""
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -55,11 +55,10 @@ def run(argv: list[str]) -> int:
 
         answer["nats"] = compared(asked.data, sidecar, carried, old, new, asked.context)
     if asked.steps:
-        from topograd.specialists.finetune import FineTuning
-        from topograd.specialists.settings import FineTune
+        from topograd.specialists.align import trained_on
 
-        settings = FineTune(data=str(asked.data), steps=asked.steps, context=asked.context)
-        answer["nats"]["aligned and trained"] = FineTuning.start(asked.out, settings).train()["loss"]
+        assert asked.data is not None
+        answer["nats"] |= trained_on(asked.data, carried, new, asked.steps, asked.context)
     if asked.json:
         print_json(answer)
     else:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write the run's report.html and its figures."""
+    """Write the report.html of a run, or of a specialist, and its figures."""
 
     folder: Folder
-    """The run's folder; the page is written there."""
+    """The folder of the run or specialist; the page is written there."""
     against: Path | None = None
     """Another run to compare it with; the one of a single stage is called backprop."""
     json: Json = False
@@ -29,6 +29,10 @@ class Report:
 def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
     asked = parse(Report, argv, "report")
+    from topograd.runs.sidecar import is_sidecar
+
+    if is_sidecar(asked.folder):
+        return _specialist(asked)
     from topograd.report.page import write_report  # matplotlib: only once there is something to do
     from topograd.runs.session import read_settings
 
@@ -49,6 +53,30 @@ def run(argv: list[str]) -> int:
     if asked.json:
         names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
         print_json({"run": str(asked.folder), "report": str(page), **names})
+    else:
+        print(page)
+    return 0
+
+
+def _specialist(asked: Report) -> int:
+    """The report of a specialist: what it learned, and that its base did not move."""
+    from topograd.report.specialist import write_specialist_report
+    from topograd.specialists.attach import open_specialist
+    from topograd.specialists.finetune import training_records
+
+    if asked.against is not None:
+        raise ConfigError(
+            f"{asked.folder} is a specialist, which is compared with its base alone; leave --against"
+        )
+    sidecar, records = open_specialist(asked.folder), training_records(asked.folder)
+    if not records:
+        raise ConfigError(
+            f"{asked.folder} was not trained yet, so there is nothing to report; topograd finetune"
+        )
+    name, base = asked.folder.resolve().name, sidecar.base.folder.name
+    page = write_specialist_report(asked.folder / "report.html", name, sidecar.settings, base, records)
+    if asked.json:
+        print_json({"specialist": str(asked.folder), "report": str(page)})
     else:
         print(page)
     return 0

@@ -127,7 +127,7 @@ class LoneTrainer(Trainer):
         assert parallel.stage is not None
         self.parallel, self.index = parallel, parallel.stage - 1
         check_alone(self.stack, self.plan, parallel)
-        if self.loop.own_teacher or self._layers:
+        if self.loop.own_teacher or self._keeps:
             raise ConfigError("a model that teaches itself, or keeps states, trains in one process")
         if any(objective.uses_prior for objective in objectives_of(self.plan, self.loop.objectives)):
             raise ConfigError("an objective corrects the stages before it, so no stage can be left alone")

@@ -115,7 +115,7 @@ class StageTrainer(Trainer):
     def train(
         self, stop_after: int | None = None, on_step: OnStep | None = None, on_rows: OnRows | None = None
     ) -> dict[str, Any]:
-        if self.loop.own_teacher or self._layers:
+        if self.loop.own_teacher or self._keeps:
             raise ConfigError("a model that teaches itself, or keeps states, trains in one process")
         self._spread()
         return super().train(stop_after, on_step if self.ranks.first else None)

@@ -230,6 +230,7 @@ class TrainConfig:
             ("interface", self.topology.interface is not None),
             ("search", self.search.kind != "none"),
             ("imported", self.foreign),
+            ("teacher_top", bool(self.topology.teacher_top)),
             *((name, bool(getattr(self.tune, name))) for name in PARTIAL),
         ):
             if given:

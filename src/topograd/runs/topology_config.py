@@ -114,6 +114,9 @@ class TopologyConfig:
     """What the logits of both are divided by."""
     teacher_mix: float = 0.5
     """The teacher's share of the loss."""
+    teacher_top: int = 0
+    """Compute this many of the teacher's largest logits of each position once and keep them in the run's
+    folder, instead of running it at every step; 0 runs it."""
     interface: str | None = None
     """Join the parts of the partition by bounded interfaces, as "S=8,r=8,pool=tail": gradient crosses them,
     and only the last part has a loss."""
@@ -134,6 +137,12 @@ class TopologyConfig:
         for name in ("transmissivity", "source_transmissivity"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.teacher_top < 0:
+            raise ConfigError(f"teacher_top is {self.teacher_top}; it must be at least 1, or 0 to run it")
+        if self.teacher_top and self.teacher in (None, OWN_TEACHER):
+            raise ConfigError(
+                f"teacher_top is {self.teacher_top}, and no other run teaches; give its folder as teacher"
+            )
         if self.teacher is not None and not self.teacher.strip():
             raise ConfigError("teacher is empty; give the folder of a run, or leave it out")
         self._check_graph()

@@ -20,6 +20,7 @@ whole head is carried as W_s B. `versions` says which kind of a step it is, by t
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,20 @@ from topograd.nn.heads import FullDelta, Head, LowRankDelta
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
 from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar
-from topograd.specialists.attach import KIND, Shape, attach, card
+from topograd.specialists.attach import (
+    KIND,
+    Attached,
+    Shape,
+    attach,
+    card,
+    new_specialist,
+    open_specialist,
+)
 from topograd.specialists.composition import Weights
+from topograd.specialists.finetune import FineTuning
 from topograd.specialists.interference import token_losses
 from topograd.specialists.records import rows_of
+from topograd.specialists.settings import FineTune
 
 READS = ("query", "key", "value", "qkv", "up", "gate")
 WRITES = ("output", "down")
@@ -99,18 +110,44 @@ def compared(
     """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it."""
     before, after = attach(old, {"s": sidecar}), attach(new, {"s": carried})
     same = attach(new, {"s": replace(sidecar, base=BaseIdentity.of(new))})  # its weights as they are
-    inputs, targets = rows_of(path, after, context)
+    rows = rows_of(path, after, context)
     on: Weights = {"s": 1.0}
-    found = {}
-    for name, attached, weights in (
-        ("old base with it", before, on),
-        ("new base", after, {}),
-        ("nothing done", same, on),
-        ("aligned", after, on),
-    ):
-        losses = token_losses(attached, [weights], inputs, targets)
-        found[name] = float(losses.double().sum() / (targets != -100).sum())
+    return {
+        "old base with it": _nats(before, on, rows),
+        "new base": _nats(after, {}, rows),
+        "nothing done": _nats(same, on, rows),
+        "aligned": _nats(after, on, rows),
+    }
+
+
+def trained_on(
+    path: Path, carried: Sidecar, new: Session, steps: int, context: int | None = None
+) -> dict[str, float]:
+    """Mean nats a token of a text after so many steps on it: of the carried specialist, which is trained in
+    its folder, and of one of the same shape that begins anew."""
+    settings, shape, found = FineTune(data=str(path), steps=steps, context=context), Shape.of(carried), {}
+    rows = rows_of(path, attach(new, {"s": carried}), context)
+    with tempfile.TemporaryDirectory() as place:
+        fresh = new_specialist(
+            Path(place) / "s",
+            new,
+            layers=shape.layers,
+            head_rank=shape.head_rank,
+            whole_head=shape.head_rank is None,
+            tokens=shape.tokens,
+        )
+        for name, sidecar in (("aligned and trained", carried), ("trained anew", fresh)):
+            FineTuning.start(sidecar.folder, settings, new.run.folder).train()
+            attached = attach(new, {"s": open_specialist(sidecar.folder)})
+            found[name] = _nats(attached, {"s": 1.0}, rows)
     return found
+
+
+def _nats(attached: Attached, weights: Weights, rows: tuple[Tensor, Tensor]) -> float:
+    """Mean nats of the targets of some rows."""
+    inputs, targets = rows
+    losses = token_losses(attached, [weights], inputs, targets)
+    return float(losses.double().sum() / (targets != -100).sum())
 
 
 def _check(sidecar: Sidecar, old: Session, new: Session) -> None:

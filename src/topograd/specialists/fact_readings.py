@@ -12,6 +12,7 @@ Probabilities are those of the whole answer, token by token. Every path is read 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,18 +80,23 @@ def asked(attached: Attached, facts: Sequence[Fact], wording: int) -> list[str]:
     return [f"{text}{' ' if plain else ''}{fact.prompt}" for text, fact in zip(texts, facts, strict=True)]
 
 
+def hits(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, list[bool]]:
+    """For each path which of the facts it recalls when asked in that wording."""
+    found: dict[str, list[bool]] = {name: [] for name in reader.terms}
+    for text, fact in zip(asked(reader.attached, facts, wording), facts, strict=True):
+        for name, (hit, _, _) in reader.first(text, fact.answer).items():
+            found[name].append(hit)
+    return found
+
+
 def recall(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, float]:
     """Share of the facts that each path recalls when asked in that wording."""
-    texts = asked(reader.attached, facts, wording)
-    right: dict[str, int] = dict.fromkeys(reader.terms, 0)
-    for text, fact in zip(texts, facts, strict=True):
-        for name, (hit, _, _) in reader.first(text, fact.answer).items():
-            right[name] += hit
-    return {name: count / len(facts) for name, count in right.items()}
+    return {name: sum(found) / len(facts) for name, found in hits(reader, facts, wording).items()}
 
 
 def trust(reader: Reader, facts: Sequence[KnownFact]) -> list[dict[str, Any]]:
-    """Median P(correct), P(wrong) and their ratio on each path, for every kind and framing of passage."""
+    """Median P(correct), P(wrong) and their ratio on each path, for every kind and framing of passage; and
+    log P(correct) - log P(wrong) of each fact."""
     kinds = [("none", ""), ("right", ""), ("irrelevant", ""), *(("wrong", framing) for framing in FRAMINGS)]
     rows = []
     for kind, framing in kinds:
@@ -112,6 +118,7 @@ def trust(reader: Reader, facts: Sequence[KnownFact]) -> list[dict[str, Any]]:
                     "wrong": statistics.median(wrong[name]),
                     "ratio": statistics.median(ratios),
                     "gullible": sum(ratio < 1 for ratio in ratios) / len(ratios),
+                    "log_ratios": [math.log(ratio) for ratio in ratios],
                 }
             )
     return rows

@@ -239,10 +239,8 @@ class FineTuning:
             file.write(dump_json(dict(record)) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
-        """What was logged, in order; half a last line, as a kill leaves it, is skipped."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        return [json.loads(line) for line in lines]
+        """What was logged, in order."""
+        return training_records(self.sidecar.folder)
 
     def _drop_later_records(self) -> None:
         """Records of steps that are about to be done again go."""
@@ -270,3 +268,10 @@ class FineTuning:
             "seconds_per_step": seconds / steps if steps else None,
             "preservation": table,
         }
+
+
+def training_records(folder: Path | str) -> list[dict[str, Any]]:
+    """What a specialist's training logged, in order; half a last line, as a kill leaves it, is skipped."""
+    path = Path(folder) / "training" / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]

@@ -147,17 +147,20 @@ class Preservation:
         return float(nats) / math.log(2) / self.nbytes
 
     def _choices(self, stack: Stack, plans: Sequence[Plan]) -> list[float]:
-        """The share of the questions that each plan answers: the choice of the least mean loss."""
+        """The share of the questions that each plan answers."""
+        where = (self.choice_targets != IGNORED).nonzero(as_tuple=True)
+        return [self.answered(logits) for logits in _logits(stack, plans, self.choice_inputs, where)]
+
+    def answered(self, logits: Tensor) -> float:
+        """The share of the questions that logits of `choice_inputs`, where there is a target, answer: by the
+        choice of the least mean loss."""
         where = (self.choice_targets != IGNORED).nonzero(as_tuple=True)
         rows = where[0]
         counts = torch.bincount(rows, minlength=len(self.choice_inputs)).clamp(min=1)
-        shares = []
-        for logits in _logits(stack, plans, self.choice_inputs, where):
-            losses = F.cross_entropy(logits.float(), self.choice_targets[where], reduction="none")
-            means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts
-            each = means.split([len(choices) for choices in self.items])
-            shares.append(sum(int(part.argmin()) == 0 for part in each) / len(self.items))
-        return shares
+        losses = F.cross_entropy(logits.float(), self.choice_targets[where], reduction="none")
+        means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts
+        each = means.split([len(choices) for choices in self.items])
+        return sum(int(part.argmin()) == 0 for part in each) / len(self.items)
 
 
 @torch.no_grad()

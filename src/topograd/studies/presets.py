@@ -76,7 +76,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(30, 400, 48, 3),
         "demo": Size(420, 1200, 96, 3),
     },
-    "specialists": {"tiny": Size(0.5, 4), "small": Size(20, (80, 40))},
+    "specialists": {"tiny": Size(0.5, 4), "small": Size(15, (160, 40))},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
         "small": Size(30, (200, 400, 400), seeds=3),

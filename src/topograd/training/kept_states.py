@@ -1,6 +1,7 @@
-"""A trainer's hidden states: which layers of a frozen trunk a run needs, and where it keeps them.
+"""What a trainer computes once: the states of a frozen trunk, and the logits of another run that teaches.
 
-    RUN/states/      what `hidden_states.py` writes; removed when the schedule is done
+    RUN/states/           what `hidden_states.py` writes
+    RUN/teacher-logits/   what `sparse_teacher.py` writes; both are removed when the schedule is done
 
 Rows are those of the loader's first epoch, as many as the schedule asks for: what a run would read again in a
 second epoch, cut anew, it reads here as it was cut first.
@@ -12,18 +13,28 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from topograd.data import Prepared
 from topograd.runs.based import BasedStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.topology_config import OWN_TEACHER
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan
-from topograd.training.hidden_states import OnRows, StateLoader, compute_states, packed_rows
+from topograd.training.hidden_states import (
+    OnRows,
+    PlainRows,
+    RowStore,
+    StateLoader,
+    compute_states,
+    packed_rows,
+)
+from topograd.training.sparse_teacher import TaughtRows, write_teacher
 
 if TYPE_CHECKING:
     from topograd.training.trainer import Trainer
 
-FOLDER = "states"
+FOLDER, LOGITS = "states", "teacher-logits"
 
 
 def kept_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
@@ -44,30 +55,53 @@ def kept_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
     return (first,) if first else ()
 
 
-def open_states_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
-    """Batches of the trainer's text with the states of its base, computed now if they are not there."""
-    config, store = trainer.config, trainer.run.store
-    assert isinstance(store, BasedStore)
-    assert config.tune.states != "none"
-    assert isinstance(trainer.data, Prepared), "settings with [images] keep no states"
+def open_kept_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
+    """Batches of the trainer's text with what is kept of it, computed now if it is not there."""
+    config = trainer.config
+    assert isinstance(trainer.data, Prepared), "settings with [images] keep nothing"
     tokens = config.steps * config.accumulate * config.batch * config.row
     inputs, targets = packed_rows(trainer.data.train, config.row, config.seed, tokens)
-    kept = compute_states(
+    store: RowStore = PlainRows(inputs, targets)
+    if layers:
+        store = _states(trainer, layers, inputs, targets, on_rows)
+    if config.topology.teacher_top:
+        teacher = trainer.teacher
+        assert teacher is not None, "`teacher_top` needs one"
+        kept = write_teacher(
+            trainer.run.folder / LOGITS,
+            teacher.predictor,
+            inputs,
+            targets,
+            name=teacher.weights,
+            top=config.topology.teacher_top,
+            on_rows=on_rows,
+        )
+        store = TaughtRows(store, kept, config.device)
+    return StateLoader(store, config.batch, config.seed)
+
+
+def _states(
+    trainer: Trainer, layers: tuple[int, ...], inputs: Tensor, targets: Tensor, on_rows: OnRows | None
+) -> RowStore:
+    store, dtype = trainer.run.store, trainer.config.tune.states
+    assert isinstance(store, BasedStore)
+    assert dtype != "none"
+    return compute_states(
         trainer.run.folder / FOLDER,
         trainer.stack,
         inputs,
         targets,
         base=store.base_weights,
         layers=layers,
-        dtype=config.tune.states,
+        dtype=dtype,
         on_rows=on_rows,
     )
-    return StateLoader(kept, config.batch, config.seed)
 
 
 def remove_states(folder: Path) -> None:
-    """Forget the states of a run that has learned all that it was to learn."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    """Forget what was kept for a run that has learned all that it was to learn."""
+    for name in (FOLDER, LOGITS):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _taught(config: TrainConfig) -> bool:

@@ -37,11 +37,14 @@ from topograd.optim.z_loss import z_loss
 
 CHUNK_ELEMENTS = 2**19
 """Logits held at once, by default: 2 MiB in float32. From 2**18 to 2**21 the speed is the same."""
+FEWEST_TOKENS = 128
+"""However large the vocabulary: W is read from memory once a chunk, which with 16 tokens of 49,152 costs more
+than the products."""
 
 
 def chunk_tokens(vocab: int) -> int:
     """How many tokens make a chunk for this vocabulary."""
-    return max(CHUNK_ELEMENTS // vocab, 16)
+    return max(CHUNK_ELEMENTS // vocab, FEWEST_TOKENS)
 
 
 def linear_cross_entropy(

@@ -126,8 +126,9 @@ class TrainingLoop:
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (tensor.to(device) for tensor in pair)
+            kept = batch.teacher if isinstance(batch, StateBatch) else None
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self.gradients(plan, inputs, targets, 1 / count, states)
+                losses = self.gradients(plan, inputs, targets, 1 / count, states, kept)
             part = losses.detach().cpu() / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
@@ -140,13 +141,14 @@ class TrainingLoop:
         targets: Tensor,
         scale: float,
         states: Mapping[int, Tensor] | None = None,
+        kept: Logits | None = None,
     ) -> Tensor:
         if self.backward != "autograd":
             return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
-        taught: Logits | None = None
+        taught = kept
         if self.own_teacher:
             taught = teacher_logits(Predictor(self.stack, plan), inputs, targets, states)
-        elif self.teacher is not None:
+        elif kept is None and self.teacher is not None:
             taught = teacher_logits(self.teacher, inputs, targets)
         with dropped_layers(self.stack.layers, self.dropout_rates):
             return train_step(

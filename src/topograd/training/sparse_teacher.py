@@ -12,6 +12,9 @@ item 2).
     teacher.json              format, what it is of (teacher, data, top, rows), SHA-256 of each shard
     shard-00000.safetensors   tokens (rows, time, k) int32, values (rows, time, k), rest (rows, time) float32
 
+`train --teacher RUN --teacher-top K` keeps them in the student's folder: `TaughtRows` are rows of text with
+what the teacher said of them.
+
 Shards of SHARD_ROWS rows are written whole; a kill loses one, and the next call goes on behind the last.
 Cost: one forward of the teacher; 8 k + 4 bytes a position instead of 4 vocab. Limits: rows are those given,
 in that order."""
@@ -21,10 +24,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -32,6 +36,7 @@ from torch import Tensor
 from topograd.errors import ConfigError, RunError
 from topograd.files import read_json, sha256, write_atomic, write_json
 from topograd.training.forward import Predictor
+from topograd.training.hidden_states import OnRows, RowStore, StateBatch
 from topograd.training.objectives import Logits
 
 FORMAT = "topograd-teacher"
@@ -68,6 +73,23 @@ class SparseTeacher:
         return chunk
 
 
+@dataclass(frozen=True)
+class TaughtRows:
+    """Rows of text, with hidden states or without, and what a teacher predicts on each."""
+
+    store: RowStore
+    teacher: SparseTeacher
+    device: str
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch:
+        picked = [int(row) for row in chosen]
+        kept = self.teacher.logits(picked)
+        return replace(self.store.rows(picked), teacher=lambda where: kept(where).to(self.device))
+
+
 @torch.no_grad()
 def write_teacher(
     folder: Path | str,
@@ -78,6 +100,7 @@ def write_teacher(
     name: str,
     top: int = 32,
     batch: int = 4,
+    on_rows: OnRows | None = None,
 ) -> SparseTeacher:
     """The teacher's logits on these rows: opened if they are there, gone on with if begun, else computed.
 
@@ -99,6 +122,8 @@ def write_teacher(
         write_atomic(folder / _file(number), save(shard))
         described["sha256"].append(sha256(folder / _file(number)))
         write_json(folder / NAME, described)
+        if on_rows is not None:
+            on_rows(min((number + 1) * SHARD_ROWS, len(inputs)), len(inputs))
     return open_teacher_logits(folder)
 
 

@@ -44,7 +44,7 @@ from topograd.runs.session import (
 from topograd.runs.topology_config import OWN_TEACHER
 from topograd.topology.plan import Plan
 from topograd.training.hidden_states import OnRows, StateLoader
-from topograd.training.kept_states import kept_layers, open_states_loader, remove_states
+from topograd.training.kept_states import kept_layers, open_kept_loader, remove_states
 from topograd.training.loop import Batch, Step, TrainingLoop
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
@@ -147,7 +147,7 @@ class Trainer:
         self.task = task_of(config, data)
         self.loader = self.task.loader
         self.states: StateLoader | None = None
-        """Who gives the batches instead, where the states of a trunk that does not learn are kept."""
+        """Who gives the batches instead, where states of a frozen trunk or a teacher's logits are kept."""
         self.teacher: Teacher | None = self.task.teacher(config)
         self.stack, self.plan = build_stack(config)
         self.loop = TrainingLoop(
@@ -165,6 +165,7 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self._layers = kept_layers(config, self.plan)
+        self._keeps = bool(self._layers or config.topology.teacher_top)
         self._position: dict[str, Any] = self.loader.position
         """Where batches with states begin: at the start, or where a checkpoint was saved."""
         if config.compile:
@@ -196,7 +197,7 @@ class Trainer:
         self.step = loaded.step
         self.seconds = extra["seconds"]
         self._position = extra["loader"]
-        if not self._layers:
+        if not self._keeps:
             self.loader.seek(self._position)
         self.loop.halted = set(extra.get("halted", ()))
 
@@ -293,9 +294,9 @@ class Trainer:
         return result
 
     def _open_states(self, on_rows: OnRows | None) -> None:
-        """From here on batches come with the states of the trunk, if those are kept."""
-        if self._layers and self.states is None:
-            self.states = open_states_loader(self, self._layers, on_rows)
+        """From here on batches come with what is kept of them, if anything is."""
+        if self._keeps and self.states is None:
+            self.states = open_kept_loader(self, self._layers, on_rows)
             self.states.seek(self._position)
 
     def _source(self) -> Loader | ImageLoader | StateLoader:

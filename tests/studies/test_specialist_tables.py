@@ -1,0 +1,55 @@
+"""Verdicts about facts: by the interval over facts, and by the checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from topograd.studies.outcome import Row
+from topograd.studies.specialist_tables import claims, findings, tables
+
+
+def rows(moved: float, prose: float) -> list[Row]:
+    """What a study of one base may have measured."""
+
+    def kept(model: str, step: int, delta: float, bpb: float) -> Row:
+        reading: dict[str, Any] = {"base_max_abs_logit_delta": delta, "base_bpb": bpb, "base_choices": 1.0}
+        reading |= {"bpb": bpb, "choices": 1.0, "base_tasks": {"copa": 0.6}, "tasks": {"copa": 0.5}}
+        return {"what": "preservation", "model": model, "step": step, **reading}
+
+    about: dict[str, Any] = {"what": "injection", "people": 2, "paraphrases": 3, "step": 9}
+    found = [kept("dual head, chat", 0, 0.0, 1.0), kept("dual head, chat", 9, moved, 1.0)]
+    found += [kept("single head, chat", 0, 0.0, 1.0), kept("single head, chat", 9, 5.0, 1.5)]
+    for kind, hits in (("chat", [1] * 9 + [0]), ("prose", [0] * 10)):
+        for asked in ("taught wording", "other wording"):
+            found.append(about | {"specialist": kind, "asked": asked, "hits": hits})
+    for path, log_ratio in (("base", 0.0), ("chat", 0.0), ("prose", prose), ("both", 0.0)):
+        for framing in ("assertive", "flagged"):
+            values = [log_ratio, log_ratio + 0.01, log_ratio - 0.01]
+            row: Row = {"passage": "wrong", "framing": framing, "path": path, "log_ratios": values}
+            numbers = {"correct": 0.5, "wrong": 0.5, "ratio": 1.0, "gullible": 0.0}
+            found.append({"what": "trust", **row, **numbers})
+    return [{"base": "b", **row} for row in found]
+
+
+@pytest.mark.parametrize(
+    ("moved", "prose", "expected"),
+    [
+        (0.0, 1.5, ["held", "held", "held", "failed", "held", "held"]),
+        (0.1, -1.5, ["failed", "held", "held", "failed", "failed", "held"]),
+    ],
+)
+def test_verdicts_follow_the_numbers(moved: float, prose: float, expected: list[str]) -> None:
+    assert [claim.verdict for claim in claims("b", rows(moved, prose))] == expected
+
+
+def test_tables_and_sentences_say_the_numbers() -> None:
+    found = rows(0.0, 1.5)
+    shown = {table.caption.partition(":")[0].partition(",")[0]: table for table in tables(found)}
+    assert shown["Recall of taught facts"].rows[0][-1] == "0.90 [0.72, 1.00]"
+    assert shown["The base over checkpoints"].rows[0][-1] == "copa 0.60 / 0.50"
+    said = findings(found, ["b"])
+    assert "single head, chat: logits by 5, the base's BPB 1.000 to 1.500, with it on 1.500" in said[0]
+    assert "after 9 steps of chat the facts are recalled at 0.90 in the taught wording" in said[1]
+    assert "prose 4.48" in said[-1]
