@@ -125,7 +125,8 @@ def trained_on(
 ) -> dict[str, float]:
     """Mean nats a token of a text after so many steps on it: of the carried specialist, which is trained in
     its folder, and of one of the same shape that begins anew."""
-    settings, shape, found = FineTune(data=str(path), steps=steps, context=context), Shape.of(carried), {}
+    settings, shape = FineTune(data=str(path), steps=steps, context=context), Shape.of(carried)
+    found: dict[str, float] = {}
     rows = rows_of(path, attach(new, {"s": carried}), context)
     with tempfile.TemporaryDirectory() as place:
         fresh = new_specialist(

@@ -71,7 +71,8 @@ def lora(base: Session, parameters: int, seed: int = 0) -> Attached:
     """
     shared = {id(t): t for t in (*base.stack.parameters(), *base.stack.buffers())}
     stack = copy.deepcopy(base.stack, shared)
-    per_rank = sum(sum(m.weight.shape) for layer in stack.layers for m in linear_maps(layer))  # type: ignore[union-attr, operator]
+    maps: list[Any] = [module for layer in stack.layers for module in linear_maps(layer)]
+    per_rank = sum(sum(module.weight.shape) for module in maps)
     torch.manual_seed(seed)
     add_lora(stack.layers, max(round(parameters / per_rank), 1))
     before, last = base.plan.topology, len(base.plan.topology.stages) - 1

@@ -34,7 +34,7 @@ from pathlib import Path
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session, open_session
 from topograd.specialists import controls
-from topograd.specialists.attach import attach, new_specialist, open_specialist
+from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
 from topograd.specialists.fact_readings import Reader, by_stage, hits, recall, trust, weighting
 from topograd.specialists.facts import REAL, World
 from topograd.specialists.finetune import NAME, FineTuning
@@ -235,7 +235,7 @@ class BaseStudy:
         tensors = open_specialist(self.place / "chat").tensors.values()
         return self._control(controls.lora(self.base, sum(t.numel() for t in tensors)), "LoRA")
 
-    def _control(self, control: controls.Attached, name: str) -> list[Row]:
+    def _control(self, control: Attached, name: str) -> list[Row]:
         """What training a control on the chats does to the base."""
         _, data = self.data("chat", self.sizes.people, UNSEEN)
         inputs, targets = rows_of(data, control, self.sizes.context)
