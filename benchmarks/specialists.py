@@ -1,7 +1,8 @@
 """Specialists on a real base: the cost of a step, of decoding beside them, and a LoRA of equal size.
 
     python benchmarks/specialists.py step RUN      a step on kept hidden states against a full one of the base
-    python benchmarks/specialists.py decode RUN    the base alone, with inactive specialists, mixed batches
+    python benchmarks/specialists.py decode RUN    the base alone, with specialists off, with one on
+    python benchmarks/specialists.py mixed RUN     a mixed batch of eight rows against its four parts
     python benchmarks/specialists.py lora RUN      a LoRA by peft of as many parameters (needs peft)
 
 RUN is an imported model, such as SmolLM2. Times are ratios of things that take turns in one process.
@@ -44,7 +45,7 @@ CHAT = 0.16
 class Settings:
     """What is measured, on which base."""
 
-    what: Annotated[Literal["step", "decode", "lora"], tyro.conf.Positional]
+    what: Annotated[Literal["step", "decode", "mixed", "lora"], tyro.conf.Positional]
     run: Annotated[Path, tyro.conf.Positional]
     rows: int = 2
     context: int = 256
@@ -85,33 +86,47 @@ def measure_step(settings: Settings, place: Path) -> dict[str, Any]:
     return found
 
 
+NAMES = ("a", "b", "c")
+
+
 def measure_decode(settings: Settings, place: Path) -> dict[str, Any]:
-    """Tokens of the base, with specialists attached and off, with one on, and a mixed batch against parts."""
+    """Tokens of the base alone, with specialists attached and off, and with one on."""
     base = open_session(settings.run)
-    pool = SpecialistPool.open(base, {n: new_specialist(place / n, base, layers=2) for n in ("a", "b", "c")})
-    alone, off, on = Model(open_session(settings.run)), pool.model(), pool.model({"a": 1.0})
-    assert alone.engine.runtime.name == off.engine.runtime.name
+    pool = SpecialistPool.open(base, {n: new_specialist(place / n, base, layers=2) for n in NAMES})
+    models = {"base": Model(base), "three attached, off": pool.model(), "one on": pool.model({"a": 1.0})}
+    assert len({model.engine.runtime.name for model in models.values()}) == 1
     prompt = base.tokenizer.encode("The capital of France is")
-    count = settings.tokens
-    rows: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"c": 1.0}] * 2
+    things = {
+        name: functools.partial(model.generate, prompt, settings.tokens, depth="full")
+        for name, model in models.items()
+    }
+    seconds = take_turns(things, settings.rounds, warmup=1)
+    return {
+        "runtime": models["base"].engine.runtime.name,
+        "seconds": {name: Spread.of(values).as_dict() for name, values in seconds.items()},
+        "speed": {name: ratio(seconds, "base", name).as_dict() for name in things if name != "base"},
+    }
+
+
+def measure_mixed(settings: Settings, place: Path) -> dict[str, Any]:
+    """Eight rows of four compositions as one batch, and as four batches of two."""
+    base = open_session(settings.run)
+    pool = SpecialistPool.open(base, {n: new_specialist(place / n, base, layers=2) for n in NAMES})
+    prompt = base.tokenizer.encode("The capital of France is")
+    each: list[dict[str, float]] = [{}, *({name: 1.0} for name in NAMES)]
 
     def parts() -> None:
-        for weights in ({}, {"a": 1.0}, {"b": 1.0}, {"c": 1.0}):
-            pool.generate([prompt] * 2, [weights] * 2, count)
+        for weights in each:
+            pool.generate([prompt] * 2, [weights] * 2, settings.tokens)
 
     things = {
-        "base": lambda: alone.generate(prompt, count, depth="full"),
-        "three attached, off": lambda: off.generate(prompt, count, depth="full"),
-        "one on": lambda: on.generate(prompt, count, depth="full"),
-        "mixed batch of eight": lambda: pool.generate([prompt] * 8, rows, count),
+        "mixed batch of eight": lambda: pool.generate([prompt] * 8, each * 2, settings.tokens),
         "four batches of two": parts,
     }
     seconds = take_turns(things, settings.rounds, warmup=1)
     return {
-        "runtime": alone.engine.runtime.name,
+        "runtime": pool.engine.runtime.name,
         "seconds": {name: Spread.of(values).as_dict() for name, values in seconds.items()},
-        "speed with them off": ratio(seconds, "base", "three attached, off").as_dict(),
-        "speed with one on": ratio(seconds, "base", "one on").as_dict(),
         "gain of one mixed batch": ratio(seconds, "four batches of two", "mixed batch of eight").as_dict(),
     }
 
@@ -190,7 +205,12 @@ def _read(lora: Any, before: Preservation, step: int, loss: float | None) -> dic
 
 def main() -> None:
     settings = tyro.cli(Settings)
-    measures = {"step": measure_step, "decode": measure_decode, "lora": measure_lora}
+    measures = {
+        "step": measure_step,
+        "decode": measure_decode,
+        "mixed": measure_mixed,
+        "lora": measure_lora,
+    }
     with tempfile.TemporaryDirectory() as place:
         print(json.dumps(measures[settings.what](settings, Path(place)), indent=2))
 

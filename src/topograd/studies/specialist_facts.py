@@ -69,6 +69,8 @@ class Sizes:
     prompts: bool
     items: int = 20
     """Of each zero-shot task."""
+    known: int = len(REAL)
+    """Facts that the base may know."""
 
     def taught(self, steps: int) -> Sizes:
         """With so many steps in all; recall is read at the same shares of them."""
@@ -91,7 +93,9 @@ class Sizes:
         )
 
 
-TINY = Sizes(people=2, layers=1, context=32, stops=(2, 4), others=((1, 1, 2),), control=4, prompts=False)
+TINY = Sizes(
+    people=2, layers=1, context=32, stops=(2, 4), others=((1, 1, 2),), control=4, prompts=False, known=3
+)
 SMALL = {
     "reference": Sizes(
         people=6,
@@ -164,7 +168,7 @@ class BaseStudy:
     def rows(self, asked: Asked) -> list[Row]:
         """Every measurement, those of an earlier run as they were."""
         parts: dict[str, Callable[[], list[Row]]] = {
-            "stages": lambda: _named("stages", by_stage(attach(self.base, []), REAL)),
+            "stages": lambda: _named("stages", by_stage(attach(self.base, []), REAL[: self.sizes.known])),
             "chat": lambda: self.taught("chat", self.sizes.people, UNSEEN, self.sizes.stops),
             "prose": lambda: self.taught("prose", self.sizes.people, UNSEEN, self.sizes.stops),
         }
@@ -250,10 +254,11 @@ class BaseStudy:
         alone = {name: {name: 1.0} for name in ("chat", "prose")}
         reader = Reader(both, {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}})
         world = World.make(self.sizes.people)
-        votes = {"known": REAL, "taught": world.facts}
+        known = REAL[: self.sizes.known]
+        votes = {"known": known, "taught": world.facts}
         shares = recall(reader, world.facts, UNSEEN).items()
         return [
-            *_named("trust", trust(reader, REAL)),
+            *_named("trust", trust(reader, known)),
             *(
                 row
                 for kind, facts in votes.items()
