@@ -16,8 +16,20 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from topograd.depth.engine import generate_batch
+from topograd.depth.modes import mode_of
+from topograd.depth.sampling import Sampling
+from topograd.depth.text import TextStream
 from topograd.errors import ConfigError
-from topograd.serve.server import bind, is_loopback
+from topograd.pretrained import REFERENCE
+from topograd.runs.session import Session
+from topograd.serve.jobs import Job, Progress
+from topograd.serve.lanes import Lanes
+from topograd.serve.metrics import Counters
+from topograd.serve.scheduler import Scheduler
+from topograd.serve.server import _runtime, bind, is_loopback, open_served
+from topograd.serve.settings import Limits
+from topograd.serve.texts import Served
 
 COMMAND = [sys.executable, "-m", "topograd", "serve", "--port", "0", "--grace", "60"]
 
@@ -70,6 +82,40 @@ def test_a_stop_lets_running_texts_finish_and_a_kill_loses_nothing_else() -> Non
         assert again["choices"][0]["text"] == text
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+
+
+def _written(served: Served, prompts: list[list[int]]) -> list[list[int]]:
+    """What a scheduler writes behind prompts, side by side."""
+    scheduler = Scheduler(Lanes(served.model.session, served.model.engine), Limits(rows=8), Counters())
+    texts: list[list[int]] = [[] for _ in prompts]
+    for text, prompt in zip(texts, prompts, strict=True):
+
+        def tell(progress: Progress, text: list[int] = text) -> None:
+            text += [written.token for written in progress.written]
+
+        scheduler.add([Job(prompt, 12, "full", Sampling(), TextStream(served.tokenizer), tell)])
+    while scheduler.step():
+        pass
+    return texts
+
+
+def test_runtimes(served: Served, double: Session) -> None:
+    """Few rows by ONNX Runtime, many by torch: the same texts. int8 is another model, row by row."""
+    assert served.model.engine.runtime.name == "onnx"
+    assert _runtime(double.stack, None, "float32") == "torch", "ONNX Runtime has no float64 here"
+    assert _runtime(double.stack, "onnx", "float32") == "onnx", "which then says why not"
+    torch_alone = open_served(REFERENCE, None, Limits(), runtime="torch")
+    prompts = [served.encode(text) for text in ("def ", "import ", "class A", "for i in", "x = ", "return ")]
+    several = _written(served, prompts)
+    assert several == _written(torch_alone, prompts), "no two of these texts' logits are near a tie"
+    assert several == [text for prompt in prompts for text in _written(served, [prompt])]
+    small = open_served(REFERENCE, None, Limits(), weights="int8")
+    engine = small.model.engine
+    assert (engine.runtime.name, engine.runtime.precision) == ("onnx", "int8")
+    alone = generate_batch(mode_of("full", small.model.session, engine, Sampling()), prompts[:1], 12)[0]
+    assert _written(small, prompts)[0] == [emitted.token for emitted in alone]
+    with pytest.raises(ConfigError, match="choose torch, onnx"):
+        open_served(REFERENCE, None, Limits(), runtime="fast")
 
 
 def test_ports_and_hosts() -> None:

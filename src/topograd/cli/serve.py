@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from topograd.cli.console import note, parse
+from topograd.cli.console import WeightsFlag, note, parse
 from topograd.cli.main import INTERRUPTED
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
@@ -35,6 +35,9 @@ class Serve:
     """The model's id; by default the folder's name."""
     token: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
     """What clients must send as Authorization: Bearer TOKEN; better set TOPOGRAD_TOKEN, which nobody sees."""
+    runtime: Annotated[str | None, tyro.conf.arg(metavar="torch|onnx")] = None
+    """What runs the model; by default ONNX Runtime for few texts and torch for many, where they can."""
+    weights: WeightsFlag = "float32"
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
 
 
@@ -60,7 +63,9 @@ def run(argv: list[str]) -> int:
         )
     with bind(asked.host, asked.port) as sock:
         folders = [Path(part.strip()) for part in (asked.specialists or "").split(",") if part.strip()]
-        served = open_served(asked.folder or REFERENCE, asked.name, asked.limits, folders)
+        served = open_served(
+            asked.folder or REFERENCE, asked.name, asked.limits, folders, asked.runtime, asked.weights
+        )
         running = Running(served, sock, token)
 
         def ready() -> None:

@@ -29,7 +29,8 @@ from topograd.depth.recompute import RecomputedCache
 from topograd.errors import StackError
 from topograd.nn.layer_state import PackedStates
 from topograd.nn.relays import CausalRelay
-from topograd.nn.stack import Bus
+from topograd.nn.stack import Bus, Stack
+from topograd.runtime.protocol import Runtime
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Port
 from topograd.training.forward import StageMemory, run_stage
@@ -75,7 +76,7 @@ class Rows:
             return
         for index in together[0].needed(stage):
             waiting = [cache for cache in together if cache.pending(index)[0]]
-            if len(waiting) > 1 and packable(waiting[0], index):
+            if len(waiting) > _few(together[0].runtime) and packable(waiting[0], index):
                 _run_packed(waiting, index)
             else:
                 for cache in waiting:
@@ -106,21 +107,34 @@ class _PackedMemory(StageMemory):
 
 def packable(cache: Cache, stage: int) -> bool:
     """Whether several rows can go through a stage as one batch."""
-    planned = cache.plan.stages[stage]
+    planned, stack = cache.plan.stages[stage], _together(cache.runtime)
     ports = (*(port for port, _ in planned.inputs), *planned.sends)
-    looks_back = any(isinstance(cache.stack.relay(port.relay), CausalRelay) for port in ports)
-    plain = type(cache.memories[stage]) is StageMemory
+    looks_back = any(isinstance(stack.relay(port.relay), CausalRelay) for port in ports)
+    memory = cache.memories[stage]
+    plain = type(memory) is StageMemory or hasattr(memory, "together")
     return (
         plain
         and not looks_back
-        and all(getattr(cache.stack.layers[i], "takes_packed", False) for i in planned.layers)
+        and all(getattr(stack.layers[i], "takes_packed", False) for i in planned.layers)
     )
+
+
+def _few(runtime: Runtime) -> int:
+    """Rows up to which each runs alone (`runtime/mixed.py`)."""
+    few: int = getattr(runtime, "few", 1)
+    return few
+
+
+def _together(runtime: Runtime) -> Stack:
+    """What runs several rows as one: a form of the model for many rows, where the runtime has one."""
+    many: Stack = getattr(runtime, "many", runtime.stack)
+    return many
 
 
 def _run_packed(caches: Sequence[Cache], stage: int) -> None:
     """Empty the queue of one stage in several rows that all have one; those before it are empty."""
-    first = caches[0]
-    planned = first.plan.stages[stage]
+    stack = _together(caches[0].runtime)
+    planned = caches[0].plan.stages[stage]
     spans = [(cache.marks[stage][0], len(cache.tokens[0])) for cache in caches]
     for cache, (start, _) in zip(caches, spans, strict=True):
         cache.memories[stage].rewind([start])
@@ -129,10 +143,11 @@ def _run_packed(caches: Sequence[Cache], stage: int) -> None:
         each = zip(caches, spans, strict=True)
         return torch.cat([cache.outputs[key][:, start:stop] for cache, (start, stop) in each], dim=1)
 
-    bus, buses = _buses(caches, spans, gathered(EMBEDDING))
+    bus, buses = _buses(stack, caches, spans, gathered(EMBEDDING))
     received = [bus.x0 if port.source == EMBEDDING else gathered(port) for port, _ in planned.inputs]
-    memory = _PackedMemory([cache.memories[stage] for cache in caches], buses)
-    h, sent = run_stage(first.stack, planned, received, bus, memory)
+    own = [cache.memories[stage] for cache in caches]
+    memory = _PackedMemory([each.together() if hasattr(each, "together") else each for each in own], buses)
+    h, sent = run_stage(stack, planned, received, bus, memory)
     kept: list[tuple[Port | int, Tensor]] = [(stage, h), *sent.items()]
     widths = [stop - start for start, stop in spans]
     for key, values in kept:
@@ -145,13 +160,15 @@ def _run_packed(caches: Sequence[Cache], stage: int) -> None:
         cache.marks[stage] = [stop]
 
 
-def _buses(caches: Sequence[Cache], spans: Sequence[tuple[int, int]], x0: Tensor) -> tuple[Bus, list[Bus]]:
+def _buses(
+    stack: Stack, caches: Sequence[Cache], spans: Sequence[tuple[int, int]], x0: Tensor
+) -> tuple[Bus, list[Bus]]:
     """The bus of all positions one behind the other, and for each row where its own are."""
     device = x0.device
     tokens = [cache.tokens[0][start:stop] for cache, (start, stop) in zip(caches, spans, strict=True)]
     inputs = torch.tensor([[token for row in tokens for token in row]], device=device)
     positions = torch.tensor([[p for start, stop in spans for p in range(start, stop)]], device=device)
-    bus = caches[0].stack.bus(x0, inputs, positions)
+    bus = stack.bus(x0, inputs, positions)
     each = positions[0].split([stop - start for start, stop in spans])
     return bus, [replace(bus, positions=own, extras={"masks": {}, "seen": {}}) for own in each]
 

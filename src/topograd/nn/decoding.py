@@ -8,6 +8,7 @@ products.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,15 @@ from topograd.nn.layer_state import KVState, PackedStates
 from topograd.nn.stack import Bus
 
 
+@cache
+def pair_order(head_width: int) -> Tensor:
+    """0, half, 1, half + 1, ..."""
+    return torch.arange(head_width).view(2, head_width // 2).t().flatten()
+
+
 def paired(weight: Tensor, head_width: int) -> Tensor:
     """The rows of a matrix (heads · head width, ...) with each pair (i, i + half) of a head adjacent."""
-    order = torch.arange(head_width).view(2, head_width // 2).t().flatten()  # 0, half, 1, half + 1, ...
+    order = pair_order(head_width)
     return weight.view(-1, head_width, *weight.shape[1:])[:, order].flatten(0, 1)
 
 

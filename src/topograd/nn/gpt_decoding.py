@@ -50,6 +50,7 @@ class DecodingBlock(nn.Module):
         self.heads, self.kv_heads, self.head_width = a.heads, a.kv_heads, a.head_width
         self.window, self.width = a.window, a.query.in_features
         self.rotated = (a.heads + a.kv_heads) * a.head_width
+        self.key_pairs, self.key_scale = True, a.head_width**-0.5  # beside the keys of a `Block`
         scale = self.width**0.5
         matrices = [paired(m.weight.detach(), a.head_width) for m in (a.query, a.key)]
         self.qkv = PackedLinear(scale * torch.cat([*matrices, a.value.weight.detach()]))

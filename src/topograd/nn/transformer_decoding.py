@@ -96,6 +96,7 @@ class DecodingLayer(nn.Module):
         self.window, self.scale, self.local = a.window, a.scale, a.local
         self.capped, self.softcap, self.rotary = a.capped, a.softcap, a.rotary
         self.rotated = (a.heads + a.kv_heads) * a.head_width
+        self.key_pairs, self.key_scale = a.rotary, 1.0  # beside the keys of a `TransformerLayer`
         self.unit = unit
         self.positions = None if layer.positions is None else layer.positions.weight.detach()
         turned = 2 if a.rotary else 0

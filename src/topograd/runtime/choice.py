@@ -15,7 +15,8 @@ from topograd.nn.stack import Stack
 from topograd.runtime.protocol import Runtime
 from topograd.runtime.quantize import Quantized, check_precision
 
-RUNTIMES = ("torch", "onnx")
+RUNTIMES = ("torch", "onnx", "mixed")
+"""`mixed` is for a server, whose rows come and go (`mixed.py`); with fewer bits it is onnx."""
 
 
 def installed() -> bool:
@@ -35,7 +36,7 @@ def runtime_of(
     """
     precision = check_precision(weights)
     kind, _, provider = (name or "").partition(":")
-    if name is not None and (kind not in RUNTIMES or (kind == "torch" and provider)):
+    if name is not None and (kind not in RUNTIMES or (kind != "onnx" and provider)):
         raise ConfigError(f"runtime {name!r} is unknown; choose torch, onnx or onnx:PROVIDER")
     if kind == "torch":
         if precision != "float32":
@@ -45,8 +46,11 @@ def runtime_of(
         if name is None and precision == "float32":
             return None
         raise ConfigError("the runtime onnx is not installed; pip install 'topograd[runtime]'")
+    from topograd.runtime.mixed import MixedRuntime
     from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle
 
+    if kind == "mixed" and precision == "float32":
+        return MixedRuntime(stack)
     if name is None and precision == "float32" and obstacle(stack) is not None:
         return None
     return OnnxRuntime(stack, precision, provider or "cpu", made)

@@ -106,6 +106,7 @@ class OnnxRuntime:
     """Sessions over a stack's weights."""
 
     name = "onnx"
+    stage_type = OnnxStage
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class OnnxRuntime:
         fixed = self._positions(capacity)
         frames: dict[tuple[int, int, int], Frame] = {}
         return [
-            OnnxStage(
+            self.stage_type(
                 self.stack,
                 planned,
                 rows,

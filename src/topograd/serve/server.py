@@ -18,7 +18,9 @@ import uvicorn
 
 from topograd.depth.model import Model
 from topograd.errors import ConfigError
+from topograd.nn.stack import Stack
 from topograd.runs.session import open_session
+from topograd.runtime.choice import runtime_of
 from topograd.serve.app import Service
 from topograd.serve.guard import Guard
 from topograd.serve.lanes import Lanes
@@ -129,10 +131,18 @@ class Running:
         return received[0] if received else None
 
 
-def open_served(folder: Path, name: str | None, limits: Limits, specialists: Sequence[Path] = ()) -> Served:
+def open_served(
+    folder: Path,
+    name: str | None,
+    limits: Limits,
+    specialists: Sequence[Path] = (),
+    runtime: str | None = None,
+    weights: str = "float32",
+) -> Served:
     """A run, ready to be served: its model is laid out and has written a token.
 
-    With folders of specialists, the base is at the checkpoint that they are of.
+    With folders of specialists, the base is at the checkpoint that they are of. By default ONNX Runtime runs
+    few rows and torch many (`runtime/mixed.py`), where they can.
     """
     pool = None
     if specialists:
@@ -141,7 +151,16 @@ def open_served(folder: Path, name: str | None, limits: Limits, specialists: Seq
             raise ConfigError("--specialists has two folders of one name; rename one")
         pool = SpecialistPool.open(folder, opened, runtime="torch")
     session = open_session(folder) if pool is None else pool.attached.base
-    model = Model(session, "torch")  # the runtime that runs several rows as one (`depth/rows.py`)
+    if pool is not None:
+        pool.runtime, pool.precision = _runtime(pool.attached.stack, runtime, weights), weights
+    model = Model(session, _runtime(session.stack, runtime, weights), weights)
     served = Served(model, limits, name=name or "", specialists=pool)
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served
+
+
+def _runtime(stack: Stack, asked: str | None, weights: str) -> str:
+    """The runtime that is asked for, or for rows that come and go the fastest that can."""
+    if asked is not None:
+        return asked
+    return "torch" if runtime_of(stack, None, weights) is None else "mixed"

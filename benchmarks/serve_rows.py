@@ -1,0 +1,75 @@
+"""What a step of several texts costs in each runtime: where torch's batch overtakes ONNX Runtime row by row.
+
+    python benchmarks/serve_rows.py [RUN] [--rows 1 2 3 4 6 8 16] [--rounds 9] [--weights int8] [--json]
+
+Rows of unlike texts, each with a cache of its own, write a token each at full depth (`depth/rows.py`). The
+runtimes take turns in one process; printed are milliseconds a step, the median of `rounds` turns of four
+steps. `runtime/mixed.py` has its bound from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from topograd.depth.engine import Engine
+from topograd.depth.model import Model
+from topograd.depth.rows import Rows
+from topograd.pretrained import REFERENCE
+from topograd.runs.session import open_session
+
+STEPS = 4
+TEXT = "def read(self, size=-1):\n    return self.file.read(size)\n"
+
+
+@torch.inference_mode()
+def step(engine: Engine, rows: Rows) -> None:
+    """A token in each row."""
+    stage = engine.exits[-1]
+    engine.run(rows, stage)
+    tokens = engine.logits(rows, stage)[:, -1].argmax(-1).tolist()
+    engine.append(rows, [[token] for token in tokens])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="?", type=Path, default=REFERENCE)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8, 16])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--weights", nargs="*", default=[])
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    session = open_session(asked.run)
+    ways = [("torch", "float32"), ("onnx", "float32"), *(("onnx", weights) for weights in asked.weights)]
+    engines = {f"{name} {weights}": Model(session, name, weights).engine for name, weights in ways}
+    prompt = session.tokenizer.encode(TEXT)[:24]
+    found = []
+    for count in asked.rows:
+        rows, times = {}, {name: [] for name in engines}
+        for name, engine in engines.items():
+            rows[name] = Rows([engine.start([[k + 5, *prompt]]) for k in range(count)])
+            step(engine, rows[name])
+            step(engine, rows[name])
+        for _ in range(asked.rounds):
+            for name, engine in engines.items():
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    step(engine, rows[name])
+                times[name].append(1000 * (time.perf_counter() - began) / STEPS)
+        found.append({"rows": count, "ms": {name: statistics.median(each) for name, each in times.items()}})
+        if not asked.json:
+            print(count, {name: round(value, 2) for name, value in found[-1]["ms"].items()}, flush=True)
+    if asked.json:
+        print(json.dumps({"threads": torch.get_num_threads(), "steps": found}))
+
+
+if __name__ == "__main__":
+    main()
