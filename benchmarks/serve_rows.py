@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,9 +52,10 @@ def main() -> None:
     ways = [("torch", "float32"), ("onnx", "float32"), *(("onnx", weights) for weights in asked.weights)]
     engines = {f"{name} {weights}": Model(session, name, weights).engine for name, weights in ways}
     prompt = session.tokenizer.encode(TEXT)[:24]
-    found = []
+    found: list[dict[str, Any]] = []
     for count in asked.rows:
-        rows, times = {}, {name: [] for name in engines}
+        rows: dict[str, Rows] = {}
+        times: dict[str, list[float]] = {name: [] for name in engines}
         for name, engine in engines.items():
             rows[name] = Rows([engine.start([[k + 5, *prompt]]) for k in range(count)])
             step(engine, rows[name])

@@ -56,18 +56,19 @@ def test_a_form_copies_what_it_lacks_and_no_more(stack_of: Callable[[str], Stack
     mixed.few = 1
     engine = Engine(mixed.stack, "4", runtime=mixed)
     with torch.inference_mode():
-        rows = [engine.start([[k, 3, 4, 5]]) for k in range(2)]
-        memory = rows[0].memories[0]
+        row, other = (engine.start([[k, 3, 4, 5]]) for k in range(2))
+        assert isinstance(row, Cache)
+        memory = row.memories[0]
         assert isinstance(memory, MixedStage)
-        rows[0].run(0)
+        row.run(0)
         assert (memory._held, memory._torch_held()) == (4, 0)
-        rows[0].push([[6]])
-        Rows(rows).run(0)
+        row.push([[6]])
+        Rows([row, other]).run(0)
         assert (memory._held, memory._torch_held()) == (4, 5), "torch has read it all, four of them copied"
         before = memory.states["keys.0"][:, :, :4].copy()
-        rows[0].push([[7, 8]])
-        rows[0].run(0)
+        row.push([[7, 8]])
+        row.run(0)
         assert (memory._held, memory._torch_held()) == (7, 5), "and ONNX Runtime copied the fifth"
         assert (memory.states["keys.0"][:, :, :4] == before).all()
-        rows[0].truncate([2])
+        row.truncate([2])
         assert (memory._held, memory._torch_held()) == (2, 2)

@@ -80,7 +80,8 @@ class MixedStage(OnnxStage):
         self.twins = [many.layers[i] for i in indices]
 
     def _torch_held(self) -> int:
-        return self._torch.layers[0].length if self._torch is not None else 0
+        held: int = 0 if self._torch is None else self._torch.layers[0].length
+        return held
 
     def _reserve(self, stop: int) -> None:  # before every run, and before a copy
         self._catch_up()

@@ -100,17 +100,17 @@ class Served:
     def encode_bare(self, text: str) -> list[int]:
         """The same without what a tokenizer puts before a prompt."""
         tokenizer = self.tokenizer
-        foreign = isinstance(tokenizer, ForeignTokenizer)
-        return tokenizer.encode_chat(text) if foreign else tokenizer.encode(text)
+        if isinstance(tokenizer, ForeignTokenizer):
+            return tokenizer.encode_chat(text)
+        return tokenizer.encode(text)
 
     @property
     def special_tokens(self) -> dict[str, Any]:
         """The texts of the tokens with a role, where it has them, and how many tokens there are."""
-        foreign = isinstance(self.tokenizer, ForeignTokenizer)
-        named = self.tokenizer.special_tokens if foreign else {}
-        return {name: named.get(name) for name in ("bos_token", "eos_token", "pad_token")} | {
-            "vocab": self.vocab
-        }
+        tokenizer = self.tokenizer
+        named = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else {}
+        roles = ("bos_token", "eos_token", "pad_token")
+        return {"vocab": self.vocab, **{name: named.get(name) for name in roles}}
 
     def checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
         """Tokens, if the model has them."""
