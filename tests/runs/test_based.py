@@ -92,6 +92,20 @@ def test_one_stage_goes_on_alone(tune: Tune, base: Path, stage: int) -> None:
     assert len(open_session(tuned).plan.predicting()) == 2, "the others predict as before"
 
 
+def test_a_stage_with_a_head_of_its_own_goes_on_alone(
+    config: TrainConfig, tune: Tune, base: Path, tmp_path: Path
+) -> None:
+    heads = {"heads": "own", "bus": "detached"}
+    shutil.rmtree(base)
+    start(config.changed(**heads), base).train(2)
+    tuned = tune(only_stage=2, **heads)
+    ours, theirs = (open_session(folder).stack.state_dict() for folder in (tuned, base))
+    assert ours.keys() == theirs.keys()
+    changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert {name[:13] for name in changed if name.startswith("head.")} == {"head.deltas.1"}
+    assert all(name.startswith(("layers.1.", "head.deltas.1.")) for name in changed)
+
+
 @pytest.mark.parametrize(
     "how", [{"lora_rank": 2}, {"frozen": True}, {"first_layer": 1, "lora_rank": 2}, {"only_stage": 1}]
 )

@@ -42,6 +42,12 @@ VERSION = 1
 def lean_on(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
     """Make a stack learn what the settings say and no more: adds LoRA and exits, freezes the rest."""
     learning = [planned for planned in plan.stages if not planned.stage.frozen]
+    if plan.topology.heads == "per-stage":  # those that the base may have where nothing learns now
+        still = [planned.head for planned in plan.stages if planned.predicts and planned.stage.frozen]
+        stack.add_heads(still, plan.topology.head_rank)
+        for head in still:
+            for parameter in stack.head_parameters(head):
+                parameter.requires_grad_(False)
     if tune.frozen:
         stack.requires_grad_(False)
         exits = [planned.index for planned in learning if planned.predicts]
