@@ -46,6 +46,9 @@ def test_fewer_cores_than_ranks_slow_them_down() -> None:
     assert simulate_step("free", 4, shared).seconds == pytest.approx(
         2 * simulate_step("free", 4, EVEN).seconds
     )
+    assert simulate_step("gpipe", 4, shared).seconds == pytest.approx(4 * 8 * 3 / 2), "bubbles are filled"
+    alone = replace(EVEN, machine=replace(FAST, cores=1))
+    assert simulate_step("gpipe", 4, alone).seconds == pytest.approx(4 * 8 * 3)
 
 
 def test_a_job_that_must_be_whole_fails_with_any_of_its_ranks() -> None:

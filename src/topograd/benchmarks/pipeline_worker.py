@@ -198,13 +198,15 @@ def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
             ranks.reduce(torch.zeros(1), f"ending {name}")
             if turn:
                 readings[name].append(mine)
+    # On as many ranks as there are cores at once, so that what cores share is in the times.
+    parts = stage_times(settings) if ranks.rank < (os.cpu_count() or 1) else {}
     numbers = torch.tensor([[[r["seconds"], r["waited"], r["bytes"]] for r in readings[n]] for n in names])
     everybody = [torch.zeros_like(numbers) for _ in range(settings.ranks)]
     ranks.collective(lambda: dist.all_gather(everybody, numbers, async_op=True), "gathering the readings")
     if not ranks.first:
         return None
     table = torch.stack(everybody)  # (ranks, ways, rounds, 3)
-    return {name: _summary(table[:, i]) for i, name in enumerate(names)} | {"parts": stage_times(settings)}
+    return {name: _summary(table[:, i]) for i, name in enumerate(names)} | {"parts": parts}
 
 
 def _summary(table: Tensor) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def _summary(table: Tensor) -> dict[str, Any]:
 
 
 def stage_times(settings: PipelineSettings) -> dict[str, float]:
-    """Seconds of the parts of one stage on one micro-batch, alone: what the simulator is fed with."""
+    """Seconds of the parts of one stage on one micro-batch: what the simulator is fed with."""
     stack = _stack(settings)
     plan = prepare(stack, _topology(settings, False))
     inputs, targets = _batches(settings)[0]

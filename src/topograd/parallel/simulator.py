@@ -14,8 +14,9 @@ a/bandwidth on its link, one after another, and arrives `latency` later; links c
                   forwards, one gather, local backward, the sum of the canvas' gradient (`interfaces/`)
     data          the whole model on every rank, max(1, M/P) micro-batches each, all gradients added up
 
-Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: compute
-takes ranks/cores times as long (all ranks are busy almost always).
+Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: a core that
+one rank leaves idle another one takes, so a step takes as long as it would on cores of their own, or as all
+the work shared out over the cores, whichever is more.
 
 Failures: each rank fails once in `mtbf` seconds, and is back after `restart` and half a checkpoint interval
 τ. A job that must be whole stands still for that long when any rank fails. Of stages that live alone, those
@@ -30,7 +31,7 @@ Limits: equal stages, links between neighbours, no contention but for cores; rin
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from topograd.errors import ConfigError
@@ -138,13 +139,9 @@ def simulate_step(method: str, ranks: int, work: Work) -> Step:
     """One step of `method` on `ranks` ranks."""
     if method not in METHODS:
         raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-    slow = max(1.0, ranks / work.machine.cores)
     t = work.times
-    times = Times(
-        forward=t.forward * slow, backward=t.backward * slow, head=t.head * slow, optimizer=t.optimizer * slow
-    )
-    work = replace(work, times=times)
     seconds, busy, sent, memory = _METHODS[method](ranks, work)
+    seconds = max(seconds, busy / work.machine.cores)
     batches = max(work.microbatches, ranks) if method == "data" else work.microbatches
     alone = work.microbatches * ranks * (t.forward + t.backward + t.head) + ranks * t.optimizer
     throughput = batches / seconds
