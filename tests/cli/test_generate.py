@@ -200,10 +200,30 @@ def test_coloured_text_is_the_text() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system="truecolor", width=20)
     pieces = ["def f(x):\n", "", "\n", "   ", "return [bold]x[/bold] :smile:  \n", "é" * 50, " ", "𝄞\n\n"]
-    show = module._coloured(console, ["#7b16e7", "#f26a0a"])
+    colours = {"stage 1": "#7b16e7", "stage 2": "#f26a0a"}
+    show = module._coloured(console, colours)
     for place, piece in enumerate(pieces):
-        show(piece, place % 2)
+        show(piece, ("stage 1", "lookup", "stage 2")[place % 3])
     assert COLOUR.sub("", screen.getvalue()) == "".join(pieces)
+    assert colours["lookup"] == module.DRAFTERS[0]
+
+
+def test_tokens_of_drafters_have_a_colour_of_their_own(
+    calibrated: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["generate", calibrated, "--prompt", "loss loss loss ", "--tokens", 60]
+    words += ["--depth", "speculate:lookup"]
+    numbers = call(*words, "--json").json
+    kept = numbers["accepted"]
+    assert kept > 0
+    legend = f"tokens that left after stage 1: 0, stage 2: {60 - kept}; drafted by lookup: {kept}\n"
+    plain = call(*words).out
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLORTERM", "truecolor")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = call(*words, "--colour").out
+    assert COLOUR.sub("", shown) == plain + legend
+    assert shown.count("\x1b[38;2;46;139;87m") == kept + 1
 
 
 def test_a_page_of_the_text(calibrated: Path, call: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import topograd as tg
 from topograd.depth.engine import Emitted, Prefix, generate_batch
-from topograd.depth.model import Generated, Model, generate, load
+from topograd.depth.model import Generated, Model, Piece, generate, load
 from topograd.depth.modes import engine_of
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.runs.session import Session, heldout_text
@@ -36,8 +36,8 @@ def test_a_text_is_a_string_that_knows_how_it_came_about(session: Session, model
     assert isinstance(made, str)
     assert made == bytes(e.token for e in written if e.token < 256).decode(errors="replace")
     assert (made.prompt, made.depth, made.deepest) == ("loss", "full", 2)
-    assert "".join(text for text, _ in made.pieces) == made
-    assert [left for _, left in made.pieces] == [1] * 9
+    assert "".join(piece.text for piece in made.pieces) == made
+    assert [piece.exit for piece in made.pieces] == [1] * 9
     assert made.exits(2) == [0, 9]
     assert (made.drafted, made.accepted) == (None, None)
     assert made.seconds > 0
@@ -78,12 +78,12 @@ def test_pieces_are_shown_as_they_come_and_a_piece_is_a_token(
         return [[Emitted(next(written), 1)]]
 
     monkeypatch.setattr(Prefix, "advance", next_token)
-    shown: list[tuple[str, int]] = []
-    made = model.generate("", 5, on_piece=lambda text, left: shown.append((text, left)))
+    shown: list[Piece] = []
+    made = model.generate("", 5, on_piece=shown.append)
     assert made == "aéx�"
-    assert made.pieces == [("a", 1), ("", 1), ("é", 1), ("x", 1), ("�", 1)]
+    assert [piece[:2] for piece in made.pieces] == [("a", 1), ("", 1), ("é", 1), ("x", 1), ("�", 1)]
     assert made.exits(2) == [0, 5]
-    assert "".join(text for text, _ in shown) == made
+    assert "".join(piece.text for piece in shown) == made
     assert shown[:4] == made.pieces[:4]
 
 
@@ -175,9 +175,9 @@ def test_a_checkpoint_is_found_by_name(session: Session) -> None:
     ],
 )
 def test_what_nobody_can_have_meant_is_one_line(model: Model, settings: dict[str, object], why: str) -> None:
-    shown: list[str] = []
+    shown: list[Piece] = []
     with pytest.raises(ConfigError) as caught:
-        generate(model, **settings, on_piece=lambda text, _: shown.append(text))  # type: ignore[arg-type]
+        generate(model, **settings, on_piece=shown.append)  # type: ignore[arg-type]
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not shown

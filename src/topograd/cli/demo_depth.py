@@ -49,7 +49,8 @@ def picture(session: Session) -> dict[str, Any]:
     """A text that leaves early, token by token, and the stage at which each left."""
     mode = mode_of(DEPTH, session, engine_of(session), Sampling())
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
-    pieces = list(continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer)))
+    text = continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer))
+    pieces = [(piece.text, piece.exit) for piece in text]
     return {"prompt": PROMPT, "depth": DEPTH, "stages": len(session.plan.predicting()), "pieces": pieces}
 
 

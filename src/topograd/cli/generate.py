@@ -20,10 +20,12 @@ from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
 
 if TYPE_CHECKING:
-    from topograd.depth.model import Generated, Model
+    from topograd.depth.model import Generated, Model, Piece
 
-Show = Callable[[str, int | None], None]
-"""Writes a part of the text and the stage that it is of; None is the prompt."""
+Show = Callable[[str, str], None]
+"""Writes a part of the text; who wrote it is "stage 2", a drafter's name, or "" for the prompt."""
+DRAFTERS = ("#2e8b57", "#d0479e", "#008b8b")
+"""Colours of drafters that are no stage, in the order in which they come; see `report/depth_text.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Generate:
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """End before this text."""
     colour: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Colour each token by the stage that it left after, and count them."""
+    """Colour each token by the stage that it left after, or by who drafted it, and count them."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the text as a page in which each token shows the stage that it left after."""
     runtime: RuntimeFlag = None
@@ -87,10 +89,10 @@ def run(argv: list[str]) -> int:
     model = _model(asked)
     exits = len(model.session.plan.predicting())
     console = out()
-    colours = _colours(console, exits) if asked.colour else []
+    colours = _colours(console, exits) if asked.colour else {}
     show = silent if asked.json else _coloured(console, colours) if colours else _plain
     if asked.chat:
-        return _chat(asked, model, show)
+        return _chat(asked, model, show, colours)
     try:
         made = _continue(asked, model, _depth(asked, exits), show)
     except ConfigError as error:  # it speaks of Python's arguments
@@ -104,7 +106,7 @@ def run(argv: list[str]) -> int:
     else:
         print(flush=True)
         if asked.colour:
-            console.print(_legend(counts, colours), soft_wrap=True)
+            console.print(_legend(made.pieces, exits, colours), soft_wrap=True)
     if made.depth == "speculate" and not made.drafted and asked.depth is not None:
         note("by the run's calibration drafts do not pay on this machine; this is full depth")
     if asked.html is not None:
@@ -134,7 +136,7 @@ def _active(model: Model) -> dict[str, Any]:
     return {} if weights is None else {"specialists": weights}
 
 
-def _chat(asked: Generate, model: Model, show: Show) -> int:
+def _chat(asked: Generate, model: Model, show: Show, colours: dict[str, str]) -> int:
     """A conversation: one answer to --prompt, or one to each line of the terminal, until it ends."""
     from topograd.models.chat import render_chat
 
@@ -147,12 +149,15 @@ def _chat(asked: Generate, model: Model, show: Show) -> int:
             encode(text),
             asked.tokens,
             depth=_depth(asked, len(model.session.plan.predicting())),
-            on_piece=show,
+            on_piece=lambda piece: show(piece.text, writer(piece)),
             **_sampling(asked),
         )
         messages.append({"role": "assistant", "content": str(made)})
         if not asked.json:
             print(flush=True)
+            if asked.colour:
+                exits = len(model.session.plan.predicting())
+                out().print(_legend(made.pieces, exits, colours), soft_wrap=True)
     if asked.json:
         counts = made.exits(len(model.session.plan.predicting())) if messages else []
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "messages": messages}
@@ -220,12 +225,12 @@ def _continue(asked: Generate, model: Model, depth: str | None, show: Show) -> G
         nonlocal begun
         begun = True
         _note_long_prompt(asked, model)
-        show(asked.prompt, None)
+        show(asked.prompt, "")
 
-    def on_piece(text: str, left: int) -> None:
+    def on_piece(piece: Piece) -> None:
         if not begun:
             begin()
-        show(text, left)
+        show(piece.text, writer(piece))
 
     made = model.generate(asked.prompt, asked.tokens, depth=depth, on_piece=on_piece, **_sampling(asked))
     if not begun:
@@ -258,45 +263,59 @@ def _numbers(made: Generated, counts: list[int]) -> dict[str, Any]:
     return numbers
 
 
-def silent(text: str, stage: int | None) -> None:
+def writer(piece: Piece) -> str:
+    """Who wrote a token: the stage that it left after, or a drafter that is no stage of the model."""
+    drafted = piece.drafter and not piece.drafter.startswith("stage ")
+    return piece.drafter if drafted else f"stage {piece.exit + 1}"
+
+
+def silent(text: str, who: str) -> None:
     """With --json, nothing but the one object is written."""
 
 
-def _plain(text: str, stage: int | None) -> None:
+def _plain(text: str, who: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _colours(console: Console, stages: int) -> list[str]:
+def _colours(console: Console, stages: int) -> dict[str, str]:
     """A colour for each stage, or none where there is no terminal, or one without colours."""
     if console.color_system is None or console.no_color:
-        return []
+        return {}
     from topograd.report.depth_text import stage_colour  # brings matplotlib, which takes a while
 
-    return [stage_colour(stage, stages) for stage in range(stages)]
+    return {f"stage {stage + 1}": stage_colour(stage, stages) for stage in range(stages)}
 
 
-def _coloured(console: Console, colours: list[str]) -> Show:
-    def show(text: str, stage: int | None) -> None:
-        console.print(Text(text, "" if stage is None else colours[stage]), end="", soft_wrap=True)
+def _coloured(console: Console, colours: dict[str, str]) -> Show:
+    """Shows each part in its writer's colour; a drafter that comes first is given the next of its own."""
+    stages = len(colours)
+
+    def show(text: str, who: str) -> None:
+        if who and who not in colours:
+            colours[who] = DRAFTERS[(len(colours) - stages) % len(DRAFTERS)]
+        console.print(Text(text, colours.get(who, "")), end="", soft_wrap=True)
 
     return show
 
 
-def _legend(counts: list[int], colours: list[str]) -> Text:
-    """How many tokens left after each stage."""
-    styles = colours or [""] * len(counts)
-    each = [
-        Text(f"stage {k}: {count}", style)
-        for k, (count, style) in enumerate(zip(counts, styles, strict=True), 1)
-    ]
-    return Text("tokens that left after ").append_text(Text(", ").join(each))
+def _legend(pieces: list[Piece], exits: int, colours: dict[str, str]) -> Text:
+    """How many tokens left after each stage, and how many drafters that are no stages wrote."""
+    counts = dict.fromkeys((f"stage {k + 1}" for k in range(exits)), 0)
+    for piece in pieces:
+        counts[writer(piece)] = counts.get(writer(piece), 0) + 1
+    each = [Text(f"{who}: {count}", colours.get(who, "")) for who, count in counts.items()]
+    legend = Text("tokens that left after ").append_text(Text(", ").join(each[:exits]))
+    return (
+        legend.append_text(Text("; drafted by ") + Text(", ").join(each[exits:])) if each[exits:] else legend
+    )
 
 
 def _write_page(file: Path, model: Model, made: Generated) -> None:
     from topograd.report.depth_text import depth_fragment, depth_page  # brings matplotlib
 
-    fragment = depth_fragment(made.prompt, made.pieces, len(model.session.plan.predicting()))
+    pieces = [(piece.text, piece.exit) for piece in made.pieces]
+    fragment = depth_fragment(made.prompt, pieces, len(model.session.plan.predicting()))
     name = model.session.run.folder.resolve().name
     write_atomic(file, depth_page(f"{name}: how deep each token went", fragment))
     note(f"the page is {file}")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,16 @@ from topograd.training.forward import Predictor
 
 MOST_TOKENS = 100_000
 MOST_PROMPT = 1_000_000
-Piece = tuple[str, int]
-"""A part of a text and the exit, counted from 0, that it came from."""
+
+
+class Piece(NamedTuple):
+    """A part of a text that a token released."""
+
+    text: str
+    exit: int
+    """The exit that the token left after, counted from 0."""
+    drafter: str = ""
+    """Who drafted the token; nobody where the model itself wrote it."""
 
 
 class Generated(str):
@@ -44,7 +53,7 @@ class Generated(str):
     deepest: int
     """The last exit that may have run, counted from 1."""
     pieces: list[Piece]
-    """For each token the text that it released, and the exit that it left after."""
+    """One for each token."""
     seconds: float
     drafted: int | None
     """Tokens that were drafted; None without speculation."""
@@ -54,7 +63,7 @@ class Generated(str):
 
     def exits(self, count: int) -> list[int]:
         """How many tokens left after each of `count` exits."""
-        return [sum(left == exit_ for _, left in self.pieces) for exit_ in range(count)]
+        return [sum(piece.exit == exit_ for piece in self.pieces) for exit_ in range(count)]
 
 
 class Model:
@@ -80,7 +89,7 @@ class Model:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
-        on_piece: Callable[[str, int], None] | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
     ) -> Generated:
         """Continue a text, or the tokens of one, by at most `tokens`; `on_piece` gets each part as it comes.
 
@@ -94,19 +103,19 @@ class Model:
         mode = mode_of(named, self.session, self.engine, sampling, draft)
         stream = TextStream(self.session.tokenizer, stop)
         began = time.perf_counter()
-        pieces = []
+        pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
         ends = tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else ()
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for piece in continue_text(mode, begin, tokens, stream, ends):
             pieces.append(piece)
             if on_piece is not None:
-                on_piece(*piece)
+                on_piece(piece)
         if rest := stream.finish():  # it belongs to the last token: a piece is a token
-            text, left = pieces[-1]
-            pieces[-1] = text + rest, left
+            last = pieces[-1]
+            pieces[-1] = last._replace(text=last.text + rest)
             if on_piece is not None:
-                on_piece(rest, left)
+                on_piece(last._replace(text=rest))
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         return _generated(stream.text, text, named, mode, pieces, time.perf_counter() - began)
 
@@ -177,7 +186,7 @@ def check_request(prompt: str | Sequence[int], tokens: int) -> None:
 def continue_text(
     mode: Mode, prompt: list[int], tokens: int, stream: TextStream, ends: Collection[int] = ()
 ) -> Iterator[Piece]:
-    """For each token the text that can be shown since it came, and the exit that it left after.
+    """For each token the text that can be shown since it came, the exit that it left after, who drafted it.
 
     A token of `ends` is the last: an imported model says by it that it is done.
 
@@ -185,7 +194,7 @@ def continue_text(
     it; what is held back at the end, `stream.finish` gives.
     """
     for _, emitted in generate_tokens(mode, [prompt], tokens):
-        yield stream.feed(emitted.token), emitted.stage
+        yield Piece(stream.feed(emitted.token), emitted.stage, emitted.drafter)
         if stream.stopped or emitted.token in ends:
             break
 

@@ -304,8 +304,8 @@ METHODS: Mapping[str, Make] = {
 }
 """poe-shrink is what poe-kd's network says when it is read otherwise."""
 STRENGTHS: Mapping[str, tuple[float, ...]] = {
-    "ewc": (0.1, 1.0, 10.0),
-    "lwf": (0.1, 0.3, 0.6),
-    "poe-kd": (0.1, 0.3, 0.6),
+    "ewc": (1.0, 10.0, 100.0, 1000.0),
+    "lwf": (0.3, 0.6, 0.9),
+    "poe-kd": (0.1, 0.3, 0.6, 0.9),
 }
 """What is tried for methods that have a strength."""
