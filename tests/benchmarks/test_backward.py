@@ -90,6 +90,13 @@ def test_multiply_adds_are_counted(results: dict[str, Any]) -> None:
     assert results["lean_multiply_adds"] < 1 < whole
 
 
+def test_memory_of_every_step(results: dict[str, Any]) -> None:
+    assert results["memory"].keys() == {step["name"] for step in results["steps"]}
+    assert all(held > 0 for held in results["memory"].values())
+    lean, published, *_ = results["memory"].values()
+    assert lean < published, "positions that nobody reads are left out"
+
+
 def test_a_wrong_engine_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.backward
 

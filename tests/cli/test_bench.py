@@ -153,7 +153,9 @@ def test_the_scan_tables_fit_a_terminal() -> None:
     rows = [{"name": "S=4 r=8 cumulative, pullback / every row", **goal}, {"name": "dense", **other}]
     scans = [{"maps": 256, "width": 16, "microseconds": dict.fromkeys(("matvec", "tree"), spread)}]
     results = {"threads": 2, "steps": rows, "jacobians": rows[1:], "trimming": rows, "scans": scans}
-    steps, jacobians, _, scan = map(shown, scan_tables({**results, "agreement": {"worst": 3e-7}}))
+    more = {"agreement": {"worst": 3e-7}, "memory": {"a step": 0.5}}
+    steps, jacobians, _, scan, memory = map(shown, scan_tables({**results, **more}))
+    assert "0.50" in memory
     assert " │ 12.34 │ 10.01–15.67 │ ≤ 0.75 │  no │\n" in steps
     assert "│ dense " in steps
     assert " │     – │ 10.01–15.67 │      – │   – │\n" in steps

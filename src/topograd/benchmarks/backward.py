@@ -13,7 +13,8 @@ taken within its round, and the row shows its median and quartiles (`timing.py`)
     scans        microseconds of the suffix scan, K maps of width n
 
 and whether it is the same thing that was timed: the gradients of every scan step against autograd's, float32.
-The multiply-adds of the lean step over those of the dense one, attention included, are counted and not timed.
+The multiply-adds of the lean step over those of the dense one, attention included, are counted and not timed,
+and so is the peak memory of every step over the dense one's.
 A goal is an upper bound for the ratio; rows without one are there to compare. The scan engine's goal stands
 at its fastest way, by hand.
 
@@ -46,6 +47,7 @@ from topograd.interfaces.regions import Regions
 from topograd.interfaces.settings import BackwardEngine, Way
 from topograd.interfaces.settings import BenchSettings as Settings
 from topograd.interfaces.suffix_scan import Method, suffix_adjoints
+from topograd.memory import peak_step_bytes
 from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.timing import Spread, ratio, read_in_turns, take_turns
@@ -93,6 +95,7 @@ def bench_scan(settings: Settings) -> dict[str, Any]:
         "trimming": trimming,
         "scans": [_scan_times(settings, maps) for maps in settings.scan_maps],
         "lean_multiply_adds": _lean_multiply_adds(settings, models[settings.lean]),
+        "memory": _memory(settings, steps, models),
         "agreement": agreement,
     }
 
@@ -153,6 +156,20 @@ def _lean_multiply_adds(settings: Settings, lean: GPT) -> float:
         stack.zero_grad(set_to_none=True)
         counts.append(counter.get_total_flops())
     return counts[0] / counts[1]
+
+
+def _memory(settings: Settings, steps: list[Step], models: Models) -> dict[str, float]:
+    """The most that a step holds beside parameters and gradients, over the dense step's, by name."""
+    inputs, targets = random_tokens(settings)
+    dense, whole = build_model(settings), Topology.chain(str(settings.regions * settings.region_layers))
+    base = peak_step_bytes(lambda: train_step(dense, whole, inputs, targets), list(dense.parameters()))
+    found = {}
+    for step in steps:
+        held = peak_step_bytes(
+            partial(_run, settings, step, models), list(models[step.interface].parameters())
+        )
+        found[step.name] = held / base
+    return found
 
 
 def _agreement(settings: Settings, steps: list[Step], models: Models) -> dict[str, Any]:

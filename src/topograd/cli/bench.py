@@ -235,6 +235,7 @@ def scan_tables(results: Mapping[str, Any]) -> list[Table]:
         _ratio_table("A Jacobian, in forwards of its region", results["jacobians"]),
         _ratio_table("A trimmed Jacobian over a larger one", results["trimming"]),
         _scan_table(results["scans"]),
+        _memory_table(results["memory"]),
     ]
 
 
@@ -253,6 +254,15 @@ def _ratio_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             met = {True: "yes", False: "no", None: DASH}[row["met"]]
             cells += [DASH if row["goal"] is None else f"≤ {row['goal']}", met]
         table.add_row(*cells)
+    return table
+
+
+def _memory_table(memory: Mapping[str, float]) -> Table:
+    table = Table(title="Peak memory of a step over the dense one's", title_justify="left")
+    table.add_column("what")
+    table.add_column("ratio", justify="right")
+    for name, held in memory.items():
+        table.add_row(name, number(held, 2))
     return table
 
 

@@ -127,7 +127,7 @@ def _arms() -> tuple[Arm, ...]:
     return (
         *sorted(lengths, key=lambda arm: abs(arm.length - 1)),
         Arm(STAGED, chain),
-        Arm(LONGER, chain, length=2.0),
+        Arm(LONGER, chain, length=2.0, core=False),
         Arm("hierarchical", whole),
         Arm("next", ahead),
         Arm("next ×0.3", early(ahead, weight=0.3), core=False),
@@ -140,7 +140,7 @@ def _arms() -> tuple[Arm, ...]:
         Arm("staged, decoders", chain.with_decoders(1, last=False)),
         Arm("staged, λ 1 → 0", chain, at=cooling, core=False),
         Arm("staged, λ last quarter", chain, at=opened, core=False),
-        Arm("staged, late", chain, at=late),
+        Arm("staged, late", chain, at=late, core=False),
         Arm("staged, taught by itself", early(chain, objective="distillation"), taught="self", core=False),
         Arm(
             "staged, taught by an average",
@@ -150,8 +150,8 @@ def _arms() -> tuple[Arm, ...]:
         ),
         Arm("staged, rates", chain, settings=rates_by_stage, core=False),
         Arm("staged, batch × 2", chain, batch=2, core=False),
-        Arm("staged 3,3", Topology.chain("3,3")),
-        Arm("staged 1,1,1,1,1,1", Topology.chain("1,1,1,1,1,1")),
+        Arm("staged 3,3", Topology.chain("3,3"), core=False),
+        Arm("staged 1,1,1,1,1,1", Topology.chain("1,1,1,1,1,1"), core=False),
         Arm(
             "next 1,1,1,1,1,1", replace(linked(Topology.chain("1,1,1,1,1,1"), 1.0), reach="next"), core=False
         ),

@@ -1,10 +1,11 @@
 """What a step of an arm costs beside backprop's: time, memory, traffic between stages.
 
-Time is that of whole steps, optimizers included, on random weights, arms taking turns; memory is the peak of
-a step's forward and backward (`memory.py`). A topology that changes over a training is read in each quarter
-of it, and counts with the mean of the times and the largest of the memories. Traffic is what would cross the
-borders between devices for each token, in hidden states: one forward for each border, and one back where
-gradient crosses.
+Time is that of whole steps, optimizers included, on random weights, arms taking turns. With one thread it is
+the processor's time, which other work on the machine disturbs less; with several it is the clock's. Memory is
+the peak of a step's forward and backward (`memory.py`). A topology that changes over a training is read in
+each quarter of it, and counts with the mean of the times and the largest of the memories. Traffic is what
+would cross the borders between devices for each token, in hidden states: one forward for each border, and one
+back where gradient crosses.
 
 Cost: about 10 steps of every arm. Limits: one machine, one thread count; the ratios of small models say
 little of large ones, where heads weigh less (LOG.md has them by width).
@@ -13,6 +14,7 @@ little of large ones, where heads weigh less (LOG.md has them by width).
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +29,7 @@ from topograd.runs.config import TrainConfig
 from topograd.studies.gap_arms import BACKPROP, PARTITION, Arm
 from topograd.studies.gap_training import Training
 from topograd.studies.kept import Row
-from topograd.timing import Spread, ratio, take_turns
+from topograd.timing import Spread, ratio, read_in_turns
 from topograd.topology.closed_forms import activation_layers, gradient_depth
 from topograd.topology.composition import Composition
 from topograd.topology.dag import EMBEDDING, Topology
@@ -53,7 +55,7 @@ def costs(arms: Sequence[Arm], config: TrainConfig, batch: tuple[Tensor, Tensor]
             steps[name]()  # so that gradients and momenta exist
             peaks.append(_peak(training, share, inputs, targets))
         memory[arm.name] = max(peaks)
-    seconds = take_turns(steps, ROUNDS, warmup=1)
+    seconds = read_in_turns({name: partial(_seconds, step) for name, step in steps.items()}, ROUNDS, warmup=1)
     for name, pieces in parts.items():
         seconds[name] = [statistics.fmean(turn) for turn in zip(*(seconds[p] for p in pieces), strict=True)]
     return {
@@ -103,6 +105,13 @@ def _private(topology: Topology, stage: object) -> bool:
 
 def _plan(topology: Topology) -> Plan:
     return Plan.of(topology, topology.layers)
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = now()
+    step()
+    return now() - began
 
 
 def _step(training: Training, share: float, inputs: Tensor, targets: Tensor) -> None:
