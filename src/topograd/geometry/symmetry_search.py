@@ -43,7 +43,7 @@ TOLERANCE = 1e-7
 ROUNDING = 1e4
 """In units of the type's rounding, where that is more than TOLERANCE."""
 NOISE = 0.3
-MOST_MAPS = 8
+MOST_MAPS = 4
 """Below one module; in larger ones only maps next to one another are paired."""
 MOST_SHARED = 64
 """Heads that may share one."""
