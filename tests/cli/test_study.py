@@ -88,8 +88,8 @@ def test_seeds_where_there_is_no_choice(call: Any, tmp_path: Path) -> None:
 
 
 def test_a_study_goes_on_where_it_was(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("study", "run", "stage0-depth", "--preset", "tiny", "--seeds", 1, "--steps", 3, "--width", 12)
-    words = (*words, "--out", tmp_path, "--json")
+    sizes = ("--preset", "tiny", "--seeds", 1, "--steps", 3, "--width", 12)
+    words = ("study", "run", "stage0-depth", *sizes, "--out", tmp_path, "--json")
     first = call(*words).json
     assert first["sizes"]["width"] == 12
     assert first["rows"][0]["trajectory"][-1]["step"] == 3
@@ -98,9 +98,12 @@ def test_a_study_goes_on_where_it_was(call: Any, tmp_path: Path, monkeypatch: py
     (tmp_path / "stage0-depth.rows.jsonl").write_bytes(b"".join(rows[:4]) + rows[4][:30])
     trained: list[str] = []
     real = staged_runs.train_arm
-    monkeypatch.setattr(
-        staged_runs, "train_arm", lambda arm, *rest: (trained.append(arm.name), real(arm, *rest))[1]
-    )
+
+    def watched(arm: Any, *rest: Any) -> Any:
+        trained.append(arm.name)
+        return real(arm, *rest)
+
+    monkeypatch.setattr(staged_runs, "train_arm", watched)
     again = call(*words)
     assert again.json["rows"] == first["rows"], "bit for bit"
     assert trained == ["4,1,1", "6"]

@@ -21,7 +21,7 @@ def chain(depth: int) -> tuple[nn.Sequential, Tensor]:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth))).double()
     dead = torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.0]).double())
     for i, linear in enumerate(model):
-        linear.weight.data = frames[i + 1] @ dead @ frames[i].T  # type: ignore[union-attr]
+        linear.weight.data = frames[i + 1] @ dead @ frames[i].T
     return model, torch.randn(200, 4).double()
 
 
@@ -51,7 +51,7 @@ def test_a_dead_unit_beside_a_rectifier_and_the_softmax_shift() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     with torch.no_grad():
-        model[0].weight[7], model[0].bias[7], model[2].weight[:, 7] = 0, 0, 0  # type: ignore[index]
+        model[0].weight[7], model[0].bias[7], model[2].weight[:, 7] = 0, 0, 0  # type: ignore[operator]
     found = read_checkpoint(model, (torch.randn(300, 6).double(), torch.randint(3, (300,))))
     assert joint(found).order == 2
     kinds = [(one.layer, one.kind) for one in found.directions if one.group is None]
@@ -65,7 +65,7 @@ def test_a_gauge_that_is_not_taken_out_reads_as_order_two(monkeypatch: pytest.Mo
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 5, bias=False)).double()
     x = torch.randn(100, 5).double()
-    first, second = (layer.weight.detach() for layer in model)  # type: ignore[union-attr]
+    first, second = (layer.weight.detach() for layer in model)  # type: ignore[operator]
     X = torch.randn(3, 3).double()
     tangent = {"0.weight": X @ first, "1.weight": -second @ X}
     way = checkpoint.Candidate("0", tangent, 0.0, lambda: tangent)
@@ -154,7 +154,7 @@ def test_bad_batches(batches: Any, why: str) -> None:
             self.linear = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)  # type: ignore[no-any-return]
+            return self.linear(x)
 
     with pytest.raises(GeometryError, match=why):
         read_checkpoint(Named(), batches)

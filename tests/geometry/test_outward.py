@@ -34,7 +34,7 @@ def test_a_scan_is_the_divergence_along_a_path_and_its_sketch_the_fisher() -> No
 def test_the_floor_is_rounding_and_larger_where_a_model_rounds() -> None:
     class Coarse(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).float().double()  # type: ignore[no-any-return]
+            return super().forward(x).float().double()
 
     x = torch.randn(20, 3).double()
     fine = Probe(net(), x, "squared-error", None, None).floor

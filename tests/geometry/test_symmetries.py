@@ -84,7 +84,8 @@ def test_several_symmetries_that_share_tensors_are_taken_out_together() -> None:
     several = [CASES["whole"], CASES["channels"], CASES["rows"]]
     along = CASES["whole"].tangent_part(here, {"p": torch.randn(12, 5, dtype=torch.float64)})
     other = CASES["channels"].tangent_part(here, {"q": torch.randn(24, 5, dtype=torch.float64)})
-    both = {n: along.get(n, 0) + other.get(n, 0) for n in along.keys() | other.keys()}
+    nothing = torch.zeros((), dtype=torch.float64)
+    both = {n: along.get(n, nothing) + other.get(n, nothing) for n in along.keys() | other.keys()}
     left, share = without_symmetries(both, several, here)
     assert share > 1 - 1e-8
     assert length(left) < 1e-4 * length(both)

@@ -40,7 +40,7 @@ def test_linear_maps_mix_wholly_and_rectified_ones_by_unit() -> None:
 def test_weights_of_zero_and_diagonal_ones_have_no_more_symmetries_than_others() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).double()
     for linear in model:
-        linear.weight.data = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]).double())  # type: ignore[union-attr]
+        linear.weight.data = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]).double())
     found = search(model, torch.randn(6, 4).double(), softmax=False).symmetries
     assert [(one.names, one.size) for one in found if isinstance(one, Mixing)] == [
         (("0.weight", "1.weight"), 4),

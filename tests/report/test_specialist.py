@@ -29,7 +29,7 @@ def losses(count: int) -> list[dict[str, Any]]:
 
 
 def test_the_page_has_every_checkpoint(tmp_path: Path) -> None:
-    tasks = {"base_tasks": {"copa": 0.62}, "tasks": {"copa": 0.58}}
+    tasks: dict[str, Any] = {"base_tasks": {"copa": 0.62}, "tasks": {"copa": 0.58}}
     records = [reading(0, **tasks), *losses(4), reading(4, **tasks)]
     page = write_specialist_report(tmp_path / "report.html", "<chat>", SETTINGS, "smollm2", records)
     text = page.read_text()

@@ -56,8 +56,18 @@ def test_a_sum_and_its_norm(kind: str, added: bool) -> None:
 @torch.inference_mode()
 def test_a_gate_in_int8_is_one_matrix_with_what_it_gates() -> None:
     torch.manual_seed(0)
-    sizes = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head_width": 16, "mlp_width": 48}
-    stack = Transformer(TransformerConfig(family="llama", vocab=23, context=20, **sizes)).eval()
+    config = TransformerConfig(
+        family="llama",
+        vocab=23,
+        context=20,
+        layers=2,
+        width=64,
+        heads=4,
+        kv_heads=4,
+        head_width=16,
+        mlp_width=48,
+    )
+    stack = Transformer(config).eval()
     runtime = OnnxRuntime(stack, "int8")
     found = []
     for engine in (Engine(stack, "1,1", 20), Engine(stack, "1,1", 20, runtime)):

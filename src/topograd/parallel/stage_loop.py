@@ -33,7 +33,7 @@ from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.wire import StageWire
 from topograd.topology.plan import Plan
 from topograd.training.loop import Batch, TrainingLoop, norm_of
-from topograd.training.objectives import teacher_logits
+from topograd.training.objectives import Logits, teacher_logits
 from topograd.training.optimizers import stage_parameters
 
 
@@ -79,10 +79,13 @@ class StageLoop(TrainingLoop):
         targets: Tensor,
         scale: float,
         states: Mapping[int, Tensor] | None = None,
+        kept: Logits | None = None,
     ) -> Tensor:
         if self.scan is None:
-            return super().gradients(plan, inputs, targets, scale, states)
-        taught = None if self.teacher is None else teacher_logits(self.teacher, inputs, targets)
+            return super().gradients(plan, inputs, targets, scale, states, kept)
+        taught = kept
+        if kept is None and self.teacher is not None:
+            taught = teacher_logits(self.teacher, inputs, targets)
         return self.scan.step(self.stack, plan, inputs, targets, scale=scale, teacher=taught)
 
     def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -34,9 +34,8 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from topograd.data import Loader, Text
+from topograd.data import Loader, Shards, Text
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.session import load_data
 from topograd.studies.composition import fit_weights, half_logits
@@ -122,7 +121,7 @@ class _Given:
         self.asked, self.seed = asked, seed
 
     @cached_property
-    def loaded(self) -> tuple[TrainConfig, Text, Tensor]:
+    def loaded(self) -> tuple[TrainConfig, Text, Shards]:
         config, data = load_data(config_of(self.asked, self.seed))
         return config, held_out(config, data), data.train
 

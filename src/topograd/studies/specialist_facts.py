@@ -36,7 +36,7 @@ from topograd.runs.session import Session, open_session
 from topograd.specialists import controls
 from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
 from topograd.specialists.fact_readings import Reader, by_stage, hits, recall, trust, weighting
-from topograd.specialists.facts import REAL, World
+from topograd.specialists.facts import REAL, Fact, KnownFact, World
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import rows_of, spelled
@@ -255,7 +255,7 @@ class BaseStudy:
         reader = Reader(both, {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}})
         world = World.make(self.sizes.people)
         known = REAL[: self.sizes.known]
-        votes = {"known": known, "taught": world.facts}
+        votes: dict[str, Sequence[Fact | KnownFact]] = {"known": known, "taught": world.facts}
         shares = recall(reader, world.facts, UNSEEN).items()
         return [
             *_named("trust", trust(reader, known)),

@@ -143,6 +143,7 @@ class TrainingLoop:
         states: Mapping[int, Tensor] | None = None,
         kept: Logits | None = None,
     ) -> Tensor:
+        """Add the gradients of one batch, times `scale`; `kept` are a teacher's logits that were kept."""
         if self.backward != "autograd":
             return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
         taught = kept

@@ -11,9 +11,10 @@ from topograd.geometry.families.reduced_rank import learning_coefficient
 
 def test_two_layers_are_reduced_rank_regression() -> None:
     cases = 0
-    for sizes in itertools.product(range(1, 6), repeat=3):
+    for first, hidden, last in itertools.product(range(1, 6), repeat=3):
+        sizes = (first, hidden, last)
         for rank in range(min(sizes) + 1):
-            assert deep_linear_coefficient(sizes, rank) == tuple(learning_coefficient(*sizes, rank))
+            assert deep_linear_coefficient(sizes, rank) == learning_coefficient(first, hidden, last, rank)
             cases += 1
     assert cases > 300
 

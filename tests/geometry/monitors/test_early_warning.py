@@ -23,7 +23,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 def trained(monitor: EarlyWarning, net: Net, optimizer: torch.optim.Optimizer, steps: int = 30) -> None:
@@ -50,7 +50,7 @@ def test_every_signal_is_what_it_says() -> None:
         loss = F.cross_entropy(outputs, torch.randint(4, (64,)))
         optimizer.zero_grad()
         loss.backward()
-        net.blocks[0][0].weight.grad[:2] = 0  # type: ignore[index, union-attr]
+        net.blocks[0][0].weight.grad[:2] = 0  # type: ignore[index]
         monitor.read(3, loss)
     values = seen[-1]
     assert values.keys() == SIGNALS.keys()
@@ -112,8 +112,8 @@ def test_a_collapse_of_rank_and_dead_units() -> None:
         assert not monitor.alarms
         with torch.no_grad():
             for block in net.blocks:
-                block[0].bias.fill_(-100.0)  # type: ignore[index, union-attr]
-                block[2].weight[1:] = 0  # type: ignore[index, union-attr]
+                block[0].bias.fill_(-100.0)  # type: ignore[index]
+                block[2].weight[1:] = 0  # type: ignore[index]
         x = torch.randn(64, 1).expand(64, 6)
         loss = F.cross_entropy(net(x), torch.zeros(64, dtype=torch.long))
         optimizer.zero_grad()

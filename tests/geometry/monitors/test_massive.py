@@ -21,7 +21,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = 0.1 * self.linear(self.norm(x))
         if self.behind == "post":
-            return self.last(x + branch)  # type: ignore[no-any-return]
+            return self.last(x + branch)
         if self.behind == "peri":
             branch = self.last(branch)
         if self.shout:  # the first position says one large number in one channel
