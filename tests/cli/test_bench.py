@@ -239,8 +239,8 @@ def test_the_kernel_table_fits_a_terminal() -> None:
         ("scan --tokens 4", "Unrecognized options: --tokens"),
         ("scan somewhere", "Unrecognized options: somewhere"),
         ("decode --rank 4", "Unrecognized options: --rank"),
-        ("encode", "'encode' was given to bench; choose one of decode, scan, pipeline, kernel"),
-        ("", "nothing was given to bench; choose one of decode, scan, pipeline, kernel"),
+        ("encode", "'encode' was given to bench; choose one of decode, prompts, scan, pipeline, kernel"),
+        ("", "nothing was given to bench; choose one of decode, prompts, scan, pipeline, kernel"),
     ],
 )
 def test_one_kind_does_not_take_the_flags_of_the_other(words: str, why: str, call: Any) -> None:

@@ -51,6 +51,7 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "serve",
         "simulate",
         "consolidate",
+        "reproduce",
     }
 
 

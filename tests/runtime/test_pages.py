@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 
 import numpy as np
@@ -23,7 +24,10 @@ def test_what_was_not_there_before() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says where memory lies")
 def test_memory_that_is_collected_holds_what_it_held() -> None:
     before = anonymous()
-    values = np.arange(LARGE, dtype=np.float64)  # eight large pages
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 8 * LARGE, flags=private)  # an array of numpy might lie in memory that was free
+    values = np.frombuffer(memory, np.float64)
+    values[:] = np.arange(LARGE)
     address = values.ctypes.data
     new = added(anonymous(), before)
     assert any(start < address + values.nbytes and stop > address for start, stop in new)

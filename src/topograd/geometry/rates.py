@@ -220,8 +220,9 @@ def _interval(logs: Tensor) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     count = logs.shape[1]
     places = torch.randint(count, (DRAWS, count), generator=generator)
-    slopes = [_line(logs[:, place])[0] for place in places if len(place.unique()) > 2]
-    low, high = torch.tensor(slopes, dtype=torch.float64).quantile(
-        torch.tensor([0.05, 0.95], dtype=torch.float64)
-    )
+    ordered = places.sort(1).values
+    places = places[(ordered[:, 1:] != ordered[:, :-1]).sum(1) >= 2]
+    dx, dy = logs[:, places] - logs[:, places].mean(-1, keepdim=True)
+    slopes = (dx * dy).sum(-1) / dx.square().sum(-1)
+    low, high = slopes.double().quantile(torch.tensor([0.05, 0.95], dtype=torch.float64))
     return float(low), float(high)

@@ -10,6 +10,7 @@ activations and all logits are alive at once. Call
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -88,12 +89,11 @@ def _graph(
 
 
 def _thinned(targets: Tensor, every: int) -> Tensor:
-    """targets (rows, time), those at places where row + time is no multiple of `every` left out."""
+    """targets (rows, time) or (rows,); places whose row + time is no multiple of `every` are left out."""
     kept = targets.clone()
-    for row in range(targets.shape[0]):
-        for time in range(targets.shape[1]):
-            if (row + time) % every:
-                kept[row, time] = -100
+    for place in itertools.product(*map(range, targets.shape)):
+        if sum(place) % every:
+            kept[place] = -100
     return kept
 
 
