@@ -24,6 +24,7 @@ ELSEWHERE = {
     "fields": "test_field_training.py runs it",
     "gap": "test_gap.py runs it",
     "interface-hypotheses": "test_interface_hypotheses.py runs it",
+    "specialists": "test_specialist_facts.py runs it",
     "optimizers": "test_optimizer_comparison.py runs it",
     "minilm": "it needs weights that are not installed here",
     "tail-fits": "it needs a program that is not installed here; test_tail_fits.py has a stand-in",

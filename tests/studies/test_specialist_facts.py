@@ -40,6 +40,8 @@ def test_the_base_is_preserved_and_the_controls_move_it(found: Result) -> None:
 def test_every_question_has_its_table(found: Result) -> None:
     assert len(found.tables) == 6, "all but the fifty prompts, which want a larger base"
     assert all(len(row) == len(table.header) for table in found.tables for row in table.rows)
+    assert all(isinstance(cell, str) for table in found.tables for row in table.rows for cell in row)
+    assert found.setting.endswith(".")
     assert len(found.findings) == 4
     verdicts = {claim.name: claim.verdict for claim in found.claims}
     assert verdicts["reference: the base does not move"] == "held"
