@@ -20,12 +20,12 @@ from topograd.report.scaling import wire_figure
 
 SETTINGS = {
     "loopback": PipelineSettings(),
-    "four-ranks": PipelineSettings(ranks=4, rounds=2),
+    "four-ranks": PipelineSettings(ranks=4, rounds=3),
     "wire-10": PipelineSettings(mbit=10.0, rounds=2),
     "wire-100": PipelineSettings(mbit=100.0, rounds=2),
     "wire-1000": PipelineSettings(mbit=1000.0, rounds=2),
 }
-WAYS = ("staged", "staged-int8", "free", "free-int8", "1f1b", "gpipe", "data")
+WAYS = ("staged", "staged-int8", "free", "free-int8", "1f1b", "gpipe", "torch-1f1b", "data")
 
 
 def main() -> None:

@@ -25,12 +25,13 @@ def test_a_table_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_times_come_from_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {"embed": 0.0, "forward": 1.0, "backward": 2.0, "head": 0.5, "optimizer": 0.25}
+    parts = {"embed": 0.25, "forward": 1.0, "backward": 2.0, "head": 0.5, "optimizer": 0.25}
+    parts |= {"message": 0.01, "latency": 0.001}
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"settings": {"ranks": 2, "layers": 4}, "parts": parts}))
     assert run(["--ranks", "1", "--bench", str(file), "--microbatches", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["methods"]["staged"][0]["seconds"] == pytest.approx(2 * 3.5 + 0.25)
+    assert found["methods"]["staged"][0]["seconds"] == pytest.approx(2 * 3.75 + 0.25)
 
 
 @pytest.mark.parametrize(

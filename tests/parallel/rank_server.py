@@ -24,6 +24,7 @@ from torch import Tensor
 import topograd.cli.train_on_ranks  # noqa: F401
 from topograd.benchmarks.pipeline_worker import measure
 from topograd.benchmarks.settings import PipelineSettings
+from topograd.benchmarks.torch_pipeline import TorchPipeline
 from topograd.cli.main import main
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
@@ -32,6 +33,7 @@ from topograd.parallel.layout import Layout, keep_own
 from topograd.parallel.ranks import Ranks, join, leave
 from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.settings import ParallelConfig
+from topograd.parallel.sharding import part_shards, shard_layers
 from topograd.parallel.stage_loop import StageLoop
 from topograd.parallel.wire import StageWire
 from topograd.reference.pipeline import BackpropPipeline
@@ -85,7 +87,10 @@ def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **
     crossing = plan.topology.interface is not None
     layout = Layout.of(plan, ranks.config.stages, with_prior=prior, stack=stack, crossing=crossing)
     keep_own(stack, layout, ranks.place)
+    if ranks.config.shard:
+        shard_layers(stack, layout, ranks)
     made = make_optimizers(stack, OptimizerConfig(name=optimizer), plan)
+    part_shards(made)
     wire = StageWire(ranks, layout)
     recompute = options.pop("recompute", False)
     scan = RegionScan(ranks, wire, recompute=recompute) if crossing else None
@@ -131,14 +136,15 @@ def cli_with_small_files(argv: list[str], rank: int, folder: str = "") -> int:
 
 
 @job
-def backprop(parallel: str, schedule: str, folder: str = "") -> dict[str, Any]:
-    """Gradients of backprop over a pipeline; each rank leaves its own."""
+def backprop(parallel: str, schedule: str, peer: bool = False, folder: str = "") -> dict[str, Any]:
+    """Gradients of backprop over a pipeline, our own or torch's; each rank leaves its own."""
     with joined(parallel) as ranks:
         stack, _ = model({"partition": "4"})
         each = 4 // ranks.config.stages
         layers = range(ranks.place * each, (ranks.place + 1) * each)
         loss: Any = lambda h, y: F.cross_entropy(stack.readout(h, 0).flatten(0, 1), y.flatten())  # noqa: E731
-        pipeline = BackpropPipeline(stack, layers, ranks.place, ranks.config.stages, loss)
+        kind = TorchPipeline if peer else BackpropPipeline
+        pipeline = kind(stack, layers, ranks.place, ranks.config.stages, loss)
         total = pipeline.step(batches(0, 4), schedule)
         found = {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
         save_file({n: g.contiguous() for n, g in found.items()}, Path(folder) / f"{ranks.rank}.safetensors")

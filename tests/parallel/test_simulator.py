@@ -8,7 +8,8 @@ from topograd.errors import ConfigError
 from topograd.parallel.simulator import METHODS, Machine, Times, Work, goodput, simulate, simulate_step
 
 FAST = Machine(mbit=1e12, latency=0.0)
-EVEN = Work(microbatches=8, shared=0.0, times=Times(forward=1, backward=2, head=0, optimizer=0), machine=FAST)
+UNITS = Times(forward=1, backward=2, head=0, embed=0, optimizer=0)
+EVEN = Work(microbatches=8, shared=0.0, times=UNITS, machine=FAST)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
@@ -46,9 +47,12 @@ def test_fewer_cores_than_ranks_slow_them_down() -> None:
     assert simulate_step("free", 4, shared).seconds == pytest.approx(
         2 * simulate_step("free", 4, EVEN).seconds
     )
-    assert simulate_step("gpipe", 4, shared).seconds == pytest.approx(4 * 8 * 3 / 2), "bubbles are filled"
+    # bubbles are filled, but where one rank alone can run: the first F, the last F, the first B, the last B
+    assert simulate_step("gpipe", 4, shared).seconds == pytest.approx((4 * 8 * 3 + 1 + 1 + 2 + 2) / 2)
     alone = replace(EVEN, machine=replace(FAST, cores=1))
     assert simulate_step("gpipe", 4, alone).seconds == pytest.approx(4 * 8 * 3)
+    crowd = replace(EVEN, machine=replace(FAST, cores=2))
+    assert simulate_step("1f1b", 64, crowd).seconds == pytest.approx(64 * 8 * 3 / 2), "by its work alone"
 
 
 def test_a_job_that_must_be_whole_fails_with_any_of_its_ranks() -> None:

@@ -88,14 +88,22 @@ def test_what_shares_nothing_is_the_same_bit_for_bit(launch: Any, server: Module
         assert torch.equal(a, b), name
 
 
-def test_replicas_share_the_batches_of_a_step(launch: Any, server: ModuleType) -> None:
-    topology = {"partition": "2,2"}
-    job = launch("steps", 4, parallel="stages=2,replicas=2", topology=topology, accumulate=4)
-    stack, expected, _ = alone(server, topology, accumulate=4)
+@pytest.mark.parametrize("shard", ["", ",shard"])
+def test_replicas_share_the_batches_of_a_step(shard: str, launch: Any, server: ModuleType) -> None:
+    """As copies of their stage, and with a shard of its layers each."""
+    topology = {"partition": "1,1,2"}
+    options: dict[str, Any] = {"accumulate": 4, "clip": 0.5}
+    job = launch("steps", 4, parallel=f"stages=2,replicas=2{shard}", topology=topology, **options)
+    stack, expected, optimizers = alone(server, topology, **options)
     for result in job.results():
         for ours, theirs in zip(result["steps"], expected, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-12, rel=0)
-    assert worst(saved(server, job.folder, topology)[0], stack) < 1e-12
+            assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-12)
+    ours, loaded = saved(server, job.folder, topology)
+    assert worst(ours, stack) < 1e-12
+    mine, its = (made["adamw"].state_dict()["state"] for made in (loaded, optimizers))
+    for index, entries in its.items():
+        assert float((mine[index]["exp_avg"] - entries["exp_avg"]).abs().max()) < 1e-12
 
 
 def test_a_stage_that_breaks_is_halted_on_all_ranks(launch: Any) -> None:

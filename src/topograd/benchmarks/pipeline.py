@@ -26,6 +26,8 @@ from topograd.timing import Spread, ratio
 from topograd.topology.pipeline import backprop_bubble, staged_bubble
 
 GOALS = {"single": 1.7, "backprop": 1.15, "backprop_at_10_mbit": 3.0}
+BACKPROP = ("gpipe", "1f1b", "torch-gpipe", "torch-1f1b")
+"""Backprop over a pipeline: two schedules of our own, and torch's."""
 _LIMIT = 600.0
 """Seconds after which the ranks are ended."""
 
@@ -34,9 +36,9 @@ def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
     """Throughput, bubbles and bytes of every way."""
     with _places(settings) as places:
         found = _run(settings, places)
-    parts = found.pop("parts")
+    rounds = found.pop("parts")
     seconds = {name: row["seconds"] for name, row in found.items()}
-    backprop = min(("gpipe", "1f1b"), key=lambda name: Spread.of(seconds[name]).median)
+    backprop = min(BACKPROP, key=lambda name: Spread.of(seconds[name]).median)
     ways = {name: _row(name, seconds, found) for name in found if name != "single"}
     return {
         "settings": asdict(settings),
@@ -45,17 +47,17 @@ def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
         "bytes": {name: row["bytes"] for name, row in found.items() if name != "single"},
         "ways": ways,
         "single_seconds": Spread.of(seconds["single"]).as_dict(),
-        "parts": parts,
+        "parts": {name: Spread.of([row[name] for row in rounds]).median for name in rounds[0]},
         "ratios": {
             f"{name} over {peer}": ratio(seconds, peer, name).as_dict()
             for name in ("staged", "staged-bf16", "staged-int8", "free", "free-int8")
-            for peer in ("gpipe", "1f1b", "data")
+            for peer in (*BACKPROP, "data")
         },
         "closed_forms": {
             "staged": staged_bubble(settings.ranks, 2 * settings.microbatches),
             "backprop": backprop_bubble(settings.ranks, 2 * settings.microbatches),
         },
-        "simulated": _simulated(settings, parts, seconds),
+        "simulated": _simulated(settings, rounds, seconds),
         "goals": GOALS,
     }
 
@@ -74,33 +76,42 @@ def _row(name: str, seconds: dict[str, list[float]], found: dict[str, Any]) -> d
 
 
 def _simulated(
-    settings: PipelineSettings, parts: dict[str, float], seconds: dict[str, list[float]]
+    settings: PipelineSettings, rounds: list[dict[str, float]], seconds: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """What the simulator says of the same ranks, from the parts' times alone, beside what was measured."""
+    """What the simulator says of the same ranks, from each round's parts, beside what that round measured."""
     rows = {}
     for name in ("staged", "gpipe", "1f1b", "data"):
-        step = simulate_step(name, settings.ranks, work_of(settings, parts))
-        measured = Spread.of(seconds[name]).median
-        rows[name] = {"seconds": step.seconds, "measured": measured, "off": step.seconds / measured - 1}
+        works = [work_of(settings, parts, held=name == "gpipe") for parts in rounds]
+        said = [simulate_step(name, settings.ranks, work).seconds for work in works]
+        off = ratio({"said": said, "measured": seconds[name]}, "said", "measured")
+        rows[name] = {
+            "seconds": Spread.of(said).median,
+            "measured": Spread.of(seconds[name]).median,
+            "off": off.median - 1,
+        }
     return rows
 
 
-def work_of(settings: PipelineSettings, parts: dict[str, float]) -> Work:
-    """What was measured, as the simulator takes it."""
+def work_of(settings: PipelineSettings, parts: dict[str, float], held: bool = False) -> Work:
+    """What was measured, as the simulator takes it; `held` for a schedule that holds all M graphs."""
     shared = 3 * settings.vocab * settings.width * 4.0
     stage = settings.layers // settings.ranks * 12 * settings.width**2 * 4.0
+    message = 4.0 * settings.batch * settings.context * settings.width
+    on_wire = max(parts["message"] - parts["latency"], 1e-9)
+    mbit = min(max(8e-6 * message / on_wire, 1e-6), 1e12)
     return Work(
         microbatches=settings.microbatches,
-        message=4.0 * settings.batch * settings.context * settings.width,
+        message=message,
         shared=shared,
         stage=stage,
         times=Times(
-            forward=parts["forward"] + parts["embed"],
-            backward=parts["backward"],
+            forward=parts["held_forward" if held else "forward"],
+            backward=parts["held_backward" if held else "backward"],
             head=parts["head"],
+            embed=parts["embed"],
             optimizer=parts["optimizer"],
         ),
-        machine=Machine(mbit=settings.mbit or 10_000.0, cores=os.cpu_count() or 1),
+        machine=Machine(mbit=settings.mbit or mbit, latency=parts["latency"], cores=os.cpu_count() or 1),
     )
 
 

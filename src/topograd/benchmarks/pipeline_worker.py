@@ -4,6 +4,7 @@
     staged     a stage a rank, no gradient between them (`parallel/stage_loop.py`), the wire exact, bf16, int8
     free       the same with nothing shared (own heads, no x0): activations alone are on the wire
     gpipe, 1f1b   backprop through the same layers over the same ranks (`reference/pipeline.py`)
+    torch-gpipe, torch-1f1b   the same by `torch.distributed.pipelining` (`torch_pipeline.py`)
     data       data parallel: the whole model by backprop on every rank, gradients added up once a step
 
 A step is the gradients of M micro-batches and one step of AdamW. Bubble: the share of a step in which a rank
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from topograd import __version__
 from topograd.benchmarks.settings import PipelineSettings
+from topograd.benchmarks.torch_pipeline import TorchPipeline
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.parallel.layout import Layout, keep_own, shed
@@ -44,8 +46,10 @@ from topograd.training.objectives import CrossEntropy, stage_loss
 from topograd.training.optimizers import make_optimizers
 
 Batches = Sequence[tuple[Tensor, Tensor]]
+READING = ("seconds", "waited", "bytes")
 Reading = dict[str, float]
-"""Of one step on one rank: seconds, of which waited, and bytes sent."""
+"""Of one step on one rank: seconds, of which waited, and bytes sent; of `StageParts`, its parts."""
+CORES = os.cpu_count() or 1
 
 
 def _stack(settings: PipelineSettings, free: bool = False) -> GPT:
@@ -123,7 +127,13 @@ class Single:
 class Backprop:
     """A step of backprop over the pipeline."""
 
-    def __init__(self, settings: PipelineSettings, ranks: Ranks, schedule: str) -> None:
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        ranks: Ranks,
+        schedule: str,
+        kind: type[BackpropPipeline] = BackpropPipeline,
+    ) -> None:
         stack, self.schedule = _stack(settings), schedule
         each = settings.layers // settings.ranks
         layers = range(ranks.place * each, (ranks.place + 1) * each)
@@ -133,7 +143,7 @@ class Backprop:
         shed(stack, [*kept, *(stack.head.parameters() if last else ())])
         objective = CrossEntropy()
         loss: Callable[[Tensor, Tensor], Tensor] = lambda h, y: stage_loss(stack, h, 0, objective, y)  # noqa: E731
-        self.pipeline = BackpropPipeline(stack, layers, ranks.place, settings.ranks, loss)
+        self.pipeline = kind(stack, layers, ranks.place, settings.ranks, loss)
         self.optimizers = make_optimizers(stack, OptimizerConfig(name="adamw"))
         self.batches = _batches(settings)
 
@@ -176,7 +186,7 @@ class DataParallel:
 
 
 def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
-    """Every way in turns; what rank 0 returns is of all ranks."""
+    """Every way in turns, and the parts of a stage with them; what rank 0 returns is of all ranks."""
     torch.set_num_threads(1)
     ways: dict[str, Callable[[], Reading]] = {
         "staged": Staged(settings, ranks),
@@ -186,8 +196,11 @@ def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
         "free-int8": Staged(settings, ranks, "int8", free=True),
         "gpipe": Backprop(settings, ranks, "gpipe"),
         "1f1b": Backprop(settings, ranks, "1f1b"),
+        "torch-gpipe": Backprop(settings, ranks, "gpipe", TorchPipeline),
+        "torch-1f1b": Backprop(settings, ranks, "1f1b", TorchPipeline),
         "data": DataParallel(settings, ranks),
         "single": Single(settings, ranks),
+        "parts": StageParts(settings, ranks),
     }
     names = list(ways)
     readings: dict[str, list[Reading]] = {name: [] for name in names}
@@ -198,15 +211,22 @@ def measure(settings: PipelineSettings, ranks: Ranks) -> dict[str, Any] | None:
             ranks.reduce(torch.zeros(1), f"ending {name}")
             if turn:
                 readings[name].append(mine)
-    # On as many ranks as there are cores at once, so that what cores share is in the times.
-    parts = stage_times(settings) if ranks.rank < (os.cpu_count() or 1) else {}
-    numbers = torch.tensor([[[r["seconds"], r["waited"], r["bytes"]] for r in readings[n]] for n in names])
-    everybody = [torch.zeros_like(numbers) for _ in range(settings.ranks)]
-    ranks.collective(lambda: dist.all_gather(everybody, numbers, async_op=True), "gathering the readings")
+    parts = readings.pop("parts")
+    table = _gathered(ranks, [[[r[key] for key in READING] for r in rows] for rows in readings.values()])
+    times = _gathered(ranks, [[r[key] for key in StageParts.NAMES] for r in parts])
     if not ranks.first:
         return None
-    table = torch.stack(everybody)  # (ranks, ways, rounds, 3)
-    return {name: _summary(table[:, i]) for i, name in enumerate(names)} | {"parts": parts}
+    means = times[: min(CORES, settings.ranks)].mean(0)  # (rounds, parts)
+    found = {name: _summary(table[:, i]) for i, name in enumerate(readings)}
+    return found | {"parts": [dict(zip(StageParts.NAMES, row, strict=True)) for row in means.tolist()]}
+
+
+def _gathered(ranks: Ranks, numbers: Any) -> Tensor:
+    """The numbers of all ranks, (ranks, ...)."""
+    mine = torch.tensor(numbers)
+    everybody = [torch.zeros_like(mine) for _ in range(ranks.config.world)]
+    ranks.collective(lambda: dist.all_gather(everybody, mine, async_op=True), "gathering the readings")
+    return torch.stack(everybody)
 
 
 def _summary(table: Tensor) -> dict[str, Any]:
@@ -221,36 +241,91 @@ def _summary(table: Tensor) -> dict[str, Any]:
     }
 
 
-def stage_times(settings: PipelineSettings) -> dict[str, float]:
-    """Seconds of the parts of one stage on one micro-batch: what the simulator is fed with."""
-    stack = _stack(settings)
-    plan = prepare(stack, _topology(settings, False))
-    inputs, targets = _batches(settings)[0]
-    each = settings.layers // settings.ranks
-    clocks: dict[str, list[float]] = {
-        name: [] for name in ("embed", "forward", "head", "backward", "optimizer")
-    }
-    made = make_optimizers(stack, OptimizerConfig(name="adamw"), plan)
-    for turn in range(1 + settings.rounds):
-        marks = [time.perf_counter()]
-        embedded = stack.embed(inputs)
-        marks.append(time.perf_counter())
-        h = embedded.detach().requires_grad_()
-        bus = stack.bus(h, inputs)
-        for layer in stack.layers[:each]:
-            h = layer(h, bus)
-        marks.append(time.perf_counter())
+class StageParts:
+    """The parts of one stage on M micro-batches, by themselves: what the simulator is fed with.
+
+    They run on as many ranks as there are cores at once, so that what cores share is in the times. `held` are
+    layers where all M graphs are alive, as in GPipe: memory that no earlier micro-batch has given back is
+    fresh, and a page of it is slow the first time. A message is sent to and fro by the first two ranks.
+    """
+
+    NAMES = (
+        "embed",
+        "forward",
+        "head",
+        "backward",
+        "optimizer",
+        "held_forward",
+        "held_backward",
+        "message",
+        "latency",
+    )
+
+    def __init__(self, settings: PipelineSettings, ranks: Ranks) -> None:
+        self.stack, self.ranks = _stack(settings), ranks
+        plan = prepare(self.stack, _topology(settings, False))
+        self.optimizers = make_optimizers(self.stack, OptimizerConfig(name="adamw"), plan)
+        self.batches, self.each = _batches(settings), settings.layers // settings.ranks
+        self.size = settings.batch * settings.context * settings.width
+        self.clock: Reading = {}
+
+    def __call__(self) -> Reading:
+        """Seconds of each part on one micro-batch, the mean of M; of the optimizer's step."""
+        self.clock = dict.fromkeys(self.NAMES, 0.0)
+        if self.ranks.rank < CORES:
+            for batch in self.batches:
+                self._backward(*self._forward(batch, "forward"), "backward")
+            self._timed("optimizer", self.optimizers.step)
+            self.optimizers.zero_grad()
+            for graph in [self._forward(batch, "held_forward") for batch in self.batches]:
+                self._backward(*graph, "held_backward")
+            self.optimizers.zero_grad()
+        if self.ranks.rank < 2:
+            self._to_and_fro(1)  # both are there now
+            self._timed("message", lambda: self._to_and_fro(self.size))
+            self._timed("latency", lambda: self._to_and_fro(1))
+        count = len(self.batches)
+        shares = {"optimizer": 1, "message": 2 * count, "latency": 2 * count}
+        return {name: t / shares.get(name, count) for name, t in self.clock.items()}
+
+    def _timed(self, name: str, run: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        found = run()
+        if name:
+            self.clock[name] += time.perf_counter() - began
+        return found
+
+    def _forward(self, batch: tuple[Tensor, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, targets = batch
+        embedded = self._timed("embed" if name == "forward" else "", lambda: self.stack.embed(tokens))
+        x0 = embedded.detach().requires_grad_()
+        bus = self.stack.bus(x0, tokens)
+
+        def layers() -> Tensor:
+            h = x0
+            for layer in self.stack.layers[: self.each]:
+                h = layer(h, bus)
+            return h
+
+        return embedded, x0, self._timed(name, layers), targets
+
+    def _backward(self, embedded: Tensor, x0: Tensor, h: Tensor, targets: Tensor, name: str) -> None:
+        if name == "held_backward":
+            self._timed(name, lambda: h.backward(torch.ones_like(h)))
+            return
         read = h.detach().requires_grad_()
-        stage_loss(stack, read, 0, CrossEntropy(), targets).backward()
-        marks.append(time.perf_counter())
-        h.backward(read.grad)
-        marks.append(time.perf_counter())
-        made.step()
-        marks.append(time.perf_counter())
-        if turn:
-            for name, begin, end in zip(clocks, marks, marks[1:], strict=False):
-                clocks[name].append(end - begin)
-    return {name: Spread.of(times).median for name, times in clocks.items()}
+        self._timed("head", lambda: stage_loss(self.stack, read, 0, CrossEntropy(), targets).backward())
+        self._timed(name, lambda: h.backward(read.grad))
+        self._timed("embed", lambda: embedded.backward(x0.grad))
+
+    def _to_and_fro(self, size: int) -> None:
+        """M messages from the first rank to the second, each answered by one of the same size."""
+        value, peer = torch.zeros(size), 1 - self.ranks.rank
+        for turn in range(2 * len(self.batches)):
+            mine = turn % 2 == self.ranks.rank
+            work = dist.isend(value, peer) if mine else dist.irecv(value, peer)
+            assert work is not None
+            work.wait()
 
 
 def main(argv: list[str]) -> int:

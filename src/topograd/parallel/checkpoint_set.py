@@ -28,6 +28,7 @@ from topograd.errors import CheckpointError
 from topograd.files import dump_json
 from topograd.parallel.layout import present
 from topograd.parallel.ranks import Ranks
+from topograd.parallel.sharding import local, whole
 from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, aliases_of, put_in_place, tidy
 from topograd.runs.checkpoint_set import load_part, write_state
 
@@ -54,7 +55,7 @@ class SetStore(FolderStore):
         if not said:
             problem = ""
             if self.ranks.first:
-                aliases = aliases_of(model.state_dict())
+                aliases = aliases_of({name: local(t) for name, t in model.state_dict().items()})
 
                 def finish() -> None:
                     write_state(temporary, step, dict(extra), aliases)
@@ -109,9 +110,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], no_dist: bool = False) -> N
 
 
 def tensors_of(model: nn.Module, optimizers: Optimizers, rank: int) -> dict[str, Tensor]:
-    """What a rank saves, by the names that `runs/checkpoint_set.py` reads; tied tensors once."""
+    """What a rank saves, named as `runs/checkpoint_set.py` reads it; tied tensors once, shards whole."""
     state = present(model.state_dict())
-    aliases = aliases_of(state)
+    aliases = aliases_of({name: local(tensor) for name, tensor in state.items()})
     tensors = {f"model.{name}": tensor for name, tensor in state.items() if name not in aliases}
     names = {id(p): name for name, p in model.named_parameters()}
     numbers: dict[str, Any] = {}
@@ -134,7 +135,7 @@ def tensors_of(model: nn.Module, optimizers: Optimizers, rank: int) -> dict[str,
     text = dump_json(numbers, error=CheckpointError).encode()
     tensors[f"numbers.{rank}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     tensors["rng"] = torch.get_rng_state()
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _tried(action: Any) -> str:

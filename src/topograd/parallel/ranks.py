@@ -44,6 +44,8 @@ class Ranks:
     device: torch.device
     replica_group: dist.ProcessGroup | None = None
     """The ranks that have the same stages as this one, where there are several."""
+    replica_mesh: dist.DeviceMesh | None = None
+    """The same ranks as a mesh of one dimension."""
     waited: float = 0.0
     """Seconds in which this rank waited for others."""
 
@@ -209,7 +211,7 @@ def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") 
         mesh = dist.init_device_mesh(
             where.type, (config.replicas, config.stages), mesh_dim_names=("replica", "stage")
         )
-        ranks.replica_group = mesh.get_group("replica")
+        ranks.replica_group, ranks.replica_mesh = mesh.get_group("replica"), mesh["replica"]
     return ranks
 
 

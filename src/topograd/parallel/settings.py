@@ -16,12 +16,14 @@ TIMEOUT: Bounds = (0.1, 86_400)
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """`stages=4,replicas=2,timeout=60,wire=exact`."""
+    """`stages=4,replicas=2,shard,timeout=60,wire=exact`."""
 
     stages: int
     """Ranks that the stages are dealt to, in order; a rank may have several stages."""
     replicas: int = 1
     """Copies of each stage, which share the batches of a step."""
+    shard: bool = False
+    """Whether replicas hold shards of their layers instead of copies."""
     timeout: float = 60.0
     """Seconds that one rank waits for another before it gives up."""
     wire: WireKind = "exact"
@@ -44,6 +46,8 @@ class ParallelConfig:
             raise ConfigError(f"lost is {self.lost!r}; choose wait or replay")
         if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
             raise ConfigError("a lone stage has no replicas and an exact wire; leave them out")
+        if self.shard and self.replicas < 2:
+            raise ConfigError("shard cuts layers over the replicas of a stage; give replicas=2 or more")
         if self.wire not in WIRES:
             raise ConfigError(f"wire is {self.wire!r}; choose one of {', '.join(WIRES)}")
 
@@ -60,15 +64,16 @@ class ParallelConfig:
         8
         """
         known = [field.name for field in fields(cls)]
+        forms = [name if name == "shard" else f"{name}=..." for name in known if name != "stages"]
         given: dict[str, object] = {}
         for word in words.split(","):
             name, equals, value = word.strip().partition("=")
-            if not equals or name not in known or name in given:
+            if bool(equals) == (name == "shard") or name not in known or name in given:
                 raise ConfigError(
                     f"--parallel {words!r} has {word.strip()!r}; give stages=P and, if you like, once each, "
-                    f"{', '.join(f'{n}=...' for n in known if n != 'stages')}"
+                    f"{', '.join(forms)}"
                 )
-            given[name] = _number(words, name, value)
+            given[name] = True if name == "shard" else _number(words, name, value)
         if "stages" not in given:
             raise ConfigError(f"--parallel {words!r} lacks stages; give the number of ranks, as stages=2")
         try:

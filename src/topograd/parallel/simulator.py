@@ -1,8 +1,9 @@
 """How long a step takes on P ranks, what it sends and holds, and what failures cost: without the ranks.
 
 Every rank has one stage; a step has M micro-batches. Times of one stage on one micro-batch, in seconds:
-f `forward`, b `backward`, h `head` (loss and its backward), o `optimizer`. A message of a bytes takes
-a/bandwidth on its link, one after another, and arrives `latency` later; links carry both directions at once.
+f `forward`, b `backward`, h `head` (loss and its backward), e `embed` (the embedding, which every rank runs,
+and its backward), o `optimizer`, once a step. A message of a bytes takes a/bandwidth on its link, one after
+another, and arrives `latency` later; links carry both directions at once.
 
     gpipe, 1f1b   every F and B starts when its rank is free and what it needs has arrived (event by event,
                   the order of `topology/pipeline.py`); the head is on the last rank, the embedding's copies
@@ -14,9 +15,9 @@ a/bandwidth on its link, one after another, and arrives `latency` later; links c
                   forwards, one gather, local backward, the sum of the canvas' gradient (`interfaces/`)
     data          the whole model on every rank, max(1, M/P) micro-batches each, all gradients added up
 
-Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: a core that
-one rank leaves idle another one takes, so a step takes as long as it would on cores of their own, or as all
-the work shared out over the cores, whichever is more.
+Sums over ranks are rings: 2 (P - 1)/P n/bandwidth + 2 (P - 1) latency. Fewer `cores` than ranks: pipelines of
+up to 16 ranks a core are run event by event with shares of the cores (`shared_cores.py`); else a step takes
+as long as it would on cores of their own, or as all the work shared out over the cores, whichever is more.
 
 Failures: each rank fails once in `mtbf` seconds, and is back after `restart` and half a checkpoint interval
 τ. A job that must be whole stands still for that long when any rank fails. Of stages that live alone, those
@@ -25,22 +26,27 @@ the share of the job that a failure stops, τ = √(2 save mtbf/(P a)) (Young). 
 that is left, to first order.
 
 Cost: O(P M) for each method. Source: "Product of Experts" §§4.2, 4.4, 4.5, 8.5; LBI §6 and appendix C.
-Limits: equal stages, links between neighbours, no contention but for cores; rings do not overlap compute.
+Limits: equal stages, links between neighbours, no contention but for cores; rings do not overlap compute; a
+processor sends for nothing. GPipe holds M graphs in fresh memory: give it times that were taken so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from topograd.errors import ConfigError
 from topograd.limits import check_numbers
+from topograd.parallel.shared_cores import shared_span
 from topograd.topology.pipeline import pipeline_order
 
 METHODS = ("gpipe", "1f1b", "staged", "free", "scan", "data")
 _SECONDS = (0.0, 1e9)
 _NUMBER = (0.0, 1e18)
+_RANKS_A_CORE = 16
+"""Beyond this the fill of a pipeline is little beside all the work on its cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +59,14 @@ class Times:
     """b: their backward."""
     head: float = 0.010
     """h: the loss of a stage and its backward."""
+    embed: float = 0.002
+    """e: the embedding and its backward."""
     optimizer: float = 0.012
     """o: the optimizer's step of a stage, once a step."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, forward=_SECONDS, backward=_SECONDS, head=_SECONDS, optimizer=_SECONDS)
+        check_numbers(self, forward=_SECONDS, backward=_SECONDS, head=_SECONDS, embed=_SECONDS)
+        check_numbers(self, optimizer=_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +152,7 @@ def simulate_step(method: str, ranks: int, work: Work) -> Step:
     seconds, busy, sent, memory = _METHODS[method](ranks, work)
     seconds = max(seconds, busy / work.machine.cores)
     batches = max(work.microbatches, ranks) if method == "data" else work.microbatches
-    alone = work.microbatches * ranks * (t.forward + t.backward + t.head) + ranks * t.optimizer
+    alone = work.microbatches * (ranks * (t.forward + t.backward + t.head) + t.embed) + ranks * t.optimizer
     throughput = batches / seconds
     return Step(
         seconds=seconds,
@@ -160,35 +169,78 @@ Found = tuple[float, float, float, float]
 """Seconds, busy seconds of all ranks, bytes, memory."""
 
 
+def _shared(P: int, work: Work) -> bool:
+    """Whether a pipeline is run event by event, because ranks share cores."""
+    return work.machine.cores < P <= _RANKS_A_CORE * work.machine.cores
+
+
+def _optimizers(P: int, work: Work) -> float:
+    """Seconds of all ranks' optimizers at once."""
+    return max(1.0, P / work.machine.cores) * work.times.optimizer
+
+
 def _staged(P: int, work: Work) -> Found:
     t, M, wire = work.times, work.microbatches, work.machine.on_wire(work.message)
-    arrived = [0.0] * M
-    end = 0.0
+    first, local = t.embed + t.forward, t.head + t.backward
+    if _shared(P, work):
+        order = [(kind, i) for i in range(M) for kind in "FL"]
+        costs = {"F": first, "L": local}
+        end = shared_span([order] * P, lambda _, kind: costs[kind], *_links(work))
+    else:
+        end = _streamed(P, M, first, local, wire, work.machine.latency)
+    seconds = end + work.machine.ring(work.shared, P) + _optimizers(P, work)
+    busy = P * (M * (first + local) + t.optimizer)
+    return seconds, busy, (P - 1) * M * work.message + _ring_bytes(work.shared, P), 1.0
+
+
+def _links(work: Work) -> tuple[int, float, float]:
+    return work.machine.cores, work.machine.on_wire(work.message), work.machine.latency
+
+
+def _streamed(P: int, M: int, first: float, local: float, wire: float, latency: float) -> float:
+    """The end of the last rank, where each has a core: `first` is what comes before a message is sent."""
+    arrived, end = [0.0] * M, 0.0
     for _ in range(P):
         free = link = 0.0
         departed = []
         for i in range(M):
-            spoke = max(free, arrived[i]) + t.forward
+            spoke = max(free, arrived[i]) + first
             link = max(link, spoke) + wire
-            departed.append(link + work.machine.latency)
-            free = spoke + t.head + t.backward
+            departed.append(link + latency)
+            free = spoke + local
         arrived, end = departed, max(end, free)
-    seconds = end + work.machine.ring(work.shared, P) + t.optimizer
-    busy = P * (M * (t.forward + t.head + t.backward) + t.optimizer)
-    return seconds, busy, (P - 1) * M * work.message + _ring_bytes(work.shared, P), 1.0
+    return end
 
 
 def _free(P: int, work: Work) -> Found:
     t, M = work.times, work.microbatches
-    own = M * (t.forward + t.head + t.backward) + t.optimizer
+    own = M * (t.embed + t.forward + t.head + t.backward) + t.optimizer
     seconds = max(own, M * work.machine.on_wire(work.message) if P > 1 else 0.0)
     return seconds, P * own, (P - 1) * M * work.message, 1.0
 
 
 def _backprop(name: str, P: int, work: Work) -> Found:
-    """Event by event: every rank goes through its order; what it needs comes over links both ways."""
-    t, M, wire = work.times, work.microbatches, work.machine.on_wire(work.message)
+    t, M = work.times, work.microbatches
     orders = [pipeline_order(name, p, P, M) for p in range(P)]
+
+    def cost(p: int, kind: str) -> float:
+        if kind == "B":
+            return t.backward
+        return t.embed + t.forward + (t.head if p == P - 1 else 0.0)
+
+    end = shared_span(orders, cost, *_links(work)) if _shared(P, work) else _both_ways(orders, cost, work)
+    embedding = 2 / 3 * work.shared  # the head is the last rank's alone
+    seconds = end + work.machine.ring(embedding, P) + _optimizers(P, work)
+    busy = P * (M * (t.embed + t.forward + t.backward) + t.optimizer) + M * t.head
+    memory = M if name == "gpipe" else min(P, M)
+    return seconds, busy, 2 * (P - 1) * M * work.message + _ring_bytes(embedding, P), float(memory)
+
+
+def _both_ways(
+    orders: Sequence[Sequence[tuple[str, int]]], cost: Callable[[int, str], float], work: Work
+) -> float:
+    """Every rank goes through its order on its own core; what it needs comes over links both ways."""
+    P, M, wire = len(orders), work.microbatches, work.machine.on_wire(work.message)
     forward: list[list[float]] = [[0.0] * M if p == 0 else [math.inf] * M for p in range(P)]
     back: list[list[float]] = [[0.0] * M if p == P - 1 else [math.inf] * M for p in range(P)]
     free, at = [0.0] * P, [0] * P
@@ -202,11 +254,9 @@ def _backprop(name: str, P: int, work: Work) -> Found:
                 ready = forward[p][i] if kind == "F" else back[p][i]
                 if ready == math.inf:
                     break
-                last = p == P - 1
-                cost = t.forward + (t.head if last else 0.0) if kind == "F" else t.backward
-                free[p] = max(free[p], ready) + cost
+                free[p] = max(free[p], ready) + cost(p, kind)
                 at[p] += 1
-                if kind == "F" and not last:
+                if kind == "F" and p < P - 1:
                     down[p] = max(down[p], free[p]) + wire
                     forward[p + 1][i] = down[p] + work.machine.latency
                     again.add(p + 1)
@@ -215,32 +265,33 @@ def _backprop(name: str, P: int, work: Work) -> Found:
                     back[p - 1][i] = up[p] + work.machine.latency
                     again.add(p - 1)
         waiting = sorted(again)
-    embedding = 2 / 3 * work.shared  # the head is the last rank's alone
-    seconds = max(free) + work.machine.ring(embedding, P) + t.optimizer
-    busy = P * (M * (t.forward + t.backward) + t.optimizer) + M * t.head
-    memory = M if name == "gpipe" else min(P, M)
-    return seconds, busy, 2 * (P - 1) * M * work.message + _ring_bytes(embedding, P), float(memory)
+    return max(free)
 
 
 def _scan(P: int, work: Work) -> Found:
     t, M, machine = work.times, work.microbatches, work.machine
     message = M * work.interface_bytes
-    chain = P * M * t.forward + (P - 1) * (machine.on_wire(message) + machine.latency)
+    chain = M * (t.embed + P * t.forward) + (P - 1) * (machine.on_wire(message) + machine.latency)
     jacobian = work.interface_rank * M * t.forward
     product = work.interface_bytes**2 / 4 * M  # n² numbers of 4 bytes for n = bytes / 4, for each sample
     gather = (P - 1) * (machine.on_wire(product) + machine.latency)
     canvas = machine.ring(work.shared, P)
     seconds = chain + jacobian + gather + M * (t.backward + t.head) + canvas + t.optimizer
-    busy = P * (M * (t.forward + t.backward) + jacobian + t.optimizer) + M * t.head
+    busy = P * (M * (t.embed + t.forward + t.backward) + jacobian + t.optimizer) + M * t.head
     sent = (P - 1) * message + P * (P - 1) * product + _ring_bytes(work.shared, P)
     return seconds, busy, sent, float(M)
 
 
 def _data(P: int, work: Work) -> Found:
     t, each = work.times, math.ceil(work.microbatches / P)
-    own = each * P * (t.forward + t.backward) + each * t.head + P * t.optimizer
+    own = each * (P * (t.forward + t.backward) + t.head + t.embed) + P * t.optimizer
     size = P * work.stage + work.shared
-    return own + work.machine.ring(size, P), P * own, _ring_bytes(size, P), float(P)
+    return (
+        own * max(1.0, P / work.machine.cores) + work.machine.ring(size, P),
+        P * own,
+        _ring_bytes(size, P),
+        float(P),
+    )
 
 
 def _ring_bytes(size: float, ranks: int) -> float:

@@ -8,7 +8,8 @@ ranks of a single buffer,
 in which every rank fills its own places and leaves zeros elsewhere: x + 0 + ... + 0 = x exactly, so that all
 ranks know the same numbers, and decide alike whether a group is halted (`training/loop.py`), by which norm
 the shared part is clipped, and when to stop. Where a stage has replicas, its own gradient is summed over them
-first.
+first, but for shards, which have their sums already (`sharding.py`); of those each replica knows a part of
+the squared norm.
 
 Against one process: what one rank owns comes from the same operations in the same order. The sum for what
 ranks share is taken stage by stage instead of batch by batch, and the embedding's backward runs once for each
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.sharding import is_shard, local, squared_norm
 from topograd.parallel.wire import StageWire
 from topograd.topology.plan import Plan
 from topograd.training.loop import Batch, TrainingLoop, norm_of
@@ -55,6 +57,7 @@ class StageLoop(TrainingLoop):
     def __post_init__(self) -> None:
         self.shared = [p for p in self.layout.shared(self.stack) if p.requires_grad]
         self.own = [p for p in self.layout.owned(self.stack, self.ranks.place) if p.requires_grad]
+        self.copies = [p for p in self.own if not is_shard(p)]
 
     def _measured(
         self, plan: Plan, batches: Sequence[Batch]
@@ -65,7 +68,7 @@ class StageLoop(TrainingLoop):
         losses = self._gradients(plan, mine, len(batches))
         self.wire.finish()
         if replicas > 1:
-            self._add_up(self.own, "adding up the gradients of replicas", self.ranks.replica_group)
+            self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)
         losses, norms, rest = self._exchange(plan, losses)
         parts = self._parts(plan)
         if len(parts) == 1:  # one group learns: its norm and that of what is shared, as one
@@ -96,16 +99,18 @@ class StageLoop(TrainingLoop):
             known[k] = losses[k]
         if self.layout.crossing and self.ranks.replica == 0:  # one group, of which each rank has a part
             known[len(plan.stages)] = norm_of(self.own).square()
+        sharded, first = self.ranks.config.shard, self.ranks.replica == 0
         for i, group in enumerate(groups if not self.layout.crossing else ()):
-            if self.ranks.replica == 0 and self.layout.owners[group[0]] == self.ranks.place:
-                known[len(plan.stages) + i] = norm_of(stage_parameters(self.stack, plan, group))
+            if self.layout.owners[group[0]] == self.ranks.place and (first or sharded):
+                own = stage_parameters(self.stack, plan, group)
+                known[len(plan.stages) + i] = squared_norm(own, first) if sharded else norm_of(own)
         if self.layout.private and self.ranks.first:
             known[-2] = norm_of(self.layout.embedding(self.stack))
         known[-1] = float(self.stop_here)
         known = self._add_up(self.shared, "adding up what ranks share", None, known)
         self.stop_everywhere = bool(known[-1] > 0)
         norms = known[len(plan.stages) : -2]
-        norms = norms.sqrt() if self.layout.crossing else norms
+        norms = norms.sqrt() if self.layout.crossing or sharded else norms
         return known[: len(plan.stages)], list(norms), known[-2]
 
     def _add_up(
@@ -129,6 +134,14 @@ class StageLoop(TrainingLoop):
         for p, total, flag in zip(parameters, sums, small[len(numbers) :].tolist(), strict=True):
             p.grad = total.view_as(p).to(p.dtype) if flag else None
         return small[: len(numbers)]
+
+    def _clip(self, parts: Sequence[list[nn.Parameter]], norms: Sequence[Tensor]) -> None:
+        if self.clip is None or not self.ranks.config.shard:
+            return super()._clip(parts, norms)
+        for parameters, norm in zip(parts, norms, strict=True):  # as torch does, on what this rank holds
+            for parameter in parameters:
+                assert parameter.grad is not None
+                local(parameter.grad).mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))
 
     def _problem(self, plan: Plan, broken: Sequence[int], losses: Tensor) -> str:
         for k in broken:

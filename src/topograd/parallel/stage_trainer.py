@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from topograd.errors import ConfigError
 from topograd.files import dump_json
 from topograd.nn.stack import Stack
 from topograd.parallel.checkpoint_set import SetStore
-from topograd.parallel.layout import Layout, keep_own
+from topograd.parallel.layout import Layout, keep_own, present
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.sharding import ELEMENTWISE, cut_like, part_shards, shard_layers
+from topograd.parallel.sharding import whole as whole_of
 from topograd.parallel.stage_loop import StageLoop
 from topograd.parallel.wire import StageWire
 from topograd.runs.checkpoint import CheckpointStore
@@ -126,8 +128,11 @@ class StageTrainer(Trainer):
             return
         whole = self.loop
         keep_own(self.stack, self.layout, self.ranks.place)
+        sharded = self.ranks.config.shard
+        before = shard_layers(self.stack, self.layout, self.ranks) if sharded else {}
         optimizers = make_optimizers(self.stack, self.config.optimizer, self.plan)
-        hand_over(whole.optimizers, optimizers)
+        part_shards(optimizers)
+        hand_over(whole.optimizers, optimizers, before)
         given = {f.name: getattr(whole, f.name) for f in fields(whole)} | {"optimizers": optimizers}
         given["wire"] = wire = StageWire(self.ranks, self.layout)
         scan = RegionScan(self.ranks, wire) if self.layout.crossing else None
@@ -170,6 +175,8 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
             f"accumulate is {config.accumulate} and {ranks.config.replicas} replicas share the batches of a "
             f"step; give a multiple of {ranks.config.replicas}"
         )
+    if ranks.config.shard:
+        check_shards(config)
     ddc = config.optimizer.name.startswith("ddc") or any(
         (own.name or "").startswith("ddc") for own in config.optimizer.stages
     )
@@ -180,21 +187,36 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def hand_over(whole: OptimizerSet, mine: OptimizerSet) -> None:
-    """Give the optimizers of a rank the state that the optimizers of the whole model had."""
+def check_shards(config: TrainConfig) -> None:
+    """What needs a whole tensor of a layer at once is refused."""
+    names = {config.optimizer.name, *(own.name or config.optimizer.name for own in config.optimizer.stages)}
+    others = sorted(names.difference(ELEMENTWISE))
+    if others:
+        raise ConfigError(
+            f"--parallel ...,shard cuts matrices over replicas and {others[0]} needs them whole; give "
+            f"--optimizer.name {' or '.join(ELEMENTWISE)}, or leave shard out"
+        )
+    if config.topology.interface is not None:
+        raise ConfigError("--parallel ...,shard and bounded interfaces do not go together; leave shard out")
+
+
+def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Parameter] | None = None) -> None:
+    """Give the optimizers of a rank the state that those of the whole model had; `cut` knows its shards."""
     for name, optimizer in mine.optimizers.items():
         before = whole.optimizers[name]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in before.state:
-                    optimizer.state[parameter] = before.state[parameter]
+                was = (cut or {}).get(id(parameter), parameter)
+                if was in before.state:
+                    optimizer.state[parameter] = cut_like(before.state[was], parameter)
 
 
 def gather_stack(stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks) -> Stack | None:
     """The whole model on rank 0; None on the others. Everybody must call it."""
+    state = present(stack.state_dict())
+    own = ranks.collective(lambda: {name: whole_of(t) for name, t in state.items()}, "gathering shards")
     if ranks.replica > 0:
         return None
-    own = stack.state_dict()
     if ranks.place > 0:
         for buffer in _packed([own[name] for name in layout.names(stack, ranks.place)]).values():
             work = ranks.collective(lambda b=buffer: [dist.isend(b, 0)], "handing over weights")[0]
@@ -204,8 +226,7 @@ def gather_stack(stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks
     state = whole.state_dict()
     with torch.no_grad():
         for name, tensor in own.items():
-            if not tensor.is_meta:
-                state[name].copy_(tensor)
+            state[name].copy_(tensor)
         for place in range(1, layout.ranks):
             names = layout.names(whole, place)
             for dtype, buffer in _packed([state[name] for name in names]).items():
