@@ -275,7 +275,6 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--depth path:2", "begins with stage 2, which was trained to hear another stage"),
         ("--depth branches:1*0", "weight"),
         ("--depth wand", "is not calibrated; run: topograd calibrate"),
-        ("--depth speculate", "is not calibrated; run: topograd calibrate"),
         ("--depth speculate:many", "names the drafter 'many', which is unknown; use lookup"),
         ("--stop=", "a stop string is empty"),
     ],

@@ -229,11 +229,20 @@ def test_paths_that_the_run_does_not_have(session: Session, engine: Engine, dept
         mode_of(depth, session, engine, SAMPLING)
 
 
-@pytest.mark.parametrize("depth", ["wand", "wand:rival-gain:2", "speculate"])
+@pytest.mark.parametrize("depth", ["wand", "wand:rival-gain:2"])
 def test_without_calibration(uncalibrated: Session, engine: Engine, depth: str) -> None:
     with pytest.raises(RunError, match="is not calibrated; run: topograd calibrate"):
         mode_of(depth, uncalibrated, engine, SAMPLING)
     assert isinstance(make("speculate:3", uncalibrated, engine), Speculate)
+
+
+def test_without_calibration_lookup_drafts(uncalibrated: Session, engine: Engine) -> None:
+    """Also where there is one stage, as in a model that was just imported: who is served asks for it."""
+    one = replace(uncalibrated, plan=Plan.of(Topology.chain("3"), 3))
+    for session in (uncalibrated, one):
+        mode = mode_of("speculate", session, engine, SAMPLING)
+        assert isinstance(mode, Speculate)
+        assert [drafter.name for drafter in mode.drafter.sources] == ["lookup"]
 
 
 @pytest.mark.parametrize("depth", ["wand", "speculate", "speculate:3"])

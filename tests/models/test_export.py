@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,52 @@ def test_a_gguf_comes_back(source: Source, tmp_path: Path, kind: str) -> None:
     assert config["chat_template"] == first.session.tokenizer.config["chat_template"]  # type: ignore[attr-defined]
 
 
+def test_a_gguf_keeps_the_token_before_a_text(source: Source, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    folder = shutil.copytree(source("llama")[0], tmp_path / "folder")
+    config = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    import_model(folder, tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "out", "gguf")
+    import_model(tmp_path / "out" / "model.gguf", tmp_path / "again")
+    first, second = (tg.load(tmp_path / name) for name in ("run", "again"))
+    assert first.encode("def") == second.encode("def")
+    assert len(first.encode("def")) == len(first.session.tokenizer.encode("def")) + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 5},
+            "a sliding",
+        ),
+        ({"hidden_act": "gelu"}, "the activation gelu"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope scaling"),
+        ({"add_prefix_space": True}, "the tokenizer splits texts in a way"),
+    ],
+)
+def test_what_a_gguf_would_lose_is_refused(
+    source: Source, tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    """Its readers would compute something else, and nobody would know."""
+    pytest.importorskip("gguf")
+    folder = shutil.copytree(source("llama")[0], tmp_path / "folder")
+    file = folder / ("tokenizer.json" if "add_prefix_space" in changes else "config.json")
+    content = json.loads(file.read_text())
+    (content["pre_tokenizer"] if "add_prefix_space" in changes else content).update(changes)
+    file.write_text(json.dumps(content))
+    import_model(folder, tmp_path / "run")
+    with pytest.raises(ConfigError, match=why):
+        export_model(tmp_path / "run", tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_no_format_can_say_is_refused(source: Source, straight: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a model of our own kind"):
         export_model(straight.folder, tmp_path / "out", "hf")
     import_model(source("llama")[0], tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--weights", "Q8_0"]) == 2
     with pytest.raises(ConfigError, match="unknown; choose one of hf, gguf"):
         export_model(tmp_path / "run", tmp_path / "out", "tflite")
     (tmp_path / "out").mkdir()

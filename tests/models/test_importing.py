@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import topograd as tg
 from topograd.cli.main import main
+from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError, TopogradError
+from topograd.models.chat import chat_template
+from topograd.models.export import export_model
 from topograd.models.importing import import_model
 from topograd.runs.session import open_session
 
@@ -88,6 +92,36 @@ def test_a_conversation(imported: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["generate", str(imported), *flags]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [message["role"] for message in answer["messages"]] == ["user", "assistant"]
+
+
+def test_a_piped_conversation_is_one_object(
+    imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("read\nagain\n"))
+    assert main(["generate", str(imported), "--chat", "--tokens", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [message["role"] for message in answer["messages"]] == ["user", "assistant"] * 2
+    assert {"runtime", "weights", "seconds"} <= set(answer)
+    for flags, why in [
+        (["--tokens", "-1"], "--tokens is -1"),
+        (["--html", "page.html"], "leave one of them"),
+    ]:
+        assert main(["generate", str(imported), "--chat", "--prompt", "read", *flags]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_what_transformers_keeps_beside_a_tokenizer(source: Source, tmp_path: Path) -> None:
+    """Since version 5 the chat template is a file of its own; where texts end is in the model's settings."""
+    folder = shutil.copytree(source("llama")[0], tmp_path / "folder")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!", encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9, 100000]}')
+    import_model(folder, tmp_path / "run")
+    tokenizer = tg.load(tmp_path / "run").session.tokenizer
+    assert isinstance(tokenizer, ForeignTokenizer)
+    assert chat_template(tokenizer.config) == "{{ messages[0]['content'] }}!"
+    assert tokenizer.stop_tokens >= {7, 9, tokenizer.special("eos")}
+    export_model(tmp_path / "run", tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [7, 9]
 
 
 def test_it_is_trained_on_in_stages(imported: Path, corpus: Path, tmp_path: Path) -> None:

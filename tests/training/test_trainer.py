@@ -176,7 +176,7 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
     ):
         with pytest.raises(error):
             start(bad, tmp_path / "run")
-        assert not (tmp_path / "run" / "config.toml").exists()
+        assert not (tmp_path / "run").exists()
     start(config, tmp_path / "run").train(stop_after=1)
 
 

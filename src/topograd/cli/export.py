@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from topograd.cli.console import Folder, Json, out, parse, print_json
+from topograd.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +21,22 @@ class Export:
     format: Literal["hf", "gguf", "onnx"] = "hf"
     """hf: config.json, safetensors, tokenizer.json; gguf: one file (extra `models`); onnx: a graph for each
     stage and a script that runs them (extra `runtime`)."""
-    weights: Literal["F32", "F16", "Q8_0"] = "F32"
-    """How a GGUF file keeps matrices."""
+    weights: Literal["F32", "F16", "Q8_0"] | None = None
+    """How a GGUF file keeps matrices; by default F32, as the other formats always do."""
     json: Json = False
 
 
 def run(argv: list[str]) -> int:
     """Export, say what was written, return the exit code."""
     asked = parse(Export, argv, "export")
+    if asked.weights is not None and asked.format != "gguf":
+        raise ConfigError(
+            f"--weights is {asked.weights} and --format {asked.format}, which keeps F32; leave --weights out "
+            "or use --format gguf"
+        )
     from topograd.models.export import export_model
 
-    found = export_model(asked.folder, asked.out, asked.format, asked.weights)
+    found = export_model(asked.folder, asked.out, asked.format, asked.weights or "F32")
     if asked.json:
         print_json(found)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +47,8 @@ class Generate:
     wand, wand:RULE:NUMBER: leave early, approximate
     - flip-rate, NUMBER: share of tokens that may differ
     - rival-gain or sum-of-bounds, NUMBER: safety factor
-    speculate: draft and verify; what full depth writes
+    speculate: draft and verify; what full depth writes.
+    Who drafts is measured by topograd calibrate, else lookup
     speculate:WHO+WHO: drafts by whose guess is worth most
     - N or N:MARGIN: N tokens by the first stage, while sure
     - lookup: what followed in the text
@@ -91,18 +92,15 @@ def run(argv: list[str]) -> int:
     console = out()
     colours = _colours(console, exits) if asked.colour else {}
     show = silent if asked.json else _coloured(console, colours) if colours else _plain
-    if asked.chat:
-        return _chat(asked, model, show, colours)
     try:
+        if asked.chat:
+            return _chat(asked, model, show, colours)
         made = _continue(asked, model, _depth(asked, exits), show)
     except ConfigError as error:  # it speaks of Python's arguments
         raise ConfigError(as_typed(str(error), flags_of(Generate), argv)) from None
-    counts = made.exits(exits)
     if asked.json:
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
-        answer |= _active(model)
-        ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
-        print_json(answer | _numbers(made, counts) | ran)
+        print_json(answer | _active(model) | _numbers(made, exits) | _ran(model))
     else:
         print(flush=True)
         if asked.colour:
@@ -136,34 +134,39 @@ def _active(model: Model) -> dict[str, Any]:
     return {} if weights is None else {"specialists": weights}
 
 
+def _ran(model: Model) -> dict[str, Any]:
+    return {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
+
+
 def _chat(asked: Generate, model: Model, show: Show, colours: dict[str, str]) -> int:
     """A conversation: one answer to --prompt, or one to each line of the terminal, until it ends."""
     from topograd.models.chat import render_chat
 
     template, special, encode = _spelling(model)
     messages: list[dict[str, str]] = []
-    for words in [asked.prompt] if asked.prompt else iter(_typed, None):
+    exits = len(model.session.plan.predicting())
+    numbers: dict[str, Any] = {}
+    for words in [asked.prompt] if asked.prompt else _typed(asked.json):
         messages.append({"role": "user", "content": words})
-        text = render_chat(template, messages, special_tokens=special)
+        tokens = encode(render_chat(template, messages, special_tokens=special))
+        _note_long(len(tokens), model, "conversation")
         made = model.generate(
-            encode(text),
+            tokens,
             asked.tokens,
-            depth=_depth(asked, len(model.session.plan.predicting())),
+            depth=_depth(asked, exits),
             on_piece=lambda piece: show(piece.text, writer(piece)),
             **_sampling(asked),
         )
         messages.append({"role": "assistant", "content": str(made)})
+        numbers = _numbers(made, exits)
         if not asked.json:
             print(flush=True)
             if asked.colour:
-                exits = len(model.session.plan.predicting())
                 out().print(_legend(made.pieces, exits, colours), soft_wrap=True)
     if asked.json:
-        counts = made.exits(len(model.session.plan.predicting())) if messages else []
         answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "messages": messages}
-        numbers = _numbers(made, counts) if messages else {}
         answer |= {"text": messages[-1]["content"] if messages else ""} | _active(model)
-        print_json(answer | numbers)
+        print_json(answer | numbers | _ran(model))
     return 0
 
 
@@ -187,12 +190,14 @@ def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[i
     return template, tokenizer.special_tokens, tokenizer.encode_chat
 
 
-def _typed() -> str | None:
-    """A line that was typed; None at the end of the input."""
-    try:
-        return input("> ")
-    except EOFError:
-        return None
+def _typed(json: bool) -> Iterator[str]:
+    """Each line that is typed; a person is asked for it where that is no part of the result."""
+    asking = sys.stdin.isatty() and not json
+    while True:
+        try:
+            yield input("> " if asking else "")
+        except EOFError:
+            return
 
 
 def _check(asked: Generate) -> None:
@@ -200,6 +205,8 @@ def _check(asked: Generate) -> None:
         raise ConfigError("--depth and --stages are both given; --stages J is --depth prefix:J, so give one")
     if asked.router is not None and asked.specialists is None:
         raise ConfigError("--router chooses among specialists, and --specialists is not given; give A,B")
+    if asked.html is not None and asked.chat:
+        raise ConfigError("--html shows one continuation and --chat is a conversation; leave one of them out")
     if asked.html is not None:
         folder = asked.html.parent
         if asked.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -224,7 +231,7 @@ def _continue(asked: Generate, model: Model, depth: str | None, show: Show) -> G
     def begin() -> None:
         nonlocal begun
         begun = True
-        _note_long_prompt(asked, model)
+        _note_long(len(model.encode(asked.prompt)), model, "prompt")
         show(asked.prompt, "")
 
     def on_piece(piece: Piece) -> None:
@@ -244,14 +251,15 @@ def _sampling(asked: Generate) -> dict[str, Any]:
     return {name: getattr(asked, name) for name in names}
 
 
-def _note_long_prompt(asked: Generate, model: Model) -> None:
-    tokens, context = len(model.encode(asked.prompt)), model.session.config.model.context
+def _note_long(tokens: int, model: Model, what: str) -> None:
+    context = model.session.config.model.context
     if tokens > context:
-        note(f"the prompt has {tokens} tokens and the model reads {context}; it sees the last of them")
+        note(f"the {what} has {tokens} tokens and the model reads {context}; it sees the last of them")
 
 
-def _numbers(made: Generated, counts: list[int]) -> dict[str, Any]:
+def _numbers(made: Generated, exits: int) -> dict[str, Any]:
     """What there is to say of a text beside the text; stages are counted from 1."""
+    counts = made.exits(exits)
     tokens = sum(counts)
     numbers: dict[str, Any] = {"stages": made.deepest, "tokens": tokens, "depth": made.depth, "exits": counts}
     numbers |= {"seconds": made.seconds, "tokens_per_second": tokens / made.seconds}

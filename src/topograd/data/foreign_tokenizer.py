@@ -2,7 +2,8 @@
 
 `ForeignTokenizer` has the interface of `Tokenizer`. Its file is the given tokenizer.json, byte for byte; what
 that file does not say (which token ends a text, whether one is put before it, the chat template) is in
-tokenizer_config.json, which is read and saved beside it where there is one.
+tokenizer_config.json, which is read and saved beside it where there is one. A chat_template.jinja, where
+transformers keeps the template today, is read too and wins.
 
 Three ways to encode:
 
@@ -42,6 +43,7 @@ from topograd.errors import DataError
 from topograd.files import dump_json, read_json, write_atomic
 
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 MOST_TOKENS = 2**21
 _MOST_BYTES = 2**28
@@ -104,10 +106,16 @@ class ForeignTokenizer(Tokenizer):
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
-        """The ids behind which generation ends: the config's eos, and what known models end with."""
+        """The ids behind which generation ends: what the model says, eos, and what known models end with."""
         ends = [self._special_ids[name] for name in _ENDS if name in self._special_ids]
         eos = self.special("eos")
-        return frozenset(ends if eos is None else [*ends, eos])
+        return frozenset([*self.declared_ends, *ends, *([] if eos is None else [eos])])
+
+    @property
+    def declared_ends(self) -> list[int]:
+        """The ids that the model itself says it ends with, which a tokenizer does not know (`load`)."""
+        given = self.config.get("stop_token_ids")
+        return [i for i in given if type(i) is int] if isinstance(given, list) else []
 
     @cached_property
     def digest(self) -> str:
@@ -150,20 +158,20 @@ class ForeignTokenizer(Tokenizer):
         write_atomic(path, self._text)
 
     @classmethod
-    def load(cls, path: Path) -> "ForeignTokenizer":
-        """Read a tokenizer.json, and the tokenizer_config.json beside it if there is one."""
-        try:
-            if path.stat().st_size > _MOST_BYTES:
-                raise DataError(f"{path} has more than {_MOST_BYTES} bytes: that is no tokenizer.json")
-            text = path.read_bytes().decode()
-        except OSError as problem:
-            raise DataError(f"{path} cannot be read ({problem.strerror}); give a tokenizer.json") from None
-        except UnicodeDecodeError:
-            raise _refused("it is not UTF-8") from None
-        beside = path.with_name(CONFIG_FILE)
+    def load(cls, path: Path, stop_token_ids: Sequence[int] = ()) -> "ForeignTokenizer":
+        """Read a tokenizer.json, and the config and the chat template beside it if they are there.
+
+        `stop_token_ids` are what the model's own settings say that a text ends with.
+        """
+        text = _read(path)
+        beside, template = path.with_name(CONFIG_FILE), path.with_name(TEMPLATE_FILE)
         config = read_json(beside, DataError) if beside.is_file() else {}
         if not isinstance(config, dict):
             raise DataError(f"{beside} is damaged, it holds no JSON object; restore it or remove it")
+        if template.is_file():
+            config |= {"chat_template": _read(template)}
+        if stop_token_ids:
+            config |= {"stop_token_ids": list(stop_token_ids)}
         return cls(text, config)
 
     @cached_property
@@ -187,6 +195,17 @@ class ForeignTokenizer(Tokenizer):
         if found is None:
             raise _refused("it has no special token that could stand between documents")
         return found
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise DataError(f"{path} has more than {_MOST_BYTES} bytes: that is no {path.name}")
+        return path.read_bytes().decode()
+    except OSError as problem:
+        raise DataError(f"{path} cannot be read ({problem.strerror}); give a {path.name}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} cannot be used: it is not UTF-8; give another {path.name}") from None
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add: bool = False) -> list[int]:

@@ -73,7 +73,7 @@ def check_exits(plan: Plan) -> None:
     if len(plan.predicting()) < 2:
         raise ConfigError(
             f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}; early exits "
-            "and drafts need at least 2: train with --partition 2,2"
+            "and drafts need at least 2: train or import it with --partition, as 2,2"
         )
 
 

@@ -6,7 +6,8 @@ path:1,3              some stages, skipping others
 branches:1-4*3+1-2    several paths, pooled in log space with weights
 wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
-speculate             draft and verify, exact; the run's calibration says who drafts and when
+speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
+                      it has none
 speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most (`policy.py`):
     N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
     lookup            what followed the last tokens in the text so far; needs no stages and no calibration
@@ -156,6 +157,8 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampl
 def _speculate(
     depth: str, rest: str, session: Session, engine: Engine, sampling: Sampling, draft: Path | str | None
 ) -> Mode:
+    if not rest and draft is None and not session.run.calibration_file.exists():
+        rest = "lookup"  # needs neither a measurement nor a second exit
     if not rest and draft is None:
         check_exits(session.plan)
         tuning = load_calibration(session)[1]

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,7 +29,9 @@ from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
 from topograd.models.card import card
+from topograd.models.chat import chat_template
 from topograd.models.families import hugging_face_config
+from topograd.models.gguf_tokenizer import tokenizer_json
 from topograd.models.tensor_names import tensor_names
 from topograd.nn.transformer import Transformer
 from topograd.runs.based import BasedStore
@@ -37,6 +40,9 @@ from topograd.runs.sidecar import BaseIdentity, create_sidecar
 from topograd.runtime.choice import installed
 
 FORMATS = ("hf", "gguf", "onnx")
+GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SAMPLE = "Hello  World's 12345 don't WE'LL\n\n\tdef f(x):  # Ünïcode 漢字 😀 e\u0301 3.14\r\n   end "
+"""What a tokenizer must split alike before and behind an export: words, digits, spaces, marks."""
 
 
 def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = "F32") -> dict[str, Any]:
@@ -141,6 +147,8 @@ def _write_folder(folder: Path, stack: Transformer, tokenizer: ForeignTokenizer)
     settings = hugging_face_config(stack.config)
     for role in ("bos", "eos", "pad"):
         settings[f"{role}_token_id"] = tokenizer.special(role)
+    if ends := tokenizer.declared_ends:
+        settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     save_file(_tensors(stack, "hugging-face"), folder / "model.safetensors", metadata={"format": "pt"})
     write_atomic(folder / "config.json", dump_json(settings, indent=2) + "\n")
     tokenizer.save(folder / "tokenizer.json")
@@ -156,9 +164,20 @@ def _write_gguf(file: Path, stack: Transformer, tokenizer: ForeignTokenizer, kin
 def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
     """The sizes of a model in GGUF's words."""
     config = stack.config
-    if config.family not in ("llama", "mistral", "qwen2", "qwen3") or config.rope_scaling != "none":
+    if config.family not in GGUF_FAMILIES:
         raise ConfigError(
-            f"a {config.family} with rope scaling {config.rope_scaling} is not written as GGUF; use format hf"
+            f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are; use format hf"
+        )
+    windows = any(0 < config.window(index) < config.context for index in range(config.layers))
+    unknown = {
+        f"rope scaling {config.rope_scaling}": config.rope_scaling != "none",
+        f"the activation {config.activation}": config.activation != "silu",
+        "a sliding window": windows,
+    }
+    if lost := [name for name, there in unknown.items() if there]:
+        raise ConfigError(
+            f"a {config.family} with {' and '.join(lost)} is not written as GGUF: its readers would compute "
+            "something else; use format hf"
         )
     family = "llama" if config.family == "mistral" else config.family
     sizes = {
@@ -204,8 +223,23 @@ def gguf_tokenizer(tokenizer: ForeignTokenizer, vocab: int) -> dict[str, Any]:
         index = tokenizer.special(role)
         if index is not None:
             found[f"tokenizer.ggml.{key}_token_id"] = index
-    template = tokenizer.config.get("chat_template")
-    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+    for role, place in (("bos", 0), ("eos", -1)):
+        put = tokenizer.encode(SAMPLE, special=True)[place] == tokenizer.special(role)
+        found[f"tokenizer.ggml.add_{role}_token"] = put
+    _check_split(tokenizer, found)
+    template = chat_template(tokenizer.config)
+    return found if template is None else found | {"tokenizer.chat_template": template}
+
+
+def _check_split(tokenizer: ForeignTokenizer, found: Mapping[str, Any]) -> None:
+    """Refuse to write a tokenizer that its readers would take for another."""
+    kinds = np.array(found["tokenizer.ggml.token_type"], dtype=np.int32)
+    back = ForeignTokenizer(tokenizer_json({**found, "tokenizer.ggml.token_type": kinds}))
+    if back.encode(SAMPLE, special=True) != tokenizer.encode(SAMPLE, special=True):
+        raise ConfigError(
+            "the tokenizer splits texts in a way that GGUF has no name for: its readers would split them "
+            "otherwise; use format hf"
+        )
 
 
 def _split_name(content: Mapping[str, Any]) -> str:

@@ -123,8 +123,7 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
         return tensor
 
     stack = _filled(config, get, where)
-    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json")
-    _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
+    tokenizer = _read_tokenizer(folder, settings, config)
     names = {file: index for index, file in enumerate(files)}
     sources = tensor_names(config, available=where)
     if any(there.read is not None for there in sources.values()):
@@ -136,9 +135,22 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
 def _open_adapted(folder: Path, settings: dict[str, Any]) -> Source:
     """A model without a native stack, which transformers runs."""
     config, stack = adapt_folder(folder, settings)
-    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json")
-    _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
+    tokenizer = _read_tokenizer(folder, settings, config)
     return Source(config, tokenizer, stack, None, origin_of_folder(folder))
+
+
+def _read_tokenizer(
+    folder: Path, settings: dict[str, Any], config: TransformerConfig | AdaptedConfig
+) -> ForeignTokenizer:
+    """The folder's tokenizer, with the tokens that the model says it ends with, as transformers does."""
+    generation = folder / "generation_config.json"
+    said = _read_settings(generation) if generation.is_file() else settings
+    ends = said.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    known = [end for end in ends if type(end) is int and 0 <= end < config.vocab]
+    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json", known)
+    _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
+    return tokenizer
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

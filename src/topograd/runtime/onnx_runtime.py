@@ -71,7 +71,7 @@ def available_providers() -> list[str]:
 def obstacle(stack: Stack) -> str | None:
     """Why onnxruntime cannot run this model; None where it can."""
     if not isinstance(stack, GPT | Transformer):
-        return f"a {type(stack).__name__} is not written as ONNX operators"
+        return f"a stack of the kind {type(stack).__name__} is not written as ONNX operators"
     for layer in stack.layers:
         if type(layer) not in WRITERS:
             kind = type(getattr(layer, "mixer", layer)).__name__

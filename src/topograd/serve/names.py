@@ -63,9 +63,9 @@ def depth_of_suffix(suffix: str) -> str:
 def known_depths(session: Session) -> list[str]:
     """Depths that a model has without more being said, as suffixes of its id."""
     exits = len(session.plan.predicting())
-    found = ["full", *(f"prefix-{j}" for j in range(1, exits))]
+    found = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]
     try:
         load_calibration(session)
     except TopogradError:
-        return [*found, "speculate-lookup"]
-    return [*found, "speculate", "speculate-lookup", "wand", "wand-0.001", "wand-0.01"]
+        return found
+    return [*found, "wand", "wand-0.001", "wand-0.01"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -67,7 +67,18 @@ Make = Callable[[Run, TrainConfig, Data], "Trainer"]
 
 def start(config: TrainConfig, folder: Path | str, make: Make | None = None) -> Trainer:
     """A new run in an empty folder; `make` builds its trainer, instead of the settings' own choice."""
+    there = Path(folder).exists()
     run = Run.create(folder)
+    try:
+        return _begin(run, config, make)
+    except BaseException:
+        if not there:
+            with suppress(OSError):  # what was refused leaves no empty folder behind
+                run.folder.rmdir()
+        raise
+
+
+def _begin(run: Run, config: TrainConfig, make: Make | None) -> Trainer:
     if config.data is not None and not (config.images is not None and config.data == DIGITS):
         config = replace(config, data=str(Path(config.data).absolute()))
     if config.topology.teacher not in (None, OWN_TEACHER):
