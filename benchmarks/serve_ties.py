@@ -1,6 +1,6 @@
 """Greedy answers in float32 that depend on company: how many, and how near their ties were.
 
-    python benchmarks/serve_ties.py [RUN] [--texts 64] [--tokens 48] [--runtime torch mixed] [--json]
+    python benchmarks/serve_ties.py [RUN] [--texts 64] [--tokens 48] [--runtime torch onnx] [--json]
 
 Every text is written alone, and again among others that come and go, at several depths
 (`serve/scheduler.py`). Counted are texts that differ. Printed is how far apart the two best logits were, in
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("run", nargs="?", type=Path, default=REFERENCE)
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--runtime", nargs="+", default=["torch", "mixed"])
+    parser.add_argument("--runtime", nargs="+", default=["torch", "onnx"])
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     results = {}

@@ -37,7 +37,7 @@ from topograd.errors import StackError
 from topograd.nn.layer_state import grown, selected
 from topograd.nn.relays import Identity
 from topograd.nn.stack import Bus, Stack
-from topograd.runtime.protocol import Heard, RowEmbedding, RowMemory, Runtime, TorchRuntime
+from topograd.runtime.protocol import Heard, RowEmbedding, RowMemory, RowsMemory, Runtime, TorchRuntime
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.forward import run_stage
@@ -156,12 +156,28 @@ class Cache:
 
     def _run_row(self, stage: int, source: Port | int, memory: RowMemory) -> None:
         """`_run` of one row through a stage that hears another as it is, on arrays."""
+        h, heard = self._hear_row(stage, source)
+        self.keep_row(stage, memory.run_row(h, heard))
+
+    def _hear_row(self, stage: int, source: Port | int) -> tuple[NDArray[Any], Heard]:
         start, stop = self.marks[stage][0], len(self.tokens[0])
         x0 = self.outputs[EMBEDDING].numpy()[:, start:stop]
         if self._heard is None or self._heard.start != start:
             self._heard = Heard(self._ids.numpy()[:, start:stop], x0, start)
-        h = x0 if source == EMBEDDING else self.outputs[source].numpy()[:, start:stop]
-        self._keep_row(stage, start, stop, memory.run_row(h, self._heard))
+        return x0 if source == EMBEDDING else self.outputs[source].numpy()[:, start:stop], self._heard
+
+    def hear_next(self, stage: int) -> tuple[RowsMemory, NDArray[Any], Heard] | None:
+        """What can run the one position that waits before a stage together with other rows, the hidden state
+        that the stage hears, and what else; None where it has to run by itself."""
+        source, memory = self._sources[stage], self._alone[stage]
+        if source is None or self.rows > 1 or not isinstance(memory, RowsMemory) or not memory.together:
+            return None
+        return (memory, *self._hear_row(stage, source)) if self.pending(stage) == [1] else None
+
+    def keep_row(self, stage: int, values: NDArray[Any]) -> None:
+        """What a stage gave (1, S, width) at the S positions that waited before it."""
+        start, stop = self.marks[stage][0], len(self.tokens[0])
+        self._keep_row(stage, start, stop, values)
         for port in self.plan.stages[stage].sends:
             self.outputs[port] = self.outputs[stage]
         self.marks[stage] = [stop]

@@ -7,9 +7,10 @@ not chosen are not touched: one may stop after its first stage while another goe
     Rows([a]).truncate([0])     a is empty, and may begin another text
     copy_prefix(a, b, n)        b begins as a does: n positions, computed once
 
-Several rows run as one where every layer of the stage says `takes_packed`: matrices are then read once for
-all rows, and only attention goes row by row, over each row's own length. Nothing is padded. Other stages
-(recurrent mixers, relays that look back, stacks without a memory) run row by row: same results, no gain.
+Several rows run as one, in torch, where every layer of the stage says `takes_packed`: matrices are then read
+once for all rows, and only attention goes row by row, over each row's own length. Nothing is padded. In ONNX
+Runtime those run as one that have one new position each (`runtime/joined.py`). Other stages (recurrent
+mixers, relays that look back, stacks without a memory) run row by row: same results, no gain.
 
 Cost: of a run, one pass over the stage's weights and Σ lengths of attention. Limits: in float32 the last bits
 of a matrix product depend on how many rows it has, so near-ties may fall differently in company.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ from topograd.errors import StackError
 from topograd.nn.layer_state import PackedStates
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus, Stack
-from topograd.runtime.protocol import Runtime
+from topograd.runtime.protocol import HeardRows
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Port
 from topograd.training.forward import StageMemory, run_stage
@@ -76,9 +78,10 @@ class Rows:
             return
         for index in together[0].needed(stage):
             waiting = [cache for cache in together if cache.pending(index)[0]]
-            if len(waiting) > _few(together[0].runtime) and packable(waiting[0], index):
+            if len(waiting) > 1 and packable(waiting[0], index):
                 _run_packed(waiting, index)
             else:
+                _run_next(waiting, index)
                 for cache in waiting:
                     cache.run(index)
 
@@ -106,34 +109,34 @@ class _PackedMemory(StageMemory):
 
 
 def packable(cache: Cache, stage: int) -> bool:
-    """Whether several rows can go through a stage as one batch."""
-    planned, stack = cache.plan.stages[stage], _together(cache.runtime)
+    """Whether several rows can go through a stage of torch as one batch."""
+    planned, stack = cache.plan.stages[stage], cache.runtime.stack
     ports = (*(port for port, _ in planned.inputs), *planned.sends)
     looks_back = any(isinstance(stack.relay(port.relay), CausalRelay) for port in ports)
-    memory = cache.memories[stage]
-    plain = type(memory) is StageMemory or hasattr(memory, "together")
     return (
-        plain
+        type(cache.memories[stage]) is StageMemory
         and not looks_back
         and all(getattr(stack.layers[i], "takes_packed", False) for i in planned.layers)
     )
 
 
-def _few(runtime: Runtime) -> int:
-    """Rows up to which each runs alone (`runtime/mixed.py`)."""
-    few: int = getattr(runtime, "few", 1)
-    return few
-
-
-def _together(runtime: Runtime) -> Stack:
-    """What runs several rows as one: a form of the model for many rows, where the runtime has one."""
-    many: Stack = getattr(runtime, "many", runtime.stack)
-    return many
+def _run_next(caches: Sequence[Cache], stage: int) -> None:
+    """Run the rows that have one position before a stage as one batch, where the runtime can."""
+    each = [(cache, heard) for cache in caches if (heard := cache.hear_next(stage)) is not None]
+    if len(each) < 2:
+        return
+    memories, states, heard = zip(*(found for _, found in each), strict=True)
+    tokens, x0 = (np.concatenate(found) for found in ([h.tokens for h in heard], [h.x0 for h in heard]))
+    together = HeardRows(tokens, x0, [h.start for h in heard])
+    found = memories[0].run_rows(memories[1:], np.concatenate(states), together)
+    if found is not None:
+        for i, (cache, _) in enumerate(each):
+            cache.keep_row(stage, found[i : i + 1])
 
 
 def _run_packed(caches: Sequence[Cache], stage: int) -> None:
     """Empty the queue of one stage in several rows that all have one; those before it are empty."""
-    stack = _together(caches[0].runtime)
+    stack = caches[0].runtime.stack
     planned = caches[0].plan.stages[stage]
     spans = [(cache.marks[stage][0], len(cache.tokens[0])) for cache in caches]
     for cache, (start, _) in zip(caches, spans, strict=True):
@@ -145,8 +148,7 @@ def _run_packed(caches: Sequence[Cache], stage: int) -> None:
 
     bus, buses = _buses(stack, caches, spans, gathered(EMBEDDING))
     received = [bus.x0 if port.source == EMBEDDING else gathered(port) for port, _ in planned.inputs]
-    own = [cache.memories[stage] for cache in caches]
-    memory = _PackedMemory([each.together() if hasattr(each, "together") else each for each in own], buses)
+    memory = _PackedMemory([cache.memories[stage] for cache in caches], buses)
     h, sent = run_stage(stack, planned, received, bus, memory)
     kept: list[tuple[Port | int, Tensor]] = [(stage, h), *sent.items()]
     widths = [stop - start for start, stop in spans]

@@ -15,8 +15,7 @@ from topograd.nn.stack import Stack
 from topograd.runtime.protocol import Runtime
 from topograd.runtime.quantize import Quantized, check_precision
 
-RUNTIMES = ("torch", "onnx", "mixed")
-"""`mixed` is for a server, whose rows come and go (`mixed.py`); with fewer bits it is onnx."""
+RUNTIMES = ("torch", "onnx")
 
 
 def installed() -> bool:
@@ -46,11 +45,8 @@ def runtime_of(
         if name is None and precision == "float32":
             return None
         raise ConfigError("the runtime onnx is not installed; pip install 'topograd[runtime]'")
-    from topograd.runtime.mixed import MixedRuntime
     from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle
 
-    if kind == "mixed" and precision == "float32":
-        return MixedRuntime(stack)
     if name is None and precision == "float32" and obstacle(stack) is not None:
         return None
     return OnnxRuntime(stack, precision, provider or "cpu", made)

@@ -162,6 +162,10 @@ class OnnxStage(StageMemory):
             slot.frame.fill(heard.tokens, heard.x0, [heard.start], self.fixed.most)
             slot.frame.filled = heard
         slot.run(h)
+        return self.last_of(slot)
+
+    def last_of(self, slot: Slot) -> Array:
+        """Of what a run gave, the hidden state behind the last layer."""
         return list(slot.outputs.values())[self._last]
 
     def _slot(self, starts: list[int], columns: int, width: int) -> Slot:
@@ -196,8 +200,12 @@ class OnnxStage(StageMemory):
             new = np.zeros((len(kept), old.shape[1], room, old.shape[3]), np.float32)
             new[:, :, : kept.shape[2]] = kept
             self.states[name] = new
+        self._bind()
+
+    def _bind(self) -> None:
+        """Run on the states as they are now."""
         self._values = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in self.states.items()}
-        self._room = room
+        self._room = next(iter(self.states.values())).shape[2]
         self._slots.clear()
 
     @property

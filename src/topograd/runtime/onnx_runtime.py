@@ -31,6 +31,7 @@ from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_attention import check_reach, rotary_tables
 from topograd.runtime.graph import Graph, Session, Settings
+from topograd.runtime.joined import Buffer, JoinedStage
 from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, Stream
 from topograd.runtime.onnx_memory import Array, Fixed, Frame, OnnxStage, taps_of
 from topograd.runtime.quantize import Precision, Quantized, dequantize
@@ -106,7 +107,6 @@ class OnnxRuntime:
     """Sessions over a stack's weights."""
 
     name = "onnx"
-    stage_type = OnnxStage
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class OnnxRuntime:
         tables = (stack.embedding, stack.previous) if isinstance(stack, GPT) else ()
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...], bool], Session] = {}
+        self._buffers: dict[tuple[int, int, tuple[int, ...]], Buffer] = {}
         self._heads: dict[int, HeadSession] = {}
         self._reach = 0
         self._fixed: Fixed | None = None
@@ -159,25 +160,30 @@ class OnnxRuntime:
     def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
         fixed = self._positions(capacity)
         frames: dict[tuple[int, int, int], Frame] = {}
-        return [
-            self.stage_type(
-                self.stack,
-                planned,
-                rows,
-                capacity,
-                partial(self.session, planned),
-                self.shapes(planned),
-                fixed,
-                frames,
-            )
-            for planned in plan.stages
-        ]
+        return [self._memory(planned, rows, capacity, fixed, frames) for planned in plan.stages]
+
+    def _memory(
+        self,
+        planned: PlannedStage,
+        rows: int,
+        capacity: int,
+        fixed: Fixed,
+        frames: dict[tuple[int, int, int], Frame],
+    ) -> OnnxStage:
+        session, shapes = partial(self.session, planned), self.shapes(planned)
+        if rows > 1:
+            return OnnxStage(self.stack, planned, rows, capacity, session, shapes, fixed, frames)
+        key = _interval(planned)
+        if key not in self._buffers:
+            self._buffers[key] = Buffer(shapes)
+        buffer = self._buffers[key]
+        return JoinedStage(self.stack, planned, capacity, session, shapes, fixed, frames, buffer)
 
     def session(self, planned: PlannedStage, grouped: bool = False) -> Session | None:
         """The session of a stage's layers; None where it cannot be grouped."""
         if grouped and self._head_width() % HEAD_MULTIPLE:
             return None
-        key = planned.stage.start, planned.stage.stop, tuple(taps_of(planned)), grouped
+        key = *_interval(planned), grouped
         if key not in self._sessions:
             self._sessions[key] = self.graph(planned, grouped).session(self.settings)
         return self._sessions[key]
@@ -340,3 +346,8 @@ class OnnxRuntime:
             up, down = factors
             z = z + F.linear(F.linear(x, down), up[rows])
         return cap(z, head.softcap)
+
+
+def _interval(planned: PlannedStage) -> tuple[int, int, tuple[int, ...]]:
+    """What layers a stage has, and what is wanted of them: stages alike in that share sessions."""
+    return planned.stage.start, planned.stage.stop, tuple(taps_of(planned))

@@ -40,6 +40,27 @@ class RowMemory(Protocol):
         """The stage's last hidden state (1, S, width); overwritten by the next run."""
 
 
+@dataclass(frozen=True, eq=False)
+class HeardRows:
+    """One new position of each of several rows: tokens (rows, 1) and x0 (rows, 1, width)."""
+
+    tokens: NDArray[Any]
+    x0: NDArray[Any]
+    starts: Sequence[int]
+
+
+@runtime_checkable
+class RowsMemory(RowMemory, Protocol):
+    """A stage's memory of one row that can run together with those of other rows."""
+
+    @property
+    def together(self) -> bool:
+        """Whether it lies where others do; else it runs alone."""
+
+    def run_rows(self, others: Sequence[Any], h: NDArray[Any], heard: HeardRows) -> NDArray[Any] | None:
+        """The last hidden states (rows, 1, width) of this row and of others; None where it cannot."""
+
+
 @runtime_checkable
 class RowEmbedding(Protocol):
     """A runtime that embeds the tokens of one row as arrays."""

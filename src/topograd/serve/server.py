@@ -18,9 +18,7 @@ import uvicorn
 
 from topograd.depth.model import Model
 from topograd.errors import ConfigError
-from topograd.nn.stack import Stack
 from topograd.runs.session import open_session
-from topograd.runtime.choice import runtime_of
 from topograd.serve.app import Service
 from topograd.serve.guard import Guard
 from topograd.serve.lanes import Lanes
@@ -141,26 +139,16 @@ def open_served(
 ) -> Served:
     """A run, ready to be served: its model is laid out and has written a token.
 
-    With folders of specialists, the base is at the checkpoint that they are of. By default ONNX Runtime runs
-    few rows and torch many (`runtime/mixed.py`), where they can.
+    With folders of specialists, the base is at the checkpoint that they are of.
     """
     pool = None
     if specialists:
         opened = {path.resolve().name: open_specialist(path) for path in specialists}
         if len(opened) < len(specialists):
             raise ConfigError("--specialists has two folders of one name; rename one")
-        pool = SpecialistPool.open(folder, opened, runtime="torch")
+        pool = SpecialistPool.open(folder, opened, runtime=runtime, weights=weights)
     session = open_session(folder) if pool is None else pool.attached.base
-    if pool is not None:
-        pool.runtime, pool.precision = _runtime(pool.attached.stack, runtime, weights), weights
-    model = Model(session, _runtime(session.stack, runtime, weights), weights)
+    model = Model(session, runtime, weights)
     served = Served(model, limits, name=name or "", specialists=pool)
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served
-
-
-def _runtime(stack: Stack, asked: str | None, weights: str) -> str:
-    """The runtime that is asked for, or for rows that come and go the fastest that can."""
-    if asked is not None:
-        return asked
-    return "torch" if runtime_of(stack, None, weights) is None else "mixed"
