@@ -68,6 +68,8 @@ class Cache:
         self._sources = [_plain_source(stack, planned) for planned in plan.stages]
         self._alone = [memory if isinstance(memory, RowMemory) else None for memory in self.memories]
         """Memories that can run one row on arrays."""
+        self._joined = [memory if isinstance(memory, RowsMemory) else None for memory in self.memories]
+        """Memories that can run one row together with other rows."""
         self._embedding = self.runtime if isinstance(self.runtime, RowEmbedding) else None
         self._heard: Heard | None = None
 
@@ -169,8 +171,8 @@ class Cache:
     def hear_next(self, stage: int) -> tuple[RowsMemory, NDArray[Any], Heard] | None:
         """What can run the one position that waits before a stage together with other rows, the hidden state
         that the stage hears, and what else; None where it has to run by itself."""
-        source, memory = self._sources[stage], self._alone[stage]
-        if source is None or self.rows > 1 or not isinstance(memory, RowsMemory) or not memory.together:
+        source, memory = self._sources[stage], self._joined[stage]
+        if source is None or self.rows > 1 or memory is None or not memory.together:
             return None
         return (memory, *self._hear_row(stage, source)) if self.pending(stage) == [1] else None
 
