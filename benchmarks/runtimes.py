@@ -4,7 +4,8 @@
 
 Both continue the same prompt at full depth, one row and four, and take turns of eight tokens, so that what
 else the machine does meets both; the first token of a turn, whose weights the other has pushed out of the
-processor's caches, is not counted. `cpu` is the processor time of the same tokens. The start is `topograd generate RUN --tokens 1` as a process of its own, from the page cache.
+processor's caches, is not counted. `cpu` is the processor time of the same tokens. The start is `topograd
+generate RUN --tokens 1` as a process of its own, from the page cache.
 """
 
 from __future__ import annotations
