@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
+from topograd.depth.engine import Engine, Prefix, generate_tokens
 from topograd.nn.stack import Stack
 from topograd.runtime.onnx_runtime import OnnxRuntime
-from topograd.runtime.protocol import RowEmbedding, RowMemory, TorchRuntime
+from topograd.runtime.protocol import RowEmbedding, RowMemory, TorchRuntime, torch_beside
 from topograd.topology.plan import Plan
 
 
@@ -35,3 +37,29 @@ def test_a_row_is_embedded_as_torch_does(stack_of: Callable[[str], Stack], name:
         wanted = stack.embed(torch.from_numpy(tokens), None if before is None else torch.tensor([before]))
         found = torch.from_numpy(OnnxRuntime(stack).embed_row(tokens, before))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_torch_has_one_thread_beside_another_runtime(stack_of: Callable[[str], Stack]) -> None:
+    stack, before = stack_of("gpt-plain"), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = Engine(stack, "2,2", runtime=OnnxRuntime(stack))
+        seen = []
+        mode = Prefix(engine)
+        advance = mode.advance
+
+        def watched(*given: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return advance(*given)
+
+        mode.advance = watched  # type: ignore[method-assign]
+        for _ in generate_tokens(mode, [[1]], 2):
+            assert torch.get_num_threads() == 2, "whoever is handed a token has torch as it was"
+        assert seen == [1, 1]
+        with torch_beside(TorchRuntime(stack)):
+            assert torch.get_num_threads() == 2
+        with pytest.raises(ValueError, match="anything"), torch_beside(engine.runtime):
+            raise ValueError("anything")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

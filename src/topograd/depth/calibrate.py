@@ -7,6 +7,7 @@ The even documents' windows of the held-out text calibrate; the odd ones are lef
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, read_json
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
-from topograd.runtime.protocol import Runtime
+from topograd.runtime.protocol import Runtime, torch_beside
 from topograd.topology.plan import Plan
 from topograd.training.forward import StageStates, predict, stage_outputs
 
@@ -118,8 +119,8 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
         engine.run(cache, last)
         engine.logits(cache, last, [rows]).topk(2).values.tolist()
 
-    for _ in range(ROUNDS):
-        for size in rounds:
+    for _, size in itertools.product(range(ROUNDS), rounds):
+        with torch_beside(engine.runtime):
             began = time.perf_counter()
             for row in range(size):
                 here = time.perf_counter()

@@ -27,7 +27,7 @@ from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.preparation import check_prepared
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack
-from topograd.runtime.protocol import Runtime, TorchRuntime
+from topograd.runtime.protocol import Runtime, TorchRuntime, torch_beside
 from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -295,7 +295,9 @@ def continue_tokens(
     mode.begin(len(cache.tokens))
     left = [tokens] * len(cache.tokens)
     while any(left):
-        for row, written in enumerate(mode.advance(cache, [n > 0 for n in left])):
+        with torch_beside(mode.engine.runtime):
+            advanced = mode.advance(cache, [n > 0 for n in left])
+        for row, written in enumerate(advanced):
             for emitted in written[: left[row]]:
                 left[row] -= 1
                 yield row, emitted

@@ -30,6 +30,7 @@ from topograd.depth.autotune import WORTHWHILE, RowCosts, low
 from topograd.depth.drafters import Guess, Source, Steps
 from topograd.depth.engine import AnyCache, Engine
 from topograd.depth.policy import Acceptance, Paying
+from topograd.runtime.protocol import torch_beside
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROUNDS = 7
@@ -230,16 +231,17 @@ def measure_rows(engine: Engine, steps: Steps | None = None) -> RowCosts:
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     stepping: list[float] = []
     for _ in range(ROUNDS):
-        for size in sizes:
-            began = time.perf_counter()
-            cache.push([[0] * size])
-            engine.run(cache, full)
-            engine.logits(cache, full, [size]).max(-1).indices.tolist()
-            seconds[size].append(time.perf_counter() - began)
-            cache.truncate([length])
-        if steps is not None:
-            stepping += _steps(cache, steps)
-            cache.truncate([length])
+        with torch_beside(engine.runtime):
+            for size in sizes:
+                began = time.perf_counter()
+                cache.push([[0] * size])
+                engine.run(cache, full)
+                engine.logits(cache, full, [size]).max(-1).indices.tolist()
+                seconds[size].append(time.perf_counter() - began)
+                cache.truncate([length])
+            if steps is not None:
+                stepping += _steps(cache, steps)
+                cache.truncate([length])
     deep, least = {}, 0.0
     for size in sizes:  # more rows never cost less
         deep[size] = least = max(least, low(seconds[size]))

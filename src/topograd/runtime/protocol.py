@@ -11,10 +11,12 @@ positions, relays and predictions are the same for all (`depth/cache.py`, `train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -116,3 +118,22 @@ class TorchRuntime:
 
     def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
         return [StageMemory(self.stack, planned, rows, capacity) for planned in plan.stages]
+
+
+@contextmanager
+def torch_beside(runtime: Runtime) -> Iterator[None]:
+    """Torch in one thread while another runtime writes.
+
+    What torch does between the stages is small (the largest of some logits), and its threads wait for more of
+    it by spinning, on the processors that the runtime's own threads need: with two of each on two processors,
+    drafts took twice the time of what they saved.
+    """
+    threads = torch.get_num_threads()
+    if runtime.name == "torch" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

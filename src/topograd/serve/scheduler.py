@@ -28,6 +28,7 @@ import torch
 from topograd.depth.engine import Emitted
 from topograd.depth.rows import Rows
 from topograd.errors import TopogradError
+from topograd.runtime.protocol import torch_beside
 from topograd.serve.jobs import Finish, Job, Progress, Scored, Written
 from topograd.serve.lanes import SCORED_AT_ONCE, Lane, Lanes
 from topograd.serve.metrics import Counters
@@ -81,6 +82,10 @@ class Scheduler:
 
     def step(self) -> bool:
         """Go on with everybody; False if there was nothing to do."""
+        with torch_beside(self.lanes.engine.runtime):
+            return self._step()
+
+    def _step(self) -> bool:
         self._leave()
         self._admit()
         if not self.active:
