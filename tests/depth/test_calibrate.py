@@ -197,7 +197,7 @@ def test_tuning_by_the_clock(session: Session, monkeypatch: pytest.MonkeyPatch) 
 
 def test_two_exits_are_needed_by_which_the_model_predicts(session: Session) -> None:
     check_exits(session.plan)
-    message = r"^the model has 1 predicting stages of 1; early exits and drafts need at least 2: train with"
+    message = r"^the model has 1 predicting stages of 1; early exits and drafts need at least 2: train"
     with pytest.raises(ConfigError, match=message):
         check_exits(Plan.of("3", 3))
     with pytest.raises(ConfigError, match="has 1 predicting stages of 2"):
