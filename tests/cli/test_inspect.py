@@ -7,6 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from topograd.cli.inspect import batches_of
+from topograd.data.windows import Text
+
 
 def tiny(folder: Path, kind: str) -> Path:
     """A random model of Hugging Face in a folder."""
@@ -101,9 +104,21 @@ def test_text_of_ones_own_and_fewer_digits(staged: Path, call: Any, tmp_path: Pa
     flags = ("--text", text, "--dtype", "float32", "--scans", "2", "--out", page, "--json")
     found = call("inspect", staged, *flags).json
     assert found["text"] == str(text)
-    assert found["resolution"] > 1e-8
+    assert found["resolution"] == 1024 * torch.finfo(torch.float32).eps ** 2
     assert any("layers were not scanned, the flattest 2 were: --scans" in why for why in found["refused"])
     assert "What to make of it" in page.read_text()
+
+
+def test_rows_hold_no_padding_and_are_spread_over_the_text() -> None:
+    inputs = torch.arange(900).view(3, 300)
+    targets = inputs + 1
+    targets[0, 200:], targets[1, 90:] = -100, -100
+    batches = batches_of(Text(inputs, targets, 1), torch.device("cpu"), 256)
+    assert [batch[0].shape for batch in batches] == [(2, 128)], "of the three whole rows two"
+    assert all((one + 1 == other).all() for one, other in batches)
+    assert batches[0][0][:, 0].tolist() == [0, 600]
+    short = batches_of(Text(inputs[1:2], targets[1:2], 1), torch.device("cpu"), 256)
+    assert [batch[0].shape for batch in short] == [(1, 90)], "a text shorter than a row is one"
 
 
 def test_nan_weights_are_named(call: Any, tmp_path: Path) -> None:

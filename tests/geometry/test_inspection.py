@@ -136,9 +136,22 @@ def test_a_float32_model_resolves_less() -> None:
     narrow = torch.randn(50, 2) @ torch.randn(2, 6)
     model = net().float()
     found = inspect(model, (narrow, torch.zeros(50, dtype=torch.long)))
-    assert found.resolution == torch.finfo(torch.float32).eps
+    assert found.resolution == 1024 * torch.finfo(torch.float32).eps ** 2
     assert found.stream is not None
     assert found.stream.rank == 2
+
+
+def test_one_massive_row_of_float32_does_not_bury_the_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    inputs = torch.randn(50, 6)
+    inputs[0, 1] = 1e5
+    targets = torch.randint(3, (50,))
+    coarse = inspect(model, (inputs, targets), fisher="empirical").layers["0"].A
+    fine = inspect(model.double(), (inputs.double(), targets), fisher="empirical").layers["0"].A
+    assert coarse.rank == fine.rank == 6
+    assert coarse.values[-1] == pytest.approx(fine.values[-1], rel=1e-6)
+    assert fine.values[-1] < 1e-7 * fine.values[0], "a float32 sum would not have seen it"
 
 
 @pytest.mark.parametrize(

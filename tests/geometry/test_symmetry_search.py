@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from topograd.geometry import symmetry_search
 from topograd.geometry.paths import Replaced
 from topograd.geometry.symmetries import ChannelScale, Mixing, Shift, without_symmetries
 from topograd.geometry.symmetry_search import FoundSymmetries, find_symmetries
@@ -58,6 +59,29 @@ def test_a_llama_has_heads_rotations_units_channels_and_a_shift() -> None:
     assert len([one for one in found if isinstance(one, Mixing)]) == 6
     assert len([one for one in found if isinstance(one, ChannelScale)]) == 5
     assert [one.weight for one in found if isinstance(one, Shift)] == ["lm_head.weight"]
+
+
+def exhaustive(model: nn.Module, inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> FoundSymmetries:
+    """Every pair in every way, and one by one."""
+    search_class = symmetry_search._Search
+    with monkeypatch.context() as patched:
+        patched.setattr(search_class, "_idle", lambda self, pair: False)
+        patched.setattr(
+            search_class, "confirmed", lambda self, every: [one for one in every if self.holds(one)]
+        )
+        return search(model, inputs)
+
+
+def test_pairs_that_are_left_out_have_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    ids = torch.arange(8)[None] % 20
+    tied = llama()
+    tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr,assignment]
+    square = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    for model, inputs in ((tied, ids), (square, torch.randn(6, 4).double())):
+        found = search(model, inputs)
+        assert found == exhaustive(model, inputs, monkeypatch)
+        assert len(found.symmetries) > 2
 
 
 def test_every_gauge_of_an_optimizer_lies_along_the_tangents() -> None:

@@ -21,13 +21,18 @@ if TYPE_CHECKING:
 
     from topograd.data.windows import Text
     from topograd.geometry.checkpoint import CheckpointReading
+    from topograd.runs.session import Session
 
 T = TypeVar("T")
 
-TEXT_BYTES = 20_000
-"""Held-out text that a run is read on: some thousands of tokens."""
+LEAST_TOKENS = 4096
+"""That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
+TOKEN_BYTES = 10
+"""Of text for a token: more than it has, as short documents are left out."""
 LENGTH = 128
 """Tokens of a row: with thousands, attention and logits cost more than they say."""
+LARGE = 50_000_000
+"""Parameters from which on a model runs in float32, unless it was asked for otherwise."""
 BATCH_TOKENS = 512
 """Of the batches: logits over a large vocabulary are wide."""
 
@@ -44,8 +49,9 @@ class Inspect:
     """Text of your own to read it on, a file or a folder; by default the run's held-out text."""
     device: str | None = None
     """Where it runs: cpu, cuda, cuda:1; by default where the run's model is, else cpu."""
-    dtype: Literal["float64", "float32"] = "float64"
-    """Of stream and factors; directions are always followed in float64."""
+    dtype: Literal["float64", "float32"] | None = None
+    """Of stream and factors: by default float64, and float32 for models of more than 50 million parameters;
+    sums, and directions that are followed, are always in float64."""
     scans: int | None = None
     """How many directions are followed outward; by default as many as the model's size allows."""
     out: Path | None = None
@@ -94,14 +100,12 @@ def _run_of_ours(
     import torch
 
     from topograd.geometry.checkpoint import read_checkpoint
-    from topograd.runs.session import heldout_text, open_session
+    from topograd.runs.session import open_session
     from topograd.training.forward import stage_logits
 
     session = open_session(folder)
-    text = heldout_text(session, asked.text, limit_bytes=TEXT_BYTES)
     stack = moved(session.stack, asked)
-    device = next(stack.parameters()).device
-    batches = batches_of(text, device)
+    batches = probe_batches(session, asked)
     last = session.plan.predicting()[-1]
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ def _run_of_ours(
         stack,
         _counted(batches, on_more),
         outputs=outputs,
-        generator=torch.Generator(device).manual_seed(0),
+        generator=torch.Generator(batches[0][0].device).manual_seed(0),
         scans=asked.scans,
         on_scan=on_more,
     )
@@ -148,12 +152,34 @@ def _checkpoint(
     return Path(f"{folder.resolve().name}-geometry.html"), about, found
 
 
-def batches_of(text: Text, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Windows of a text in rows of LENGTH tokens at most, some hundreds of tokens a batch."""
-    length = min(LENGTH, text.inputs.shape[1])
-    whole = text.inputs.shape[1] // length * length
-    inputs, targets = (part[:, :whole].reshape(-1, length).to(device) for part in (text.inputs, text.targets))
+def probe_batches(session: Session, asked: Inspect) -> list[tuple[Tensor, Tensor]]:
+    """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
+    from topograd.geometry.inspection import ROWS_PER_CHANNEL
+    from topograd.runs.session import heldout_text
+
+    tokens = max(LEAST_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
+    text = heldout_text(
+        session, asked.text, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context)
+    )
+    return batches_of(text, next(session.stack.parameters()).device, tokens)
+
+
+def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows of LENGTH tokens at most, evenly spaced over a text, `tokens` in all and no padding."""
+    import torch
+
+    from topograd.data.loader import IGNORED
+
+    sizes = (text.targets != IGNORED).sum(1).tolist()
+    length = min(LENGTH, max(sizes))
+    inputs, targets = (
+        torch.cat([row[: n // length * length].view(-1, length) for row, n in zip(part, sizes, strict=True)])
+        for part in (text.inputs, text.targets)
+    )
+    count = min(len(inputs), -(-tokens // length))
+    chosen = torch.arange(count) * len(inputs) // count
     rows = max(1, BATCH_TOKENS // length)
+    inputs, targets = inputs[chosen].to(device), targets[chosen].to(device)
     return list(zip(inputs.split(rows), targets.split(rows), strict=True))
 
 
@@ -161,7 +187,8 @@ def moved(model: Any, asked: Inspect) -> Any:
     """The model in the type and on the device that were asked for, or one line that says why not."""
     import torch
 
-    kind = {"float64": torch.float64, "float32": torch.float32}[asked.dtype]
+    large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+    kind = getattr(torch, asked.dtype or ("float32" if large else "float64"))
     try:
         found = model.to(device=asked.device, dtype=kind)
         next(found.parameters()).double()  # directions are followed in float64

@@ -42,11 +42,11 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
     """All that a series says, as JSON holds it."""
     import torch
 
-    from topograd.cli.inspect import TEXT_BYTES, batches_of, moved
+    from topograd.cli.inspect import moved, probe_batches
     from topograd.geometry.monitors.phase import READINGS, read_phase
     from topograd.geometry.series import SAMPLING, SeriesReader, events
     from topograd.runs.folder import Run
-    from topograd.runs.session import build_stack, heldout_text, open_session
+    from topograd.runs.session import build_stack, open_session
     from topograd.training.forward import stage_logits
 
     names = Run.open(folder).store.names()
@@ -62,9 +62,7 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
 
             stack = moved(session.stack, asked)
             if reader is None:
-                text = heldout_text(session, asked.text, limit_bytes=TEXT_BYTES)
-                device = next(stack.parameters()).device
-                reader = SeriesReader(batches_of(text, device)[:MOST_BATCHES], outputs, SAMPLING)
+                reader = SeriesReader(probe_batches(session, asked)[:MOST_BATCHES], outputs, SAMPLING)
                 torch.manual_seed(session.config.seed)
                 fresh = moved(build_stack(session.config)[0].eval(), asked)
                 random = SeriesReader(reader.batches, outputs, None).read(fresh, 0)

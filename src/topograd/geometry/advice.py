@@ -6,7 +6,7 @@ directions). The order is that of use: what to trust, what is flat and why, what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -28,14 +28,16 @@ def _stream(record: Mapping[str, Any]) -> list[str]:
     if without is not None:
         worst = max(stream["massive"], key=lambda one: one["largest"])
         first = stream["massive"][0]["layer"]
-        ranks = (
-            f"{stream['effective_ranks'][-1]:.0f} with it and {without['effective_ranks'][-1]:.0f} without"
+        ranks = zip(
+            stream["names"], stream["effective_ranks"][1:], without["effective_ranks"][1:], strict=True
         )
+        name, loud, quiet = max(ranks, key=lambda found: found[2] - found[1])
         said.append(
-            f"Massive activations: from {first} on {worst['rows']} rows reach {worst['largest']:.0f} in "
-            f"channel {worst['channel']}. They are a constant and not what the text says: the effective "
-            f"rank behind the last layer is {ranks}. Read the lines without them; keep those channels out of "
-            "pruning, and out of low-precision formats with one scale a tensor."
+            f"Massive activations: from {first} on some rows, {worst['rows']} of {stream['samples']} at "
+            f"{worst['layer']}, reach {worst['largest']:.0f} in channel {worst['channel']}. They are a "
+            f"constant and not what the text says: the effective rank behind {name} is {loud:.0f} with them "
+            f"and {quiet:.0f} without. Read the lines without them; keep those channels out of pruning, and "
+            "out of low-precision formats with one scale a tensor."
         )
     found = stream if without is None else without
     if found["outside"] is not None:
@@ -48,6 +50,12 @@ def _stream(record: Mapping[str, Any]) -> list[str]:
             "The weakest direction of the input reaches the last layer: no layer cancels the skip, and depth "
             "loses no information."
         )
+    elif min(found["ratios"]) >= 1:
+        said.append(
+            "Behind no layer is the weakest direction weaker than in the input: depth loses no information. "
+            f"But it {found['verdict']}: less than half of what it is before and after, so that these layers "
+            "work against the skip."
+        )
     else:
         said.append(
             f"The weakest direction of the input does not come through ({found['verdict']}): look at the "
@@ -59,11 +67,9 @@ def _stream(record: Mapping[str, Any]) -> list[str]:
 def _norms(record: Mapping[str, Any]) -> list[str]:
     norms = record["norms"]
     exact = [name for name, norm in norms.items() if norm["exact"]]
-    fooled = [
-        name
-        for name, norm in norms.items()
-        if not norm["exact"] and norm["found"] and norm["without_massive"] is not None
-    ]
+    seeming = [norm for norm in norms.values() if not norm["exact"] and norm["found"]]
+    fooled = [norm for norm in seeming if norm["without_massive"] and not norm["without_massive"]["found"]]
+    off = len(seeming) - len(fooled)
     said = []
     if exact:
         said.append(
@@ -74,6 +80,12 @@ def _norms(record: Mapping[str, Any]) -> list[str]:
         said.append(
             f"{len(fooled)} RMSNorms look as if they had a kernel; it is the massive rows, and without them "
             "they have none."
+        )
+    if off:
+        said.append(
+            f"{off} RMSNorms have a gain so small that one channel behind them is off: the flat direction "
+            "there is that channel, learned, and no kernel of the norm. Where a massive channel is switched "
+            "off like this, what comes behind does not see it."
         )
     return said
 
@@ -91,13 +103,20 @@ def _directions(record: Mapping[str, Any]) -> list[str]:
             f"{total} of {record['parameters']} dimensions ({share:.1%}) are flat by symmetry: curvature, "
             "distances and averages of weights along them mean nothing, and an optimizer may drift there."
         )
-    flat = [one for one in dead if one["order"] is None and not one["layer"].startswith("joint")]
+    unread = [one for one in dead if one["order"] is None and not one["layer"].startswith("joint")]
+    faint = [one for one in unread if one["fisher"]]
+    flat = [one for one in unread if not one["fisher"]]
     if flat:
-        names = ", ".join(one["layer"] for one in flat[:3])
         said.append(
             f"{len(flat)} layers have a direction that the probe does not notice and no symmetry explains "
-            f"({names}{', ...' if len(flat) > 3 else ''}): capacity that is unused on this text, a first "
-            "place to prune or to put new knowledge. Read it on text of your own before you act."
+            f"({_names(flat)}): capacity that is unused on this text, a first place to prune or to put new "
+            "knowledge. Read it on text of your own before you act."
+        )
+    if faint:
+        said.append(
+            f"{len(faint)} layers have a direction along which the outputs hardly leave their rounding "
+            f"({_names(faint)}), too little for an order: flat for every purpose on this text, and called "
+            "dead for want of a square."
         )
     ordered = [one for one in dead if one["order"] is not None]
     if ordered:
@@ -119,3 +138,8 @@ def _directions(record: Mapping[str, Any]) -> list[str]:
     if record["refused"]:
         said.append(f"{len(record['refused'])} things were not said; the reasons are listed.")
     return said
+
+
+def _names(directions: Sequence[Mapping[str, Any]]) -> str:
+    """The layers, three at most."""
+    return ", ".join([*(one["layer"] for one in directions[:3]), *(["..."] if len(directions) > 3 else [])])

@@ -57,7 +57,7 @@ Parts = dict[str, Tensor]
 WINDOWS = ((1e-3, 1e-1), (1e-2, 1e-1))
 """The second where too little of the first is above rounding."""
 POINTS = 6
-SCANNED = 7e9
+SCANNED = 5e9
 """Parameters times directions that are scanned."""
 LEAST_SCANS = 24
 ALONG = 1 - 1e-8

@@ -17,8 +17,8 @@ factor.
 Source: "Dead Directions: Geometric Singular Learning" §5.1 (the tiers of observables), Corollary 58,
 Proposition 63.
 Limits. All of it is static: it describes a checkpoint and claims no rate. Eigenvalues below the resolution
-of the model's own numbers are counted as zero: a float64 copy of the model resolves most
-(`model.double()`).
+of the model's own numbers are counted as zero. Grams are float64 in every case, so that it is that of the
+rows, squared: 1e-11 of the largest for a float32 model, 1e-14 for a float64 one (`model.double()`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from topograd.geometry.sketches import FactorSums, Sketched
 POINTS = 64
 ROWS_PER_CHANNEL = 10
 """A fresh MiniLM, whose stream keeps its bottom, still reads 2.5 instead of 1.0 at 5 rows a channel."""
+SUMMED = 1024
+"""Terms of a sum in float32 that makes a number of a row: it is off by √SUMMED roundings or so."""
 Factor = Tensor | Sketched
 
 
@@ -99,6 +101,8 @@ class Inspection:
                 plain[name] |= read
         for name, norm in self.norms.items():
             plain["norms"][name]["found"] = norm.found
+            if norm.without_massive is not None:
+                plain["norms"][name]["without_massive"]["found"] = norm.without_massive.found
         return plain
 
 
@@ -267,10 +271,11 @@ def _profiles(
 
 
 def _resolution(model: nn.Module) -> float:
-    """What Gram matrices in the coarsest type of the model can tell from zero (see `factors.py`)."""
+    """What Gram matrices of rows in the coarsest type of the model can tell from zero."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    rounding = [torch.finfo(torch.promote_types(kind, torch.float32)).eps for kind in types]
-    return max(RESOLUTION, *rounding, *(torch.finfo(kind).eps ** 2 for kind in types), 0.0)
+    summed = [torch.finfo(torch.promote_types(kind, torch.float32)).eps for kind in types]
+    rounded = [torch.finfo(kind).eps for kind in types]
+    return max(RESOLUTION, *(SUMMED * eps**2 for eps in summed), *(eps**2 for eps in rounded))
 
 
 class _NoLoss:

@@ -107,7 +107,7 @@ class CrossEntropy:
             return terms, _each_position(outputs, self._columns(p, counted))
         labels = targets
         if fisher == "monte-carlo":
-            labels = p.flatten(0, -2).multinomial(1, generator=generator).view(outputs.shape[:-1])
+            labels = _drawn(p, generator)
         assert labels is not None
         gradient = p.scatter_add_(-1, labels.clamp(min=0)[..., None], -torch.ones_like(p[..., :1]))
         return terms, [(gradient if counted is None else gradient.mul_(counted)).to(outputs.dtype)]
@@ -164,6 +164,13 @@ def loss_named(loss: str | Loss | OwnLoss) -> Loss:
     if not callable(loss):
         raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
     return Own(loss)
+
+
+def _drawn(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One class for each row of probabilities, by inverting their sums: one random number a row."""
+    sums = p.cumsum(-1)
+    u = torch.rand((*p.shape[:-1], 1), generator=generator, dtype=p.dtype, device=p.device) * sums[..., -1:]
+    return torch.searchsorted(sums, u, right=True)[..., 0].clamp(max=p.shape[-1] - 1)
 
 
 def check_fisher(fisher: str) -> None:

@@ -78,10 +78,14 @@ class Sketch:
 
 
 class FactorSums:
-    """A reducer that keeps A and G of every layer: formed up to `WIDEST`, sketched beyond."""
+    """A reducer that keeps A and G of every layer: formed in float64 up to `WIDEST`, sketched beyond.
+
+    Rows of a float32 model are multiplied in float64 too: a few massive rows would bury all others else.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], Tensor | Sketch] = {}
+        self._formed: dict[tuple[str, str], Tensor] = {}
+        self._sketched: dict[tuple[str, str], Sketch] = {}
         self._rows: dict[str, int] = {}
         self._last: tuple[Call, int, Tensor, int] | None = None  # its tensor's version, its Gram, its rows
 
@@ -98,25 +102,23 @@ class FactorSums:
                 return
         rows = call.inputs(source.detach())
         self._rows[layer] = self._rows.get(layer, 0) + len(rows)
-        formed = gram(rows) if call.sides[0] <= WIDEST else None
+        formed = gram(rows.double()) if call.sides[0] <= WIDEST else None
         self._last = None if formed is None else (call, version, formed, len(rows))
         self._add(layer, "A", rows, formed)
 
     def see_gradients(self, layer: str, rows: Tensor) -> None:
         self._last = None  # the forward pass is over
-        self._add(layer, "G", rows, gram(rows) if rows.shape[1] <= WIDEST else None)
+        self._add(layer, "G", rows, gram(rows.double()) if rows.shape[1] <= WIDEST else None)
 
     def _add(self, layer: str, side: str, rows: Tensor | None, found: Tensor | None) -> None:
         key = (layer, side)
         if found is not None:
-            total = self._sums.setdefault(key, torch.zeros_like(found, dtype=torch.float64))
-            assert isinstance(total, Tensor)
-            total += found
+            self._formed[key] = self._formed[key].add_(found) if key in self._formed else found.clone()
             return
         assert rows is not None, "what is too wide to form is seen row by row"
-        sketch = self._sums.setdefault(key, Sketch(rows.shape[1], rows))
-        assert isinstance(sketch, Sketch)
-        sketch.add(rows)
+        if key not in self._sketched:
+            self._sketched[key] = Sketch(rows.shape[1], rows)
+        self._sketched[key].add(rows)
 
     def layers(self) -> list[str]:
         """Those whose inputs were seen."""
@@ -124,11 +126,10 @@ class FactorSums:
 
     def factor(self, layer: str, side: str, terms: int) -> Tensor | Sketched | None:
         """A, a mean over rows, or G, a sum over the loss `terms`; None where nothing was seen."""
-        total = self._sums.get((layer, side))
-        count = self._rows[layer] if side == "A" else terms
-        if total is None:
-            return None
-        return total.factor(count) if isinstance(total, Sketch) else total / count
+        key, count = (layer, side), self._rows[layer] if side == "A" else terms
+        if key in self._sketched:
+            return self._sketched[key].factor(count)
+        return self._formed[key] / count if key in self._formed else None
 
 
 def flattest(factor: Tensor | Sketched, apart: Tensor | None = None) -> Tensor:

@@ -9,15 +9,16 @@ shape),
 with log-probabilities in the place of f for shifts of a head. Candidates need no names:
 
     two maps below one module, the outputs of one as many as the inputs of the other (or a part of them, as
-    with grouped heads), or two maps of the same inputs (queries and keys). A factor on the whole of one and
-    its inverse on the other is tried first: it is in every group, so that most pairs take one run. Then the
-    block grows from one unit by prime factors for as long as it holds; where one unit does not hold, the
-    numbers that commute with a rotation are tried.
+    with grouped heads), or two maps of the same inputs (queries and keys). A map that was called on what was
+    there before the other answered does not read it. A factor on the whole of one and its inverse on the
+    other is tried first: it is in every group, so that most pairs take one run. Then the block grows from one
+    unit by prime factors for as long as it holds; where one unit does not hold, the numbers that commute with
+    a rotation are tried. Two maps that share a group are not tried for another: its factors as a whole hold.
     a norm's gain with the maps that read its output, seen in one run
     the rows of a map that has as many outputs as the network
 
 Modules of one class whose maps have the same shapes are tried once; the others are then confirmed all
-together, and one by one only if that fails.
+together, and by halves where that fails.
 Cost: some tens of runs of one short example. The model is not changed: values are put in its place for a
 call (`torch.func.functional_call`).
 Source: the search is ours; `optim/discovery.py` looks for the gauges that an optimizer can respect.
@@ -28,6 +29,7 @@ and several maps in one matrix are named in `notes` and not tried.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Any
@@ -97,7 +99,10 @@ class _Search:
         self.run = lambda moved: run({**self.parameters, **moved})
         self.maps = dict(_maps(model, self.names))
         self._tried: set[tuple[str, str, bool]] = set()
-        self.before = self.run({})
+        self._sharing: set[frozenset[str]] = set()
+        self.calls = _Calls()
+        with self.calls.of(model, self.maps):
+            self.before = self.run({})
         rounding = torch.finfo(self.before.dtype).eps
         self.tolerance = max(TOLERANCE, ROUNDING * rounding)
 
@@ -115,10 +120,12 @@ class _Search:
         return self._away(alone, softmax) > self.tolerance
 
     def confirmed(self, symmetries: Sequence[Symmetry]) -> list[Symmetry]:
-        """All, if they hold together; else those that hold by themselves."""
+        """All, if they hold together; else what is confirmed of either half."""
         if not symmetries or self.holds(*symmetries):
             return list(symmetries)
-        return [one for one in symmetries if self.holds(one)]
+        middle = len(symmetries) // 2
+        halves = (symmetries[:middle], symmetries[middle:]) if middle else ()
+        return [one for half in halves for one in self.confirmed(half)]
 
     def mixings(self, maps: Mapping[str, Map]) -> Iterator[tuple[str, str, Mixing]]:
         """The pairs among these maps that have a symmetry, with the largest block for which it holds."""
@@ -126,11 +133,18 @@ class _Search:
             for by_rows in (False, True):
                 start = _candidate(maps[one], maps[other], by_rows)
                 key = (maps[one].weight, maps[other].weight, by_rows)
-                if start is None or key in self._tried:
+                if start is None or key in self._tried or self._idle(start):
                     continue
                 self._tried |= {key, (key[1], key[0], True)} if by_rows else {key}
                 if self._as_a_whole(start) and (held := self._largest(start)) is not None:
+                    self._sharing.add(frozenset(key[:2]))
                     yield one, other, held
+
+    def _idle(self, pair: Mixing) -> bool:
+        """Whether there is nothing to find: the two share a group, or one never reads the other."""
+        if frozenset((pair.producer, pair.consumer)) in self._sharing:
+            return True
+        return not pair.by_rows and not self.calls.may_read(pair.consumer, pair.producer)
 
     def _as_a_whole(self, pair: Mixing) -> bool:
         """A factor on one and its inverse on the other: in every group, so the test to begin with."""
@@ -151,10 +165,11 @@ class _Search:
                 if self.holds(shared := replace(pair, size=size)):
                     return shared
         elif self.holds(pair):
-            rest = units
-            for prime in _primes(units):
-                if rest % prime == 0 and self.holds(larger := replace(pair, size=pair.size * prime)):
-                    pair, rest = larger, rest // prime
+            for prime in sorted({*_primes(units)}):
+                while units % (size := pair.size * prime) == 0 and self.holds(
+                    larger := replace(pair, size=size)
+                ):
+                    pair = larger
             return pair
         forms: tuple[Form, ...] = ("half", "pairs")
         for size in (n for n in sizes if n % 2 == 0):
@@ -165,7 +180,7 @@ class _Search:
 
     def scales(self) -> Iterator[ChannelScale]:
         """Every module with a gain, with the maps that read its output in one run."""
-        for path, readers in _readers(self.model, self.maps, lambda: self.run({})).items():
+        for path, readers in self.calls.readers.items():
             own = dict(self.model.get_submodule(path).named_parameters(recurse=False))
             gain, bias = own.get("weight"), own.get("bias")
             if gain is None or gain.dim() != 1 or own.keys() - {"weight", "bias"}:
@@ -200,8 +215,8 @@ def _jittered(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         value = parameter.detach().double()
         size = NOISE * (float(value.square().mean().sqrt()) or 1.0)
-        noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
-        found[name] = value + size * noise
+        noise = torch.randn(value.shape, generator=generator).to(value)
+        found[name] = value.add(noise, alpha=size)
     return found
 
 
@@ -265,41 +280,63 @@ def _like(
         )
 
 
-def _readers(model: nn.Module, maps: Mapping[str, Map], run: Callable[[], Tensor]) -> dict[str, list[str]]:
-    """For each module with a gain whose output went into maps, their names."""
-    sources: dict[int, str] = {}
-    alive: list[Tensor] = []  # so that no address is used twice
-    found: dict[str, list[str]] = {}
+class _Calls:
+    """What one run shows: which maps are called on which tensors, in which order, and who made these."""
 
-    def leaves(path: str) -> Callable[..., None]:
+    def __init__(self) -> None:
+        self.readers: dict[str, list[str]] = {}
+        """For each module with a gain whose output went into maps, their paths."""
+        self._places: dict[str, list[tuple[int, int]]] = {}  # weight -> when it was called, since when its
+        self._since: dict[tuple[int, int], int] = {}  # input had been there
+        self._sources: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # so that no address is used twice
+        self._calls = 0
+
+    def may_read(self, reader: str, source: str) -> bool:
+        """Whether a call of one weight has an input that came after the first call of the other."""
+        if reader not in self._places or source not in self._places:
+            return True  # used without its module: unknown
+        first = self._places[source][0][0]
+        return any(since > first for _, since in self._places[reader])
+
+    @contextmanager
+    def of(self, model: nn.Module, maps: Mapping[str, Map]) -> Iterator[None]:
+        """While this is open, calls of the model are seen."""
+        handles = []
+        for path, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            if path in maps:
+                handles.append(module.register_forward_pre_hook(self._enters(path, maps[path].weight)))
+            elif own and all(parameter.dim() == 1 for parameter in own):
+                handles.append(module.register_forward_hook(self._leaves(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._alive.clear()
+
+    def _leaves(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if isinstance(output, Tensor):
-                alive.append(output)
-                sources[output.data_ptr()] = path
+                self._alive.append(output)
+                self._sources[output.data_ptr()] = path
 
         return hook
 
-    def enters(path: str) -> Callable[..., None]:
+    def _enters(self, path: str, weight: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             given = inputs[0] if inputs else None
-            if isinstance(given, Tensor) and (source := sources.get(given.data_ptr())) is not None:
-                found.setdefault(source, []).append(path)
+            if not isinstance(given, Tensor):
+                return
+            self._alive.append(given)
+            self._calls += 1
+            since = self._since.setdefault((given.data_ptr(), given._version), self._calls)
+            self._places.setdefault(weight, []).append((self._calls, since))
+            if (source := self._sources.get(given.data_ptr())) is not None:
+                self.readers.setdefault(source, []).append(path)
 
         return hook
-
-    handles = []
-    for path, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if path in maps:
-            handles.append(module.register_forward_pre_hook(enters(path)))
-        elif own and all(parameter.dim() == 1 for parameter in own):
-            handles.append(module.register_forward_hook(leaves(path)))
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
 
 
 def _notes(model: nn.Module) -> Iterator[str]:

@@ -86,12 +86,12 @@ def load(folder: Path) -> Loaded:
 
 
 def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) -> tuple[Tensor, str]:
-    """Ids (rows, length), four tokens for each of the model's `width` channels at least; and where from.
+    """Ids (rows, length), ten tokens for each of the model's `width` channels at least; and where from.
 
     With `text`, a file or a folder, all ids are of that text, and there may be fewer.
     """
     length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
-    rows = -(-max(LEAST_TOKENS, 4 * width) // length)
+    rows = -(-max(LEAST_TOKENS, 10 * width) // length)
     file = folder / "tokenizer.json"
     if not file.is_file() and text is not None:
         raise CheckpointError(
