@@ -27,6 +27,10 @@ def test_it_reads_what_the_model_predicts(straight: Run, call: Call) -> None:
     assert last["probability"] == pytest.approx(float(first.softmax(-1)[target[0]]), rel=1e-4)
     each = logits.log_softmax(-1)[range(len(target)), target]
     assert last["sequence"] == pytest.approx(float(each.sum().exp()), rel=1e-4)
+    scored = call("score", straight.folder, "--context", "sta ", "--continuation", "ge", "--json").json
+    spaced = call("probe", straight.folder, "--prompt", "sta ", "--target", "ge", "--json").json
+    assert spaced["tokens"] == [token["token"] for token in scored["stages"][-1]["tokens"]]
+    assert spaced["stages"][-1]["rank"] == scored["stages"][-1]["tokens"][0]["rank"]
     assert found["stages"][0]["logit"] != last["logit"]
 
 

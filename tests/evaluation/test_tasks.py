@@ -33,6 +33,14 @@ def test_accuracies_are_centred_by_chance() -> None:
     assert TASKS["commonsense_qa"].centred(0.5, "v2") == pytest.approx((0.5 - 0.403) / 0.597)
 
 
+def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    """JSON allows them inside of strings: only a line feed ends an item."""
+    item = {"query": "a\u2028b\x85c", "choices": ["x", "y"], "gold": 1}
+    file = tmp_path / "copa.jsonl"
+    file.write_text(json.dumps(item, ensure_ascii=False) + "\r\n\n", encoding="utf-8", newline="")
+    assert read_items(TASKS["copa"], file)[0]["query"] == item["query"]
+
+
 def test_tasks_are_chosen_by_label() -> None:
     assert [task.label for task in chosen_tasks(["piqa", "copa"])] == ["copa", "piqa"]
     with pytest.raises(ConfigError, match="task 'copi' is unknown; choose some of hellaswag_zeroshot, jeop"):

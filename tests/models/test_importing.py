@@ -78,13 +78,14 @@ def test_loading_takes_no_second_copy(source: Source, imported: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["eval", "compare", "report", "calibrate"])
 def test_verbs_work_on_it(
-    imported: Path, corpus: Path, verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    imported: Path, verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(imported, run)
-    more = {"eval": ["--data", str(corpus), "--bytes", "800"], "calibrate": ["--bytes", "3000"]}
+    more = {"eval": ["--bytes", "800"], "calibrate": ["--bytes", "3000"]}
     assert main([verb, str(run), *more.get(verb, []), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+    assert not (verb == "eval" and (run / "results.json").exists()), "some bytes are not its results"
 
 
 def test_a_conversation(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_without_onnxruntime(stack_of: Callable[[str], Stack], monkeypatch: pyte
         ({"name": "jax"}, "runtime 'jax' is unknown; choose torch, onnx or onnx:PROVIDER"),
         ({"name": "torch:cuda"}, "runtime 'torch:cuda' is unknown"),
         ({"name": "onnx:tpu"}, "has no provider 'tpu' here"),
-        ({"name": "torch", "weights": "int4"}, "weights int4 are for the runtime onnx"),
+        ({"name": "torch", "weights": "int4"}, "weights is int4, which only onnx runs"),
         ({"weights": "int2"}, "weights 'int2' are unknown"),
     ],
 )

@@ -9,10 +9,14 @@ import pytest
 
 from topograd.errors import ConfigError
 from topograd.runs.session import Session
+from topograd.serve.chats import Chats
+from topograd.serve.fields import RequestError
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
 from topograd.serve.texts import Tell
 from topograd.specialists.attach import new_specialist
+from topograd.specialists.records import spelled
+from topograd.specialists.tokens import NewToken
 
 
 def _listener(tokens: list[int]) -> Tell:
@@ -20,8 +24,12 @@ def _listener(tokens: list[int]) -> Tell:
     return lambda choice: lambda progress: tokens.extend(each.token for each in progress.written)
 
 
-def test_rows_with_and_without_specialists(make_session: Callable[..., Session], tmp_path: Path) -> None:
-    base = make_session(3)
+@pytest.fixture(scope="module")
+def base(make_session: Callable[..., Session]) -> Session:
+    return make_session(3)
+
+
+def test_rows_with_and_without_specialists(base: Session, tmp_path: Path) -> None:
     new_specialist(tmp_path / "quiet", base)
     served = open_served(base.run.folder, "base", Limits(rows=2), [tmp_path / "quiet"])
     assert served.specialists is not None
@@ -47,3 +55,25 @@ def test_rows_with_and_without_specialists(make_session: Callable[..., Session],
     assert told["with"] == expected[0]
     with pytest.raises(ConfigError, match="full depth"):
         lanes.of("prefix:1", job.sampling, (("quiet", 1.0),))
+
+
+def test_prompts_are_spelled_as_generate_spells_them(base: Session, tmp_path: Path) -> None:
+    """A specialist's own tokens are known in its requests alone, and so is the template of its chats."""
+    new_specialist(tmp_path / "talks", base, tokens=[NewToken("<|go|>", "g")])
+    served = open_served(base.run.folder, "base", Limits(rows=2), [tmp_path / "talks"])
+    words = served.vocabulary({"specialists": ["talks"]})
+    assert words is not None
+    new = words.size - 1
+    assert served.specialists is not None
+    model = served.specialists.model({"talks": 1.0})
+    assert served.prompts("a<|go|>", words) == [model.encode("a<|go|>")] == [[*b"a", new]]
+    assert served.prompts(["", [new]], words) == [model.encode(""), [new]] == [[256], [new]]
+    assert served.prompts("<|go|>", served.vocabulary({"specialists": []})) == [[*b"<|go|>"]]
+    with pytest.raises(RequestError, match=f"has token {new}"):
+        served.prompts([new])
+    chats, said = Chats(served), [{"role": "user", "content": "hi"}]
+    try:
+        assert chats.prompt(said) == [*b"hi"]
+        assert chats.prompt(said, words) == words.encode_chat(spelled(words, ["hi"])[0])
+    finally:
+        chats.close()

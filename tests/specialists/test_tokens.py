@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import ConfigError
 from topograd.runs.session import Session
 from topograd.specialists.attach import attach, new_specialist, open_specialist
@@ -50,6 +51,16 @@ def test_what_users_write(gpt: Session) -> None:
         Vocabulary(gpt.tokenizer, 257, [NewToken("a", "b"), NewToken("a", "c")])
 
 
+def test_a_prompt_keeps_what_the_base_puts_around_it(imported: Session) -> None:
+    bos = {"bos_token": "<|endoftext|>", "add_bos_token": True}
+    tokenizer = ForeignTokenizer(imported.tokenizer.to_text(), bos)
+    vocabulary = Vocabulary(tokenizer, 400, [NewToken("<|a|>", "x")])
+    assert vocabulary.encode("def x") == tokenizer.encode("def x", special=True)
+    assert vocabulary.encode("<|a|>") == [tokenizer.special("bos"), 400]
+    assert vocabulary.encode("") == [tokenizer.special("bos")]
+    assert Vocabulary(imported.tokenizer, 400).encode("") == [imported.tokenizer.separator]
+
+
 def test_tokens_that_the_base_does_not_know_are_refused(gpt: Session) -> None:
     with pytest.raises(ConfigError, match="token 300 is unknown to the base, which has 257 tokens"):
         Vocabulary(gpt.tokenizer, 257).check([3, 300])
@@ -58,5 +69,7 @@ def test_tokens_that_the_base_does_not_know_are_refused(gpt: Session) -> None:
 def test_specialists_with_other_tokens_do_not_go_together(gpt: Session, tmp_path: Path) -> None:
     new_specialist(tmp_path / "a", gpt, tokens=[NewToken("<|a|>", "x")])
     new_specialist(tmp_path / "b", gpt, tokens=[NewToken("<|b|>", "x")])
-    with pytest.raises(ConfigError, match="has other new tokens"):
-        attach(gpt, [open_specialist(tmp_path / name) for name in ("a", "b")])
+    new_specialist(tmp_path / "c", gpt)
+    for pair in ("ab", "ac", "ca"):
+        with pytest.raises(ConfigError, match="has other new tokens than one beside it, or none"):
+            attach(gpt, [open_specialist(tmp_path / name) for name in pair])

@@ -87,12 +87,16 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
                 f"{flag} is {given}, and {asked.folder} was trained on {_KIND[images]}; leave it out"
             )
     if images:
+        if asked.weights != "float32":
+            raise ConfigError(
+                f"--weights is {asked.weights}, and {asked.folder} was trained on images; leave it out"
+            )
         opened = open_run(asked.folder, asked.from_)
         return opened.config, measured_images(opened, asked.data, asked.images, counted("images read"))
     session = open_session(asked.folder, asked.from_)
     text = heldout_text(session, asked.data, asked.bytes)
     results = measured(session, text, counted("windows read"))
-    if asked.data is None and asked.from_ is None:
+    if asked.data is None and asked.from_ is None and asked.bytes is None:  # what `compare` would measure
         _keep(session, results)
     return session.config, results | _quantised(asked, session, text)
 

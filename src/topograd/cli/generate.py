@@ -182,7 +182,7 @@ def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[i
     if pool is not None:
         from topograd.specialists.records import template_of
 
-        vocabulary = pool.attached.vocabulary
+        vocabulary = pool.vocabulary
         return template_of(vocabulary), getattr(tokenizer, "special_tokens", {}), vocabulary.encode_chat
     template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
     if template is None or not isinstance(tokenizer, ForeignTokenizer):

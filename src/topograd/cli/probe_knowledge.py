@@ -14,7 +14,7 @@ from topograd.cli.console import Json, number, out, parse, print_json
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from topograd.specialists.attach import Attached
+    from topograd.specialists.model import SpecialistPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ def run(argv: list[str]) -> int:
     folders = [] if asked.specialist is None else str(asked.specialist).split(",")
     pool = SpecialistPool.open(asked.folder, {Path(folder).resolve().name: folder for folder in folders})
     attached = pool.attached
-    prompt, passage = _prompts(asked, attached)
-    target = attached.vocabulary.encode_chat(asked.target)
+    prompts, target = _tokens(asked, pool)
+    prompt, passage = prompts[0], prompts[1] if len(prompts) > 1 else None
     found = probe(attached, prompt, target)
     if passage is not None:
         found["with_passage"] = probe(attached, passage, target)
@@ -67,23 +67,21 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _prompts(asked: Question, attached: Attached) -> tuple[list[int], list[int] | None]:
-    """The tokens of the prompt, and of the prompt behind the passage if there is one."""
+def _tokens(asked: Question, pool: SpecialistPool) -> tuple[list[list[int]], list[int]]:
+    """The prompt's tokens, those of the prompt behind the passage, and the target's, split as in a text."""
+    from topograd.evaluation.texts import encode_pair
+
     texts = [asked.prompt]
     if asked.passage is not None:
         texts.append(f"{asked.passage}\n{asked.prompt}")
-    if asked.chat:
-        from topograd.specialists.records import spelled
+    if not asked.chat:
+        pairs = [encode_pair(pool.model(), text, asked.target) for text in texts]
+        return [before for before, _ in pairs], pairs[0][1]
+    from topograd.specialists.records import spelled
 
-        texts = spelled(attached.vocabulary, texts)
-        ids = [attached.vocabulary.encode_chat(text) for text in texts]
-    else:
-        from topograd.data.foreign_tokenizer import ForeignTokenizer
-
-        tokenizer = attached.base.tokenizer
-        special = isinstance(tokenizer, ForeignTokenizer)
-        ids = [tokenizer.encode(t, special=True) if special else tokenizer.encode(t) for t in texts]  # type: ignore[call-arg]
-    return ids[0], ids[1] if len(ids) > 1 else None
+    texts, encode = spelled(pool.vocabulary, texts), pool.vocabulary.encode_chat
+    prompts = [encode(text) for text in texts]
+    return prompts, encode(texts[0] + asked.target)[len(prompts[0]) :] or encode(asked.target)
 
 
 def stages_table(title: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:

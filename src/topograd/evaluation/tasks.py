@@ -128,7 +128,7 @@ def read_items(task: Task, path: Path) -> list[Item]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{path} has more than {MOST_BYTES} bytes; give a task file")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})") from None
     except UnicodeDecodeError:

@@ -39,7 +39,7 @@ def runtime_of(
         raise ConfigError(f"runtime {name!r} is unknown; choose torch, onnx or onnx:PROVIDER")
     if kind == "torch":
         if precision != "float32":
-            raise ConfigError(f"weights {weights} are for the runtime onnx; torch keeps the model's own")
+            raise ConfigError(f"weights is {weights}, which only onnx runs; torch keeps the model's own")
         return None
     if not installed():
         if name is None and precision == "float32":

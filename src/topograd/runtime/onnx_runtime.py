@@ -117,7 +117,8 @@ class OnnxRuntime:
     ) -> None:
         problem = obstacle(stack)
         if problem is not None:
-            raise ConfigError(f"{problem}, so onnxruntime cannot run it; use --runtime torch")
+            instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
+            raise ConfigError(f"{problem}, so onnxruntime cannot run it; {instead}")
         assert isinstance(stack, GPT | Transformer)
         self.stack, self.precision = stack, precision
         self.settings = shared_settings(provider)

@@ -139,7 +139,7 @@ class Service:
         inbox: Inbox = asyncio.Queue()
 
         def prepare() -> list[Job]:
-            prompts = self.served.prompts(asked["prompt"])
+            prompts = self.served.prompts(asked["prompt"], self.served.vocabulary(asked))
             return self.served.jobs(asked, prompts, asked["max_tokens"], lambda i: self.worker.tell(inbox, i))
 
         long = len(asked["prompt"]) > AT_ONCE // 4
@@ -155,7 +155,8 @@ class Service:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         most = asked["max_completion_tokens"]
         tokens = asked["max_tokens"] if most is None else most
-        prompt = await asyncio.to_thread(self.chats.prompt, asked["messages"])
+        words = self.served.vocabulary(asked)
+        prompt = await asyncio.to_thread(self.chats.prompt, asked["messages"], words)
         inbox: Inbox = asyncio.Queue()
         jobs = self.served.jobs(asked, [prompt], tokens, lambda i: self.worker.tell(inbox, i))
         for job in jobs:

@@ -4,7 +4,8 @@ A template is a stranger's program, so each conversation gets a process of its o
 start one takes longer than to render: the next is started as soon as the last was used.
 
 A model without a template gets the messages' texts with an empty line between them, and nothing else: such a
-model was not trained on conversations.
+model was not trained on conversations. Its specialists may have been: they get the template that `finetune`
+spells chats with, as `generate --chat` does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from topograd.errors import CheckpointError, ConfigError
 from topograd.models.chat import Renderer, chat_template
 from topograd.serve.fields import RequestError
 from topograd.serve.texts import Served
+from topograd.specialists.records import template_of
+from topograd.specialists.tokens import Vocabulary
 
 
 class Chats:
@@ -28,20 +31,29 @@ class Chats:
         tokenizer = served.tokenizer
         self.template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
         self._lock = threading.Lock()
-        self._renderer = None if self.template is None else Renderer()
+        rendered = self.template is not None or served.specialists is not None
+        self._renderer = Renderer() if rendered else None
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, ready for the answer; not on the event loop."""
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], vocabulary: Vocabulary | None = None
+    ) -> list[int]:
+        """The tokens of a conversation, ready for the answer; not on the event loop.
+
+        `vocabulary` is of the specialists that are to answer it.
+        """
         plain = [{**message, "content": _text(message.get("content"))} for message in messages]
-        tokenizer = self.served.tokenizer
-        if self.template is None or self._renderer is None or not isinstance(tokenizer, ForeignTokenizer):
+        template = self.template if vocabulary is None else template_of(vocabulary)
+        if template is None or self._renderer is None:
             return self.served.encode("\n\n".join(message["content"] for message in plain))
+        tokenizer = self.served.tokenizer
+        special = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else None
         try:
             with self._lock:
-                text = self._renderer.render(self.template, plain, special_tokens=tokenizer.special_tokens)
+                text = self._renderer.render(template, plain, special_tokens=special)
         except (ConfigError, CheckpointError) as error:
             raise RequestError(str(error), "messages") from None
-        return tokenizer.encode_chat(text) or [tokenizer.separator]
+        encode = self.served.encode_bare if vocabulary is None else vocabulary.encode_chat
+        return encode(text) or [tokenizer.separator]
 
     def close(self) -> None:
         """End the process that waits."""

@@ -19,6 +19,7 @@ from topograd.serve.jobs import Job, Progress
 from topograd.serve.names import model_name, split_id
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
+from topograd.specialists.tokens import Vocabulary
 
 SAFE = re.compile(
     r"full|prefix:-?\d{1,9}|(path|branches):[0-9,+*.e-]{1,200}|wand(:[a-z-]{1,20})?(:[0-9.e-]{1,20})?"
@@ -85,13 +86,19 @@ class Served:
         """The text of tokens."""
         return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
 
-    def prompts(self, given: str | list[Any]) -> list[list[int]]:
-        """The tokens of each prompt of a completion."""
+    def prompts(self, given: str | list[Any], words: Vocabulary | None = None) -> list[list[int]]:
+        """The tokens of each prompt of a completion; `words` are of the specialists that continue it."""
+        encode = self.encode if words is None else words.encode
+        rows = self.vocab if words is None else words.size
         if isinstance(given, str):
-            return [self.encode(given)]
+            return [encode(given)]
         if all(isinstance(item, int) for item in given):
-            return [self.checked(given)]
-        return [self.encode(item) if isinstance(item, str) else self.checked(item) for item in given]
+            return [self.checked(given, rows=rows)]
+        return [encode(item) if isinstance(item, str) else self.checked(item, rows=rows) for item in given]
+
+    def vocabulary(self, asked: Mapping[str, Any]) -> Vocabulary | None:
+        """The tokens of the specialists that a request switches on; None without any."""
+        return None if self.specialists is None or not asked["specialists"] else self.specialists.vocabulary
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, as the model was trained to read them."""
@@ -112,13 +119,11 @@ class Served:
         roles = ("bos_token", "eos_token", "pad_token")
         return {"vocab": self.vocab, **{name: named.get(name) for name in roles}}
 
-    def checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
-        """Tokens, if the model has them."""
-        most = max(tokens, default=0)
-        if most >= self.vocab:
-            raise RequestError(
-                f"{field} has token {most}; the model has tokens from 0 to {self.vocab - 1}", field
-            )
+    def checked(self, tokens: list[int], field: str = "prompt", rows: int | None = None) -> list[int]:
+        """Tokens, if the model has them, or the `rows` of it and its specialists."""
+        most, rows = max(tokens, default=0), rows or self.vocab
+        if most >= rows:
+            raise RequestError(f"{field} has token {most}; the model has tokens from 0 to {rows - 1}", field)
         return tokens
 
     def room(self, prompt: Sequence[int], tokens: int | None) -> int:

@@ -175,10 +175,10 @@ def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
     """New layers and heads for each shape on a copy of the base's stack that shares its weights."""
     tokens = next((shape.tokens for shape in shapes.values() if shape.tokens), ())
     for name, shape in shapes.items():
-        if shape.tokens and shape.tokens != tokens:
+        if shape.tokens != tokens:  # ids differ, and so do the sizes of their heads
             raise ConfigError(
-                f"specialist {name!r} has other new tokens than one beside it, so their ids differ; attach "
-                "them one at a time"
+                f"specialist {name!r} has other new tokens than one beside it, or none; attach them one at a "
+                "time"
             )
     vocabulary = Vocabulary(base.tokenizer, _vocab(base), tokens)
     stack = copied(base.stack)

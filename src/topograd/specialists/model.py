@@ -34,6 +34,7 @@ from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import Sidecar
 from topograd.specialists.attach import Attached, attach, open_specialist, with_plan
 from topograd.specialists.composition import Pool, Weights, composed, composed_terms, parse_specialists
+from topograd.specialists.tokens import Vocabulary
 from topograd.topology.prediction import Terms
 
 
@@ -71,6 +72,11 @@ class SpecialistPool:
     def names(self) -> list[str]:
         """The specialists, in order."""
         return list(self.attached.stages)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The base's tokens and those that the specialists added."""
+        return self.attached.vocabulary
 
     @cached_property
     def engine(self) -> Engine:
@@ -122,8 +128,8 @@ class ComposedModel(Model):
         return engine
 
     def encode(self, prompt: str) -> list[int]:
-        vocabulary = self.pool.attached.vocabulary
-        return vocabulary.encode_chat(prompt) if vocabulary.new else super().encode(prompt)
+        vocabulary = self.pool.vocabulary
+        return vocabulary.encode(prompt) if vocabulary.new else super().encode(prompt)
 
     def generate(
         self,

@@ -17,6 +17,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,21 @@ class Vocabulary:
             elif part:
                 ids.extend(self._plain(part))
         return ids
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt: the same, with what the base's tokenizer puts around one; never none."""
+        before, after = self._around
+        return [*before, *self.encode_chat(text), *after] or [self.tokenizer.separator]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the base's tokenizer puts before and behind a prompt."""
+        if not isinstance(self.tokenizer, ForeignTokenizer):
+            return [], []
+        bare, whole = self.tokenizer.encode_chat("a"), self.tokenizer.encode("a", special=True)
+        places = range(len(whole) - len(bare) + 1)
+        start = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+        return whole[:start], whole[start + len(bare) :]
 
     def check(self, ids: Sequence[int]) -> None:
         """Refuse tokens that the base does not know."""
