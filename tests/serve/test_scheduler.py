@@ -192,6 +192,10 @@ def test_unknown_depths_and_failures_end_one_text_only(
     desk.scheduler.add([wrong])
     assert desk.told[wrong.number][-1].status == 400
     assert "deep" in desk.told[wrong.number][-1].error
+    for depth, why in [("wand", "RUN is not calibrated"), ("speculate:draft", "RUN has no draft stage")]:
+        desk.scheduler.add([uncalibrated := desk.job([100], 3, depth)])
+        assert why in desk.told[uncalibrated.number][-1].error
+        assert str(desk.session.run.folder) not in desk.told[uncalibrated.number][-1].error
     bad = desk.job([102], 3, "prefix:1")
     desk.scheduler.add([good])
     desk.scheduler.add([bad])

@@ -75,7 +75,8 @@ class Scheduler:
             try:
                 lane = self.lanes.of(job.depth, job.sampling, job.specialists)
             except TopogradError as error:
-                job.tell(Progress(finish="error", error=str(error), status=400))
+                said = str(error).replace(str(self.lanes.session.run.folder), "RUN")  # a path is not theirs
+                job.tell(Progress(finish="error", error=said, status=400))
                 continue
             job.tell(Progress())  # it can be done
             heapq.heappush(self._waiting, (self._tag + place, job.number, job, lane))

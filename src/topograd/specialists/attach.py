@@ -202,8 +202,8 @@ def copied(stack: Stack) -> Stack:
     head = getattr(stack, "head", None)
     if not hasattr(stack, "append_layers") or not isinstance(head, Head):
         raise ConfigError(
-            f"a {type(stack).__name__} has no place for new layers; specialists need a GPT or an imported "
-            "model"
+            f"a stack of the kind {type(stack).__name__} has no place for new layers; specialists need a GPT "
+            "or an imported model that topograd runs itself"
         )
     twin = shallow(stack)
     assert isinstance(twin, Stack)
