@@ -41,6 +41,9 @@ def test_times_come_from_a_measurement(tmp_path: Path, capsys: pytest.CaptureFix
         (["--mbit", "0"], "--mbit is 0"),
         (["--bench", "nowhere.json"], "cannot be read"),
         (["--microbatches", "-1"], "microbatches is -1"),
+        (["--ranks", "65536", "--microbatches", "1000000"], "ask for fewer --ranks or --microbatches"),
+        (["--forward", "0"], "--forward is 0"),
+        (["--figure", "x.bmp"], "ends in .svg or .png"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], line: str) -> None:

@@ -85,7 +85,7 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
     server.wait(20)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """Start a job: `launch("steps", 2, parallel="stages=2", ...)`; `ranks` starts only some of them."""
 

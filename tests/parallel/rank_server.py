@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers and FSDP2 load it: here once, and not in every rank
+import torch.distributed.run as run_module
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.launcher.api import elastic_launch
 
 import topograd.cli.train_on_ranks  # noqa: F401
 from topograd.benchmarks.pipeline_worker import measure
@@ -103,7 +107,7 @@ def steps(
 ) -> dict[str, Any]:
     """Some steps of training; saves a set, and returns the losses of all stages."""
     shape = options.pop("shape", {})
-    broken = options.pop("broken", None)
+    broken, slow = options.pop("broken", None), options.pop("slow", {})
     with joined(parallel) as ranks:
         stack, plan = model(topology, **shape)
         if broken is not None:
@@ -112,13 +116,15 @@ def steps(
         loop = stage_loop(ranks, stack, plan, **options)
         found = []
         for step in range(count):
+            time.sleep(slow.get(str(ranks.rank), 0.0))
             done = loop.step(plan, batches(step, accumulate), step + 1)
             found.append({"loss": done.losses.tolist(), "norm": done.norm, "halted": list(done.halted)})
         store = SetStore(Path(folder) / "set", ranks)
         store.save(step=count, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
         kept = sum(not p.is_meta for p in stack.parameters())
         gathered = 0 if loop.scan is None else loop.scan.gathered_bytes
-        return {"steps": found, "sent": loop.wire.sent_bytes, "kept": kept, "gathered": gathered}
+        sizes = {"sent": loop.wire.sent_bytes, "kept": kept, "gathered": gathered}
+        return {"steps": found, "waited": ranks.waited, **sizes}
 
 
 @job
@@ -133,6 +139,24 @@ def cli_with_small_files(argv: list[str], rank: int, folder: str = "") -> int:
     if os.environ["RANK"] == str(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     return main(argv)
+
+
+@job
+def torchrun(flags: list[str], argv: list[str], folder: str) -> str:
+    """torchrun itself, but for its ranks: they are forked, so that none of them costs an import."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    vars(run_module)["elastic_launch"] = lambda config, entrypoint: elastic_launch(config, forked_rank)
+    os.environ["RANK_FOLDER"] = folder
+    run_module.main([*flags, "--start-method", "fork", "-m", "topograd", *argv])
+    return "ended"
+
+
+def forked_rank(*words: str) -> None:
+    """What `python -m topograd` does under torchrun; leaves its process id."""
+    Path(os.environ["RANK_FOLDER"], f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    code = main(list(words[words.index("topograd") + 1 :]))
+    if code:
+        raise SystemExit(code)
 
 
 @job
@@ -215,7 +239,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    import signal
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     serve()

@@ -6,78 +6,62 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from topograd.files import dump_toml
 from topograd.parallel.launch import facts_of, is_restart
+from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_session
 
 SOURCE = str(Path(__file__).parents[2] / "src")
-FLAGS = "--preset tiny --partition 2,2 --parallel stages=2 --steps 20 --seed 1 --save-every 5 --json"
 
 
-def torchrun(out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *more,
-        "-m",
-        "topograd",
-    ]
+@pytest.fixture(scope="module")
+def flags(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    file = tmp_path_factory.mktemp("settings") / "config.toml"
+    file.write_text(dump_toml(replace(config, eval_every=0).as_dict()))
+    return ["train", "--config", str(file), "--json"]
+
+
+def test_torchrun_starts_it_and_it_prints_one_object(flags: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += ["-m", "topograd", *flags, "--parallel", "stages=1", "--out", str(tmp_path / "run")]
     environment = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*command, "train", *FLAGS.split(), "--out", str(out)],
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        env=environment,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert (found["finished"], found["steps"]) == (True, 20)
+    assert open_session(tmp_path / "run").step == 20
 
 
-def of_rank(job: subprocess.Popen[str], rank: int) -> int | None:
-    """The process of a rank, by its environment."""
-    for folder in Path("/proc").iterdir():
-        try:
-            words = (folder / "environ").read_bytes().split(b"\0")
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-        except (OSError, IndexError):
-            continue
-        if int(parent) == job.pid and f"RANK={rank}".encode() in words:
-            return int(folder.name)
-    return None
+def test_a_rank_is_killed_and_torchrun_goes_on_from_the_last_set(
+    flags: list[str], launch: Any, tmp_path: Path
+) -> None:
+    def argv(name: str) -> list[str]:
+        return [*flags, "--parallel", "stages=2", "--out", str(tmp_path / name)]
 
-
-def test_a_rank_is_killed_and_torchrun_goes_on_from_the_last_set(tmp_path: Path, straight_twin: Path) -> None:
-    job = torchrun(tmp_path / "run", "--max-restarts", "1")
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    job = launch("torchrun", 1, flags=words, argv=argv("run"))
     end = time.monotonic() + 60
     while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < end:
-        time.sleep(0.01)
-    victim = of_rank(job, 1)
-    assert victim is not None
-    os.kill(victim, signal.SIGKILL)
-    printed, said = job.communicate(timeout=120)
-    assert job.returncode == 0, said[-3000:]
-    found = json.loads(printed)
-    assert found["finished"]
-    assert found["steps"] == 20
-    ours, theirs = open_session(tmp_path / "run"), open_session(straight_twin)
+        time.sleep(0.005)
+    victim = job.folder / "1.pid"
+    before = victim.read_text()
+    os.kill(int(before), signal.SIGKILL)
+    twin = launch("cli", 2, argv=argv("twin"))
+    job.results()
+    assert victim.read_text() != before, "it was started again"
+    found = json.loads(job.printed(0))
+    assert (found["finished"], found["steps"]) == (True, 20)
+    assert twin.results() == [0, 0]
+    ours, theirs = open_session(tmp_path / "run"), open_session(tmp_path / "twin")
     for (name, a), b in zip(ours.stack.state_dict().items(), theirs.stack.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-
-
-@pytest.fixture
-def straight_twin(launch: object, tmp_path: Path) -> Path:
-    """The same run without a fault."""
-    argv = ["train", *FLAGS.split(), "--out", str(tmp_path / "twin")]
-    assert launch("cli", 2, argv=argv).results() == [0, 0]  # type: ignore[operator]
-    return tmp_path / "twin"
 
 
 def test_a_restart_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,5 +26,15 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) 
         join(ParallelConfig(stages=3, replicas=2), {})
 
 
+@pytest.mark.parametrize(("rank", "world"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "")])
+def test_an_environment_of_nonsense_is_one_line(
+    rank: str, world: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(ENVIRONMENT, (rank, world, "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ParallelError, match=f"RANK is '{rank}' and WORLD_SIZE '{world}'"):
+        join(ParallelConfig(stages=2), {})
+
+
 def test_facts_are_flat() -> None:
     assert flat_facts({"a": 1, "b": {"c": 2, "d": {"e": 3}}}) == {"a": 1, "b.c": 2, "b.d.e": 3}

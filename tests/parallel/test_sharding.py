@@ -1,5 +1,6 @@
 """Shards of a stage's layers: what a run keeps of them, and what cannot be cut (and test_stage_loop.py)."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ SHARDS = "stages=1,replicas=2,shard,timeout=20"
 
 @pytest.fixture(scope="module")
 def cut(config: TrainConfig) -> TrainConfig:
-    small = config.changed(steps=6, accumulate=2, eval_every=0, save_every=6)
+    small = config.changed(steps=30, accumulate=2, eval_every=0, save_every=3)
     return replace(small, optimizer=OptimizerConfig(name="adamw"))
 
 
-def test_a_run_in_shards_is_stopped_and_resumed_bit_for_bit(
+def test_a_run_in_shards_is_killed_and_resumed_bit_for_bit(
     cut: TrainConfig, launch: Any, tmp_path: Path
 ) -> None:
     """Weights and moments go through a checkpoint of whole tensors, which one process reads too."""
@@ -32,8 +33,13 @@ def test_a_run_in_shards_is_stopped_and_resumed_bit_for_bit(
     flags = ["--parallel", SHARDS, "--json"]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     begin = ["train", "--config", str(file), *flags, "--out"]
+    job = launch("cli", 2, argv=[*begin, str(halves)])
+    while not list(halves.glob("checkpoints/step-*")) and job.alive(1):
+        time.sleep(0.005)
+    job.kill(1)
     straight = launch("cli", 2, argv=[*begin, str(whole)])
-    assert launch("cli", 2, argv=[*begin, str(halves), "--stop-after", "3"]).results() == [0, 0]
+    assert job.wait([0]) == [2], job.said()
+    assert "is gone: rank 0 lost it while" in job.printed(0, "err")
     assert launch("cli", 2, argv=["train", "--resume", str(halves), *flags]).results() == [0, 0]
     assert straight.results() == [0, 0]
     ours, theirs = open_session(halves).stack.state_dict(), open_session(whole).stack.state_dict()

@@ -27,7 +27,7 @@ def settings(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> P
     return file
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def train(launch: Any, settings: Path) -> Any:
     def start(folder: Path, *more: str, world: int = 2, parallel: str = TWO) -> Any:
         begin = ["--resume", str(folder)] if (folder / "config.toml").exists() else []
@@ -35,6 +35,15 @@ def train(launch: Any, settings: Path) -> Any:
         return launch("cli", world, argv=["train", *begin, "--parallel", parallel, "--json", *more])
 
     return start
+
+
+@pytest.fixture(scope="module")
+def whole(train: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run on two ranks that nothing happened to, and its job."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    job = train(folder)
+    assert job.results() == [0, 0]
+    return folder, job
 
 
 def losses(folder: Path) -> list[float]:
@@ -45,19 +54,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return open_session(folder).stack.state_dict()
 
 
-def test_a_run_on_two_ranks_is_a_run(train: Any, straight: Run, tmp_path: Path) -> None:
-    job = train(tmp_path / "run")
-    assert job.results() == [0, 0]
+def test_a_run_on_two_ranks_is_a_run(whole: tuple[Path, Any], straight: Run) -> None:
+    folder, job = whole
     printed = json.loads(job.printed(0))
     assert job.printed(1) == ""
     assert printed["finished"]
     assert printed["steps"] == 20
-    assert losses(tmp_path / "run") == pytest.approx(losses(straight.folder), abs=1e-4)  # float32, 20 steps
-    session = open_session(tmp_path / "run")
+    assert losses(folder) == pytest.approx(losses(straight.folder), abs=1e-4)  # float32, 20 steps
+    session = open_session(folder)
     reading = evaluate(session.stack, session.plan, heldout_text(session))
     assert reading.bpb.prediction == pytest.approx(printed["bpb"]["prediction"], rel=1e-12)
     assert session.weights == printed["weights"]
-    assert load(tmp_path / "run").generate("stage", 4)
+    assert load(folder).generate("stage", 4)
 
 
 def test_stopped_it_goes_on_in_another_number_of_processes(train: Any, tmp_path: Path, straight: Run) -> None:
@@ -69,9 +77,10 @@ def test_stopped_it_goes_on_in_another_number_of_processes(train: Any, tmp_path:
     assert losses(tmp_path / "two") == pytest.approx(losses(straight.folder), abs=1e-4)
 
 
-def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(train: Any, tmp_path: Path) -> None:
-    assert train(tmp_path / "whole").results() == [0, 0]
-    expected = weights(tmp_path / "whole")
+def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
+    train: Any, whole: tuple[Path, Any], tmp_path: Path
+) -> None:
+    expected = weights(whole[0])
     for victim in (0, 1):
         folder = tmp_path / f"killed-{victim}"
         job = train(folder)
@@ -82,7 +91,7 @@ def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(train: An
         other = 1 - victim
         assert f"rank {victim} is gone" in job.printed(other, "err") or not job.alive(other)
         assert train(folder).results() == [0, 0]
-        assert losses(folder) == losses(tmp_path / "whole")
+        assert losses(folder) == losses(whole[0])
         for name, tensor in weights(folder).items():
             assert torch.equal(tensor, expected[name]), name
 
@@ -91,6 +100,8 @@ BAD: dict[str, Any] = {
     "world": ({"world": 3}, "3 processes were started, and --parallel stages=2 needs 2"),
     "stages": ({"parallel": "stages=4", "world": 4}, "the topology has 2 stages"),
     "geometry": ({"more": ["--geometry-every", "2"]}, "geometry_every"),
+    "partition": ({"more": ["--partition", "2,3"]}, "--partition 2,3 has 5 layers and the model has 2"),
+    "words": ({"parallel": "stages=2,speed=9"}, "'speed=9'"),
 }
 
 

@@ -42,6 +42,8 @@ class Simulate:
 
     def __post_init__(self) -> None:
         self.work()
+        if self.figure is not None and self.figure.suffix not in (".svg", ".png"):
+            raise ConfigError(f"--figure is {self.figure}; give a name that ends in .svg or .png")
 
     def work(self) -> Work:
         return Work(

@@ -17,6 +17,8 @@ from topograd.cli.flags import flags_of
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
+from topograd.parallel.settings import ParallelConfig
+from topograd.parallel.torchrun import let_the_first_speak, speaks_for_machine
 from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
@@ -56,13 +58,23 @@ class Train:
 
 def run(argv: list[str]) -> int:
     """Train, print the results, return the exit code."""
-    asked = _read(argv)
-    if asked.stop_after is not None and asked.stop_after < 1:
-        raise ConfigError(f"--stop-after is {asked.stop_after}; it must be at least 1")
-    if asked.parallel is not None:
+    try:
+        asked = _read(argv)
+        if asked.stop_after is not None and asked.stop_after < 1:
+            raise ConfigError(f"--stop-after is {asked.stop_after}; it must be at least 1")
+        spread = None if asked.parallel is None else ParallelConfig.parse(asked.parallel)
+        if spread is not None and asked.resume is None and asked.out is None:
+            raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")
+    except ConfigError:
+        spread_out = any(word.partition("=")[0] == "--parallel" for word in argv)
+        if not spread_out or speaks_for_machine():
+            raise
+        let_the_first_speak()
+        return 2
+    if spread is not None:
         from topograd.cli.train_on_ranks import train_on_ranks
 
-        return train_on_ranks(asked)
+        return train_on_ranks(asked, spread)
     from topograd.training.trainer import resume, start
 
     if asked.resume is not None:

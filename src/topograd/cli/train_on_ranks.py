@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,22 +10,24 @@ from topograd import __version__
 from topograd.cli.console import note, print_json
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.train import Train, finished, show, train
-from topograd.errors import CheckpointError, ConfigError, DivergenceError
+from topograd.errors import CheckpointError, DivergenceError
 from topograd.parallel.settings import ParallelConfig
+from topograd.parallel.torchrun import let_the_first_speak
 
 if TYPE_CHECKING:
     from topograd.parallel.ranks import Ranks
 
 
-def train_on_ranks(asked: Train) -> int:
+def train_on_ranks(asked: Train, config: ParallelConfig) -> int:
     """Train this rank's stages; print on rank 0; return the exit code, the same on all ranks."""
-    assert asked.parallel is not None
-    config = ParallelConfig.parse(asked.parallel)
     folder = asked.resume or asked.out
-    if folder is None:
-        raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")
+    assert folder is not None
     if config.stage is not None:
         return _train_alone(asked, config, Path(folder))
+    if (
+        asked.settings.device == "cpu"
+    ):  # what c10d logs of a lost peer comes as an error too, and is said in one line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from topograd.parallel.launch import facts_of
     from topograd.parallel.ranks import join, leave
 
@@ -36,6 +39,7 @@ def train_on_ranks(asked: Train) -> int:
     except (DivergenceError, CheckpointError):
         if ranks.first:
             raise
+        let_the_first_speak()
         return 2  # of all ranks alike: rank 0 says it
     finally:
         leave()

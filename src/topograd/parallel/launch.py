@@ -13,6 +13,7 @@ import torch
 from topograd.errors import ParallelError, TopogradError
 from topograd.parallel.ranks import Ranks, flat_facts, wait_until_read
 from topograd.parallel.stage_trainer import StageTrainer
+from topograd.parallel.torchrun import let_the_first_speak
 from topograd.runs.config import TrainConfig
 from topograd.training.trainer import Make, Trainer, resume, start
 
@@ -60,6 +61,7 @@ def _first_then_all(
         ranks.tell("run", "")
     elif ranks.follow("run", 0, f"{what} on rank 0"):
         ranks.store.set(f"read/{ranks.rank}", "1")
+        let_the_first_speak()
         raise SystemExit(2)
     else:
         with ranks.busy():

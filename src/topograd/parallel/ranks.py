@@ -28,6 +28,7 @@ import torch.distributed as dist
 from topograd.errors import ParallelError
 from topograd.files import dump_json
 from topograd.parallel.settings import ParallelConfig
+from topograd.parallel.torchrun import let_the_first_speak
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 2.0
@@ -96,6 +97,16 @@ class Ranks:
             if isinstance(error, ParallelError):
                 raise
             raise ParallelError(self._blame(what, None, str(error))) from None
+
+    @contextmanager
+    def within(self, what: str) -> Iterator[None]:
+        """Within it torch itself talks to other ranks; ParallelError names what is gone or silent."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise ParallelError(self._blame(what, None, str(error))) from None
+            raise
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -184,7 +195,7 @@ def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") 
             f"--parallel needs {', '.join(missing)} in the environment; start it with: "
             f"torchrun --nproc-per-node {config.world} -m topograd train ..."
         )
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = _place()
     if world != config.world:
         replicas = f" and replicas={config.replicas}" if config.replicas > 1 else ""
         _refuse(
@@ -213,6 +224,21 @@ def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") 
         )
         ranks.replica_group, ranks.replica_mesh = mesh.get_group("replica"), mesh["replica"]
     return ranks
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    given = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    try:
+        rank, world = map(int, given)
+    except ValueError:
+        rank, world = -1, 0
+    if not 0 <= rank < world:
+        raise ParallelError(
+            f"RANK is {given[0]!r} and WORLD_SIZE {given[1]!r} in the environment; they must be whole "
+            "numbers, 0 <= RANK < WORLD_SIZE, as torchrun sets them"
+        )
+    return rank, world
 
 
 def _store(rank: int, limit: timedelta) -> dist.Store:
@@ -288,6 +314,7 @@ def _refuse(rank: int, message: str) -> NoReturn:
     """One line from one rank; the others end without a word."""
     if rank == 0:
         raise ParallelError(message)
+    let_the_first_speak()
     raise SystemExit(2)
 
 

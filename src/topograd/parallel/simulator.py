@@ -45,6 +45,8 @@ from topograd.topology.pipeline import pipeline_order
 METHODS = ("gpipe", "1f1b", "staged", "free", "scan", "data")
 _SECONDS = (0.0, 1e9)
 _NUMBER = (0.0, 1e18)
+_MOST_TASKS = 2**23
+"""Forwards of one step that are simulated."""
 _RANKS_A_CORE = 16
 """Beyond this the fill of a pipeline is little beside all the work on its cores."""
 
@@ -65,7 +67,7 @@ class Times:
     """o: the optimizer's step of a stage, once a step."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, forward=_SECONDS, backward=_SECONDS, head=_SECONDS, embed=_SECONDS)
+        check_numbers(self, forward=(1e-9, _SECONDS[1]), backward=_SECONDS, head=_SECONDS, embed=_SECONDS)
         check_numbers(self, optimizer=_SECONDS)
 
 
@@ -329,6 +331,11 @@ def simulate(ranks: int, work: Work) -> dict[str, Any]:
     check = range(1, 2**16 + 1)
     if ranks not in check:
         raise ConfigError(f"ranks is {ranks}; it must lie in 1..{2**16}")
+    if ranks * work.microbatches > _MOST_TASKS:
+        raise ConfigError(
+            f"{ranks} ranks of {work.microbatches} micro-batches are more than {_MOST_TASKS} forwards; "
+            "ask for fewer --ranks or --microbatches"
+        )
     counts = [2**k for k in range(ranks.bit_length()) if 2**k <= ranks]
     counts = counts if counts[-1] == ranks else [*counts, ranks]
     table = {

@@ -65,7 +65,8 @@ class StageLoop(TrainingLoop):
         replicas = self.ranks.config.replicas
         mine = batches[self.ranks.replica :: replicas]
         self.wire.begin(len(mine))
-        losses = self._gradients(plan, mine, len(batches))
+        with self.ranks.within("gathering layers"):
+            losses = self._gradients(plan, mine, len(batches))
         self.wire.finish()
         if replicas > 1:
             self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)

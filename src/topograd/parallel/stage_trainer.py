@@ -214,7 +214,8 @@ def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Para
 def gather_stack(stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks) -> Stack | None:
     """The whole model on rank 0; None on the others. Everybody must call it."""
     state = present(stack.state_dict())
-    own = ranks.collective(lambda: {name: whole_of(t) for name, t in state.items()}, "gathering shards")
+    with ranks.within("gathering shards"):
+        own = {name: whole_of(tensor) for name, tensor in state.items()}
     if ranks.replica > 0:
         return None
     if ranks.place > 0:
