@@ -16,6 +16,7 @@ def test_readings() -> None:
     assert results["covered"] == 16 * 8 + 2 * 8 * 8 * 8
     spread = results["step_spread"]
     assert 0 < spread["low"] <= results["step_ratio_vs_adamw"] <= spread["high"]
+    assert results["step_ratio_vs_fused"] > 0
     assert 1.0 < results["memory_ratio_vs_adamw"] <= MEMORY_GOAL  # two numbers for each pair
 
 

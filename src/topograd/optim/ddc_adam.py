@@ -50,7 +50,8 @@ _FUSED = ("cpu", "cuda", "mps", "xpu")
 class DDCAdam(LiftedOptimizer):
     """Adam on invariant components for the parameters of `gauges`, AdamW for all others.
 
-    `foreach` is torch's, for the parameters outside all gauges.
+    `foreach` and `fused` are torch's, for the parameters outside all gauges. Inside, Adam is fused where
+    torch has it.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     >>> from topograd.optim.gauges import CEShiftBias, ReLURescale
@@ -76,12 +77,15 @@ class DDCAdam(LiftedOptimizer):
         retract: bool = False,
         rms: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
+        if foreach and fused:
+            raise OptimError("foreach and fused are both set; choose one of them")
         if not all(0 <= beta < 1 for beta in betas) or not eps >= 0:
             raise OptimError(f"betas {betas} must be in [0, 1) and eps {eps} at least 0")
         ways = {"vertical": vertical, "reproject": reproject, "retract": retract, "rms": rms}
         moments = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, gauges, {**moments, **ways, "foreach": foreach})
+        super().__init__(params, gauges, {**moments, **ways, "foreach": foreach, "fused": fused})
 
     def _advance(self, slots: Sequence[Slot], components: list[Tensor], group: Group) -> list[Tensor]:
         fused = components[0].device.type in _FUSED
@@ -112,8 +116,8 @@ class DDCAdam(LiftedOptimizer):
             squares.append(state["exp_avg_sq"])
             steps.append(state["step"])
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        decay = group["weight_decay"]
-        _adam(parameters, gradients, averages, squares, steps, group, decay, foreach=group["foreach"])
+        ways = {name: group.get(name) for name in ("foreach", "fused")}  # states of before have no fused
+        _adam(parameters, gradients, averages, squares, steps, group, group["weight_decay"], **ways)
 
 
 def _adam(

@@ -79,7 +79,7 @@ class TranslationSplit:
         """Move the parameters by steps of the components."""
         moves = list(steps[: len(self._tensors)])
         if self._ways.reproject:
-            moves = _foreach_sub(moves, self._gauge.spread(self._gauge.collapse(moves)))
+            torch._foreach_sub_(moves, self._gauge.spread(self._gauge.collapse(moves)))
         torch._foreach_add_(self._tensors, moves)
         if self._ways.vertical != "frozen":
             vertical = steps[-1] if self._ways.vertical == "base" else -lr * self._vertical

@@ -59,6 +59,16 @@ def test_a_singular_weight_counts_less_and_weights_can_be_chosen() -> None:
         learning_coefficient(Power(), "squared-error", data, settings, weights="nowhere")
 
 
+def test_a_step_is_found_where_the_curvature_is_zero_at_the_weights() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))).double()
+    nn.init.zeros_(model[0].weight), nn.init.zeros_(model[1].weight), nn.init.zeros_(model[2].weight)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    data = torch.randn(400, 2).double(), torch.zeros(400, 2).double()
+    found = learning_coefficient(model, "squared-error", data, FEW)
+    assert found.step < 0.05, "with the curvature at the weights alone it is 0.2, and the chains diverge"
+    assert 0 < found.value < 6, "twelve regular weights would have six"
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [

@@ -58,8 +58,14 @@ DECAY = 0.99
 """α"""
 DAMPING = 1e-4
 """δ, over the mean of √v"""
+TURNS = 12
+"""Of the power iteration for the sharpest direction."""
 TRIALS = 12
-"""Halvings of a step that is looked for."""
+"""Smaller steps that are tried."""
+WANDER = 40
+"""Steps of the short chain that a step is tried with."""
+SLACK = 1.5
+"""By how much a step may pass what the short chain's end bears."""
 LARGEST_BIAS = 0.05
 """Of the virial by the step, where the step is looked for."""
 
@@ -319,21 +325,60 @@ class _Preconditioner:
 
 
 def _bearable_step(target: _Target, center: Weights, tempered: float, settings: Langevin, seed: int) -> float:
-    """ε with ε c / 4 ≤ LARGEST_BIAS for the sharpest curvature c that power iteration finds."""
+    """ε with ε c / 4 ≤ LARGEST_BIAS for the sharpest curvature c at w*, and about so where a chain gets.
+
+    At a singular w* the curvature may be 0 that a chain meets one step away.
+    """
     generator = torch.Generator().manual_seed(seed)
-    x = {name: torch.randn(w.shape, generator=generator).to(w) for name, w in center.items()}
-    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(sum(float(w.square().sum()) for w in center.values())), 1e-3)
-    for i in range(TRIALS):
+
+    def bearable(weights: Weights, turns: int) -> float:
+        sharpest = _sharpest(target, weights, turns, generator)
+        return 4 * LARGEST_BIAS / max(tempered * sharpest + settings.localization, 1e-12)
+
+    step = bearable(center, TURNS)
+    for _ in range(TRIALS):
+        reached = _wandered(target, center, tempered, settings.localization, step, generator)
+        most = step / 4 if reached is None else bearable(reached, TURNS // 3)
+        if step <= SLACK * most:
+            break
+        step = max(most, step / 4)
+    return step
+
+
+def _sharpest(target: _Target, weights: Weights, turns: int, generator: torch.Generator) -> float:
+    """The largest curvature of batches at these weights that power iteration finds."""
+    x = {name: torch.randn(w.shape, generator=generator).to(w) for name, w in weights.items()}
+    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(sum(float(w.square().sum()) for w in weights.values())), 1e-3)
+    for i in range(turns):
         size = math.sqrt(sum(float(part.square().sum()) for part in x.values())) or 1.0
         batch = target.batches[i % len(target.batches)]
-        ahead = {name: w + reach / size * x[name] for name, w in center.items()}
-        behind = {name: w - reach / size * x[name] for name, w in center.items()}
+        ahead = {name: w + reach / size * x[name] for name, w in weights.items()}
+        behind = {name: w - reach / size * x[name] for name, w in weights.items()}
         up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
-        x = {name: (up[name] - down[name]) / (2 * reach) for name in center}
+        x = {name: (up[name] - down[name]) / (2 * reach) for name in weights}
         sharpest = max(sharpest, math.sqrt(sum(float(part.square().sum()) for part in x.values())))
     if not math.isfinite(sharpest):
         raise DivergenceError("the loss is not finite around the weights; give a trained model")
-    return 4 * LARGEST_BIAS / max(tempered * sharpest + settings.localization, 1e-12)
+    return sharpest
+
+
+def _wandered(
+    target: _Target, center: Weights, tempered: float, pull: float, step: float, generator: torch.Generator
+) -> Weights | None:
+    """Where a short chain with this step gets; None if it diverges."""
+    weights = center
+    for i in range(WANDER):
+        value, gradient = target.gradient(weights, target.batches[i % len(target.batches)])
+        if not math.isfinite(value):
+            return None
+        moved = {}
+        for name, w in weights.items():
+            u = tempered * gradient[name] + pull * (w - center[name])
+            noise = torch.randn(w.shape, generator=generator).to(w)
+            moved[name] = w - step / 2 * u + step**0.5 * noise
+        weights = moved
+    finite = all(bool(torch.isfinite(w).all()) for w in weights.values())
+    return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None
 
 
 def _mean(traces: Tensor) -> tuple[float, tuple[float, float]]:
