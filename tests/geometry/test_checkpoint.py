@@ -167,3 +167,21 @@ def test_quantised_models_and_no_scans() -> None:
         read_checkpoint(model, (torch.ones(4, 3), None))
     with pytest.raises(GeometryError, match="scans is 0"):
         read_checkpoint(nn.Linear(3, 2), (torch.ones(4, 3), None), scans=0)
+
+
+def test_tied_and_frozen_models_are_read() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (6, 8))
+    batch = (tokens, tokens.roll(-1, 1))
+    tied = GPT(layers=1, width=8, heads=2, vocab=16, context=8, tied=True)
+    found = read_checkpoint(tied, batch, scans=2)
+    assert found.inspection.parameters == sum(parameter.numel() for parameter in tied.parameters())
+    assert found.directions
+    assert "embedding.weight" in found.inspection.uncovered, "its use as a table has no factor"
+    plain = json.dumps(
+        read_checkpoint(gpt(), batch, scans=2, generator=torch.Generator().manual_seed(0)).as_dict()
+    )
+    frozen = read_checkpoint(
+        gpt().requires_grad_(False), batch, scans=2, generator=torch.Generator().manual_seed(0)
+    )
+    assert json.dumps(frozen.as_dict()) == plain, "what learns and what does not is read alike"

@@ -1,5 +1,7 @@
 """The search: what it finds in known networks, beside what an optimizer's gauges are."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,8 +77,8 @@ def exhaustive(model: nn.Module, inputs: Tensor, monkeypatch: pytest.MonkeyPatch
 def test_pairs_that_are_left_out_have_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     ids = torch.arange(8)[None] % 20
-    tied = llama()
-    tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr,assignment]
+    tied: Any = llama()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
     square = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)).double()
     for model, inputs in ((tied, ids), (square, torch.randn(6, 4).double())):
         found = search(model, inputs)

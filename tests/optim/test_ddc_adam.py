@@ -138,7 +138,7 @@ def test_gauges_batched_together_step_as_they_do_alone() -> None:
 
 @pytest.mark.parametrize("way", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_uncovered_parameters_get_adamw_to_the_bit(way: dict[str, bool], dtype: torch.dtype) -> None:
+def test_uncovered_parameters_get_adamw_to_the_bit(way: dict[str, Any], dtype: torch.dtype) -> None:
     model = mlp(3, 4, 5, 2, dtype=dtype)
     twin = copy.deepcopy(model)
     gauge = CEShiftBias("4.bias")
@@ -146,7 +146,7 @@ def test_uncovered_parameters_get_adamw_to_the_bit(way: dict[str, bool], dtype: 
         {"params": [("4.bias", model.get_parameter("4.bias"))]},
         {"params": [item for item in model.named_parameters() if item[0] != "4.bias"], "weight_decay": 0.1},
     ]
-    ours = DDCAdam(groups, [gauge], 0.01, **way)  # type: ignore[arg-type]
+    ours = DDCAdam(groups, [gauge], 0.01, **way)
     theirs = torch.optim.AdamW(
         [p for n, p in twin.named_parameters() if n != "4.bias"], 0.01, weight_decay=0.1, **way
     )

@@ -1,5 +1,7 @@
 """The learning coefficient of any model: known values, its refusals, and what it counts."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry import learning_coefficient
 from topograd.geometry.singular.coefficient import Langevin
+from topograd.nn.gpt import GPT
 
 FEW = Langevin(burn_in=60, draws=40, thin=4, chains=3)
 
@@ -61,7 +64,8 @@ def test_a_singular_weight_counts_less_and_weights_can_be_chosen() -> None:
 
 def test_a_step_is_found_where_the_curvature_is_zero_at_the_weights() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))).double()
-    nn.init.zeros_(model[0].weight), nn.init.zeros_(model[1].weight), nn.init.zeros_(model[2].weight)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     torch.manual_seed(0)
     data = torch.randn(400, 2).double(), torch.zeros(400, 2).double()
     found = learning_coefficient(model, "squared-error", data, FEW)
@@ -135,3 +139,19 @@ def test_bad_requests() -> None:
         Langevin(step=-1.0)
     with pytest.raises(DivergenceError, match="too large"):
         learning_coefficient(model, "squared-error", data, Langevin(step=1e3, burn_in=400, draws=8))
+
+
+def test_tied_frozen_and_quantised_models() -> None:
+    tied = GPT(layers=1, width=8, heads=2, vocab=16, context=8, tied=True).double()
+    tokens = torch.randint(16, (3, 8), generator=torch.Generator().manual_seed(0))
+    settings = Langevin(burn_in=2, draws=8, thin=1, chains=1)
+    found = learning_coefficient(tied, "cross-entropy", (tokens, tokens), settings)
+    assert found.weights == sum(parameter.numel() for parameter in tied.parameters()), (
+        "a tied weight counts once"
+    )
+    with pytest.raises(GeometryError, match="no parameter requires a gradient"):
+        learning_coefficient(tied.requires_grad_(False), "cross-entropy", (tokens, tokens))
+    packed: Any = nn.Sequential(nn.ReLU())
+    packed[0]._packed_params = object()
+    with pytest.raises(GeometryError, match=r"0 is quantised \(ReLU\); give the model in floats"):
+        learning_coefficient(packed, "squared-error", (torch.ones(4, 3), torch.ones(4, 3)))

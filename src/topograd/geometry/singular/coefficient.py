@@ -46,6 +46,7 @@ from torch.nn import functional as F
 
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry.factors import Batch, Outputs
+from topograd.geometry.inspection import refuse_quantised
 from topograd.geometry.losses import IGNORED, OwnLoss
 from topograd.geometry.paths import Replaced
 from topograd.geometry.singular.criteria import Waic, waic
@@ -161,6 +162,7 @@ def learning_coefficient(
     (True, True)
     """
     settings = Langevin() if settings is None else settings
+    refuse_quantised(model)
     center = _sampled(model, weights)
     target = _Target(model, loss, list(_each(batches)), outputs)
     tempered = target.terms / math.log(target.terms) if n_beta is None else n_beta
@@ -473,10 +475,6 @@ def _sampled(model: nn.Module, chosen: str | Sequence[str] | None) -> Weights:
         what = "requires a gradient" if asked is None else f"is named {', '.join(asked or ())}"
         raise GeometryError(f"no parameter {what}: there is nothing to sample (there are {known}, ...)")
     for name, weight in found.items():
-        if not weight.is_floating_point():
-            raise GeometryError(
-                f"parameter {name} holds {weight.dtype}: a quantised model; give it in floats"
-            )
         if weight.dtype in (torch.bfloat16, torch.float16):
             raise GeometryError(
                 f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a step of a "
