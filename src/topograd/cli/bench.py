@@ -351,4 +351,6 @@ def optim_table(results: Mapping[str, Any]) -> Table:
     times = " and ".join(f"{1e3 * seconds[name]['median']:.1f} ms" for name in ("ddc_adam", "adamw"))
     covered, parameters = (f"{results[name] / 1e6:.1f}M" for name in ("covered", "parameters"))
     table.caption = f"a step takes {times}; gauges cover {covered} of {parameters} parameters"
+    if (fused := results["step_ratio_vs_fused"]) is not None:
+        table.caption += f"; both fused, by processor time: {number(fused, 2)}"
     return table

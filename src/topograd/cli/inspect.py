@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
             f"{asked.folder} is neither a run (config.toml) nor a Hugging Face checkpoint (config.json); "
             "give the folder of one"
         )
-    with work_progress(f"reading {asked.folder}: batches") as on_more:
+    with work_progress(f"reading {asked.folder}: batches, then directions") as on_more:
         from topograd.report.geometry import write_geometry  # matplotlib
 
         page, about, found = (_run_of_ours if ours else _checkpoint)(asked, asked.folder, on_more)
