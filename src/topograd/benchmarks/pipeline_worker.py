@@ -245,8 +245,8 @@ class StageParts:
     """The parts of one stage on M micro-batches, by themselves: what the simulator is fed with.
 
     They run on as many ranks as there are cores at once, so that what cores share is in the times. `held` are
-    layers where all M graphs are alive, as in GPipe: memory that no earlier micro-batch has given back is
-    fresh, and a page of it is slow the first time. A message is sent to and fro by the first two ranks.
+    layers where all M graphs are alive, as in GPipe: that takes memory which no earlier micro-batch has given
+    back, and new pages may cost time. A message is sent to and fro by the first two ranks.
     """
 
     NAMES = (

@@ -27,7 +27,7 @@ that is left, to first order.
 
 Cost: O(P M) for each method. Source: "Product of Experts" §§4.2, 4.4, 4.5, 8.5; LBI §6 and appendix C.
 Limits: equal stages, links between neighbours, no contention but for cores; rings do not overlap compute; a
-processor sends for nothing. GPipe holds M graphs in fresh memory: give it times that were taken so.
+processor sends for nothing. GPipe holds M graphs: give it times that were taken so.
 """
 
 from __future__ import annotations
