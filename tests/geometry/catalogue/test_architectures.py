@@ -85,3 +85,15 @@ def test_blocks_refuse_too() -> None:
         Composition(())
     with pytest.raises(GeometryError, match="mlp relu: give one of gelu, swiglu"):
         Mixer(1, "relu")
+
+
+@pytest.mark.parametrize("kind", ["gqa", "rope", "moe", "ssm"])
+def test_parts_of_newer_models_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(GeometryError, match=f"block {kind} is outside the theory: .*; give mlp, residual"):
+        Block(kind)
+
+
+@pytest.mark.parametrize("norm", ["batchnorm", "groupnorm"])
+def test_norms_over_batches_and_groups_are_refused_by_name(norm: str) -> None:
+    with pytest.raises(GeometryError, match=f"norm {norm} is outside the theory"):
+        Chain(3, norm=norm, norm_at=(1,))

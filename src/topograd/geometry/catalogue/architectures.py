@@ -10,7 +10,8 @@ attention or of a gated MLP.
 Cost: none. Source: "Dead Directions: Geometric Singular Learning", §3 (approach), §9 and appendix A
 (departures).
 Limits. What the theory does not cover is refused by name: gated skips, norms after the sum or on both sides
-of a branch, and two departures whose joint rule nobody has derived.
+of a branch, BatchNorm and GroupNorm, grouped heads, RoPE, experts and state-space layers, and two departures
+whose joint rule nobody has derived.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ OUTSIDE = {
     "gated": "a gated skip has no fixed cost in powers of t",
     "peri": "Peri-LN also normalises the branch before the sum",
     "post": "a norm after the sum resets the skip's amplitude",
+    "batchnorm": "it divides a unit by its own spread, so that a dead one of size t comes out of size 1",
+    "groupnorm": "its rule depends on which live units share the dead unit's group, and none was derived",
+    "gqa": "no rule was derived for heads that share keys and values",
+    "rope": "its rotations mix the dead unit of queries and keys with a live one, and no rule was derived",
+    "moe": "a router's choice is no power of t",
+    "ssm": "a scan multiplies by its own state, and no rule was derived",
 }
-"""Sites that the theory leaves out, with the reason."""
+"""Sites and parts that the theory leaves out, with the reason."""
 
 
 @dataclass(frozen=True)
