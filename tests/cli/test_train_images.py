@@ -86,4 +86,7 @@ def test_bad_words_are_refused_by_their_flags(
     assert f"{gone} does not exist" in refusal(capsys, *words(gone, tmp_path / "no"))
     assert not (tmp_path / "no" / "config.toml").exists()
     assert "trained on images; leave it out" in refusal(capsys, "eval", str(image_run.folder), "--bytes", "9")
+    assert "--weights is int8" in refusal(capsys, "eval", str(image_run.folder), "--weights", "int8")
+    text = ["train", "--preset", "tiny", "--init", str(image_run.folder), "--out", str(tmp_path / "no")]
+    assert "a run on images; give one on text" in refusal(capsys, *text)
     assert "runs of one kind" in refusal(capsys, "compare", str(image_run.folder), str(straight.folder))

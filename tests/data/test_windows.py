@@ -76,5 +76,5 @@ def test_bad_arguments_are_refused() -> None:
         windows([[]], BYTES, 4)
     with pytest.raises(DataError, match=r"tokens 1 to 257 are not within 0\.\.256"):
         windows([[1, 257]], BYTES, 4)
-    with pytest.raises(DataError, match="limit_bytes 3 is too small for one window: allow at least 4"):
+    with pytest.raises(DataError, match="a limit of 3 bytes is too small for one window: allow at least 4"):
         windows([[1, 2, 3, 4]], BYTES, 4, limit_bytes=3)

@@ -214,7 +214,12 @@ def test_what_is_wrong_is_named_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_source_that_is_not_there_and_a_context_too_long(source: Source, tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_and_a_context_too_long(
+    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag, given in (("--context", "65"), ("--partition", "2,3")):
+        assert main(["import", str(source("llama")[0]), "--out", str(tmp_path / "run"), flag, given]) == 2
+        assert f"topograd: {flag} " in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="there is no model at"):
         import_model(tmp_path / "nothing", tmp_path / "run")
     with pytest.raises(ConfigError, match="made for 64"):

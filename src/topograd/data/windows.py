@@ -87,4 +87,6 @@ def _spaced(nbytes: np.ndarray, limit_bytes: int) -> np.ndarray:
         total = int(nbytes[chosen].sum())
         if total <= limit_bytes:
             return chosen
-    raise DataError(f"limit_bytes {limit_bytes} is too small for one window: allow at least {nbytes.max()}")
+    raise DataError(
+        f"a limit of {limit_bytes} bytes is too small for one window: allow at least {nbytes.max()}"
+    )

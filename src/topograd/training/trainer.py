@@ -86,6 +86,9 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> Trainer:
     base = None
     if config.init is not None:
         base = open_run(Path(config.init).absolute())
+        if (base.config.images is None) != (config.images is None):
+            kinds = ("images", "text") if config.images is None else ("text", "images")
+            raise ConfigError(f"init is {config.init}, a run on {kinds[0]}; give one on {kinds[1]}")
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
         raise ConfigError("an imported model's tokenizer is asked for; give init, the run to begin with")
