@@ -12,7 +12,7 @@ from topograd.depth import modes
 from topograd.depth.autotune import DraftRule, RowCosts
 from topograd.depth.calibrate import Tuning, store
 from topograd.depth.calibration import EPS, Bounds, Calibration, Sample
-from topograd.depth.drafters import PrefixDrafter
+from topograd.depth.drafters import Drafting, PrefixDrafter
 from topograd.depth.engine import Composed, Engine, Mode, Prefix, generate_batch
 from topograd.depth.modes import MOST_DRAFT, default_depth, engine_of, mode_of
 from topograd.depth.sampling import Sampling
@@ -242,6 +242,7 @@ def test_without_calibration_lookup_drafts(uncalibrated: Session, engine: Engine
     for session in (uncalibrated, one):
         mode = mode_of("speculate", session, engine, SAMPLING)
         assert isinstance(mode, Speculate)
+        assert isinstance(mode.drafter, Drafting)
         assert [drafter.name for drafter in mode.drafter.sources] == ["lookup"]
 
 

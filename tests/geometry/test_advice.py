@@ -10,7 +10,12 @@ def direction(layer: str, kind: str, order: int | None = None, group: str | None
 
 
 def record(**more: Any) -> dict[str, Any]:
-    stream = {"massive": [], "effective_ranks": [5.0, 4.0], "outside": None, "verdict": "preserved"}
+    stream: dict[str, Any] = {
+        "massive": [],
+        "effective_ranks": [5.0, 4.0],
+        "outside": None,
+        "verdict": "preserved",
+    }
     stream |= {"ratios": [0.5], "names": ["layers.0"], "samples": 70}
     plain = {"stream": stream, "stream_without_massive": None, "norms": {}, "fisher": "monte-carlo"}
     return {**plain, "parameters": 90, "directions": [], "refused": [], **more}

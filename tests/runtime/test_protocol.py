@@ -39,7 +39,9 @@ def test_a_row_is_embedded_as_torch_does(stack_of: Callable[[str], Stack], name:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_torch_has_one_thread_beside_another_runtime(stack_of: Callable[[str], Stack]) -> None:
+def test_torch_has_one_thread_beside_another_runtime(
+    stack_of: Callable[[str], Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack, before = stack_of("gpt-plain"), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -52,7 +54,7 @@ def test_torch_has_one_thread_beside_another_runtime(stack_of: Callable[[str], S
             seen.append(torch.get_num_threads())
             return advance(*given)
 
-        mode.advance = watched  # type: ignore[method-assign]
+        monkeypatch.setattr(mode, "advance", watched)
         for _ in generate_tokens(mode, [[1]], 2):
             assert torch.get_num_threads() == 2, "whoever is handed a token has torch as it was"
         assert seen == [1, 1]
