@@ -39,7 +39,7 @@ class Core:
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3: the last exit predicts with them."""
     baselines: Literal["v1", "v2"] = "v1"
-    """What accuracies are centred by: chance as in v1, or with the four labels that v2 changed."""
+    """What accuracies are centred by: chance as in v1, or with the three labels that v2 changed."""
     against: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Another run on the same items: which tasks are won and which lost, at full depth."""
     log: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

@@ -4,7 +4,7 @@ CORE ("DataComp-LM", its low-variance set of 22 tasks) as nanochat computes it: 
 
     centred = (accuracy - b) / (1 - b),        b the baseline of the label
 
-Two conventions of b. v1 has chance, or what always naming the commonest answer gives; v2 changes four.
+Two conventions of b. v1 has chance, or what always naming the commonest answer gives; v2 changes three.
 
 A folder of task files is given by the user; a file is found by its name, wherever it lies in the folder.
 Every line is checked before anything runs.
