@@ -253,8 +253,13 @@ def test_calibrated_and_left_early_or_refused(run: Trained, call: Called) -> Non
     if not run.leaves_early:
         why = "predicts by the path" if run.kind.predicts == "path" else "has 1 predicting stages of"
         assert why in call.refusal("calibrate", run.folder, "--bytes", 200)
-        for depth in ("wand", "speculate", "speculate:2"):
+        for depth in ("wand", "speculate:2"):
             assert why in call.refusal("generate", run.folder, "--depth", depth, "--prompt", PROMPT)
+        words = ("generate", run.folder, "--prompt", PROMPT, "--tokens", TOKENS, "--depth")
+        if run.kind.predicts == "path":
+            assert why in call.refusal(*words, "speculate")
+        else:  # lookup drafts, which needs no second exit
+            assert call.json(*words, "speculate")["text"] == call.json(*words, "full")["text"]
         return
     assert len(call.json("calibrate", run.folder, "--bytes", 200)["agreement"]) == run.kind.exits
     for depth in ("wand", "wand:rival-gain:1e-9", "speculate"):

@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.errors import GeometryError
-from topograd.geometry.losses import CrossEntropy, Fisher, Loss, Own, SquaredError, check_fisher, loss_named
+from topograd.geometry.losses import (
+    CrossEntropy,
+    Fisher,
+    Loss,
+    Own,
+    SquaredError,
+    _drawn,
+    check_fisher,
+    loss_named,
+)
 from topograd.reference.fisher import output_covariance
 
 SHAPES = [(3, 4), (3, 2, 4), (3, 2, 2, 4)]
@@ -143,3 +152,12 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(GeometryError, match=said):
         vectors(loss, outputs, targets, fisher)
+
+
+def test_labels_are_drawn_by_their_probabilities() -> None:
+    p = torch.tensor([[0.0, 0.2, 0.0, 0.5, 0.3, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    count = 20_000
+    labels = _drawn(p.repeat(count, 1), torch.Generator().manual_seed(0)).view(count, 2)
+    shares = torch.stack([F.one_hot(labels[:, k], 6).double().mean(0) for k in range(2)])
+    assert (shares[p == 0] == 0).all(), "nothing impossible is drawn"
+    torch.testing.assert_close(shares, p, rtol=0, atol=5 * 0.5 / count**0.5)

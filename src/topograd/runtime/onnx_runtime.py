@@ -1,8 +1,8 @@
 """ONNX Runtime as what runs a model: a session for the layers of each stage, and one for each head.
 
 A session belongs to an interval of layers, so that paths through the stages share them, and is made when a
-plan first asks for it. All sessions share one pool of threads, as many as torch has: pools of their own would
-spin against each other. The rest, relays and queues, is what torch runs too.
+plan first asks for it. All sessions share one pool of threads, as many as torch had when the first was made:
+pools of their own would spin against each other. The rest, relays and queues, is what torch runs too.
 
 Equal to torch to rounding in float32 (`tests/runtime`); with int8 and int4 weights the model is another one,
 and everything that is exact (speculation) is exact for that one.
@@ -62,7 +62,7 @@ def shared_settings(provider: str = "cpu") -> Settings:
             _pool = threads
         except Exception:  # somebody has made a session in this process: the pool is as it is
             _pool = 0
-    return Settings(names[wanted], None if _pool == threads else threads)
+    return Settings(names[wanted], None if _pool else threads)  # beside a shared pool there can be no other
 
 
 def available_providers() -> list[str]:
