@@ -255,11 +255,11 @@ def test_calibrated_and_left_early_or_refused(run: Trained, call: Called) -> Non
         assert why in call.refusal("calibrate", run.folder, "--bytes", 200)
         for depth in ("wand", "speculate:2"):
             assert why in call.refusal("generate", run.folder, "--depth", depth, "--prompt", PROMPT)
-        words = ("generate", run.folder, "--prompt", PROMPT, "--tokens", TOKENS, "--depth")
+        asked = ("generate", run.folder, "--prompt", PROMPT, "--tokens", TOKENS, "--depth")
         if run.kind.predicts == "path":
-            assert why in call.refusal(*words, "speculate")
+            assert why in call.refusal(*asked, "speculate")
         else:  # lookup drafts, which needs no second exit
-            assert call.json(*words, "speculate")["text"] == call.json(*words, "full")["text"]
+            assert call.json(*asked, "speculate")["text"] == call.json(*asked, "full")["text"]
         return
     assert len(call.json("calibrate", run.folder, "--bytes", 200)["agreement"]) == run.kind.exits
     for depth in ("wand", "wand:rival-gain:1e-9", "speculate"):
