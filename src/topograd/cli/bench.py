@@ -127,7 +127,7 @@ def run(argv: list[str]) -> int:
             from topograd.depth.model import load
 
             model = load(asked.folder or REFERENCE, runtime=asked.runtime, weights=asked.weights)
-            note(f"measuring {model.session.run.folder}: a minute or two, on a quiet machine if you can")
+            note(f"measuring {model.session.run.folder}: some minutes, on a quiet machine if you can")
             results = bench_prompts(model, asked.settings)
             tables = prompt_tables(results)
         case Scan():
