@@ -24,9 +24,7 @@ def train_on_ranks(asked: Train, config: ParallelConfig) -> int:
     assert folder is not None
     if config.stage is not None:
         return _train_alone(asked, config, Path(folder))
-    if (
-        asked.settings.device == "cpu"
-    ):  # what c10d logs of a lost peer comes as an error too, and is said in one line
+    if asked.settings.device == "cpu":  # what c10d logs of a lost peer is an error too, said in one line
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from topograd.parallel.launch import facts_of
     from topograd.parallel.ranks import join, leave
