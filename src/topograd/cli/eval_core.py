@@ -54,10 +54,10 @@ class Core:
 def run(argv: list[str]) -> int:
     """Evaluate, print, return the exit code."""
     asked = parse(Core, argv, "eval core")
-    from topograd.evaluation.tasks import chosen_tasks
+    from topograd.evaluation.tasks import chosen_tasks, find_files
 
     only = tuple(filter(None, (label.strip() for label in (asked.only or "").split(","))))
-    chosen_tasks(only)  # a label that is unknown is refused at once
+    find_files(asked.tasks, chosen_tasks(only))  # an unknown label and a wrong folder are refused at once
     from topograd.evaluation.core import CoreRequest
 
     request = CoreRequest(asked.tasks, only, asked.limit, asked.depth, added=_added(asked.specialists))

@@ -11,6 +11,7 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import Json, note, number, out, parse, print_json
+from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 from topograd.files import read_json
 from topograd.parallel.simulator import METHODS, Machine, Times, Work, simulate
@@ -61,7 +62,10 @@ def run(argv: list[str]) -> int:
     """Simulate, print, draw; return the exit code."""
     asked = parse(Simulate, argv, "simulate")
     work = asked.work() if asked.bench is None else _measured(asked)
-    results = simulate(asked.ranks, work)
+    try:
+        results = simulate(asked.ranks, work)
+    except ConfigError as error:  # it speaks of Python's arguments
+        raise ConfigError(as_typed(str(error), flags_of(Simulate), argv)) from None
     if asked.figure is not None:
         from topograd.report.scaling import scaling_figure
 
