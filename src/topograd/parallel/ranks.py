@@ -31,8 +31,10 @@ from topograd.parallel.settings import ParallelConfig
 from topograd.parallel.torchrun import let_the_first_speak
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GRACE = 2.0
-"""Seconds in which ranks that gave up as well are waited for, before the silent one is named."""
+GRACE = 10.0
+"""Seconds at most in which ranks that give up as well are waited for, before the silent one is named."""
+READING = 2.0
+"""Seconds at most in which rank 0 waits for the others to read why the job ends."""
 
 
 @dataclass
@@ -181,8 +183,12 @@ class Ranks:
         """The ranks that do not wait for anybody, and so are the ones that are waited for."""
         try:
             self.store.set(f"waited/{self.rank}", "1")
-            time.sleep(min(GRACE, self.config.timeout))
-            return [r for r in range(self.config.world) if not self.store.check([f"waited/{r}"])]
+            end = time.monotonic() + GRACE
+            while True:
+                silent = [r for r in range(self.config.world) if not self.store.check([f"waited/{r}"])]
+                if len(silent) <= 1 or time.monotonic() > end:
+                    return silent
+                time.sleep(0.05)
         except RuntimeError:  # the store is gone with whoever held it
             return []
 
@@ -260,7 +266,7 @@ def _store(rank: int, limit: timedelta) -> dist.Store:
 
 def wait_until_read(store: dist.Store, world: int) -> None:
     """Rank 0 may hold the store: those who are there shall read the verdict before it ends."""
-    end = time.monotonic() + GRACE
+    end = time.monotonic() + READING
     while time.monotonic() < end and not all(store.check([f"read/{r}"]) for r in range(1, world)):
         time.sleep(0.01)
 
