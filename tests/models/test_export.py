@@ -8,16 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import topograd as tg
 from topograd.cli.main import main
+from topograd.depth.lookup import NGramTable
+from topograd.depth.retrofitted import retrofit_tensors
 from topograd.errors import ConfigError, RunError
 from topograd.models.export import export_model
 from topograd.models.importing import import_model
+from topograd.nn.draft_stage import DraftStage
+from topograd.nn.translator import Translator
 from topograd.runs.folder import Run
-from topograd.runs.sidecar import open_sidecar
+from topograd.runs.session import open_session
+from topograd.runs.sidecar import BaseIdentity, create_sidecar, open_sidecar
 
 Source = Callable[[str], tuple[Path, Any]]
 TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -128,3 +134,17 @@ def test_a_tuned_model_is_plain_with_a_sidecar_beside_it(
     ends = {name.rpartition(".")[2] for name in sidecar.tensors}
     assert ends == ({"up", "down"} if how == ["--frozen"] else {"lora_a", "lora_b"})
     assert (tmp_path / "out" / "topograd" / "README.md").is_file()
+
+
+def test_exits_of_a_retrofit_go_into_the_sidecar(source: Source, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    import_model(source("llama")[0], run, partition="2,2", context=32)
+    session = open_session(run)
+    stage = DraftStage(session.stack, torch.arange(20))
+    exits = {0: Translator("affine", session.stack.width)}
+    tensors = retrofit_tensors(stage, NGramTable.of(np.array([[1, 2]]), least=1), exits)
+    base = BaseIdentity.of(session)
+    create_sidecar(run / "draft", kind="draft", base=base, tensors=tensors, settings={}, card="")
+    export_model(run, tmp_path / "out", "hf")
+    found = open_sidecar(tmp_path / "out" / "topograd").tensors
+    assert set(found) == {"exit.0.affine.weight", "exit.0.affine.bias"}

@@ -76,6 +76,17 @@ def test_loading_takes_no_second_copy(source: Source, imported: Path) -> None:
     assert not any(parameter.is_meta for parameter in stack.parameters())
 
 
+def test_a_partition_that_is_none_is_named_by_its_flag(
+    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    for given in ("x", "2,0,2"):
+        flags = ["--out", str(out), "--partition", given]
+        assert main(["import", str(source("llama")[0]), *flags]) == 2
+        assert f"topograd: --partition '{given}' does not exist: " in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("verb", ["eval", "compare", "report", "calibrate"])
 def test_verbs_work_on_it(
     imported: Path, verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

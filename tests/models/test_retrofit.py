@@ -39,6 +39,7 @@ def test_a_run_is_retrofitted_and_drafts(session: Session, tmp_path: Path) -> No
     assert len(open_retrofit(base).table) == found["table"] > 0
     model = tg.load(folder)
     full = model.generate("stage loss ", tokens=12, depth="full")
+    assert set(model.engine.translators()) == {0, 1}
     for depth in ("speculate:draft", "speculate:table", "speculate:draft+lookup+table"):
         made = model.generate("stage loss ", tokens=12, depth=depth)
         assert made == full

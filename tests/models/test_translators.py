@@ -1,30 +1,39 @@
-"""Exits on a frozen trunk: they start as the logit lens and are fitted to the last stage."""
+"""Exits on a frozen trunk: they start near the last stage's states and are fitted to what it says."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 
 from topograd.models.own_text import OwnText
-from topograd.models.translators import Translator, _fit, exit_readings
+from topograd.models.translators import fit, fit_exits, regress
+from topograd.nn.translator import Translator
 from topograd.runs.session import Session
 
 
-@pytest.mark.parametrize("kind", ["lens", "low-rank", "affine", "swiglu"])
-def test_a_translator_starts_as_the_identity(kind: Any) -> None:
-    u = torch.randn(3, 8)
-    assert torch.equal(Translator(kind, 8)(u), u)
-
-
-def test_every_exit_is_read(session: Session, text: OwnText) -> None:
+def test_every_exit_before_the_last_is_fitted(session: Session, text: OwnText) -> None:
     session.stack.requires_grad_(False)
-    found = {(row["stage"], row["kind"]): row for row in exit_readings(session, text)}
+    told: list[tuple[int, int]] = []
+    fitted, rows = fit_exits(session, text, lambda *done: told.append(done), steps=3)
+    found = {(row["stage"], row["kind"]): row for row in rows}
     assert set(found) == {(1, "lens"), (1, "affine"), (2, "lens"), (2, "affine")}
+    assert set(fitted) == {0, 1}
+    assert told == [(1, 2), (2, 2)]
     assert all(0 <= row["agreement"] <= 1 for row in found.values())
     assert found[1, "affine"]["parameters"] == 16 * 17
+
+
+def test_the_start_is_the_least_squares_map(session: Session, text: OwnText) -> None:
+    rows = list(range(len(text)))
+    translator = Translator("affine", 16)
+    regress(translator, text, rows, 0)
+    states = text.take(rows).states[:, 1:].flatten(0, 1).double()
+    u = F.pad(states[:, 0], (0, 1), value=1.0)
+    ridge = (1e-3 * len(u)) ** 0.5 * torch.eye(17, dtype=torch.float64)
+    wanted = torch.cat([states[:, -1] - states[:, 0], torch.zeros(17, 16)])
+    solved = torch.linalg.lstsq(torch.cat([u, ridge]), wanted).solution
+    assert torch.allclose(translator.affine.weight.double(), solved[:-1].T, atol=1e-4)
+    assert torch.allclose(translator.affine.bias.double(), solved[-1], atol=1e-4)
 
 
 def test_fitting_comes_nearer_to_the_last_stage(session: Session, text: OwnText) -> None:
@@ -35,11 +44,11 @@ def test_fitting_comes_nearer_to_the_last_stage(session: Session, text: OwnText)
 
     def loss(translator: Translator) -> float:
         with torch.no_grad():
-            said = stack.readout(translator(states[:, 0]), stack.last_stage, vocab)
+            said = stack.readout(translator(states[:, 0]), 0, vocab)
         return float(F.cross_entropy(said, wanted))
 
     torch.manual_seed(0)
     fitted = Translator("swiglu", 16)
     before = loss(fitted)
-    _fit(stack, fitted, text, range(16), 0, vocab, 40)
+    fit(stack, fitted, text, range(16), 0, 0, vocab, 80)
     assert loss(fitted) < before - 0.05

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from topograd.depth.engine import generate_batch
+from topograd.depth.modes import mode_of
 from topograd.depth.rows import Rows
 from topograd.depth.sampling import Sampling, draw, probabilities
 from topograd.errors import ConfigError
+from topograd.nn.translator import Translator
 from topograd.serve.lanes import MOST_LANES, Lanes, RowChooser
 
 
@@ -40,6 +44,24 @@ def test_lanes_are_shared_where_a_mode_does_not_depend_on_the_sampling(make_desk
     assert len(lanes._made) == MOST_LANES
     with pytest.raises(ConfigError, match="unknown"):
         lanes.of("shallow", warm)
+
+
+def test_exits_of_a_retrofit_are_served(make_desk: Callable[..., Any]) -> None:
+    texts = []
+    for translators in ({}, {0: Translator("affine", 16).double()}):
+        for translator in translators.values():
+            nn.init.normal_(translator.affine.weight)
+        desk = make_desk()
+        engine = desk.model.engine
+        engine.translators = lambda found=translators: found
+        jobs = [desk.job([1, 2, 3], 8, depth) for depth in ("full", "prefix:1")]
+        desk.scheduler.add(jobs)
+        desk.run()
+        texts.append([desk.tokens(job) for job in jobs])
+        alone = mode_of("prefix:1", desk.session, engine, Sampling())
+        assert texts[-1][1] == [emitted.token for emitted in generate_batch(alone, [[1, 2, 3]], 8)[0]]
+    assert texts[0][0] == texts[1][0]
+    assert texts[0][1] != texts[1][1]
 
 
 def test_what_a_step_runs_and_what_a_prompt_needs(make_desk: Callable[..., Any]) -> None:

@@ -38,7 +38,7 @@ class Retrofit:
     vocabulary: int = 8192
     """Tokens that the stage can say."""
     exits: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Measure too what can be read off the earlier stages, for diagnosis: some minutes more."""
+    """Teach the stages before the last to predict too, for prefix:J, wand and calibrate: minutes more."""
     seed: int = 0
     """Of beginnings, draws and the order of rows."""
     json: Json = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,10 +20,12 @@ from topograd.depth.autotune import DraftRule, RowCosts, choose, low, simulate
 from topograd.depth.calibration import Calibration, Sample
 from topograd.depth.engine import Engine, Prefix, generate_batch
 from topograd.depth.readings import Readings, join, read
+from topograd.depth.retrofitted import exits_digest, open_exits
 from topograd.depth.tune_drafters import Choice
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, read_json
 from topograd.nn.stack import Stack
+from topograd.nn.translator import TranslatedReader, Translator
 from topograd.runs.session import Session
 from topograd.runtime.protocol import Runtime, torch_beside
 from topograd.topology.plan import Plan
@@ -62,10 +64,14 @@ def heldout_readings(
     on_batch: Callable[[int, int], None] | None = None,
     engine: Engine | None = None,
 ) -> Readings:
-    """The readings of every exit on held-out text, a window a sequence; of an engine's quantised weights."""
+    """The readings of every exit on held-out text, a window a sequence; of an engine's quantised weights.
+
+    Exits that a retrofit gave the run are read as it reads them.
+    """
     quantised = engine is not None and engine.runtime.precision != "float32"
     runtime = engine.runtime if engine is not None and quantised else None
-    return exit_readings(session.stack, session.plan, text, batch, on_batch, runtime)
+    exits = open_exits(session) if engine is None else engine.translators()
+    return exit_readings(session.stack, session.plan, text, batch, on_batch, runtime, exits)
 
 
 @torch.no_grad()
@@ -76,9 +82,13 @@ def exit_readings(
     batch: int = 4,
     on_batch: Callable[[int, int], None] | None = None,
     runtime: Runtime | None = None,
+    translators: Mapping[int, Translator] | None = None,
 ) -> Readings:
     """The readings of what each exit of a plan predicts, a row of text a sequence; in a runtime, or torch."""
     stages = plan.predicting()
+    reader = TranslatedReader(
+        stack if runtime is None else runtime, lambda: translators or {}, plan.stages[plan.last].head
+    )
     device = next(stack.parameters()).device
     parts = []
     for start in range(0, len(text.inputs), batch):
@@ -91,7 +101,6 @@ def exit_readings(
         outputs = stage_outputs(stack, plan, inputs, stages, states)
         rows = torch.arange(start, start + len(inputs), device=device)[:, None].expand_as(inputs)
         flat = {k: h[counted] for k, h in outputs.items()}
-        reader = stack if runtime is None else runtime
         logits = [predict(reader, plan, flat, plan.prediction.after(k)) for k in stages]
         parts.append(read(logits, rows[counted]))
         if on_batch is not None:
@@ -179,6 +188,7 @@ def store(session: Session, calibration: Calibration, tuning: Tuning) -> None:
         "calibration": calibration.as_dict(),
         "tuning": _tuning_dict(tuning),
         "weights": session.weights,
+        "exits": exits_digest(session),
     }
     session.run.manifest.bind(session.run.calibration_file.name, dump_json(values))
 
@@ -205,6 +215,8 @@ def load(session: Session) -> tuple[Calibration, Tuning]:
         )
     if values.get("weights", session.weights) != session.weights:  # versions before 0.2 did not keep them
         raise RunError(f"the calibration of {session.run.folder} is of other weights; {again}")
+    if values.get("exits") != exits_digest(session):
+        raise RunError(f"the calibration of {session.run.folder} is of other exits (draft/); {again}")
     return calibration, tuning
 
 

@@ -11,6 +11,7 @@ is read again; this depends only on the number of tokens, so modes that write th
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +28,7 @@ from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.preparation import check_prepared
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack
+from topograd.nn.translator import Readable, TranslatedReader, Translator
 from topograd.runtime.protocol import Runtime, TorchRuntime, torch_beside
 from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.composition import Composition
@@ -61,7 +63,9 @@ class Engine:
         topology: Plan | Topology | Configuration | Composition | str,
         context: int | None = None,
         runtime: Runtime | None = None,
+        translators: Callable[[], Mapping[int, Translator]] = dict,
     ) -> None:
+        """`translators` gives what exits before the last are read through, by head, when one is read."""
         context = stack.context if context is None else context
         if context < 1:
             raise ConfigError(f"context is {context}; it must be at least 1")
@@ -74,6 +78,8 @@ class Engine:
         self.context = context
         self.exits = self.plan.predicting()
         """The stages that predict."""
+        self.translators = functools.cache(translators)
+        self._last_head = self.plan.stages[self.plan.last].head
 
     @property
     def last(self) -> int:
@@ -147,7 +153,11 @@ class Engine:
         """
         terms = self.plan.prediction.after(stage)
         hidden = {each: cache.hidden(each, counts) for each, _ in terms}
-        return predict(self.runtime, self.plan, hidden, terms, tokens)
+        return predict(self.reader(self.runtime), self.plan, hidden, terms, tokens)
+
+    def reader(self, reader: Readable) -> Readable:
+        """The stack or a runtime, with the exits before the last read through their translators."""
+        return TranslatedReader(reader, self.translators, self._last_head)
 
     def vocab(self) -> int:
         """How many tokens there are."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 from weakref import WeakKeyDictionary
@@ -40,7 +41,7 @@ from topograd.depth.engine import Composed, Engine, Mode, Prefix
 from topograd.depth.exit_rules import Rule, check_exits, thresholds
 from topograd.depth.lookup import LookupDrafter, TableDrafter
 from topograd.depth.policy import MOST_STEPS, Paying
-from topograd.depth.retrofitted import Retrofitted, has_retrofit, open_retrofit
+from topograd.depth.retrofitted import Retrofitted, has_retrofit, open_exits, open_retrofit
 from topograd.depth.sampling import Sampling
 from topograd.depth.speculation import Speculate
 from topograd.depth.tune_drafters import Choice, choose_drafters, known_texts, measure_rows
@@ -67,7 +68,9 @@ def engine_of(session: Session, runtime: str | None = None, weights: str = "floa
     if weights != "float32" and file.exists():
         made = load_weights(file, check_precision(weights), session.weights)
     chosen = runtime_of(session.stack, runtime, weights, made)
-    return Engine(session.stack, session.plan, session.config.model.context, chosen)
+    return Engine(
+        session.stack, session.plan, session.config.model.context, chosen, partial(open_exits, session)
+    )
 
 
 def mode_of(

@@ -247,7 +247,7 @@ def _columns(engine: Engine, flat: dict[int, Tensor], terms: Terms, targets: Ten
     while start < len(targets):
         stop = start + step
         outputs = {stage: flat[stage][start:stop] for stage, _ in terms}
-        z = predict(engine.stack, engine.plan, outputs, terms)
+        z = predict(engine.reader(engine.stack), engine.plan, outputs, terms)
         t = targets[start:stop].to(z.device)[:, None]
         own = z.gather(-1, t)
         logprob = own.double() - torch.logsumexp(z, -1, keepdim=True).double()

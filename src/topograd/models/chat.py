@@ -23,6 +23,9 @@ MOST_TEMPLATE_CHARACTERS = 2**20
 MOST_MESSAGE_CHARACTERS = 2**24
 MOST_OUTPUT_CHARACTERS = 2**24
 SECONDS = 10
+"""Of processor time."""
+PATIENCE = 6
+"""By the clock it may take so many times as long: the machine may be busy, or the process stopped."""
 AT_ONCE = 256
 """Conversations that one process renders, within the limits of one."""
 _MEMORY = 2**29
@@ -141,13 +144,13 @@ def _ask(request: bytes, process: subprocess.Popen[bytes]) -> list[dict[str, str
     try:
         with process:
             try:
-                said, _ = process.communicate(request, timeout=SECONDS)
+                said, _ = process.communicate(request, timeout=PATIENCE * SECONDS)
             except BaseException:
                 process.kill()
                 raise
         answers: list[dict[str, str]] = json.loads(said)
     except subprocess.TimeoutExpired:
-        raise _failed(f"it takes longer than {SECONDS} s") from None
+        raise _failed(f"it takes longer than {PATIENCE * SECONDS} s") from None
     except ValueError:  # it was ended by the system, or its sandbox did not hold
         raise _failed("it needs too much memory or time") from None
     return answers

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +28,14 @@ from torch import Tensor
 
 from topograd.errors import RunError
 from topograd.limits import SEED, check_numbers
-from topograd.models.own_text import Block, OwnText, heldout_rows, rows_of_step, training_rows
+from topograd.models.own_text import (
+    Block,
+    OwnText,
+    greedy_rows,
+    heldout_rows,
+    rows_of_step,
+    training_rows,
+)
 from topograd.nn.draft_stage import DraftStage
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.training.muon import Muon
@@ -115,15 +122,21 @@ def _last(stage: DraftStage, block: Block) -> Tensor:
     return block.states[:, :, -1].to(stage.vocabulary.device, stage.relay.state.weight.dtype)
 
 
-@torch.no_grad()
 def draft_agreement(
-    stage: DraftStage, text: OwnText, steps: int = 5, batch: int = 8, most: int = 64
+    stage: DraftStage, text: OwnText, steps: int = 5, most: int = 64
 ) -> dict[str, list[float]]:
-    """On rows that were not trained on, where the next token is the model's own: how often the stage says it.
+    """How often the stage says what the model says, on greedy rows that were not trained on."""
+    return agreement_on(stage, text, greedy_rows(text, heldout_rows(len(text)))[:most], steps)
+
+
+@torch.no_grad()
+def agreement_on(
+    stage: DraftStage, text: OwnText, rows: Sequence[int], steps: int, batch: int = 8
+) -> dict[str, list[float]]:
+    """On some rows, where the next token is the model's own: how often the stage says it.
 
     `agreement` of each step by itself, `chain` of all steps up to it: the expected tokens of a draft add up.
     """
-    rows = heldout_rows(len(text))[:most]
     hits = torch.zeros(steps)
     chains = torch.zeros(steps)
     count = 0.0

@@ -4,7 +4,7 @@
     gguf    model.gguf: weights as F32, F16 or Q8_0, sizes and tokenizer in its metadata
     onnx    a graph for each stage and head, a manifest and a script (`onnx_export.py`)
     all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
-    (not onnx) topograd/, a sidecar with its own card: stages, heads of exits, LoRA, calibration.json
+    (not onnx) topograd/, a sidecar with its own card: stages, exits, LoRA, calibration.json
 
 What is written is the plain model: all layers in order, the shared head, a LoRA merged into its matrices.
 Stages are a way of training and of leaving early that these formats do not know: what belongs to them goes
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.depth.retrofitted import exit_tensors, open_exits
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
 from topograd.models.card import card
@@ -113,6 +114,7 @@ def _write_sidecar(folder: Path, session: Session, stack: Transformer) -> None:
     tensors = {f"head.deltas.{name}": value.detach() for name, value in own}
     if isinstance(store, BasedStore):
         tensors |= store.own_tensors(store.names()[-1])
+    tensors |= exit_tensors(open_exits(session))
     if not tensors and len(session.plan.stages) == 1 and not run.calibration_file.is_file():
         return
     run.manifest.verify(run.calibration_file.name)

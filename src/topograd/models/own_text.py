@@ -48,8 +48,8 @@ LONGEST = 256
 LOOP = 16
 """A token is in a loop where the last LOOP tokens stood in the same text before."""
 SAMPLED_EVERY = 4
-HELDOUT_EVERY = 16
-"""Of so many rows one is not learned from: it measures."""
+HELDOUT_EVERY = 17
+"""Of so many rows one is not learned from: it measures. No multiple of SAMPLED_EVERY, or all were sampled."""
 TEMPERATURE = 0.8
 OnTokens = Callable[[int, int], None]
 """Called with the tokens that are there, and how many are wanted."""
@@ -279,6 +279,11 @@ def rows_of_step(rows: Sequence[int], batch: int, seed: int, step: int) -> list[
 def training_rows(count: int) -> list[int]:
     """The rows that are trained on; all where there are few."""
     return [row for row in range(count) if row % HELDOUT_EVERY or count < 2 * HELDOUT_EVERY]
+
+
+def greedy_rows(text: OwnText, rows: Sequence[int]) -> list[int]:
+    """Those of the rows that were written greedily; all where none was."""
+    return [row for row in rows if row % text.config.rows % SAMPLED_EVERY] or list(rows)
 
 
 def heldout_rows(count: int) -> list[int]:

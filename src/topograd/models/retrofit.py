@@ -3,7 +3,7 @@
     own text     the model goes on from many beginnings, in batches; its states are kept (`own_text.py`)
     draft stage  one layer that hears the last state one position late, taught on that (`draft_training.py`)
     table        what followed runs of tokens in that text (`depth/lookup.py`)
-    exits        linear readings of the states at the stages' ends, fitted for diagnosis (`exit_readings`)
+    exits        what the stages before the last predict, read through translators (`translators.py`)
 
 The text of a user, `data`, gives beginnings and rows that are read and not written, beside the model's own.
 The parameters of the base are read and never written: it is bit-identical before and after.
@@ -32,8 +32,9 @@ from topograd.limits import check_numbers
 from topograd.models.draft_training import DraftTraining, draft_agreement, train_draft_stage
 from topograd.models.own_text import OwnText, OwnTextConfig, heldout_rows, training_rows, write_own_text
 from topograd.models.prompts import Prompts
-from topograd.models.translators import exit_readings
+from topograd.models.translators import fit_exits
 from topograd.nn.draft_stage import DraftStage, rank_tokens
+from topograd.nn.translator import Translator
 from topograd.runs.session import Session
 from topograd.runs.sidecar import BaseIdentity, create_sidecar
 
@@ -70,7 +71,7 @@ def retrofit(
     """Make the sidecar `out` of a run, by default its own `draft/`, and say what came of it.
 
     `text` is a folder that keeps the model's own text, `init` a sidecar whose stage is taught on; with
-    `exits`, what can be read off the earlier stages is measured too.
+    `exits`, the stages before the last are given readings that prefixes and `calibrate` then use.
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
     folder = retrofit_folder(session) if out is None else Path(out)
@@ -102,13 +103,14 @@ def retrofit(
         "table": len(table),
         **draft_agreement(stage, written),
     }
+    translators: dict[int, Translator] = {}
     if exits:
-        found["exits"] = exit_readings(session, written, lambda done, of: tell("exits", done, of))
+        translators, found["exits"] = fit_exits(session, written, lambda done, of: tell("exits", done, of))
     sidecar = create_sidecar(
         folder,
         kind=KIND,
         base=BaseIdentity.of(session),
-        tensors=retrofit_tensors(stage, table),
+        tensors=retrofit_tensors(stage, table, translators),
         settings={"found": found, "config": asdict(config), "init": None if init is None else str(init)},
         card=_card(session, found),
     )

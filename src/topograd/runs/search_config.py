@@ -65,6 +65,8 @@ class SurgeryConfig:
     """The weights of J (`search/utility.py`)."""
     min_depth: int = 2
     """d_min: no stage becomes shorter, and stages of this depth count as capable."""
+    stages: int | None = None
+    """K: boundaries are moved and their number stays; None lets it change."""
     floor: float = 0.25
     """r_min: a boundary where the effective rank is a smaller share of the width costs."""
 

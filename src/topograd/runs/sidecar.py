@@ -167,7 +167,7 @@ def open_sidecar(folder: Path | str, kind: str | None = None) -> Sidecar:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
-        raise RunError(f"{folder} is no {kind or 'sidecar'}: it {what}; give the folder that made it")
+        raise RunError(f"{folder} is no {kind or 'sidecar'}: it {what}; give the folder it was written to")
     config = read_json(folder / CONFIG)
     own = config.get("topograd") if isinstance(config, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:

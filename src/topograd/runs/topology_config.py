@@ -203,7 +203,10 @@ class TopologyConfig:
             topology = self._build(layers)
             predicting_plan(Plan.of(topology, topology.layers))  # refuses what could not predict
         except TopologyError as error:
-            raise ConfigError(str(error)) from None
+            message = str(error)
+            if self.graph in ("chain", "targets") and message.startswith("composition "):
+                message = f"partition {message.removeprefix('composition ')}"  # as the setting is called
+            raise ConfigError(message) from None
         return topology
 
     def _build(self, layers: int) -> Topology:
