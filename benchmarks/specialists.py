@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,11 +27,12 @@ from topograd.nn.stack import Stack
 from topograd.runs.session import open_session
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.controls import LORA_RATE
+from topograd.specialists.fact_readings import Reader, asked, recall
 from topograd.specialists.facts import World
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.model import SpecialistPool
-from topograd.specialists.preservation import Preservation
 from topograd.specialists.settings import FineTune
+from topograd.studies.specialist_facts import UNSEEN
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -51,8 +53,8 @@ class Settings:
     context: int = 256
     tokens: int = 32
     rounds: int = 5
-    steps: int = 20
-    every: int = 5
+    steps: int = 80
+    every: int = 40
     """Steps between two readings of the base."""
 
 
@@ -132,75 +134,136 @@ def measure_mixed(settings: Settings, place: Path) -> dict[str, Any]:
 
 
 def measure_lora(settings: Settings, place: Path) -> dict[str, Any]:
-    """The same chats, rows and steps for a specialist and for a LoRA on every linear map of the base."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    from topograd.models.export import export_model
-
-    chat = place / "chat.jsonl"
-    chat.write_text("".join(json.dumps(record) + "\n" for record in World.make(6).records()))
+    """A specialist and a LoRA on every linear map of the base, trained on the same rows, `every` steps in
+    turns: what each recalls, what it does to the base, and the seconds of a step."""
+    world, chat = World.make(6), place / "chat.jsonl"
+    chat.write_text("".join(json.dumps(record) + "\n" for record in world.records()))
     base = open_session(settings.run)
-    sidecar = new_specialist(place / "s", base, layers=2)
-    asked = FineTune(
-        data=str(chat), steps=settings.steps, context=64, save_every=settings.every, rate=0.6, head_rate=0.75
+    new_specialist(place / "s", base, layers=2)
+    asked_for = FineTune(
+        data=str(chat),
+        steps=settings.steps,
+        context=64,
+        save_every=settings.every,
+        rate=3 * FineTune().rate,  # as in the study: the steps are few
+        head_rate=3 * FineTune().head_rate,
+        keep_states=True,
     )
-    tuning = FineTuning.start(place / "s", asked)
-    found = tuning.train()
-    export_model(settings.run, place / "hf", "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(place / "hf")
-    numbers = sum(t.numel() for t in sidecar.tensors.values())
-    per_rank = sum(sum(m.weight.shape) for n, m in theirs.named_modules() if n.endswith("_proj"))
-    rank = max(numbers // per_rank, 1)
-    lora = get_peft_model(theirs, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    readings = _train_lora(lora, tuning, settings)
-    with torch.no_grad(), lora.disable_adapter():
-        off = float((lora(tuning.preservation.sentences).logits - tuning.preservation.before).abs().max())
+    tuning = FineTuning.start(place / "s", asked_for)
+    peer = PeftTraining(settings.run, place / "hf", tuning)
+    laps: dict[str, list[float]] = {"specialist": [], "LoRA": []}
+    readings, recalled = [peer.read(None)], []
+    stops = sorted({*range(settings.every, settings.steps, settings.every), settings.steps})
+    for stop in stops:
+        clock = Laps()
+        found = tuning.train(stop_after=stop, on_step=clock)
+        laps["specialist"] += clock.seconds
+        clock = Laps()
+        readings.append(peer.read(peer.train(stop, clock)))
+        laps["LoRA"] += clock.seconds
+        recalled.append({"step": stop, **_recall(tuning, peer.lora, world)})
+    with torch.no_grad(), peer.lora.disable_adapter():
+        now = peer.lora(tuning.preservation.sentences).logits
+    step = {name: Spread.of(seconds).as_dict() for name, seconds in laps.items()}
     return {
-        "specialist": {"parameters": numbers, "loss": found["loss"], "checkpoints": found["preservation"]},
-        "lora": {
-            "parameters": sum(p.numel() for p in lora.parameters() if p.requires_grad),
-            "rank": rank,
-            "checkpoints": readings,
-            "max_abs_logit_delta_off": off,
+        "specialist": {key: found[key] for key in ("parameters", "loss", "preservation")},
+        "LoRA": {
+            "parameters": peer.parameters,
+            "rank": peer.rank,
+            "preservation": readings,
+            "max_abs_logit_delta_off": tuning.preservation.moved(now),
         },
+        "recall": recalled,
+        "seconds of a step": step,
+        "a step of LoRA over one of the specialist": step["LoRA"]["median"] / step["specialist"]["median"],
     }
 
 
-def _train_lora(lora: Any, tuning: FineTuning, settings: Settings) -> list[dict[str, Any]]:
-    """AdamW at peft's usual 2e-4 with the specialist's schedule, on the same rows in the same order."""
-    loader = StateLoader(
-        PlainRows(tuning.inputs, tuning.targets), tuning.settings.batch, tuning.settings.seed
-    )
-    optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=LORA_RATE)
-    schedule = tuning.settings.optimizer(tuning.session.config.optimizer)
-    readings = [_read(lora, tuning.preservation, 0, None)]
-    for step in range(settings.steps):
-        batch = next(loader)
-        for group in optimizer.param_groups:
-            group["lr"] = LORA_RATE * schedule.multiplier(step, settings.steps)
-        logits = lora(batch.inputs).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
-            readings.append(_read(lora, tuning.preservation, step + 1, loss.item()))
-    return readings
+class Laps:
+    """Seconds between calls."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.last: float | None = None
+
+    def __call__(self, *_: object) -> None:
+        now = time.perf_counter()
+        if self.last is not None:
+            self.seconds.append(now - self.last)
+        self.last = now
+
+
+class PeftTraining:
+    """A LoRA by peft of as many parameters as a specialist has, on the rows that it sees, in its order: AdamW
+    at the usual 2e-4 with the specialist's schedule."""
+
+    def __init__(self, run: Path, folder: Path, tuning: FineTuning) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        from topograd.models.export import export_model
+
+        export_model(run, folder, "hf")
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        numbers = sum(t.numel() for t in tuning.sidecar.tensors.values())
+        per_rank = sum(sum(m.weight.shape) for n, m in theirs.named_modules() if n.endswith("_proj"))
+        self.rank = max(round(numbers / per_rank), 1)
+        config = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear")
+        self.lora: Any = get_peft_model(theirs, config)
+        learning = [p for p in self.lora.parameters() if p.requires_grad]
+        self.parameters = sum(p.numel() for p in learning)
+        self.optimizer = torch.optim.AdamW(learning, lr=LORA_RATE, weight_decay=0.0)
+        self.settings, self.before = tuning.settings, tuning.preservation
+        self.schedule = self.settings.optimizer(tuning.session.config.optimizer)
+        rows = PlainRows(tuning.inputs, tuning.targets)
+        self.loader = StateLoader(rows, self.settings.batch, self.settings.seed)
+        self.step = 0
+
+    def train(self, stop: int, on_step: Laps) -> float:
+        """To a step; the last loss."""
+        while self.step < stop:
+            batch = next(self.loader)
+            for group in self.optimizer.param_groups:
+                group["lr"] = LORA_RATE * self.schedule.multiplier(self.step, self.settings.steps)
+            logits = self.lora(batch.inputs).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.lora.parameters(), self.schedule.clip or torch.inf)
+            self.optimizer.step()
+            self.step += 1
+            on_step()
+        return loss.item()
+
+    @torch.no_grad()
+    def read(self, loss: float | None) -> dict[str, Any]:
+        """What the base does with the adapter on, as `Preservation` reads it."""
+        before = self.before
+        now = self.lora(before.sentences).logits
+        asked = self.lora(before.choice_inputs).logits[before.choice_targets != -100]
+        return {
+            "step": self.step,
+            "loss": loss,
+            "base_max_abs_logit_delta": before.moved(now),
+            "base_bpb": before.bpb_of(now),
+            "base_choices": before.answered(asked),
+        }
 
 
 @torch.no_grad()
-def _read(lora: Any, before: Preservation, step: int, loss: float | None) -> dict[str, Any]:
-    """What the base does with the adapter on, as `Preservation` reads it."""
-    now = lora(before.sentences).logits
-    asked = lora(before.choice_inputs).logits[before.choice_targets != -100]
-    return {
-        "step": step,
-        "loss": loss,
-        "base_max_abs_logit_delta": float((now - before.before).abs().max()),
-        "base_bpb": before.bpb_of(now),
-        "base_choices": before.answered(asked),
-    }
+def _recall(tuning: FineTuning, lora: Any, world: World) -> dict[str, float]:
+    """Share of the facts that each recalls in a wording that was never taught."""
+    tuning.stack.eval()
+    reader = Reader(tuning.attached, {"specialist": {NAME: 1.0}})
+    texts = asked(tuning.attached, world.facts, UNSEEN)
+    encode = tuning.attached.vocabulary.tokenizer.encode
+    hits = [
+        int(lora(torch.tensor([reader.ids(text)])).logits[0, -1].argmax()) == encode(f" {fact.answer}")[0]
+        for text, fact in zip(texts, world.facts, strict=True)
+    ]
+    found = recall(reader, world.facts, UNSEEN) | {"LoRA": sum(hits) / len(hits)}
+    tuning.stack.train()
+    return found
 
 
 def main() -> None:

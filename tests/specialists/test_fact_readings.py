@@ -27,17 +27,23 @@ def attached(imported: Session, tmp_path_factory: pytest.TempPathFactory) -> Att
 @torch.no_grad()
 def test_probabilities_are_those_of_the_model(attached: Attached) -> None:
     reader = Reader(attached, PATHS)
-    found = reader.probability("def", "read")
+    found, other = reader.log_probability([("def", "read"), ("for i in range", "x")])
+    (alone,) = reader.log_probability([("for i in range", "x")])
+    assert other == pytest.approx(alone, rel=1e-4), "its company changes nothing"
     target = attached.vocabulary.tokenizer.encode(" read")
     begun = reader.ids("def")
     for name, weights in PATHS.items():
         logits = Predictor(attached.stack, composed(attached, weights))(torch.tensor([[*begun, *target]]))[0]
         logs = logits.log_softmax(-1)[len(begun) - 1 : -1]
-        expected = float(logs[range(len(target)), target].sum().exp())
+        expected = float(logs[range(len(target)), target].sum())
         assert found[name] == pytest.approx(expected, rel=1e-4)
-    hit, value, margin = reader.first("def", "read")["base"]
-    assert hit == (margin > 0)
-    assert value == pytest.approx(float(reader.logits("def", "read")[0]["base"][0, target[0]]))
+    (first,) = reader.first([("def", "read")])
+    ((logits, _),) = reader.logits([("def", "read")])
+    for name, (hit, value, margin) in first.items():
+        z = logits[name][0]
+        assert hit == (margin > 0) == (int(z.argmax()) == target[0])
+        assert value == pytest.approx(float(z[target[0]]))
+        assert margin == pytest.approx(value - float(torch.cat([z[: target[0]], z[target[0] + 1 :]]).max()))
 
 
 def test_tables_have_every_case(attached: Attached) -> None:

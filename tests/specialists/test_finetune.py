@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError, RunError
+from topograd.runs import checkpoint
 from topograd.runs.config import OptimizerConfig
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import TENSORS
@@ -125,3 +126,24 @@ def test_what_cannot_be_trained_is_refused(
     with pytest.raises(ConfigError, match=words):
         FineTuning.start(tmp_path / "s", settings(chats, **given))
     assert not (tmp_path / "s" / "training").exists()
+
+
+def test_every_checkpoint_has_its_reading(
+    gpt: Session, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that was ended while it wrote a checkpoint has one reading of every step."""
+    new_specialist(tmp_path / "s", gpt, layers=1, head_rank=4)
+
+    def ended(*_: Any, step: int, **more: Any) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+        save(*_, step=step, **more)
+
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", ended)
+    with pytest.raises(KeyboardInterrupt):
+        FineTuning.start(tmp_path / "s", settings(chats)).train()
+    monkeypatch.undo()
+    resumed = FineTuning.resume(tmp_path / "s")
+    assert resumed.step == 2
+    assert [row["step"] for row in resumed.train()["preservation"]] == [0, 2, 4, 6]

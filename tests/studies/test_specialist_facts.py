@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from topograd.runs.session import Session
+from topograd.specialists.facts import World
 from topograd.studies import specialist_facts
 from topograd.studies.kept import Kept
 from topograd.studies.outcome import Result, asked
@@ -45,7 +51,7 @@ def test_every_question_has_its_table(found: Result) -> None:
     assert len(found.findings) == 4
     verdicts = {claim.name: claim.verdict for claim in found.claims}
     assert verdicts["reference: the base does not move"] == "held"
-    assert len(verdicts) == 6
+    assert len(verdicts) == 9
 
 
 def test_what_was_measured_is_not_measured_again(
@@ -56,3 +62,26 @@ def test_what_was_measured_is_not_measured_again(
     (place / "rows.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     monkeypatch.setattr(specialist_facts.BaseStudy, "taught", lambda *_: pytest.fail("it was kept"))
     assert study(place).rows == found.rows
+
+
+def test_a_training_that_was_ended_goes_on(make_session: Callable[..., Session], tmp_path: Path) -> None:
+    """Read on its way, ended and taken up again it is the training in one go; an earlier step begins anew."""
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in World.make(1).records(1)))
+    settings = replace(specialist_facts.TINY, context=16).settings(data, 2)
+    base = make_session(2)
+
+    def training(name: str) -> specialist_facts.Training:
+        return specialist_facts.Training(tmp_path / name, base, settings, layers=1)
+
+    whole, first = training("whole"), training("parts")
+    expected = whole.at(2).part("specialist").tensors()
+    begun = {name: tensor.clone() for name, tensor in first.at(1).part("specialist").tensors().items()}
+    again = training("parts")
+    for name, tensor in again.at(1).part("specialist").tensors().items():
+        assert torch.equal(tensor, begun[name])
+    for name, tensor in again.at(2).part("specialist").tensors().items():
+        assert torch.equal(tensor, expected[name])
+    assert [row["step"] for row in again.preservation()] == [0, 1, 2]
+    earlier = training("parts").at(1).part("specialist").tensors()
+    assert all(torch.equal(tensor, begun[name]) for name, tensor in earlier.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,26 +19,36 @@ def rows(moved: float, prose: float) -> list[Row]:
         reading |= {"bpb": bpb, "choices": 1.0, "base_tasks": {"copa": 0.6}, "tasks": {"copa": 0.5}}
         return {"what": "preservation", "model": model, "step": step, **reading}
 
-    about: dict[str, Any] = {"what": "injection", "people": 2, "paraphrases": 3, "step": 9}
+    taught: dict[str, Any] = {"what": "injection", "people": 2, "paraphrases": 3, "step": 9}
     found = [kept("dual head, chat", 0, 0.0, 1.0), kept("dual head, chat", 9, moved, 1.0)]
     found += [kept("single head, chat", 0, 0.0, 1.0), kept("single head, chat", 9, 5.0, 1.5)]
     for kind, hits in (("chat", [1] * 9 + [0]), ("prose", [0] * 10)):
         for asked in ("taught wording", "other wording"):
-            found.append(about | {"specialist": kind, "asked": asked, "hits": hits})
+            found.append(taught | {"specialist": kind, "asked": asked, "hits": hits})
+    numbers = {"correct": 0.5, "wrong": 0.5, "ratio": 1.0, "gullible": 0.0}
+    passages = (("none", ""), ("right", ""), ("wrong", "assertive"), ("wrong", "flagged"))
     for path, log_ratio in (("base", 0.0), ("chat", 0.0), ("prose", prose), ("both", 0.0)):
-        for framing in ("assertive", "flagged"):
-            values = [log_ratio, log_ratio + 0.01, log_ratio - 0.01]
-            row: Row = {"passage": "wrong", "framing": framing, "path": path, "log_ratios": values}
-            numbers = {"correct": 0.5, "wrong": 0.5, "ratio": 1.0, "gullible": 0.0}
-            found.append({"what": "trust", **row, **numbers})
+        for facts, (passage, framing) in itertools.product(("known", "taught"), passages):
+            about: dict[str, Any] = {"facts": facts, "passage": passage, "framing": framing, "path": path}
+            gain = 3.0 if passage == "right" and path != "prose" else 0.0
+            values = {"log_ratios": spread(log_ratio), "log_correct": spread(gain - 5)}
+            found.append({"what": "trust", **about, **numbers, **values})
+    for votes, logit, margin in (("1:0", 9.0, 2.0), ("1:3", 13.0, 2.0 - prose)):
+        means = {"votes": votes, "right": 1.0, "logit": logit, "margin": margin}
+        about = {"facts": "known", "logits": spread(logit), "margins": spread(margin)}
+        found.append({"what": "weighting", **means, **about})
     return [{"base": "b", **row} for row in found]
+
+
+def spread(value: float) -> list[float]:
+    return [value, value + 0.01, value - 0.02]
 
 
 @pytest.mark.parametrize(
     ("moved", "prose", "expected"),
     [
-        (0.0, 1.5, ["held", "held", "held", "failed", "held", "held"]),
-        (0.1, -1.5, ["failed", "held", "held", "failed", "failed", "held"]),
+        (0.0, 1.5, ["held", "held", "held", "failed", "held", "held", "held", "held", "held"]),
+        (0.1, -1.5, ["failed", "held", "held", "failed", "held", "failed", "held", "held", "failed"]),
     ],
 )
 def test_verdicts_follow_the_numbers(moved: float, prose: float, expected: list[str]) -> None:

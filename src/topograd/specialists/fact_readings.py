@@ -27,6 +27,8 @@ from topograd.specialists.facts import FRAMINGS, Fact, KnownFact, passage
 from topograd.specialists.records import spelled
 from topograd.training.forward import predict, stage_outputs
 
+Pair = tuple[str, str]
+"""A text, and the answer that may follow it."""
 VOTES = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (0, 1))
 
 
@@ -39,14 +41,23 @@ class Reader:
         self.stages = sorted({stage for terms in self.terms.values() for stage, _ in terms})
 
     @torch.no_grad()
-    def logits(self, text: str, answer: str) -> tuple[dict[str, Tensor], list[int]]:
-        """For each path the logits (n, vocab) that predict the n tokens of the answer."""
+    def logits(self, pairs: Sequence[Pair]) -> list[tuple[dict[str, Tensor], list[int]]]:
+        """For each text and answer: by path the logits (n, vocab) that predict the answer's n tokens, and
+        these tokens. One batch, padded behind the rows, where a causal model does not look."""
         stack, plan = self.attached.stack, self.attached.plan
-        begun, target = self.ids(text), self.attached.vocabulary.tokenizer.encode(f" {answer}")
-        whole = torch.tensor([[*begun, *target[:-1]]])
-        outputs = stage_outputs(stack, plan, whole, self.stages)
-        ends = {k: h[:, len(begun) - 1 :] for k, h in outputs.items()}
-        return {name: predict(stack, plan, ends, terms)[0] for name, terms in self.terms.items()}, target
+        begun = [self.ids(text) for text, _ in pairs]
+        targets = [self.attached.vocabulary.tokenizer.encode(f" {answer}") for _, answer in pairs]
+        rows = [[*ids, *target[:-1]] for ids, target in zip(begun, targets, strict=True)]
+        device = next(stack.parameters()).device
+        inputs = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
+        for i, row in enumerate(rows):
+            inputs[i, : len(row)] = torch.tensor(row, device=device)
+        outputs = stage_outputs(stack, plan, inputs, self.stages)
+        found = []
+        for i, (ids, row) in enumerate(zip(begun, rows, strict=True)):
+            ends = {k: h[i : i + 1, len(ids) - 1 : len(row)] for k, h in outputs.items()}
+            found.append({name: predict(stack, plan, ends, terms)[0] for name, terms in self.terms.items()})
+        return list(zip(found, targets, strict=True))
 
     def ids(self, text: str) -> list[int]:
         tokenizer = self.attached.vocabulary.tokenizer
@@ -54,22 +65,24 @@ class Reader:
             return self.attached.vocabulary.encode_chat(text)
         return [tokenizer.separator, *tokenizer.encode(text)]
 
-    def probability(self, text: str, answer: str) -> dict[str, float]:
-        """P(answer | text) under each path."""
-        found, target = self.logits(text, answer)
-        places = range(len(target))
-        return {name: float(z.log_softmax(-1)[places, target].sum().exp()) for name, z in found.items()}
+    def log_probability(self, pairs: Sequence[Pair]) -> list[dict[str, float]]:
+        """log P(answer | text) under each path."""
+        return [
+            {name: float(z.log_softmax(-1)[range(len(to)), to].sum()) for name, z in found.items()}
+            for found, to in self.logits(pairs)
+        ]
 
-    def first(self, text: str, answer: str) -> dict[str, tuple[bool, float, float]]:
-        """For each path whether the answer's first token is the likeliest, its logit, and its margin."""
-        found, target = self.logits(text, answer)
-        read = {}
-        for name, z in found.items():
-            value = float(z[0, target[0]])
-            rival = z[0].clone()
-            rival[target[0]] = -torch.inf
-            margin = value - float(rival.max())
-            read[name] = (margin > 0, value, margin)
+    def first(self, pairs: Sequence[Pair]) -> list[dict[str, tuple[bool, float, float]]]:
+        """For each path whether an answer's first token is the likeliest, its logit, and its margin."""
+        read = []
+        for found, (token, *_) in self.logits(pairs):
+            best = {name: z[0].topk(2) for name, z in found.items()}
+            each = {}
+            for name, z in found.items():
+                value, (one, two) = float(z[0, token]), best[name].values.tolist()
+                rival = two if int(best[name].indices[0]) == token else one
+                each[name] = (value > rival, value, value - rival)
+            read.append(each)
         return read
 
 
@@ -83,8 +96,9 @@ def asked(attached: Attached, facts: Sequence[Fact], wording: int) -> list[str]:
 def hits(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, list[bool]]:
     """For each path which of the facts it recalls when asked in that wording."""
     found: dict[str, list[bool]] = {name: [] for name in reader.terms}
-    for text, fact in zip(asked(reader.attached, facts, wording), facts, strict=True):
-        for name, (hit, _, _) in reader.first(text, fact.answer).items():
+    texts = asked(reader.attached, facts, wording)
+    for read in reader.first([(text, fact.answer) for text, fact in zip(texts, facts, strict=True)]):
+        for name, (hit, _, _) in read.items():
             found[name].append(hit)
     return found
 
@@ -94,57 +108,63 @@ def recall(reader: Reader, facts: Sequence[Fact], wording: int) -> dict[str, flo
     return {name: sum(found) / len(facts) for name, found in hits(reader, facts, wording).items()}
 
 
-def trust(reader: Reader, facts: Sequence[KnownFact]) -> list[dict[str, Any]]:
+def trust(reader: Reader, facts: Sequence[Fact | KnownFact]) -> list[dict[str, Any]]:
     """Median P(correct), P(wrong) and their ratio on each path, for every kind and framing of passage; and
-    log P(correct) - log P(wrong) of each fact."""
+    log P(correct) and log P(correct) - log P(wrong) of each fact."""
     kinds = [("none", ""), ("right", ""), ("irrelevant", ""), *(("wrong", framing) for framing in FRAMINGS)]
     rows = []
     for kind, framing in kinds:
-        correct: dict[str, list[float]] = {name: [] for name in reader.terms}
-        wrong: dict[str, list[float]] = {name: [] for name in reader.terms}
+        texts = []
         for i, fact in enumerate(facts):
             front = "" if kind == "none" else passage(fact, kind, framing or "plain", i) + "\n"  # type: ignore[arg-type]
-            for into, answer in ((correct, fact.answer), (wrong, fact.wrong)):
-                for name, p in reader.probability(front + fact.prompt, answer).items():
-                    into[name].append(max(p, 1e-30))
+            texts.append(front + fact.prompt)
+        pairs = [(text, fact.answer) for text, fact in zip(texts, facts, strict=True)]
+        pairs += [(text, fact.wrong) for text, fact in zip(texts, facts, strict=True)]
+        read = reader.log_probability(pairs)
         for name in reader.terms:
-            ratios = [c / w for c, w in zip(correct[name], wrong[name], strict=True)]
+            logs = [each[name] for each in read]
+            correct, wrong = logs[: len(facts)], logs[len(facts) :]
+            ratios = [c - w for c, w in zip(correct, wrong, strict=True)]
             rows.append(
                 {
                     "passage": kind,
                     "framing": framing,
                     "path": name,
-                    "correct": statistics.median(correct[name]),
-                    "wrong": statistics.median(wrong[name]),
-                    "ratio": statistics.median(ratios),
-                    "gullible": sum(ratio < 1 for ratio in ratios) / len(ratios),
-                    "log_ratios": [math.log(ratio) for ratio in ratios],
+                    "correct": math.exp(statistics.median(correct)),
+                    "wrong": math.exp(statistics.median(wrong)),
+                    "ratio": math.exp(statistics.median(ratios)),
+                    "gullible": sum(ratio < 0 for ratio in ratios) / len(ratios),
+                    "log_correct": correct,
+                    "log_ratios": ratios,
                 }
             )
     return rows
 
 
 def weighting(attached: Attached, name: str, facts: Sequence[Fact | KnownFact]) -> list[dict[str, Any]]:
-    """Mean logit and margin of the right answers as base and specialist are given votes."""
+    """Logits and margins of the right answers as base and specialist are given votes, and their means."""
     paths = {f"{n}:{m}": {name: m / (n + m)} for n, m in VOTES}
     reader = Reader(attached, paths)
-    found = [reader.first(fact.prompt, fact.answer) for fact in facts]
+    found = reader.first([(fact.prompt, fact.answer) for fact in facts])
     rows = []
     for path in paths:
-        read = [each[path] for each in found]
+        right, logits, margins = zip(*(each[path] for each in found), strict=True)
         rows.append(
             {
                 "votes": path,
-                "right": sum(hit for hit, _, _ in read) / len(read),
-                "logit": statistics.mean(value for _, value, _ in read),
-                "margin": statistics.mean(margin for _, _, margin in read),
+                "right": sum(right) / len(right),
+                "logit": statistics.mean(logits),
+                "margin": statistics.mean(margins),
+                "logits": list(logits),
+                "margins": list(margins),
             }
         )
     return rows
 
 
 def by_stage(attached: Attached, facts: Sequence[KnownFact]) -> list[dict[str, Any]]:
-    """Median rank and mean logit of known answers at each stage of the base: where facts live (§6.3)."""
+    """Median rank and mean logit of known answers at each stage, the last being what was added to the base:
+    where facts live (§6.3), and what training left of them."""
     from topograd.specialists.probe import probe
 
     tokenizer = attached.vocabulary.tokenizer

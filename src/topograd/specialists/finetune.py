@@ -207,15 +207,11 @@ class FineTuning:
         return loss
 
     def _save(self, loader: StateLoader) -> None:
-        """A checkpoint, the sidecar as it is now, and a reading of the base."""
+        """A reading of the base, the sidecar as it is now, and a checkpoint.
+
+        The checkpoint comes last: whoever resumes from it finds the reading of its step.
+        """
         self.position = loader.position
-        checkpoint.save(
-            self.folder / "checkpoints",
-            step=self.step,
-            model=self.trained,
-            optimizers=self.loop.optimizers.optimizers,
-            extra={"position": self.position},
-        )
         reading = self._read()
         self._log({"kind": "preservation", "step": self.step, **reading.as_dict()})
         shape = Shape.of(self.sidecar)
@@ -226,6 +222,13 @@ class FineTuning:
         ]
         text = card(self.sidecar.folder.resolve().name, self.session, shape, lines)
         self.sidecar = update_sidecar(self.sidecar, self.trained.tensors(), settings, text)
+        checkpoint.save(
+            self.folder / "checkpoints",
+            step=self.step,
+            model=self.trained,
+            optimizers=self.loop.optimizers.optimizers,
+            extra={"position": self.position},
+        )
 
     def _read(self) -> Reading:
         self.stack.eval()

@@ -85,6 +85,7 @@ class Reading:
     base_max_abs_logit_delta: float
     """Largest change of a logit of the base's own path on the probe sentences."""
     base_bit_identical: bool
+    """Every logit, those of padding too."""
     base_bpb: float
     base_choices: float
     """Share of the questions that the base's own path answers."""
@@ -135,11 +136,17 @@ class Preservation:
         now = now[..., : self.before.shape[-1]]  # new tokens have logits of their own behind these
         bpbs, choices = [self.bpb_of(z) for z in (now, *on)], self._choices(stack, plans)
         tasks: list[dict[str, float]] = [{}] if self.tasks is None else self.tasks.read(stack, plans)
-        delta = float((now - self.before).abs().max())
         same = torch.equal(now, self.before)
+        moved = self.moved(now)
         return Reading(
-            delta, same, bpbs[0], choices[0], bpbs[-1], choices[-1], dict(tasks[0]), dict(tasks[-1])
+            moved, same, bpbs[0], choices[0], bpbs[-1], choices[-1], dict(tasks[0]), dict(tasks[-1])
         )
+
+    def moved(self, logits: Tensor) -> float:
+        """Largest change of a logit of the sentences. Padding is left out: nobody reads what stands there,
+        and a control moves it most."""
+        there = self.targets != IGNORED
+        return float((logits[there] - self.before[there]).abs().max())
 
     def bpb_of(self, logits: Tensor) -> float:
         """Bits per byte of the sentences under some logits of them."""

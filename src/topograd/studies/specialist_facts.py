@@ -5,10 +5,11 @@ The questions of "Product of Experts" §§6.3-6.6, 8.2.1 on two bases: the model
 people (`specialists/facts.py`) is taught twice, as chats and as prose; the control trains the base's own head
 along.
 
-    stages         where known facts live: rank at each stage of the base
+    stages         where known facts live: rank at each stage of the base, and what training left of it
     injection      recall over steps, facts and paraphrases, in a wording that was taught and in another
     preservation   the base's logits, BPB and answers over checkpoints: dual head, single head, LoRA
-    trust          P(correct) / P(wrong) behind passages that are right, wrong in six framings, or irrelevant
+    trust          P(correct) / P(wrong) behind passages that are right, wrong in six framings, or irrelevant,
+                   on facts that the base may know and on those that were taught
     weighting      votes of the base's and the specialist's branch
     prompts        fifty prompts, scored by rule (`fifty_prompts.py`)
 
@@ -16,8 +17,8 @@ It works in OUT/specialists-work: specialists lie there, and a run called smollm
 that it need not be imported again. Task files of CORE in that folder (copa.jsonl, winograd_wsc.jsonl) are
 asked at every checkpoint too.
 
-Cost on one core: seconds for tiny; small two minutes for the first base and a quarter of an hour for the
-second. One training each: intervals are over facts, not over trainings.
+Cost on one core: seconds for tiny; small four minutes for the first base and half an hour for the second. One
+training each: intervals are over facts, not over trainings.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from topograd.specialists import controls
 from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
 from topograd.specialists.fact_readings import Reader, by_stage, hits, recall, trust, weighting
 from topograd.specialists.facts import REAL, Fact, KnownFact, World
-from topograd.specialists.finetune import NAME, FineTuning
+from topograd.specialists.finetune import NAME, FineTuning, training_records
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import rows_of, spelled
 from topograd.specialists.settings import FineTune
 from topograd.specialists.zero_shot import ZeroShot
 from topograd.studies.fifty_prompts import table_of
-from topograd.studies.outcome import Asked, Result, Row
+from topograd.studies.kept import Kept
+from topograd.studies.outcome import Asked, OnMore, Result, Row
 from topograd.studies.specialist_tables import claims, drawing, findings, tables
 from topograd.studies.verdicts import worst
 
@@ -94,7 +96,7 @@ class Sizes:
 
 
 TINY = Sizes(
-    people=2, layers=1, context=32, stops=(2, 4), others=((1, 1, 2),), control=4, prompts=False, known=3
+    people=2, layers=1, context=32, stops=(2, 4), others=((1, 1, 1),), control=4, prompts=False, known=2
 )
 SMALL = {
     "reference": Sizes(
@@ -107,7 +109,14 @@ SMALL = {
         prompts=True,
     ),
     "smollm2": Sizes(
-        people=6, layers=2, context=64, stops=(20, 40), others=(), control=8, prompts=True, items=12
+        people=6,
+        layers=2,
+        context=64,
+        stops=(20, 40, 80),
+        others=((6, 1, 80),),
+        control=20,
+        prompts=True,
+        items=12,
     ),
 }
 
@@ -125,8 +134,8 @@ def run(asked: Asked) -> Result:
         for number, (name, folder) in enumerate(bases.items()):
             sizes = TINY if asked.preset == "tiny" else SMALL[name]
             sizes = sizes.taught(asked.parts("steps")[number])
-            study = BaseStudy(open_session(folder), place / name, sizes, place)
-            rows += [{"base": name, **row} for row in study.rows(asked)]
+            study = BaseStudy(open_session(folder), place / name, sizes, place, asked.kept)
+            rows += [{"base": name, **row} for row in study.rows(asked.on_more)]
     judged = [claim for name in bases for claim in claims(name, rows)]
     return Result(
         setting=f"Bases: {', '.join(bases)}. Worlds of {sizes.people} invented people, three facts each; "
@@ -155,20 +164,56 @@ def smollm2(place: Path) -> Path | None:
     return place / "smollm2"
 
 
+class Training:
+    """The training of a specialist that is read on its way; one that was ended goes on where it was."""
+
+    def __init__(self, folder: Path, base: Session, settings: FineTune, layers: int) -> None:
+        self.folder, self.base, self.settings, self.layers = folder, base, settings, layers
+        self.tuning: FineTuning | None = None
+
+    def at(self, step: int) -> Attached:
+        """The base with the specialist as it is at that step."""
+        tuning = self.tuning
+        if tuning is None or tuning.step > step:
+            tuning = self.tuning = self._resumed(step) or self._begun()
+        if tuning.step < step:
+            tuning.stack.train()
+            tuning.train(stop_after=step)
+        tuning.stack.eval()
+        return tuning.attached
+
+    def _resumed(self, step: int) -> FineTuning | None:
+        """The training that lies in the folder, if it is this one and not beyond that step."""
+        if not (self.folder / "training" / "finetune.json").is_file():
+            return None
+        found = FineTuning.resume(self.folder)
+        return found if found.settings == self.settings and found.step <= step else None
+
+    def _begun(self) -> FineTuning:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        new_specialist(self.folder, self.base, layers=self.layers)
+        return FineTuning.start(self.folder, self.settings)
+
+    def preservation(self) -> list[Row]:
+        """The base at every checkpoint until now."""
+        kept = [record for record in training_records(self.folder) if record["kind"] == "preservation"]
+        return [{name: value for name, value in record.items() if name != "kind"} for record in kept]
+
+
 class BaseStudy:
     """The questions on one base, each kept when it is answered."""
 
-    def __init__(self, base: Session, place: Path, sizes: Sizes, files: Path) -> None:
-        self.base, self.sizes = base, sizes
-        self.name, self.place = place.name, place.parent / f"{place.name}-work"
+    def __init__(self, base: Session, place: Path, sizes: Sizes, files: Path, kept: Kept) -> None:
+        self.base, self.sizes, self.kept = base, sizes, kept
+        self.name, self.place = place.name, place.absolute().parent / f"{place.name}-work"
         self.place.mkdir(exist_ok=True)
         asked = {"copa.jsonl", "winograd_wsc.jsonl"} & {path.name for path in files.glob("*.jsonl")}
-        self.tasks = files if asked else None
+        self.tasks = files.absolute() if asked else None
 
-    def rows(self, asked: Asked) -> list[Row]:
+    def rows(self, on_more: OnMore) -> list[Row]:
         """Every measurement, those of an earlier run as they were."""
         parts: dict[str, Callable[[], list[Row]]] = {
-            "stages": lambda: _named("stages", by_stage(attach(self.base, []), REAL[: self.sizes.known])),
+            "stages": lambda: self.stages(attach(self.base, []), "base"),
             "chat": lambda: self.taught("chat", self.sizes.people, UNSEEN, self.sizes.stops),
             "prose": lambda: self.taught("prose", self.sizes.people, UNSEEN, self.sizes.stops),
         }
@@ -181,9 +226,13 @@ class BaseStudy:
             parts["prompts"] = self.prompts
         rows: list[Row] = []
         for number, (part, make) in enumerate(parts.items(), 1):
-            rows += asked.kept.rows({"base": self.name, "part": part}, make)
-            asked.on_more(number, len(parts))
+            rows += self.kept.rows({"base": self.name, "part": part}, make)
+            on_more(number, len(parts))
         return rows
+
+    def stages(self, attached: Attached, model: str) -> list[Row]:
+        """Facts that the base may know, at its stages and behind what was added to it."""
+        return _named("stages", by_stage(attached, REAL[: self.sizes.known]), model=model)
 
     def data(self, kind: str, people: int, paraphrases: int) -> tuple[World, Path]:
         """A world and the file that teaches it."""
@@ -199,37 +248,23 @@ class BaseStudy:
     def taught(self, kind: str, people: int, paraphrases: int, stops: Sequence[int]) -> list[Row]:
         """A specialist trained to each of the stops: what it recalls there, and what the base still is."""
         first = len(stops) > 1
-        folder = self.place / (kind if first else f"{kind}-{people}-{paraphrases}")
-        shutil.rmtree(folder, ignore_errors=True)
-        new_specialist(folder, self.base, layers=self.sizes.layers)
+        name = kind if first else f"{kind}-{people}-{paraphrases}"
         world, data = self.data(kind, people, paraphrases)
         settings = self.sizes.settings(data, stops[-1], self.tasks if first else None)
-        tuning = FineTuning.start(folder, settings)
+        training = Training(self.place / name, self.base, settings, self.sizes.layers)
         about = {"specialist": kind, "people": people, "paraphrases": paraphrases}
+
+        def read(stop: int) -> list[Row]:
+            return _injected(training.at(stop), world, NAME, {**about, "step": stop})
+
         rows: list[Row] = []
         for stop in stops:
-            result = tuning.train(stop_after=stop)
-            tuning.stack.eval()
-            reader = Reader(tuning.attached, {"base": {}, kind: {NAME: 1.0}})
-            told, unseen = (hits(reader, world.facts, wording) for wording in (0, UNSEEN))
-            tuning.stack.train()
-            read = {"taught wording": told[kind], "other wording": unseen[kind], "base alone": unseen["base"]}
-            for rare in (False, True):
-                some = [hit for hit, fact in zip(unseen[kind], world.facts, strict=True) if fact.rare is rare]
-                read["rare, other wording" if rare else "common, other wording"] = some
-            rows += [
-                {
-                    "what": "injection",
-                    **about,
-                    "step": stop,
-                    "asked": name,
-                    "hits": [int(hit) for hit in found],
-                }
-                for name, found in read.items()
-                if found
-            ]
+            key = {"base": self.name, "part": name, "stop": stop}
+            rows += self.kept.rows(key, functools.partial(read, stop))
         if first:
-            rows += _named("preservation", result["preservation"], model=f"dual head, {kind}")
+            model = f"dual head, {kind}"
+            rows += _named("preservation", training.preservation(), model=model)
+            rows += self.stages(training.at(stops[-1]), model)
         return rows
 
     def single_head(self) -> list[Row]:
@@ -240,13 +275,19 @@ class BaseStudy:
         return self._control(controls.lora(self.base, sum(t.numel() for t in tensors)), "LoRA")
 
     def _control(self, control: Attached, name: str) -> list[Row]:
-        """What training a control on the chats does to the base."""
-        _, data = self.data("chat", self.sizes.people, UNSEEN)
+        """What training a control on the chats does to the base, and what it recalls of them."""
+        world, data = self.data("chat", self.sizes.people, UNSEEN)
         inputs, targets = rows_of(data, control, self.sizes.context)
         tasks = None if self.tasks is None else ZeroShot(self.base, self.tasks, self.sizes.items)
         settings = self.sizes.settings(data, self.sizes.control)
         found = controls.train(control, inputs, targets, settings, tasks=tasks)
-        return _named("preservation", found, model=f"{name}, chat")
+        model = f"{name}, chat"
+        about = {"specialist": name, "people": self.sizes.people, "paraphrases": UNSEEN}
+        return [
+            *_injected(control, world, controls.NAME, {**about, "step": self.sizes.control}),
+            *_named("preservation", found, model=model),
+            *self.stages(control, model),
+        ]
 
     def passages(self) -> list[Row]:
         """Trust in passages, votes of the branches, and both specialists at once."""
@@ -255,17 +296,13 @@ class BaseStudy:
         reader = Reader(both, {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}})
         world = World.make(self.sizes.people)
         known = REAL[: self.sizes.known]
-        votes: dict[str, Sequence[Fact | KnownFact]] = {"known": known, "taught": world.facts}
+        kinds: dict[str, Sequence[Fact | KnownFact]] = {"known": known, "taught": world.facts}
+        rows: list[Row] = []
+        for kind, facts in kinds.items():
+            rows += _named("trust", trust(reader, facts), facts=kind)
+            rows += _named("weighting", weighting(both, "chat", facts), facts=kind)
         shares = recall(reader, world.facts, UNSEEN).items()
-        return [
-            *_named("trust", trust(reader, known)),
-            *(
-                row
-                for kind, facts in votes.items()
-                for row in _named("weighting", weighting(both, "chat", facts), facts=kind)
-            ),
-            *_named("together", [{"path": path, "recall": share} for path, share in shares]),
-        ]
+        return rows + _named("together", [{"path": path, "recall": share} for path, share in shares])
 
     def prompts(self) -> list[Row]:
         """Fifty prompts by the base and by each specialist."""
@@ -279,6 +316,21 @@ class BaseStudy:
 
 def _named(what: str, rows: Sequence[Row], **more: str) -> list[Row]:
     return [{"what": what, **more, **row} for row in rows]
+
+
+def _injected(attached: Attached, world: World, name: str, about: Row) -> list[Row]:
+    """Which facts are recalled with what was added, in a wording that was taught and in another."""
+    reader = Reader(attached, {"base": {}, "on": {name: 1.0}})
+    told, unseen = (hits(reader, world.facts, wording) for wording in (0, UNSEEN))
+    read = {"taught wording": told["on"], "other wording": unseen["on"], "base alone": unseen["base"]}
+    for rare in (False, True):
+        some = [hit for hit, fact in zip(unseen["on"], world.facts, strict=True) if fact.rare is rare]
+        read["rare, other wording" if rare else "common, other wording"] = some
+    return [
+        {"what": "injection", **about, "asked": asked, "hits": [int(hit) for hit in found]}
+        for asked, found in read.items()
+        if found
+    ]
 
 
 def _answers(pool: SpecialistPool, prompts: Sequence[str], weights: dict[str, float]) -> list[str]:

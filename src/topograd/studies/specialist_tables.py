@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from topograd.studies.fifty_prompts import SCORES
 from topograd.studies.outcome import ResultTable, Row
-from topograd.studies.verdicts import FAILED, HELD, Claim, Drawing, Interval, Series, above, within
+from topograd.studies.verdicts import FAILED, HELD, Claim, Drawing, Interval, Series, above, each, within
 
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "stages": (
-        "Where known facts live, by stage of the base",
-        ("stage", "median_rank", "first", "mean_logit"),
+        "Where known facts live, by stage of the base; the last stage of the others is what was added",
+        ("model", "stage", "median_rank", "first", "mean_logit"),
     ),
     "injection": (
         "Recall of taught facts, with 90 % intervals over facts",
@@ -30,7 +31,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "trust": (
         "Behind passages: P(correct), P(wrong), median ratio, share of facts where the wrong answer wins",
-        ("passage", "framing", "path", "correct", "wrong", "ratio", "gullible"),
+        ("facts", "passage", "framing", "path", "correct", "wrong", "ratio", "gullible"),
     ),
     "weighting": (
         "Votes of base and chat specialist, on facts that the base may know and on taught ones",
@@ -64,8 +65,8 @@ def _cell(row: Row, column: str) -> str:
         span = "" if math.isinf(found.low) else f" [{max(found.low, 0):.2f}, {min(found.high, 1):.2f}]"
         return f"{found.mean:.2f}{span}"
     if column == "tasks":
-        each = [f"{name} {row['base_tasks'][name]:.2f} / {share:.2f}" for name, share in row["tasks"].items()]
-        return "; ".join(each) or "-"
+        shares = row["base_tasks"], row["tasks"]
+        return "; ".join(f"{name} {shares[0][name]:.2f} / {shares[1][name]:.2f}" for name in shares[1]) or "-"
     value: Any = row[column]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -73,14 +74,19 @@ def _cell(row: Row, column: str) -> str:
 def claims(base: str, rows: Sequence[Row]) -> list[Claim]:
     """What the paper says, on one base."""
     own = [row for row in rows if row["base"] == base]
+    found = [*_claims_about_the_base(own), *_claims_about_recall(own), *_claims_about_passages(own)]
+    found.append(_claim_about_votes(own))
+    return [replace(claim, name=f"{base}: {claim.name}") for claim in found]
+
+
+def _claims_about_the_base(own: Sequence[Row]) -> list[Claim]:
     kept = [row for row in own if row["what"] == "preservation"]
     dual = [row["base_max_abs_logit_delta"] for row in kept if row["model"].startswith("dual")]
     single = [row for row in kept if row["model"].startswith("single")]
     rise = single[-1]["base_bpb"] / single[0]["base_bpb"] - 1
-    last = max(row["step"] for row in own if row["what"] == "injection" and row["people"] == _people(own))
-    found = [
+    return [
         Claim(
-            f"{base}: the base does not move",
+            "the base does not move",
             "logits of the base are bit-identical at every checkpoint of a dual head (§6.5)",
             "held if the largest change of a logit is 0 at every checkpoint",
             f"{max(dual)} over {len(dual)} checkpoints",
@@ -88,7 +94,7 @@ def claims(base: str, rows: Sequence[Row]) -> list[Claim]:
             tuple(dual),
         ),
         Claim(
-            f"{base}: a single head moves it",
+            "a single head moves it",
             "training the shared head destroys the base's own path (§6.3)",
             "held if the base's BPB rises by more than 1 %, failed if it does not",
             f"BPB {single[0]['base_bpb']:.3f} to {single[-1]['base_bpb']:.3f}, largest logit change "
@@ -97,44 +103,82 @@ def claims(base: str, rows: Sequence[Row]) -> list[Claim]:
             (rise,),
         ),
     ]
-    for kind in ("chat", "prose"):
-        recalled = _hits(own, kind, last, "other wording")
-        found.append(
-            above(
-                f"{base}: facts are learned from {kind}",
-                "a specialist takes new facts in (positive control)",
-                "recall in a wording that was never taught, over facts,",
-                recalled,
-                0.5,
-            )
-        )
-    wrong = {path: _trust(own, path) for path in ("base", "chat", "prose")}
-    less = [p - c for p, c in zip(wrong["prose"], wrong["chat"], strict=True)]
-    found.append(
+
+
+def _claims_about_recall(own: Sequence[Row]) -> list[Claim]:
+    return [
         above(
-            f"{base}: prose is less gullible than chats",
+            f"facts are learned from {kind}",
+            "a specialist takes new facts in (positive control)",
+            "recall in a wording that was never taught, over facts,",
+            _hits(own, kind, _last(own), "other wording"),
+            0.5,
+        )
+        for kind in ("chat", "prose")
+    ]
+
+
+def _claims_about_passages(own: Sequence[Row]) -> list[Claim]:
+    def behind(passage: str, path: str, facts: str = "known") -> list[float]:
+        return _trust(own, path, passage, facts=facts, of="log_correct")
+
+    wrong = {path: _trust(own, path) for path in ("chat", "prose")}
+    framed = {name: _trust(own, "base", framing=name) for name in ("flagged", "assertive")}
+    return [
+        above(
+            "a right passage recovers what is not known",
+            "the answer is up to 712 times as likely behind a right passage (§8.2.1, R1)",
+            "the gain in log P(correct) behind a right passage, the base on facts that only the specialists "
+            "were taught,",
+            _less(behind("right", "base", "taught"), behind("none", "base", "taught")),
+            math.log(10),
+        ),
+        above(
+            "prose is less gullible than chats",
             "behind wrong passages P(correct) / P(wrong) is 4 to 6 times that of chats (§6.6.3)",
             "the difference in log ratio, prose less chat, over facts,",
-            less,
-        )
-    )
-    framed = {name: _trust(own, "base", name) for name in ("flagged", "assertive")}
-    moved = [f - a for f, a in zip(framed["flagged"], framed["assertive"], strict=True)]
-    found.append(
+            _less(wrong["prose"], wrong["chat"]),
+        ),
+        above(
+            "prose answers less to right passages",
+            "behind right passages P(correct) is 4 to 12 times lower than that of chats (§6.6.5)",
+            "the difference in log P(correct), chat less prose, over facts,",
+            _less(behind("right", "chat"), behind("right", "prose")),
+        ),
         within(
-            f"{base}: a warning does not help",
+            "a warning does not help",
             "framings of a wrong claim give near-identical probabilities (§8.2.1, R5)",
             "the change of the base's log ratio from asserted to flagged as false, over facts,",
-            moved,
+            _less(framed["flagged"], framed["assertive"]),
             math.log(2),
-        )
+        ),
+    ]
+
+
+def _claim_about_votes(own: Sequence[Row]) -> Claim:
+    votes = {r["votes"]: r for r in own if r["what"] == "weighting" and r["facts"] == "known"}
+    base, heavy = votes["1:0"], votes["1:3"]
+    return each(
+        "votes trade confidence against margin",
+        "with three votes of four for the specialist the right logit rises and its margin falls (§6.5.6)",
+        "the rise of the logit, and the fall of the margin, over facts,",
+        [_less(heavy["logits"], base["logits"]), _less(base["margins"], heavy["margins"])],
     )
-    return found
+
+
+def _less(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [value - other for value, other in zip(values, others, strict=True)]
 
 
 def _people(own: Sequence[Row]) -> int:
     people: int = next(row["people"] for row in own if row["what"] == "injection")
     return people
+
+
+def _last(own: Sequence[Row]) -> int:
+    """The last step at which recall of the first world was read."""
+    world = [row for row in own if row["what"] == "injection" and row["people"] == _people(own)]
+    return max(row["step"] for row in world if row["specialist"] in ("chat", "prose"))
 
 
 def _hits(own: Sequence[Row], kind: str, step: int, asked: str) -> list[float]:
@@ -148,15 +192,24 @@ def _hits(own: Sequence[Row], kind: str, step: int, asked: str) -> list[float]:
     return [float(hit) for hit in row["hits"]]
 
 
-def _trust(own: Sequence[Row], path: str, framing: str | None = None) -> list[float]:
-    """log P(correct) - log P(wrong) of each fact behind wrong passages, the mean over framings."""
-    each = [
-        row["log_ratios"]
+def _trust(
+    own: Sequence[Row],
+    path: str,
+    passage: str = "wrong",
+    framing: str | None = None,
+    facts: str = "known",
+    of: str = "log_ratios",
+) -> list[float]:
+    """log P(correct) - log P(wrong) of each fact behind such passages, or log P(correct): the mean over
+    framings."""
+    values = [
+        row[of]
         for row in own
-        if row["what"] == "trust" and row["passage"] == "wrong" and row["path"] == path
-        if framing in (None, row["framing"])
+        if row["what"] == "trust"
+        and (row["facts"], row["passage"], row["path"]) == (facts, passage, path)
+        and framing in (None, row["framing"])
     ]
-    return [statistics.fmean(values) for values in zip(*each, strict=True)]
+    return [statistics.fmean(some) for some in zip(*values, strict=True)]
 
 
 def findings(rows: Sequence[Row], bases: Sequence[str]) -> list[str]:
@@ -175,7 +228,7 @@ def findings(rows: Sequence[Row], bases: Sequence[str]) -> list[str]:
                 f"{before['base_bpb']:.3f} to {after['base_bpb']:.3f}, with it on {after['bpb']:.3f}"
             )
         said.append(f"{base}, what training moved. " + "; ".join(ends) + ".")
-        last = max(row["step"] for row in own if row["what"] == "injection" and row["people"] == _people(own))
+        last = _last(own)
         shares = {
             kind: [statistics.fmean(_hits(own, kind, last, a)) for a in ("taught wording", "other wording")]
             for kind in ("chat", "prose")
