@@ -8,7 +8,7 @@ from torch import nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.stream import StreamMonitor
-from topograd.geometry.series import SeriesReader, alarms, change_points, events, schur_ratio
+from topograd.geometry.series import SeriesReader, _residuals, alarms, change_points, events, schur_ratio
 from topograd.nn.gpt import GPT
 
 STEPS = list(range(0, 2400, 100))
@@ -28,6 +28,16 @@ def test_a_level_and_a_slope_change_where_they_do() -> None:
     slope = noisy([math.exp(0.1 * max(0, i - 12)) for i in range(24)])
     (found,) = change_points("loss", STEPS, slope)
     assert abs(found.step - 1200) <= 200
+
+
+def test_residuals_of_all_prefixes_are_those_of_a_fit() -> None:
+    x = torch.tensor(STEPS, dtype=torch.float64)
+    y = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=torch.float64) + x / 100
+    found = _residuals(x.numpy(), y.numpy())
+    for many in (1, 2, 3, 10, len(x)):
+        A = torch.stack((x[:many], torch.ones(many, dtype=torch.float64)), 1)
+        left = y[:many] - A @ torch.linalg.pinv(A) @ y[:many]
+        assert found[many - 1] == pytest.approx(float(left @ left), abs=1e-10)
 
 
 def test_stationary_series_rarely_change() -> None:

@@ -122,6 +122,8 @@ class OptimizerSettings:
     """Steps of each optimizer, in turns."""
     device: str = "cpu"
     """Where the tensors lie, as cpu or cuda."""
+    compile: bool = False
+    """Compile DDCAdam's step for the ratio to fused AdamW; takes a C++ compiler, and a minute."""
 
     def __post_init__(self) -> None:
         check_numbers(self, layers=DEPTH, width=SIZE, vocab=(2, SIZE[1]), repeats=REPEATS)

@@ -29,7 +29,8 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -216,14 +217,32 @@ def _add(sums: dict[str, Tensor], layer: str, found: Tensor) -> None:
 
 def outputs_of(model: nn.Module, inputs: Any) -> Tensor:
     """What the model answers, or its logits."""
-    if isinstance(inputs, Mapping):
-        answer = model(**inputs)
-    else:
-        answer = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    placed = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else (inputs,)
+    try:
+        answer = model(*placed, **named)
+    except TypeError as problem:
+        _check_call(model, placed, named, problem)
+        raise
     if isinstance(answer, Mapping):
         answer = answer.get("logits", answer)
     found: Tensor = getattr(answer, "logits", answer)
     return found
+
+
+def _check_call(
+    model: nn.Module, placed: Sequence[Any], named: Mapping[str, Any], problem: Exception
+) -> None:
+    """Say it in one line where the inputs are not those that the model takes."""
+    takes = inspect.signature(model.forward)
+    try:
+        takes.bind(*placed, **named)
+    except TypeError as reason:
+        given = ", ".join(named) or f"{len(placed)} by position"
+        raise GeometryError(
+            f"{type(model).__name__} does not take the inputs of this batch ({given}): {reason}; it takes "
+            f"({', '.join(takes.parameters)}), and every batch must have what it needs"
+        ) from problem
 
 
 def _each(batches: Any) -> Iterator[Batch]:

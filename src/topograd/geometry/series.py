@@ -17,7 +17,7 @@ Over the checkpoints:
                      straight lines lowers n log(RSS/n) by more than `PENALTY` log n; found again in each part
     phase            accumulation or compression over all checkpoints (`monitors/phase.py`)
 
-Symbols. n checkpoints. Cost: that of one reading for each; O(n²) for change points.
+Symbols. n checkpoints. Cost: that of one reading for each; O(n) for each change point.
 Source: "Dead Directions: Geometric Singular Learning" §12.1 (phases), §13.5 (the summary along checkpoints),
 §15 (the Schur ratio of random and of trained networks); change points after Hoogland et al., "The
 Developmental Landscape of In-Context Learning", who take them from λ̂ alone. Thresholds are ours.
@@ -32,7 +32,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
@@ -42,6 +44,7 @@ from topograd.geometry.monitors.stream import StreamMonitor
 from topograd.geometry.monitors.task_expansion import DEVIATIONS, NORMAL, READINGS, SLACK
 from topograd.geometry.singular.coefficient import Langevin, learning_coefficient
 
+Array = NDArray[np.float64]
 SHARE = 0.75
 """Of the first input's rank: its last directions are those of the sample."""
 PENALTY = 7.0
@@ -161,30 +164,35 @@ def change_points(signal: str, steps: Sequence[int], values: Sequence[float]) ->
         raise GeometryError(f"{len(steps)} steps and {len(values)} values: give as many of each")
     if any(not value > 0 for value in values):
         raise GeometryError(f"{signal} has values that are not above 0: a change of their logarithm is asked")
-    x = torch.tensor(steps, dtype=torch.float64)
-    y = torch.tensor(values, dtype=torch.float64).log()
+    x, y = np.array(steps, dtype=np.float64), np.log(np.array(values, dtype=np.float64))
     return [Event(signal, steps[i], values[i - 1], values[i]) for i in sorted(_splits(x, y, 0))]
 
 
-def _splits(x: Tensor, y: Tensor, start: int) -> list[int]:
+def _splits(x: Array, y: Array, start: int) -> list[int]:
     n = len(x)
     if n < 2 * LEAST:
         return []
-    scores = {i: _score(x[:i], y[:i]) + _score(x[i:], y[i:]) for i in range(LEAST, n - LEAST + 1)}
+    left, right = _residuals(x, y), _residuals(x[::-1], y[::-1])
+    scores = (left[:-1] + right[:-1][::-1])[LEAST - 1 : n - LEAST]  # the first LEAST, ... against the rest
     floor = n * 1e-6  # signals that are a line up to a thousandth do not change
-    whole = n * math.log((_score(x, y) + floor) / n)
-    best = min(scores, key=scores.__getitem__)
-    split = n * math.log((scores[best] + floor) / n)
+    whole = n * math.log((left[-1] + floor) / n)
+    best = int(scores.argmin()) + LEAST
+    split = n * math.log((scores.min() + floor) / n)
     if whole - split <= PENALTY * math.log(n):
         return []
     return [*_splits(x[:best], y[:best], start), start + best, *_splits(x[best:], y[best:], start + best)]
 
 
-def _score(x: Tensor, y: Tensor) -> float:
-    """The residual sum of squares of a straight line."""
-    dx, dy = x - x.mean(), y - y.mean()
-    slope = (dx @ dy) / (dx @ dx) if float(dx @ dx) > 0 else torch.zeros((), dtype=y.dtype)
-    return float((dy - slope * dx).square().sum())
+def _residuals(x: Array, y: Array) -> Array:
+    """(n,): the residual sum of squares of a straight line through the first 1, ..., n points."""
+    x, y = (x - x.mean()) / (x.std() or 1.0), y - y.mean()
+    many, sx, sy = np.arange(1, len(x) + 1), np.cumsum(x), np.cumsum(y)
+    xx, xy, yy = (
+        np.cumsum(product) - sums / many
+        for product, sums in ((x * x, sx * sx), (x * y, sx * sy), (y * y, sy * sy))
+    )
+    explained = np.where(xx > 1e-12, xy * xy / np.maximum(xx, 1e-12), 0.0)
+    return np.maximum(yy - explained, 0.0)
 
 
 def events(points: Sequence[Point]) -> Mapping[str, list[Event]]:

@@ -17,6 +17,7 @@ from topograd.files import write_atomic, write_json
 from topograd.report.drawing import legend_below, look, new_figure, panels, render, style
 from topograd.report.field_figures import field_panels
 from topograd.report.figures import Panel
+from topograd.report.grokking_figures import grokking_panels
 from topograd.report.markup import document, escape, section, table_html, tiles_html
 from topograd.report.optimizer_figures import optimizer_panels
 from topograd.report.page import figure_html
@@ -27,6 +28,7 @@ BARS = "Bars are 90 % intervals of the mean over seeds; a point without one has 
 FIGURES: Mapping[str, Callable[[Record], tuple[Panel, ...]]] = {
     "fields": field_panels,
     "fields-digits": field_panels,
+    "grokking": grokking_panels,
     "optimizers": optimizer_panels,
 }
 """Studies with figures of their own; the others have the one that their record describes, or none."""

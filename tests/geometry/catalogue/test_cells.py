@@ -43,7 +43,7 @@ def test_a_wrong_prediction_is_not_ok() -> None:
 
 
 def test_a_refusal_for_another_reason_is_not_the_one_predicted() -> None:
-    chain = Chain(4, norm="layernorm", norm_at=(1, 2, 3))
+    chain = Chain(4, norm="layernorm", norm_at=(1, 2, 3), live="identity")
     found = probe(chain, samples=100, window=(1e-2, 0.1))[0]
     assert found.rate.refused is not None
     cell = _cell(chain, predict(chain)[0], found, 0.05)

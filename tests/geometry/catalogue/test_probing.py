@@ -20,7 +20,7 @@ from topograd.geometry.catalogue import (
     probe,
 )
 from topograd.geometry.catalogue.architectures import Architecture
-from topograd.geometry.catalogue.networks import ACTIVATE, normal, trace_chain
+from topograd.geometry.catalogue.networks import ACTIVATE, _frames, _weight, normal, trace_chain
 from topograd.geometry.catalogue.probing import _cotangents, asymptotic_window, dead_distance
 from topograd.geometry.rates import fit_rate, log_grid
 from topograd.reference.factors_of_chain import factors_of_chain
@@ -39,9 +39,10 @@ def slope(measurement: Measurement) -> float:
 def test_entries_are_those_of_dense_factors(activation: str) -> None:
     t, chain = 1e-2, Chain(3, 4, activation)
     found = by_node(chain, samples=20, seed=5)
-    weight = torch.diag(torch.tensor([1, 1, 1, t], dtype=torch.float64))
-    inputs = normal(20, 4, seed=5, like=weight)
-    A, G = factors_of_chain([weight] * 3, inputs, ACTIVATE[activation])
+    here = torch.tensor([t], dtype=torch.float64)
+    weights = [_weight(chain, layer, _frames(chain, here, 5), here, 5)[0] for layer in (1, 2, 3)]
+    inputs = normal(20, 4, seed=5, like=here)
+    A, G = factors_of_chain(weights, inputs, ACTIVATE[activation])
     for layer in (1, 2, 3):
         for name, matrix in ((f"G_{layer}", G[layer - 1]), (f"A_{layer - 1}", A[layer - 1])):
             rate = found[name].rate
@@ -77,6 +78,7 @@ def test_softmax_cotangents_have_the_covariance_of_the_labels(head: str) -> None
         Chain(6, norm="layernorm", norm_at=(2, 4)),
         Chain(6, activation="tanh", norm="rmsnorm", norm_at=(1, 2, 3, 4, 5)),
         Attention(5, causal=True),
+        Attention(3, heads=2, powers=(1, 2)),
         Attention(2, wiring="pre-norm"),
         GatedStack(3),
         Composition((Block("mlp", 1), Block("attention"), Block("residual"), Block("attention"))),
@@ -155,7 +157,9 @@ def test_rounding_in_a_turned_frame_is_not_read_as_a_rate() -> None:
 
 
 def test_a_window_that_is_not_asymptotic_is_refused() -> None:
-    found = probe(Chain(4, norm="layernorm", norm_at=(1, 2, 3)), samples=200, window=(1e-2, 0.1))
+    found = probe(
+        Chain(4, norm="layernorm", norm_at=(1, 2, 3), live="identity"), samples=200, window=(1e-2, 0.1)
+    )
     assert "not asymptotic" in str(found[0].rate.refused)
     with pytest.raises(GeometryError, match="give 0 < low < high"):
         probe(Chain(2), window=(1e-2, 1e-3))

@@ -141,6 +141,37 @@ def test_bad_requests() -> None:
         learning_coefficient(model, "squared-error", data, Langevin(step=1e3, burn_in=400, draws=8))
 
 
+class Masked(nn.Module):
+    """Takes two inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 1)
+
+    def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if mask.dim() == 0:
+            raise TypeError("of the model's own")
+        found: torch.Tensor = self.map(values * mask)
+        return found
+
+
+def test_inputs_that_the_model_does_not_take_are_one_line() -> None:
+    x, y = torch.ones(4, 3), torch.ones(4, 1)
+    good = ({"values": x, "mask": x}, y)
+    for bad, why in (
+        ({"values": x}, r"Masked does not take the inputs of this batch \(values\): missing.*'mask'"),
+        ({"values": x, "attention": x}, r"\(values, attention\).*it takes \(values, mask\)"),
+        ((x,), r"\(1 by position\).*'mask'"),
+    ):
+        with pytest.raises(GeometryError, match=why) as caught:
+            learning_coefficient(Masked(), "squared-error", [good, (bad, y)])
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="of the model's own"):
+        learning_coefficient(Masked(), "squared-error", ({"values": x, "mask": torch.ones(())}, y))
+    few = Langevin(step=1e-3, burn_in=0, draws=8, thin=1, chains=1)
+    assert learning_coefficient(Masked(), "squared-error", [good, good], few).terms == 8
+
+
 def test_tied_frozen_and_quantised_models() -> None:
     tied = GPT(layers=1, width=8, heads=2, vocab=16, context=8, tied=True).double()
     tokens = torch.randint(16, (3, 8), generator=torch.Generator().manual_seed(0))

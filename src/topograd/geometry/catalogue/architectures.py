@@ -1,8 +1,9 @@
 """Descriptions of networks whose rates are known: plain data, checked where they are made.
 
-Statement. Every description fixes a network and an approach to a singularity: all its weights are diag(1,
-…, 1, t) with one dead unit that the layers share, t → 0. A field departs from that: other powers of t,
-other widths, a bias, skips, a norm, a rotation, another loss.
+Statement. Every description fixes a network and an approach to a singularity: all its weights are
+blockdiag(R, t) with a random live block R of their own and one dead unit that the layers share, t → 0. A
+field departs from that: other powers of t, other widths, a bias, skips, a norm, a rotation, another loss, a
+dead unit in every head.
 
 Symbols. L layers, z_l = W_l h_{l-1}, h_l = σ(z_l), h_0 = x, the last layer linear; d the width; α_{i,l} the
 power of t of dead direction i in W_l; κ that of a bias; q a norm between h_q and W_{q+1}; M blocks of
@@ -65,7 +66,7 @@ class Chain:
     skips: tuple[tuple[int, int], ...] = ()
     """(a, b): h_a is added to h_b, over the weights a+1, …, b."""
     skip: str = "identity"
-    """Or "projected": each skip carries a diag(1, …, 1, t) of its own."""
+    """Or "projected": each skip carries a blockdiag(R, t) of its own."""
     norm: str = "none"
     """Or "layernorm", "rmsnorm" (no gain, no offset)."""
     norm_at: tuple[int, ...] = ()
@@ -73,7 +74,9 @@ class Chain:
     noise: float = 1.0
     """σ of the label noise; 0 is a teacher without noise, whose residual vanishes along the approach."""
     rotation: float = 0.0
-    """ρ: every weight is Q diag(1, …, 1, t) Qᵀ with Q = exp(ρ S), S a random skew matrix."""
+    """ρ: every weight is Q blockdiag(R, t) Qᵀ with Q = exp(ρ S), S a random skew matrix."""
+    live: str = "random"
+    """Or "identity": R = 1, units that never meet, where a constant is derived for that."""
 
     def __post_init__(self) -> None:
         _whole("depth", self.depth, 1)
@@ -84,6 +87,7 @@ class Chain:
         _one_of("head", self.head, ("simplex", "square"))
         _one_of("skip", self.skip, ("identity", "projected"))
         _one_of("norm", self.norm, ("none", "layernorm", "rmsnorm"))
+        _one_of("live", self.live, ("random", "identity"))
         self._check_shape()
         self._check_graph()
         self._check_norm()
@@ -180,12 +184,14 @@ class Chain:
             parts.append("noise-free")
         if self.rotation:
             parts.append(f"rotated {self.rotation:g}")
+        if self.live == "identity":
+            parts.append("identity live block")
         return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """`blocks` of softmax attention, W_Q, W_K, W_V, W_O all diag(1, …, 1, t).
+    """`blocks` of softmax attention, W_Q, W_K, W_V, W_O all blockdiag(R, t).
 
     >>> print(Attention(3, causal=True))
     attention M=3 d=16 n=8, causal
@@ -198,6 +204,8 @@ class Attention:
     causal: bool = False
     wiring: str = "chain"
     """"chain" (x ← attend(x)), "residual" (x ← x + attend(x)), "pre-norm" (x ← x + attend(LN(x)))."""
+    powers: tuple[int, ...] = ()
+    """α_h: the last channel of every head is dead, with t^α in all weights. Empty: that of the last, t."""
 
     def __post_init__(self) -> None:
         _whole("blocks", self.blocks, 1)
@@ -207,17 +215,32 @@ class Attention:
         _one_of("wiring", self.wiring, ("chain", "residual", "pre-norm"))
         if self.width % self.heads:
             raise GeometryError(f"width {self.width} in {self.heads} heads: give a multiple of the heads")
+        if self.powers and (len(self.powers) != self.heads or min(self.powers) < 1):
+            raise GeometryError(f"powers {self.powers}: give {self.heads} whole powers from 1, one a head")
+
+    @property
+    def dead(self) -> dict[int, int]:
+        """The power of t of each dead channel, by its place."""
+        each = self.width // self.heads
+        if not self.powers:
+            return {self.width - 1: 1}
+        return {(head + 1) * each - 1: power for head, power in enumerate(self.powers)}
+
+    def node(self, name: str, direction: int) -> str:
+        """The name of a node; the head is named only where each has a dead channel."""
+        return f"{name}[{direction + 1}]" if self.powers else name
 
     def __str__(self) -> str:
         text = f"attention M={self.blocks} d={self.width} n={self.tokens}"
         text += f", {self.heads} heads" if self.heads > 1 else ""
+        text += f", α=({','.join(map(str, self.powers))})" if self.powers else ""
         text += ", causal" if self.causal else ""
         return text if self.wiring == "chain" else f"{text}, {self.wiring}"
 
 
 @dataclass(frozen=True)
 class GatedStack:
-    """`blocks` of W_d [gate(W_g x) ⊙ W_u x] without residuals, all weights diag(1, …, 1, t).
+    """`blocks` of W_d [gate(W_g x) ⊙ W_u x] without residuals, all weights blockdiag(R, t).
 
     >>> print(GatedStack(2))
     swiglu M=2 d=8

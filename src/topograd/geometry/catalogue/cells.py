@@ -164,6 +164,8 @@ def _blocks() -> Iterator[Architecture]:
     yield from (Attention(blocks) for blocks in range(1, 7))
     yield from (Attention(5, *size) for size in ((8, 4), (32, 16), (64, 8)))
     yield from (Attention(5, causal=True), Attention(5, heads=4))
+    yield from (Attention(3, heads=4, powers=(1, 2, 1, 3)), Attention(5, heads=2, powers=(1, 1), causal=True))
+    yield from (Attention(2, heads=2, powers=(1, 2), wiring=wiring) for wiring in ("residual", "pre-norm"))
     yield from (Attention(3, wiring=wiring) for wiring in ("residual", "pre-norm"))
     yield from (Mixer(3, mlp) for mlp in ("gelu", "swiglu"))
     yield from (GatedStack(blocks) for blocks in (1, 2, 3))

@@ -39,7 +39,7 @@ NODES = 100
 def measured_share(width: int, samples: int, seed: int = 0) -> float:
     """bᵀC⁻¹b / A_dd of a ReLU layer at t = 0.01, by least squares; biased upward by about d / n."""
     t = torch.tensor([1e-2], dtype=torch.float64)
-    h = trace_chain(Chain(2, width, "relu"), t, samples, seed).forward["A_1"].at
+    h = trace_chain(Chain(2, width, "relu", live="identity"), t, samples, seed).forward["A_1"].at
     return float(1 - dead_distance(h).square() / h[..., -1].square().sum(-1))
 
 

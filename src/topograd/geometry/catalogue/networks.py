@@ -3,7 +3,8 @@
 Statement. For all t of a grid at once, the weights, the forward pass and the tensors at its nodes:
 pre-activations z_l, whose gradient along v_l is the backward reading of G_l, and activations h_l, for A_l.
 v_l is the dead direction of layer l: a unit vector of the canonical frame, or, in linear chains that are
-rotated or rectangular, a column of the isometry E_l with W_l E_{l-1} = E_l diag(1, …, 1, t).
+rotated or rectangular, a column of the isometry E_l with W_l E_{l-1} = E_l blockdiag(R_l, t). R_l mixes the
+live units: it is random (`live_block`), or the identity where a constant is derived for that.
 
 Symbols and shapes. T points t, n samples, layer widths d_0 … d_L, r the narrowest. W_l (T, d_l, d_{l-1}),
 z_l and h_l (T, n, d_l), E_l (d_l, r). Cost: O(T n Σ d_l d_{l-1}).
@@ -14,7 +15,7 @@ Limits. float64. Numbers are drawn on the CPU, so that a seed means the same on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from topograd.geometry.catalogue.architectures import Chain
 from topograd.geometry.catalogue.rules import node
 
+SPREAD = (0.7, 1.3)
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda z: z,
     "relu": torch.relu,
@@ -70,9 +72,28 @@ def normal(*shape: int, seed: int, like: Tensor) -> Tensor:
 
 def dead_diagonal(t: Tensor, size: int, powers: tuple[int, ...] = (1,)) -> Tensor:
     """diag(1, …, 1, t^{α_1}, …, t^{α_k}) for every t: (T, size, size)."""
-    live = t.new_ones(len(t), size - len(powers))
-    dead = torch.stack([t**power for power in powers], 1)
-    return torch.diag_embed(torch.cat((live, dead), 1))
+    places = {size - len(powers) + i: power for i, power in enumerate(powers)}
+    return dead_block(t, torch.eye(size - len(powers), dtype=t.dtype, device=t.device), places)
+
+
+def dead_block(t: Tensor, live: Tensor, powers: Mapping[int, int]) -> Tensor:
+    """For every t, `live` on the live units and t^α on each dead one, by its place: (T, d, d)."""
+    size = len(live) + len(powers)
+    units = torch.tensor([unit for unit in range(size) if unit not in powers], device=t.device)
+    found = t.new_zeros(len(t), size, size)
+    found[:, units[:, None], units] = live
+    for place, power in powers.items():
+        found[:, place, place] = t**power
+    return found
+
+
+def live_block(size: int, seed: int, like: Tensor) -> Tensor:
+    """U diag(s) Vᵀ, U and V random and orthogonal, s evenly within SPREAD: every live unit hears every other.
+
+    Singular values near 1 keep a live signal of size one through many layers; nothing else is asked of it.
+    """
+    left, right = (torch.linalg.qr(normal(size, size, seed=seed + i, like=like)).Q for i in (0, 5000))
+    return left * torch.linspace(*SPREAD, size, dtype=like.dtype, device=like.device) @ right.mT
 
 
 def layer_norm(x: Tensor) -> Tensor:
@@ -103,7 +124,7 @@ def trace_chain(chain: Chain, t: Tensor, samples: int, seed: int) -> Trace:
         h = z[-1] if layer == chain.depth else ACTIVATE[chain.activation](z[-1])
         for a, b in chain.skips:
             if b == layer:
-                h = h + _skipped(chain, below[a], t)
+                h = h + _skipped(chain, below[a], t, seed + 300 + layer)
         below.append(NORMS[chain.norm](h) if layer in chain.norm_at else h)
     backward = {
         node("G", layer + 1, i, chain): Reading(z[layer], dead[layer + 1][i])
@@ -119,10 +140,18 @@ def trace_chain(chain: Chain, t: Tensor, samples: int, seed: int) -> Trace:
     return Trace(_logits(chain, below[-1], t, seed), backward, forward, error)
 
 
-def _skipped(chain: Chain, h: Tensor, t: Tensor) -> Tensor:
+def _skipped(chain: Chain, h: Tensor, t: Tensor, seed: int) -> Tensor:
     if chain.skip == "identity":
         return h
-    return h @ dead_diagonal(t, h.shape[-1], (1,) * chain.directions).mT
+    return h @ _core(chain, (1,) * chain.directions, t, seed).mT
+
+
+def _core(chain: Chain, powers: tuple[int, ...], t: Tensor, seed: int) -> Tensor:
+    """(T, r, r): the live block, and t^α on the last units."""
+    size = chain.rank - len(powers)
+    if chain.live == "identity":
+        return dead_diagonal(t, chain.rank, powers)
+    return dead_block(t, live_block(size, seed, t), {size + i: power for i, power in enumerate(powers)})
 
 
 def _logits(chain: Chain, out: Tensor, t: Tensor, seed: int) -> Tensor:
@@ -153,9 +182,9 @@ def _frames(chain: Chain, t: Tensor, seed: int) -> list[Frame]:
 
 
 def _weight(chain: Chain, layer: int, frames: list[Frame], t: Tensor, seed: int) -> Tensor:
-    """E_l diag(1, …, 1, t^α) E_{l-1}ᵀ, and a random full-rank map between the complements."""
+    """E_l blockdiag(R_l, t^α) E_{l-1}ᵀ, and a random full-rank map between the complements."""
     into, out = frames[layer - 1], frames[layer]
-    core = dead_diagonal(t, chain.rank, tuple(row[layer - 1] for row in chain.powers))
+    core = _core(chain, tuple(row[layer - 1] for row in chain.powers), t, seed + 400 + layer)
     rest = normal(out.rest.shape[1], into.rest.shape[1], seed=seed + 200 + layer, like=t)
     return out.shared @ core @ into.shared.mT + out.rest @ rest @ into.rest.mT
 

@@ -24,10 +24,15 @@ Proposition 69 (attention), Remark 56 (residuals), Proposition 114 (gated MLP). 
 f_{m-1}, which gives the D* = p + 1 that the paper fits as 2 and leaves open (Remark 72), and the doubling
 of gated stacks (Remark 115 adds). Corollary 68 reports additivity for all pairs of an attention block and
 an mlp of two weights; with attention first the gradient at the input has slope 4 in our measurement, not 8.
-Limits. One dead unit, in the same place of all blocks.
+Where every head h has a dead channel with t^{α_h}, each has α_h times these rates: a head's scores and values
+hear no other head's dead channel. (Derived here; the paper leaves several heads open.)
+
+Limits. Dead units in the same places of all blocks.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from topograd.errors import GeometryError
 from topograd.geometry.catalogue.architectures import (
@@ -82,13 +87,34 @@ def amplitudes(blocks: tuple[Block, ...]) -> tuple[list[int], list[int]]:
 
 
 def _attention(net: Attention) -> tuple[Prediction, ...]:
-    if net.wiring != "chain":
-        source = f"{PAPER}, Remark 56"
-        return tuple(
-            Prediction(f"{part}_{p}", slope, source)
-            for p in range(1, net.blocks + 1)
-            for part, slope in (("Q", 2.0), ("K", 2.0), ("V", 2.0), ("O", 0.0))
-        )
+    found: list[Prediction] = []
+    for i, power in enumerate(net.dead.values()):
+        own = _beside_stream(net) if net.wiring != "chain" else _attention_chain(net)
+        note = "its own head's scores and values alone carry it: α times the rate of t" if net.powers else ""
+        found += [
+            replace(
+                said,
+                node=net.node(said.node, i),
+                slope=None if said.slope is None else power * said.slope,
+                source=DERIVED if net.powers else said.source,
+                note=note or said.note,
+            )
+            for said in own
+        ]
+    return tuple(found)
+
+
+def _beside_stream(net: Attention) -> list[Prediction]:
+    """Blocks beside an identity, one dead channel."""
+    return [
+        Prediction(f"{part}_{p}", slope, f"{PAPER}, Remark 56")
+        for p in range(1, net.blocks + 1)
+        for part, slope in (("Q", 2.0), ("K", 2.0), ("V", 2.0), ("O", 0.0))
+    ]
+
+
+def _attention_chain(net: Attention) -> list[Prediction]:
+    """Blocks one after another, one dead channel."""
     forward, backward = amplitudes((Block("attention"),) * net.blocks)
     refined = f"{PAPER}, Proposition 69"
     found = []
@@ -102,7 +128,7 @@ def _attention(net: Attention) -> tuple[Prediction, ...]:
     found.append(Prediction("output", 2.0 * forward[-1], f"{PAPER}, Theorem 66"))
     note = "not additive: through the scores of block 1" if net.blocks > 1 else ""
     found.append(Prediction("input gradient", 2.0 * backward[0], f"{PAPER}, Theorem 67, Remark 32", note))
-    return tuple(found)
+    return found
 
 
 def _gated(net: GatedStack) -> tuple[Prediction, ...]:

@@ -1,0 +1,130 @@
+"""Directions that are dead on one text and live on another: a change there is heard by the new one alone.
+
+Statement. A map z = W x reads inputs with second moments A_old and A_new on two texts. A change ΔW = b aᵀ is
+heard only through ⟨a, x⟩, so that with Fisher factors G it costs, to second order,
+
+    ½ (aᵀ A_old a) (bᵀ G_old b)     on the old text, and gains a gradient of (aᵀ A_new a) on the new one
+
+    dead    the r eigenvectors of A_old with the least eigenvalues: what the old text does not use
+    safe    the r leading solutions of A_new a = μ (A_old + ρ) a: most of the new for each part of the old
+    named   how much a map's gradient is of the new text: tr A_new tr G_new / (tr A_old tr G_old)
+
+Symbols and shapes. A (d, d), float64; rows a (r, d), each scaled so that aᵀ A_new a is what a random row has,
+one whose numbers have the variance 1 / (3 d) as LoRA's have: steps are then alike on the new text. Rows that
+the new text hardly uses grow by 100 at most. ρ is `RIDGE` times the mean of A_old's diagonal.
+Cost. A forward and backward pass over each text; d³ for each input, which maps that read one tensor share.
+Source: "Dead Directions: Geometric Singular Learning" §2, §5.1; the use for adapters is ours. Related:
+"LoRA-Null" (Tang et al.), "EVA" (Paischer et al.), "CorDA" (Yang et al.).
+Limits. Second moments of few tokens: where a text has fewer rows than d, its dead directions are those of the
+sample. Says nothing of how outputs go on through the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import GeometryError
+from topograd.geometry.factors import Batch, gram, stream
+from topograd.geometry.layers import Call
+from topograd.geometry.losses import Fisher, loss_named
+
+Kind = Literal["dead", "safe"]
+RIDGE = 1e-3
+"""ρ over the mean second moment of a map's inputs on the old text."""
+
+
+@dataclass(frozen=True)
+class MapReading:
+    """What one text says of a map."""
+
+    A: Tensor
+    """(d, d), float64; shared by maps that read one tensor."""
+    gradient: float
+    """tr G: the mean square of ∂loss/∂z."""
+
+    @property
+    def energy(self) -> float:
+        """tr A tr G."""
+        return float(self.A.trace()) * self.gradient
+
+
+def read_maps(
+    model: nn.Module,
+    maps: Iterable[str],
+    batches: Batch | Iterable[Batch],
+    fisher: Fisher = "empirical",
+    generator: torch.Generator | None = None,
+) -> dict[str, MapReading]:
+    """The inputs and gradients of the maps of these names, under cross-entropy."""
+    if fisher == "expected":
+        raise GeometryError("fisher is 'expected'; maps are read with 'empirical' or 'monte-carlo'")
+    sums = _MapSums(set(maps))
+    _, samples = stream(model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator)
+    return sums.readings(samples)
+
+
+class _MapSums:
+    """A reducer: x xᵀ once for each tensor that is read, and |δ|² of each map."""
+
+    def __init__(self, wanted: set[str]) -> None:
+        self._wanted = wanted
+        self._A: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
+        self._first: dict[str, str] = {}  # the first map that reads the same tensor
+        self._gradient: dict[str, float] = {}
+        self._last: tuple[Tensor, str] | None = None
+
+    def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
+        return None if layer in self._wanted else "not among the maps that were asked for"
+
+    def see_inputs(self, layer: str, call: Call) -> None:
+        if self._last is not None and self._last[0] is call.source:
+            self._first[layer] = self._last[1]
+            return
+        self._last = (call.source, layer)
+        self._first[layer] = layer
+        rows = call.inputs(call.source.detach())
+        found = gram(rows).double()
+        self._A[layer] = self._A[layer] + found if layer in self._A else found
+        self._rows[layer] = self._rows.get(layer, 0) + len(rows)
+
+    def see_gradients(self, layer: str, rows: Tensor) -> None:
+        self._last = None  # the forward pass is over
+        self._gradient[layer] = self._gradient.get(layer, 0.0) + float(rows.double().square().sum())
+
+    def readings(self, samples: int) -> dict[str, MapReading]:
+        if missing := sorted(self._wanted - self._gradient.keys()):
+            raise GeometryError(f"{missing[0]} is no linear map that the outputs depend on; leave it out")
+        moments = {name: A / self._rows[name] for name, A in self._A.items()}
+        return {
+            name: MapReading(moments[self._first[name]], self._gradient[name] / samples)
+            for name in self._first
+        }
+
+
+def directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tensor:
+    """Rows (count, d) of this kind, from A_old and A_new; as large on the new text as random ones.
+
+    >>> old, new = torch.diag(torch.tensor([4.0, 1.0, 0.1])), torch.diag(torch.tensor([9.0, 9.0, 0.1]))
+    >>> [directions(kind, old.double(), new.double(), 1).abs().argmax().item() for kind in ("dead", "safe")]
+    [2, 1]
+    """
+    d = len(old)
+    if not 1 <= count <= d:
+        raise GeometryError(f"count is {count}; a map with {d} inputs has 1 to {d} directions")
+    if kind == "dead":
+        rows = torch.linalg.eigh(old).eigenvectors[:, :count].T
+    else:
+        ridge = RIDGE * old.diagonal().mean().clamp_min(1e-30)
+        L = torch.linalg.cholesky(old + ridge * torch.eye(d, dtype=old.dtype, device=old.device))
+        half = torch.linalg.solve_triangular(L, new, upper=False)
+        relative = torch.linalg.solve_triangular(L, half.T, upper=False)
+        leading = torch.linalg.eigh((relative + relative.T) / 2).eigenvectors[:, -count:]
+        rows = torch.linalg.solve_triangular(L.T, leading, upper=True).T
+    heard = ((rows @ new) * rows).sum(1, keepdim=True).clamp_min(1e-4 * new.trace() / d)
+    return rows * (new.trace() / (3 * d) / heard).sqrt()
