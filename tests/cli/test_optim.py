@@ -7,8 +7,8 @@ from rich.table import Table
 
 from topograd.benchmarks.settings import OptimizerSettings
 from topograd.cli.bench import optim_table
-from topograd.cli.optim import cell_tables, equivariance_table
-from topograd.optim import ablations, equivariance
+from topograd.cli.optim import cell_tables, equivariance_table, peers_table
+from topograd.optim import ablations, equivariance, peer_cell
 from topograd.optim.equivariance import cases
 
 TINY = "--layers 1 --width 8 --vocab 16 --repeats 2"
@@ -54,16 +54,23 @@ def test_the_equivariance_table_fits_a_terminal() -> None:
     assert "…" not in table
 
 
+def test_the_table_of_peers_fits_a_terminal() -> None:
+    peers = {name: {"residual": 1.2e-16, "drift": 0.5} for name in equivariance.PEERS}
+    table = shown(peers_table({"gauges": [{"name": case.name, "peers": peers} for case in cases()]}))
+    assert "│ HeadShift with rows │   1e-16 │ 5e-01 │ 1e-16 │ 5e-01 │ 1e-16 │ 5e-01 │" in table
+    assert "…" not in table
+
+
 def test_cells_as_json_and_as_tables(call: Any) -> None:
     words = ("optim", "cells", "--steps", 300, "--seeds", 1)
     answer = call(*words, "--json")
     assert answer.err == ""
     found = answer.json
-    assert list(found) == ["steps", "seeds", "A", "B", "C", "D"]
+    assert list(found) == ["steps", "seeds", "A", "B", "C", "D", "E"]
     assert [row["value"] for row in found["C"]] == [1.0, 0.75, 0.5, 0.0]
     assert all(row["alignment"] == 1.0 for row in found["A"])
     told = call(*words).out
-    assert "A, C, D: log G_dd by log t, 300 steps" in told
+    assert "A, C, D, E: log G_dd by log t, 300 steps" in told
     assert "B: pairs of w = u² - v² that reach zero" in told
 
 
@@ -72,7 +79,7 @@ def test_the_cell_tables_fit_a_terminal_and_say_what_is_missing() -> None:
     row = {**knob, "slope": 2.00049, "r2": 1.0, "alignment": 0.9994, "t_last": 2.9e-4, "asymptotic": True}
     turned = row | {"slope": None, "r2": None, "alignment": 0.5, "asymptotic": False}
     reach = {**knob, "below": 0.604, "exact_zeros": 0.0, "smallest": 5e-140, "loss": 2e-5}
-    tables = cell_tables({"steps": 20_000, "A": [row], "B": [reach], "C": [turned], "D": []})
+    tables = cell_tables({"steps": 20_000, "A": [row], "B": [reach], "C": [turned], "D": [], "E": []})
     bridge, pairs = map(shown, tables)
     assert "│ A ParametricEpsFloor │ ε = 0.0001 │ 2.0005 │ 1.0000 │ 0.999 │  3e-04 │  yes │" in bridge
     assert "│ C ParametricEpsFloor │ ε = 0.0001 │      – │      – │ 0.500 │  3e-04 │   no │" in bridge
@@ -83,6 +90,7 @@ def test_the_cell_tables_fit_a_terminal_and_say_what_is_missing() -> None:
 def test_a_long_run_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ablations, "cells", lambda *given: remember(asked, given))
+    monkeypatch.setattr(peer_cell, "peers", lambda steps: [])
     answer = call("optim", "cells", "--json")
     assert asked == [(20_000, 3)]
     assert "a minute or two" in answer.err

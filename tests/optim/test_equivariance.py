@@ -1,5 +1,7 @@
 """The experiment meets its goals, and tells an equivariant optimizer from another."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,6 +31,21 @@ def test_every_gauge_meets_the_goals() -> None:
             assert row["adamw64"] <= 1e-14, row
             assert row["drift"] <= 1e-14, row
             assert row["adamw_drift"] > 1e-2, row
+        _check_peers(row)
+
+
+def _check_peers(row: dict[str, Any]) -> None:
+    """What the formulas say: K-FAC respects a factor for a layer, the others none; shifts commute."""
+    kfac, shampoo, soap = (row["peers"][name] for name in ("K-FAC", "Shampoo", "SOAP"))
+    if row["multiplicative"]:
+        assert min(shampoo["residual"], soap["residual"]) > BROKEN, row
+        if row["name"] != "LNScale":  # a factor for each channel, and a gain that Adam moves
+            assert kfac["residual"] <= GOAL64, row
+            assert kfac["drift"] > BROKEN, "commuting is not staying in place"
+    else:
+        assert max(kfac["residual"], shampoo["residual"]) <= 1e-12, row
+    if row["name"] == "CEShiftRowShift":
+        assert max(peer["drift"] for peer in (kfac, shampoo, soap)) <= 1e-8, "L's kernel is not left"
 
 
 def test_one_step_of_adamw_already_leaves_the_orbit() -> None:

@@ -17,7 +17,7 @@ QUICK = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class Equivariance:
-    """Train twice from one orbit, for every gauge: how far DDCAdam and AdamW let the two runs part."""
+    """Train twice from one orbit, for every gauge: how far optimizers let the two runs part."""
 
     steps: int = 200
     """Steps of each run."""
@@ -58,15 +58,19 @@ def run(argv: list[str]) -> int:
             answer = equivariance(asked.steps, asked.lr, asked.seed)
         case Cells():
             if asked.steps > QUICK:
-                note("training four cells: a minute or two")
+                note("training five cells: a minute or two")
             from topograd.optim.ablations import cells
+            from topograd.optim.peer_cell import peers
 
-            answer = cells(asked.steps, asked.seeds)
+            answer = cells(asked.steps, asked.seeds) | {"E": peers(asked.steps)}
     if asked.json:
         print_json(answer)
     else:
         console = out()
-        tables = [equivariance_table(answer)] if isinstance(asked, Equivariance) else cell_tables(answer)
+        if isinstance(asked, Equivariance):
+            tables = [equivariance_table(answer), peers_table(answer)]
+        else:
+            tables = cell_tables(answer)
         for table in tables:
             console.print(table)
     return 0
@@ -89,14 +93,26 @@ def equivariance_table(answer: Mapping[str, Any]) -> Table:
     return table
 
 
+def peers_table(answer: Mapping[str, Any]) -> Table:
+    """The same of optimizers that know no gauge."""
+    names = list(answer["gauges"][0]["peers"])
+    table = Table(title="Peers in float64: how far apart, and drift", title_justify="left")
+    for column in ("gauge", *(part for name in names for part in (name, "drift"))):
+        table.add_column(column, justify="left" if column == "gauge" else "right", no_wrap=column != "gauge")
+    for row in answer["gauges"]:
+        found = [row["peers"][name] for name in names]
+        table.add_row(row["name"], *(f"{peer[key]:.0e}" for peer in found for key in ("residual", "drift")))
+    return table
+
+
 def cell_tables(answer: Mapping[str, Any]) -> list[Table]:
     """Slopes on the bridge, then how far the diagonal network reaches."""
     from topograd.optim.ablations import SMALLEST_ALIGNMENT
 
-    bridge = Table(title=f"A, C, D: log G_dd by log t, {answer['steps']} steps", title_justify="left")
+    bridge = Table(title=f"A, C, D, E: log G_dd by log t, {answer['steps']} steps", title_justify="left")
     for column in ("optimizer", "knob", "slope", "R²", "align", "last t", "late"):
         bridge.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=True)
-    for cell in "ACD":
+    for cell in "ACDE":
         for row in answer[cell]:
             slopes = (number(row[key], digits) for key, digits in (("slope", 4), ("r2", 4), ("alignment", 3)))
             late = "yes" if row["asymptotic"] else "no"

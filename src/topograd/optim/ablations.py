@@ -143,12 +143,12 @@ def bridge(variants: Sequence[Variant], steps: int, tilt: float = 0.0) -> list[R
         alignments.append((rows[..., -1].abs() / rows.norm(dim=-1)).amin(1))
     readings = [torch.stack(values, dim=1) for values in (sizes, entries, alignments)]
     return [
-        variant.row | _slopes(steps, *reading)
+        variant.row | slopes(steps, *reading)
         for variant, *reading in zip(variants, *(values.unbind() for values in readings), strict=True)
     ]
 
 
-def _slopes(steps: int, t: Tensor, G: Tensor, alignment: Tensor) -> Row:
+def slopes(steps: int, t: Tensor, G: Tensor, alignment: Tensor) -> Row:
     """What one run says: t, G_dd and alignment at every reading, from the first."""
     late = slice(2 * len(t) // 3, None)
     step = (READ_EVERY * torch.arange(1, len(t) + 1, dtype=torch.float64)).clamp_max(steps)

@@ -6,14 +6,15 @@ and from g·P, each on the gradients of its own loss, for T steps. An equivarian
     residual = ‖P'_T - g·P_T‖ / ‖g·P_T‖        over all parameters, P'_0 = g·P_0
     drift    = how far P_T is from P_0 along the orbit (`Gauge.drift`)
 
-The readings of each gauge: DDCAdam frozen in float64 and float32, DDCAdam with vertical sgd, and
-torch.optim.AdamW without weight decay. For an equivariant optimizer the residual is rounding. AdamW is
-equivariant under translations, where what it breaks is the drift, and not under rescalings.
+The readings of each gauge: DDCAdam frozen in float64 and float32, DDCAdam with vertical sgd,
+torch.optim.AdamW without weight decay, and as peers Shampoo, SOAP and K-FAC (float64, preconditioners made
+every step). For an equivariant optimizer the residual is rounding. AdamW is equivariant under translations,
+where what it breaks is the drift, and not under rescalings; what to expect of the peers is in their modules.
 
 Shapes: networks of less than a hundred parameters, 64 samples with random labels; cross-entropy for the
 translations, which only it has, squared error for the rescalings.
 
-Cost: T steps of eight runs for each gauge, seconds in all.
+Cost: T steps of fourteen runs for each gauge, half a minute in all.
 
 Source: "Dead Directions: Geometric Singular Learning" remark 84. There the two runs get synchronised
 gradients; here each has its own, which also tests that the network is invariant. Goals: 1e-13 in float64 and
@@ -50,6 +51,8 @@ from topograd.optim.gauges import (
     ReLURescale,
 )
 from topograd.optim.gauges.translation import Translation
+from topograd.optim.kfac import KFAC
+from topograd.optim.shampoo import SOAP, Shampoo
 
 SAMPLES, WIDTH, HIDDEN, CLASSES = 64, 4, 4, 3
 GOAL64, GOAL32, BROKEN = 1e-13, 1e-5, 1e-2
@@ -137,6 +140,16 @@ def equivariance(steps: int = 200, lr: float = 0.01, seed: int = 0) -> dict[str,
         row["frozen32"] = residual_and_drift(case, ddc(lr), torch.float32, steps, seed)[0]
         row["sgd64"] = residual_and_drift(case, ddc(lr, vertical="sgd"), torch.float64, steps, seed)[0]
         row["adamw64"], row["adamw_drift"] = adamw
+        row["peers"] = {
+            name: dict(
+                zip(
+                    ("residual", "drift"),
+                    residual_and_drift(case, make(lr), torch.float64, steps, seed),
+                    strict=True,
+                )
+            )
+            for name, make in PEERS.items()
+        }
         rows.append(row)
     return {"steps": steps, "lr": lr, "seed": seed, "gauges": rows}
 
@@ -149,6 +162,14 @@ def ddc(lr: float, **settings: Any) -> MakeOptimizer:
 def adam_w(lr: float) -> MakeOptimizer:
     """AdamW without weight decay, which knows no gauge."""
     return lambda model, gauge: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+
+
+PEERS: dict[str, Callable[[float], MakeOptimizer]] = {
+    "Shampoo": lambda lr: lambda model, gauge: Shampoo(model.parameters(), lr=lr, every=1),
+    "SOAP": lambda lr: lambda model, gauge: SOAP(model.parameters(), lr=lr, every=1),
+    "K-FAC": lambda lr: lambda model, gauge: KFAC(model, lr=lr, every=1),
+}
+"""Optimizers that know no gauge, by name: from a learning rate."""
 
 
 def residual_and_drift(

@@ -90,28 +90,42 @@ class RescalingSplit:
     """Some rescaling gauges with one covector: their components, and the step."""
 
     def __init__(
-        self, gauges: tuple[Rescaling, ...], parameters: Parameters, keep: float, ways: Ways
+        self,
+        layout: Layout,
+        frame: tuple[Tensor, Tensor],
+        tensors: Sequence[Tensor],
+        keep: float | Tensor,
+        ways: Ways,
     ) -> None:
-        self._layout = layout = _layout(gauges)
-        self._ways, self._keep = ways, keep
-        self._blocks = [parameters[piece.name] for piece, _ in layout.pieces]
-        self._followers = [parameters[follower.piece.name] for follower, _ in layout.followers]
+        """`tensors` are blocks and followers as in the layout, `frame` is `basis` of the gauges' covector."""
+        self._layout, self._ways, self._keep = layout, ways, keep
+        count = len(layout.pieces)
+        self._blocks, self._followers = list(tensors[:count]), list(tensors[count:])
+        self.slots: list[Slot] = []
         gradients = [gradient(tensor) for tensor in self._blocks + self._followers]
         squares = self._dots(self._blocks)
         self._sizes = [len(squares[index]) for index in layout.firsts]
         own = keep * self._gather(self._dots(gradients))
         self._norms = keep * self._gather(squares).sqrt()
-        self._radial, self._basis = (part.to(own) for part in basis(gauges[0].covector))
+        self._radial, self._basis = (part.to(own) for part in frame)
         gamma = self._gamma(own, gradients[len(self._blocks) :])
         self._u = gamma @ self._basis
         radial = (gamma @ self._radial).unsqueeze(-1)
         scalars = torch.cat([radial, self._u], -1) if ways.vertical == "base" else radial
         self.components = [*self._tangential(gradients, own), *scalars.split(self._sizes)]
-        firsts = [parameters[gauge.names[0]] for gauge in gauges]
-        self.slots: list[Slot] = [(tensor, "") for tensor in self._blocks + self._followers]
-        self.slots += [(tensor, "radial_") for tensor in firsts]
 
-    def apply(self, steps: Sequence[Tensor], lr: float) -> None:
+    @classmethod
+    def of(
+        cls, gauges: tuple[Rescaling, ...], parameters: Parameters, keep: float, ways: Ways
+    ) -> RescalingSplit:
+        """The split of these gauges, with the slots of its components."""
+        slots = slots_of(gauges, parameters)
+        tensors = [tensor for tensor, prefix in slots if not prefix]
+        found = cls(layout_of(gauges), basis(gauges[0].covector), tensors, keep, ways)
+        found.slots = slots
+        return found
+
+    def apply(self, steps: Sequence[Tensor], lr: float | Tensor) -> None:
         """Move the parameters by steps of the components."""
         count = len(self._blocks) + len(self._followers)
         moves, scalars = list(steps[: len(self._blocks)]), torch.cat(list(steps[count:]))
@@ -122,19 +136,19 @@ class RescalingSplit:
         scales = self._norms / self._numel().sqrt() if self._ways.rms else self._norms
         radial = self._keep * self._gather(self._dots(moves)) / self._norms.square()
         growth = torch.ones_like(logs) if self._ways.retract else logs.exp()
-        torch._foreach_mul_(self._blocks, self._scatter(self._keep * (growth - scales * radial)))
-        torch._foreach_addcmul_(self._blocks, moves, self._scatter(scales))
+        _multiply(self._blocks, self._scatter(self._keep * (growth - scales * radial)))
+        _add_products(self._blocks, moves, self._scatter(scales))
         if self._ways.retract:
             moved = self._gather(self._dots(self._blocks)).sqrt()
-            torch._foreach_mul_(self._blocks, self._scatter(logs.exp() * self._norms / moved))
+            _multiply(self._blocks, self._scatter(logs.exp() * self._norms / moved))
         if self._followers:
             self._follow(steps[len(self._blocks) : count], logs, scales)
 
     def _tangential(self, gradients: list[Tensor], own: Tensor) -> list[Tensor]:
         """τ_b = n_b g_b - W_b γ_b / n_b for the blocks; N g for the followers."""
-        tangential = torch._foreach_mul(gradients[: len(self._blocks)], self._scatter(self._norms))
+        tangential = _products(gradients[: len(self._blocks)], self._scatter(self._norms))
         inward = self._scatter(-self._keep * own / self._norms)
-        torch._foreach_addcmul_(tangential, self._blocks, inward)
+        _add_products(tangential, self._blocks, inward)
         followers = gradients[len(self._blocks) :]
         scales = self._follower_factors(self._norms.log())
         return [*tangential, *(g * scale for g, scale in zip(followers, scales, strict=True))]
@@ -192,20 +206,21 @@ class RescalingSplit:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """Where the tensors of some gauges stand; cell = block · gauges + gauge."""
 
     gauges: int
     count: int
     """B."""
-    firsts: list[int]
+    firsts: tuple[int, ...]
     """The index of each gauge's first piece."""
-    pieces: list[tuple[Piece, int]]
-    followers: list[tuple[Follower, int]]
+    pieces: tuple[tuple[Piece, int], ...]
+    followers: tuple[tuple[Follower, int], ...]
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(gauges: tuple[Rescaling, ...]) -> _Layout:
+def layout_of(gauges: tuple[Rescaling, ...]) -> Layout:
+    """Of gauges with one covector."""
     blocks = [gauge.blocks for gauge in gauges]
     count = len(blocks[0])
     pieces = [
@@ -217,12 +232,54 @@ def _layout(gauges: tuple[Rescaling, ...]) -> _Layout:
     followers = [(follower, i) for i, gauge in enumerate(gauges) for follower in gauge.followers]
     cells = [cell for _, cell in pieces]
     firsts = [cells.index(i) for i in range(len(gauges))]
-    return _Layout(len(gauges), count, firsts, pieces, followers)
+    return Layout(len(gauges), count, tuple(firsts), tuple(pieces), tuple(followers))
+
+
+@functools.lru_cache(maxsize=256)
+def nameless(layout: Layout) -> Layout:
+    """The same layout for tensors of any name."""
+    pieces = tuple((Piece("", piece.dim), cell) for piece, cell in layout.pieces)
+    followers = tuple(
+        (Follower(Piece("", one.piece.dim), one.powers), gauge) for one, gauge in layout.followers
+    )
+    return Layout(layout.gauges, layout.count, layout.firsts, pieces, followers)
+
+
+def slots_of(gauges: tuple[Rescaling, ...], parameters: Parameters) -> list[Slot]:
+    """Where the components of some gauges keep their state: blocks, followers, then radial numbers."""
+    layout = layout_of(gauges)
+    names = [piece.name for piece, _ in layout.pieces]
+    names += [follower.piece.name for follower, _ in layout.followers]
+    slots: list[Slot] = [(parameters[name], "") for name in names]
+    return slots + [(parameters[gauge.names[0]], "radial_") for gauge in gauges]
 
 
 def gradient(tensor: Tensor) -> Tensor:
     """A tensor's gradient; zeros where it has none though others of its gauge have."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _multiply(tensors: list[Tensor], factors: list[Tensor]) -> None:
+    """Here and below: a compiler fuses single operations with their neighbours, and lists of them not."""
+    if not torch.compiler.is_compiling():
+        torch._foreach_mul_(tensors, factors)
+        return
+    for tensor, factor in zip(tensors, factors, strict=True):
+        tensor.mul_(factor)
+
+
+def _products(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
+    if not torch.compiler.is_compiling():
+        return list(torch._foreach_mul(tensors, factors))
+    return [tensor * factor for tensor, factor in zip(tensors, factors, strict=True)]
+
+
+def _add_products(tensors: list[Tensor], others: list[Tensor], factors: list[Tensor]) -> None:
+    if not torch.compiler.is_compiling():
+        torch._foreach_addcmul_(tensors, others, factors)
+        return
+    for tensor, other, factor in zip(tensors, others, factors, strict=True):
+        tensor.addcmul_(other, factor)
 
 
 def _foreach_sub(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:

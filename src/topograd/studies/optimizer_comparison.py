@@ -49,7 +49,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -62,7 +63,10 @@ from topograd.geometry.rates import Rate, fit_rate
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.equivariance import GOAL64, equivariance
 from topograd.optim.gauges import Gauge
+from topograd.optim.gauges.rescaling import Rescaling
 from topograd.optim.gauges.translation import Translation
+from topograd.optim.kfac import KFAC
+from topograd.optim.shampoo import SOAP, Shampoo
 from topograd.optim.z_loss import z_loss
 from topograd.studies.optimizer_tasks import TASKS, Task, losses, modular
 from topograd.studies.outcome import Asked, Result, ResultTable, Row
@@ -79,6 +83,8 @@ TUNING = 100
 """The seed on which learning rates are chosen."""
 ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SGD_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+KFAC_RATES = (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)
+"""Fisher lengths of a step, at most."""
 FLOOR = 1e-12
 """Smaller t are rounding."""
 
@@ -88,16 +94,27 @@ class Arm:
     """One way to train."""
 
     name: str
-    base: Literal["adamw", "ddc", "sgd"]
+    base: Literal["adamw", "ddc", "sgd", "shampoo", "soap", "kfac"]
     z: float = 0.0
     retract: bool = False
     relative: bool = False
     """Rescaled tensors get steps in proportion to their norm, as they have in DDCAdam."""
+    gauged: Literal["all", "rescalings", "shifts"] = "all"
+    """The gauges that DDCAdam is told of."""
+    decayed: Literal["all", "rescaled", "others"] = "all"
+    """The tensors that decay, beside those of shifts, which never do."""
+    norms_by_decay: bool = False
+    """Norms of rescaled tensors follow decay alone: what a step adds to them is taken back."""
 
     @property
     def rates(self) -> tuple[float, ...]:
         """Learning rates to choose from; every arm has as many."""
-        return SGD_RATES if self.base == "sgd" else ADAM_RATES
+        return {"sgd": SGD_RATES, "kfac": KFAC_RATES}.get(self.base, ADAM_RATES)
+
+    def respects(self, gauge: Gauge) -> bool:
+        """Whether the optimizer knows this gauge."""
+        shift = isinstance(gauge, Translation)
+        return self.base == "ddc" and self.gauged in ("all", "shifts" if shift else "rescalings")
 
 
 ARMS = (
@@ -146,9 +163,19 @@ def make_optimizer(arm: Arm, task: Task, model: nn.Module, lr: float) -> Optimiz
         else:
             groups.append(_group(arm, task, lr, tensors, gauge))
     groups = [group for group in groups if group["params"]]
-    if arm.base == "ddc":
-        return DDCAdam(groups, task.gauges, rms=True, retract=arm.retract)
-    return torch.optim.AdamW(groups) if arm.base == "adamw" else torch.optim.SGD(groups, momentum=MOMENTUM)
+    match arm.base:
+        case "ddc":
+            known = [gauge for gauge in task.gauges if arm.respects(gauge)]
+            return DDCAdam(groups, known, rms=True, retract=arm.retract)
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=MOMENTUM)
+        case "shampoo":
+            return Shampoo(groups)
+        case "soap":
+            return SOAP(groups)
+        case "kfac":
+            return KFAC(model, groups)
+    return torch.optim.AdamW(groups)
 
 
 def _group(
@@ -158,8 +185,10 @@ def _group(
     shift = isinstance(gauge, Translation)
     rescaled = gauge is not None and not shift
     size = rms(tensors.values()) if rescaled else 1.0
-    rate = lr / size if arm.base == "ddc" else lr
-    shrink = 0.0 if shift else task.shrink * (1 - MOMENTUM if arm.base == "sgd" else 1.0)
+    rate = lr / size if gauge is not None and arm.respects(gauge) else lr
+    shrink = task.shrink * (1 - MOMENTUM if arm.base == "sgd" else 1.0)
+    if shift or arm.decayed == ("others" if rescaled else "rescaled"):
+        shrink = 0.0
     first = size if arm.relative and rescaled else None
     return {"params": list(tensors.items()), "lr": rate, "weight_decay": shrink / rate, "first_rms": first}
 
@@ -199,12 +228,27 @@ def train(task: Task, arm: Arm, lr: float, seed: int, readings: int = READINGS) 
         inputs, classes = _batch(task, batches)
         logits = model(inputs)
         (losses(logits, classes) + (z_loss(logits, arm.z) if arm.z else 0.0)).backward()
-        optimizer.step()
+        with _norms_by_decay(task, model, optimizer) if arm.norms_by_decay else nullcontext():
+            optimizer.step()
         if step + 1 in wanted:
             rows.append({"step": step + 1, **measure(task, model, start)})
             if not math.isfinite(rows[-1]["unseen"]):
                 break
     return _outcome(task, arm, lr, seed, rows)
+
+
+@contextmanager
+def _norms_by_decay(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Around a step: rescaled blocks end with the norm that decay alone would have left."""
+    named = dict(model.named_parameters())
+    gauges = [gauge for gauge in task.gauges if isinstance(gauge, Rescaling)]
+    blocks = [named[piece.name] for gauge in gauges for block in gauge.blocks for piece in block]
+    keep = {id(p): 1 - g["lr"] * g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    wanted = [keep[id(tensor)] * tensor.detach().norm() for tensor in blocks]
+    yield
+    with torch.no_grad():
+        for tensor, norm in zip(blocks, wanted, strict=True):
+            tensor.mul_(norm / tensor.norm())
 
 
 def _batch(task: Task, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -319,10 +363,12 @@ def readable(moments: Sequence[Moment]) -> Rate:
     )
 
 
-def tune(task: Task, arm: Arm, seed: int = TUNING) -> tuple[float, dict[float, float]]:
+def tune(
+    task: Task, arm: Arm, seed: int = TUNING, rates: Sequence[float] | None = None
+) -> tuple[float, dict[float, float]]:
     """The rate with the least loss on the task's choice of examples, and all losses; what diverges is inf."""
     tried = {}
-    for lr in arm.rates:
+    for lr in arm.rates if rates is None else rates:
         run = train(task, arm, lr, seed, readings=1)
         loss = run.unseen if task.tuned_on == "unseen" else run.learnt
         tried[lr] = loss if math.isfinite(loss) else math.inf

@@ -83,12 +83,18 @@ class Sums(nn.Module):
 
 
 def modular(
-    name: str = "modular", steps: int = 1500, shrink: float = 2e-3, p: int = MODULUS, hidden: int = 128
+    name: str = "modular",
+    steps: int = 1500,
+    shrink: float = 2e-3,
+    p: int = MODULUS,
+    hidden: int = 128,
+    share: float = PAIRS_TRAINED,
+    seed: int = 0,
 ) -> Task:
-    """All pairs of numbers below p, most of them to learn."""
+    """All pairs of numbers below p, `share` of them to learn, which ones by `seed`."""
     pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))
-    pairs = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
-    sums, many = pairs.sum(1) % p, int(PAIRS_TRAINED * len(pairs))
+    pairs = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))]
+    sums, many = pairs.sum(1) % p, int(share * len(pairs))
     return Task(
         name,
         lambda: Sums(p, hidden // 4, hidden),
