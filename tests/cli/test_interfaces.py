@@ -65,7 +65,7 @@ def test_the_parity_table_fits_a_terminal() -> None:
     found: dict[str, object] = {"max_abs": 1e-17, "rel_l2": 1.5e-16, "cosine": 1 - 2**-40}
     found |= {"worst_tensor": 2.5e-14, "worst_tensor_name": "relays.interface-3.decode.outer.weight"}
     answer = {"architecture": "hybrid", "trials": 4, "batches": 5, "parameters": 81}
-    table = shown(parity_table({**answer, "float64": found, "float32": found}))
+    table = shown(parity_table({**answer, "float64": found, "float32": found, "bfloat16": found}))
     assert "hybrid: worst of 4 × 5, 81 tensors" in table
     assert "│   float64 │ 1.0e-17 │ 1.5e-16 │ 9.1e-13 │ 2.5e-14" in table
     assert "…" not in table

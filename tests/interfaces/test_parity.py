@@ -28,6 +28,9 @@ def test_promises(architecture: Architecture) -> None:
     assert abs(exact["cosine"] - 1) < 1e-12
     assert 1e-10 < single["rel_l2"] <= 1e-6, "float32 is float32, and keeps the promise"
     assert abs(single["cosine"] - 1) < 1e-12
+    coarse = found["bfloat16"]
+    assert 1e-5 < coarse["rel_l2"] < 0.5 * coarse["autograd_from_float64"] < 0.03, "less than bfloat16 loses"
+    assert coarse["from_float64"] < 1.2 * coarse["autograd_from_float64"]
 
 
 @pytest.mark.parametrize(("engine", "jacobian"), [("hybrid", "pullback"), ("scan", "batched")])
@@ -57,8 +60,8 @@ def test_the_worst_of_all_batches_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(parity_module, "gradients", spoilt)
     found = parity(trials=2, batches=3)
-    assert len(seen) == 12
-    assert len({weight for _, weight, _ in seen}) == 4, "two initialisations in two dtypes"
+    assert len(seen) == 18
+    assert len({weight for _, weight, _ in seen}) == 6, "two initialisations in three dtypes"
     assert len({batch for _, _, batch in seen}) == 6
     # Offsets 0.1 .. 0.4, 0, 0.1 in float64: the worst is in the middle.
     assert found["float64"]["max_abs"] == pytest.approx(0.4)

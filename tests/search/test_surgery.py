@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ def test_the_neighbours_keep_the_least_depth() -> None:
     near = {str(pi) for pi in neighbours(HERE, 1)}
     assert near == {"4", "1,1,2", "2,1,1", "1,3", "3,1"}
     assert [str(pi) for pi in neighbours(HERE, 2)] == ["4"]
+    assert {str(pi) for pi in neighbours(HERE, 1, stages=2)} == {"1,3", "3,1"}
 
 
 def test_greedy_takes_the_best_if_it_is_better() -> None:
@@ -71,6 +73,16 @@ def test_an_operation_changes_boundaries_and_nothing_that_was_learned(
     assert torch.equal(stack.head.matrix(1), head)
     trainer.train(stop_after=4)
     assert not torch.equal(stack.head.matrix(0), stack.head.matrix(1))
+
+
+def test_the_number_of_stages_can_be_kept(config: TrainConfig, tmp_path: Path) -> None:
+    walk = replace(WALK, stages=2)
+    trainer = begun(config.changed(partition="2,2"), walk, tmp_path / "run")
+    trainer.train()
+    assert trainer.operations
+    assert all(len(done["after"]) == 2 for done in trainer.operations)
+    with pytest.raises(ConfigError, match="partition 4 has 1 stages and stages is 2, which surgery keeps"):
+        begun(config.changed(partition="4"), walk, tmp_path / "other")
 
 
 @pytest.mark.parametrize("heads", ["shared", "per-stage"])

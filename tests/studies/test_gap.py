@@ -99,6 +99,15 @@ def test_verdicts() -> None:
     assert verdicts(made_up(worse, seeds=1)) == [UNDECIDED] * 4
 
 
+def test_findings_tell_what_cuts_the_gradient_from_what_does_not() -> None:
+    rows = made_up({"staged": (2.06, 1.1, 0.5), "lean": (2.03, 1.1, 0.5), "whole": (1.99, 1.0, 1.0)})
+    for row in rows:
+        row["gradient_depth"] = 6 if row["arm"] == "whole" else 2
+    first = gap._findings(rows)[0]
+    assert "nearest to backprop is whole, -0.5" in first
+    assert "of those that cut the gradient lean, +1.5" in first
+
+
 def test_a_pool_is_fitted_on_one_half_and_read_on_the_other() -> None:
     arm = next(arm for arm in ARMS if arm.name == "staged")
     training = Training(arm, config_of(asked("gap", "tiny"), 0))
@@ -126,7 +135,7 @@ def test_the_study_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert row["trajectory"][-1]["step"] == row["steps"]
     assert record["verdict"] == UNDECIDED, "four steps decide nothing"
     assert len(record["claims"]) == 4
-    assert told[-1] == (9, 9)
+    assert told[-1] == (8, 8), "the other length of backprop has the first seed alone"
     json.dumps(record)
     pair = [row["bpb"] for row in record["rows"] if row["arm"] == "backprop"]
     assert pair[0] != pair[1], "seeds differ"

@@ -101,7 +101,7 @@ def test_the_study_in_miniature(sizes: Sizes, tmp_path: Path, monkeypatch: pytes
     record = run_study(asked("interface-hypotheses", "tiny", on_more=lambda *done: told.append(done)))
     assert record["verdict"] == UNDECIDED, "one seed"
     letters = {claim["name"][0] for claim in record["claims"]}
-    assert letters == set("ABCDEGH")
-    assert told[-1] == (9, 9)
+    assert letters == set("ABCDEGHI")
+    assert told[-1] == (10, 10)
     assert len(record["tables"]) == 3
     json.dumps(record)

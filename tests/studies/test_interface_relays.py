@@ -19,6 +19,7 @@ from topograd.studies.interface_relays import (
 )
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.executor import train_step
 from topograd.training.forward import stage_outputs
 
 CONTEXT = 8
@@ -81,6 +82,29 @@ def test_kinds_say_what_they_are() -> None:
     assert isinstance(authors["interface-1"], Authors)
     assert authors["interface-1"].start is not None, "m_0 comes from the tokens"
     assert authors["interface-2"].start is None
+
+
+def test_steady_messages_have_no_common_part() -> None:
+    stack, plan = model("steady")
+    inputs = torch.randint(20, (64, CONTEXT))
+    relay: Any = stack.own_relays()["interface-1"]
+    sent: list[Tensor] = []
+    plain = relay.receive
+
+    def receive(message: Tensor, bus: Any) -> Any:
+        sent.append(message.detach())
+        return plain(message, bus)
+
+    relay.receive = receive
+    for _ in range(2):
+        train_step(stack, plan, inputs, inputs)
+        stack.after_step()
+    assert sent[0].mean(dim=(0, 1)).abs().max() > 1e-3
+    torch.testing.assert_close(sent[1].mean(dim=(0, 1)), torch.zeros(4).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(sent[1].var(dim=(0, 1)), torch.ones(4).double(), atol=1e-3, rtol=0)
+    before = relay.newest
+    logits(stack, plan, inputs)
+    assert relay.newest is before, "reading changes nothing"
 
 
 def test_phase_zero_is_the_plain_interface() -> None:

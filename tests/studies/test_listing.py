@@ -26,6 +26,10 @@ ELSEWHERE = {
     "interface-hypotheses": "test_interface_hypotheses.py runs it",
     "specialists": "test_specialist_facts.py runs it",
     "optimizers": "test_optimizer_comparison.py runs it",
+    "optimizer-parts": "test_optimizer_parts.py runs it",
+    "pruning": "test_pruning.py runs it on a smaller model",
+    "adapter-placement": "test_adapter_placement.py runs it on a smaller model",
+    "rate-recovery": "test_rate_recovery.py runs it with fewer networks",
     "minilm": "it needs weights that are not installed here",
     "tail-fits": "it needs a program that is not installed here; test_tail_fits.py has a stand-in",
 }

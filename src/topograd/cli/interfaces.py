@@ -146,7 +146,7 @@ def parity_table(answer: Mapping[str, Any]) -> Table:
     for column in ("precision", "max abs", "rel l2", "1 - cos", "worst tensor"):
         tensor = column == "worst tensor"
         table.add_column(column, justify="left" if tensor else "right", no_wrap=not tensor, overflow="fold")
-    for precision in ("float64", "float32"):
+    for precision in ("float64", "float32", "bfloat16"):
         found = answer[precision]
         numbers = (found["max_abs"], found["rel_l2"], abs(1 - found["cosine"]))
         worst = f"{found['worst_tensor']:.1e} {found['worst_tensor_name']}"

@@ -92,8 +92,9 @@ def interface_jacobian(
 
 def tangent_basis(m: Tensor) -> Tensor:
     """(..., r, r-2): an orthonormal basis of the directions in which a LayerNorm's output m can move."""
-    dead = torch.stack((torch.ones_like(m), m), dim=-1)
-    return torch.linalg.qr(dead, mode="complete").Q[..., 2:]
+    exact = m.to(torch.promote_types(m.dtype, torch.float32))  # bfloat16 has no QR
+    dead = torch.stack((torch.ones_like(exact), exact), dim=-1)
+    return torch.linalg.qr(dead, mode="complete").Q[..., 2:].to(m.dtype)
 
 
 def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:

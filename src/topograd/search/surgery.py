@@ -1,7 +1,8 @@
 """Periodic boundary surgery: train under a hard partition, and change one boundary every so often.
 
 Statement. Every N steps one validation pass (`salience.py`) gives J of the partition π and of its neighbours:
-one boundary removed, added, or moved by a layer, with no stage below d_min layers. Then
+one boundary removed, added, or moved by a layer, with no stage below d_min layers; with K given they are only
+moved. Then
 
     greedy        the neighbour of least J replaces π if its J is smaller
     stochastic    a neighbour drawn at random replaces π with probability min(1, exp(-(J' - J)/T))
@@ -9,8 +10,8 @@ one boundary removed, added, or moved by a layer, with no stage below d_min laye
 Layers, optimizer state and the shared head stay; heads of new stages start from the nearest old head
 (`carry.py`). Nothing is retrained from the start, and the learning-rate schedule goes on.
 
-Symbols. N `every`, d_min `min_depth`, T `temperature` in bits per byte. Cost: a step of the partition at each
-step; a pass over `eval_bytes` of held-out text every N steps.
+Symbols. N `every`, d_min `min_depth`, K `stages`, T `temperature` in bits per byte. Cost: a step of the
+partition at each step; a pass over `eval_bytes` of held-out text every N steps.
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning"
 §10.2.2; the acceptance is that of Metropolis and others, "Equation of state calculations by fast computing
 machines".
@@ -82,10 +83,11 @@ class Operation:
         }
 
 
-def neighbours(composition: Composition, min_depth: int) -> list[Composition]:
-    """One boundary removed, added or moved by one layer, with every stage of at least `min_depth` layers."""
+def neighbours(composition: Composition, min_depth: int, stages: int | None = None) -> list[Composition]:
+    """One boundary removed, added or moved by one layer, with every stage of at least `min_depth` layers; of
+    those with `stages` stages, if it is given."""
     near = [*composition.coarsenings(), *composition.refinements(), *composition.moves()]
-    return [pi for pi in near if min(pi.parts) >= min_depth]
+    return [pi for pi in near if min(pi.parts) >= min_depth and stages in (None, pi.stages)]
 
 
 def choose(
@@ -125,6 +127,12 @@ class SurgeryTrainer(Trainer):
                 f"partition {composition} has a stage below {least} layers; "
                 "begin with deeper stages or lower the least depth"
             )
+        wanted = config.search.surgery.stages
+        if wanted not in (None, composition.stages):
+            raise ConfigError(
+                f"partition {composition} has {composition.stages} stages and stages is {wanted}, which "
+                "surgery keeps; begin with as many, or leave stages out"
+            )
         super().__init__(run, config, data)
         self.operations: list[dict[str, Any]] = []
         """What was done so far, as `Operation.as_dict` gives it."""
@@ -146,7 +154,7 @@ class SurgeryTrainer(Trainer):
     def operate(self) -> Operation:
         """Measure, choose, and go on with what was chosen."""
         here, config = partition_of(self.config), self.config.search.surgery
-        near = neighbours(here, config.min_depth)
+        near = neighbours(here, config.min_depth, config.stages)
         found = measure(self.stack, here, near, self.text)
         costs = self._costs()
         scores = {pi: utility(terms(found, pi, costs), costs.weights) for pi in found.bpb}

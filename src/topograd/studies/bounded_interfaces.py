@@ -9,6 +9,7 @@ minutes for `leak`, four for `jacobians`.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -45,11 +46,11 @@ def run_leak(asked: Asked) -> Result:
 
     With the preset tiny a few steps on random tokens.
     """
-    tiny, steps = asked.preset == "tiny", asked.parts("steps")
+    steps = asked.parts("steps")
+    tiny = len(steps) == 1
     rows: list[Row] = []
     for interface in (leak.LEAKY, leak.CAUSAL):
-        row: Row = {"interface": interface, "iid": leak.iid_loss(interface, steps[0])}
-        rows.append(row if tiny else row | leak.text_losses(interface, steps[1]))
+        rows.append(asked.kept.row({"interface": interface}, partial(_leak, interface, steps)))
         asked.on_more(len(rows), 2)
     tokens = ResultTable(
         f"Random tokens: nats per token; no honest model is below {leak.FLOOR:.4f}",
@@ -68,6 +69,12 @@ def run_leak(asked: Asked) -> Result:
     )
 
 
+def _leak(interface: str, steps: Sequence[int]) -> Row:
+    """Its loss on random tokens and, where steps are given for it, on text."""
+    row: Row = {"interface": interface, "iid": leak.iid_loss(interface, steps[0])}
+    return row if len(steps) == 1 else row | leak.text_losses(interface, steps[1])
+
+
 def run_jacobians(asked: Asked) -> Result:
     """Every architecture while it is trained; tiny: two steps of one."""
     steps = asked.steps
@@ -75,7 +82,7 @@ def run_jacobians(asked: Asked) -> Result:
     rows: list[Row] = []
     tables, findings = [], []
     for i, kind in enumerate(kinds):
-        looks = jacobians.watched(kind, steps)
+        looks = asked.kept.rows({"architecture": kind}, partial(jacobians.watched, kind, steps))
         rows += [{"architecture": kind, **look} for look in looks]
         tables.append(plain(jacobians.table(kind, looks)))
         first, last = (statistics.fmean(look["rms"]) for look in (looks[0], looks[-1]))

@@ -16,11 +16,12 @@ seed alone. Each gap has a 90 % interval over seeds
 lies below) at equal time or in equal memory. Where backprop is not clearly better than plain stages, the size
 decides nothing, and the verdict says so.
 
-Models: plain GPTs on bytes with the presets tiny and small, as in `staged_runs.py`; the demo's model and data
-with the preset demo. Source: the question and the arms are ours; "Product of Experts" §3.1 has 6 % at 1.3
-billion parameters, and leaves open what would close it. Cost: `presets.py`. Limits. The best arm is chosen
-among many by the same seeds that judge it, so its gap is a little too small. Learning rates are those that
-suit backprop. ρ is of one machine and small models, whose heads are a large part of a step.
+Models: plain GPTs on bytes with the presets tiny, small and long, as in `staged_runs.py`; the demo's model
+and data with the preset demo. The presets long and demo have the arms that decide, and no others. Source: the
+question and the arms are ours; "Product of Experts" §3.1 has 6 % at 1.3 billion parameters, and leaves open
+what would close it. Cost: `presets.py`. Limits. The best arm is chosen among many by the same seeds that
+judge it, so its gap is a little too small. Learning rates are those that suit backprop. ρ is of one machine
+and small models, whose heads are a large part of a step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from topograd.runs.config import TrainConfig, preset
 from topograd.runs.session import load_data
 from topograd.studies.composition import fit_weights, half_logits
 from topograd.studies.fit import trajectory
-from topograd.studies.gap_arms import ARMS, BACKPROP, LONGER, SAVING, STAGED, TINY, Arm
+from topograd.studies.gap_arms import ARMS, BACKPROP, DECIDING, LAYERS, LONGER, SAVING, STAGED, TINY, Arm
 from topograd.studies.gap_costs import costs
 from topograd.studies.gap_training import Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
@@ -70,7 +71,7 @@ Curve = Mapping[float, float]
 def run(asked: Asked) -> Result:
     """Train every arm with every seed, measure what steps cost, and judge."""
     check_seeds(asked.seeds)
-    arms = TINY if asked.preset == "tiny" else ARMS
+    arms = {"tiny": TINY, "small": ARMS}.get(asked.preset, DECIDING)
     todo = [(arm, seed) for seed in range(asked.seeds) for arm in arms if arm.core or not seed]
     todo.sort(key=lambda one: not one[0].core)  # what decides comes first
     measured = asked.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, asked, arms))
@@ -224,10 +225,11 @@ def _names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["arm"] for row in rows if "gap_steps" in row))
 
 
-def _best(rows: Sequence[Row], kind: str) -> str:
+def _best(rows: Sequence[Row], kind: str, names: Sequence[str] | None = None) -> str:
     """The arm with the smallest gap, of those with all seeds."""
-    many = max(len(values(rows, arm)) for arm in _names(rows))
-    whole = [arm for arm in _names(rows) if len(values(rows, arm)) == many]
+    names = _names(rows) if names is None else names
+    many = max(len(values(rows, arm)) for arm in names)
+    whole = [arm for arm in names if len(values(rows, arm)) == many]
     return min(whole, key=lambda arm: statistics.fmean(values(rows, arm, f"gap_{kind}")))
 
 
@@ -325,11 +327,16 @@ def _saving_table(measured: Mapping[str, Row]) -> ResultTable:
 
 def _findings(rows: Sequence[Row]) -> list[str]:
     found = []
+    cut = [row["arm"] for row in rows if "gap_steps" in row and row["gradient_depth"] < LAYERS]
     for kind, words in KINDS.items():
-        best = _best(rows, kind)
-        gap = _short(Interval.of(values(rows, best, f"gap_{kind}")))
-        plain = _short(Interval.of(values(rows, STAGED, f"gap_{kind}")))
-        found.append(f"At {words}: nearest to backprop is {best}, {gap} %; plain stages {plain} %.")
+        best, local = _best(rows, kind), _best(rows, kind, list(dict.fromkeys(cut)))
+        gap, cut_gap, plain = (
+            _short(Interval.of(values(rows, arm, f"gap_{kind}"))) for arm in (best, local, STAGED)
+        )
+        found.append(
+            f"At {words}: nearest to backprop is {best}, {gap} %; of those that cut the gradient {local}, "
+            f"{cut_gap} %; plain stages {plain} %."
+        )
     if values(rows, LONGER):
         longer = _short(Interval.of(values(rows, LONGER, "gap_length")))
         tokens = {

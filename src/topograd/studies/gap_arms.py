@@ -120,7 +120,10 @@ def _arms() -> tuple[Arm, ...]:
     own = replace(chain, heads="per-stage", own_heads=True)
     lengths = [
         Arm(
-            BACKPROP if length == 1 else f"{BACKPROP}, {length:g} × steps", Topology.chain("6"), length=length
+            BACKPROP if length == 1 else f"{BACKPROP}, {length:g} × steps",
+            Topology.chain("6"),
+            length=length,
+            core=length in (1.0, 1.4),  # steps of most arms take 1 to 1.4 times backprop's
         )
         for length in LENGTHS
     ]
@@ -170,6 +173,16 @@ TINY = tuple(
     )
 )
 """Those of the preset tiny: one of each kind."""
+DECIDING = tuple(
+    arm
+    for arm in ARMS
+    if arm.name
+    in (
+        *(BACKPROP, f"{BACKPROP}, 1.4 × steps", STAGED),
+        *("next", "hierarchical ×0.1", "staged, decoders"),
+    )
+)
+"""Those of the presets long and demo: backprop, plain stages, and three that promise."""
 SAVING = (
     Arm("backprop, recomputed", Topology.chain("6"), recompute=True),
     Arm("backprop, 2 parts", Topology.chain("6"), micro=2),

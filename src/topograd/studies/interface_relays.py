@@ -2,6 +2,8 @@
 
     own        m_{k+1}[t] = LN(m_k[t] + α Enc(h_t)), x_t = x0_t + Dec(m_k[t]): no segments and no shift. A
                position hears what the region before made of itself, which is still causal
+    steady     `own` with m standardised by running means and deviations, which count as constants, in the
+               place of LN: what all messages have in common is taken out, so that they cannot collapse
     phase      Dec(m[s] + P[t mod ℓ]): what a message says may depend on the place in the segment
     authors    LN with gain and shift, tanh α, biases, SiLU, Dec not zero at first, m_0 from the tokens
 
@@ -26,8 +28,10 @@ from topograd.nn.interface import EPSILON, Map, SegmentRelay
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import interface_name
 
-Kind = Literal["segments", "own", "phase", "authors"]
+Kind = Literal["segments", "own", "steady", "phase", "authors"]
 Silence = Literal["zero", "shuffled", "mean"]
+FOLLOWED, VARIANCE_FLOOR = 0.1, 1e-6
+"""How fast running means follow, and what a variance is at least."""
 
 
 class OwnPosition(nn.Module):
@@ -48,6 +52,37 @@ class OwnPosition(nn.Module):
 
     def receive(self, message: Tensor, bus: Bus) -> Tensor:
         return bus.x0 + self.decode(message)
+
+
+class SteadyPosition(OwnPosition):
+    """A relay at every position whose messages keep a mean of 0 and a variance of 1 over the data."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, settings: SegmentInterface, width: int, context: int, first: bool) -> None:
+        super().__init__(settings, width, context, first)
+        self.register_buffer("mean", torch.zeros(settings.rank))
+        self.register_buffer("variance", torch.ones(settings.rank))
+        self.newest: tuple[Tensor, Tensor] | None = None
+        self.steps = 0
+
+    def send(self, h: Tensor, received: Tensor | None) -> Tensor:
+        m = self.encode(h)
+        if self.alpha is not None and received is not None:
+            m = received + self.alpha * m
+        if torch.is_grad_enabled():
+            seen = m.detach().flatten(0, -2)
+            self.newest = seen.mean(0), seen.var(0)
+        return (m - self.mean) / (self.variance + VARIANCE_FLOOR).sqrt()
+
+    def after_step(self, stack: Stack) -> None:
+        """The running values follow the newest batch's: only between steps, so that no batch reads itself."""
+        assert self.newest is not None
+        self.steps += 1
+        share = max(FOLLOWED, 1 / self.steps)
+        self.mean.lerp_(self.newest[0], share)
+        self.variance.lerp_(self.newest[1], share)
 
 
 class Phase(SegmentRelay):
@@ -95,6 +130,7 @@ def _spread(relay: SegmentRelay, message: Tensor, bus: Bus, phase: Tensor) -> Te
 KINDS: dict[str, type[nn.Module]] = {
     "segments": SegmentRelay,
     "own": OwnPosition,
+    "steady": SteadyPosition,
     "phase": Phase,
     "authors": Authors,
 }

@@ -97,6 +97,12 @@ STUDIES: Mapping[str, Study] = {
         "§10.7 E).",
         _staged("experiment_e"),
     ),
+    "partition-search": Study(
+        "Three searches for a partition",
+        "Dynamic programming over stage costs, learned boundaries and surgery find partitions of low cost "
+        "(§10.2); whether they choose better than chance with the same budget is left open.",
+        _staged("partition_search"),
+    ),
     "gap": Study(
         "What cutting the gradient costs, and what closes the gap",
         "Stages cost 6 % BPB at 1.3 billion parameters (Product of Experts, §3.1); whether it can cost "
@@ -154,9 +160,15 @@ STUDIES: Mapping[str, Study] = {
     ),
     "interface-hypotheses": Study(
         "Why a causal interface carries so little",
-        "Eight hypotheses of ours, from a shift that is stricter than causality needs to messages that "
+        "Nine hypotheses of ours, from a shift that is stricter than causality needs to messages that "
         "nobody reads, each with the experiment that settles it (beside LBI, §3.1 and Table 2).",
         _in("interface_hypotheses"),
+    ),
+    "masked-encoder": Study(
+        "A bounded interface in an encoder",
+        "Where all positions may be read, a state of the whole sequence is legitimate, and regions that are "
+        "joined by it keep the quality of depth (LBI, §3.1 and Table 2, asked of a masked model).",
+        _in("masked_encoder"),
     ),
     "leak": Study(
         "The published interface sees the future",
@@ -182,6 +194,19 @@ STUDIES: Mapping[str, Study] = {
         "RMSNorm has no such direction (Dead Directions, §9.2).",
         _in("minilm"),
     ),
+    "pruning": Study(
+        "Which units a model can do without",
+        "Units that lie along dead directions can be taken out at less cost than those that are small or "
+        "hardly vary (a use of Dead Directions, §5.1, that the paper does not test).",
+        _in("pruning"),
+    ),
+    "adapter-placement": Study(
+        "Where an adapter should sit",
+        "Corrections in directions that the old text does not use learn a new text and forget less than "
+        "random ones or the leading singular vectors (a use of Dead Directions, §5.1, that the paper does "
+        "not test).",
+        _in("adapter_placement"),
+    ),
     "chain-rates": Study(
         "Where a trained chain still shows its rate",
         "A chain that descends toward a singularity shows the exponent of its rate under other activations, "
@@ -193,6 +218,26 @@ STUDIES: Mapping[str, Study] = {
         "DDCAdam, whose steps do not depend on the gauge, generalises better than AdamW at equal budgets; a "
         "companion paper reports gaps of 0.67 and 5.88 (Dead Directions, §11).",
         _in("optimizer_comparison"),
+    ),
+    "optimizer-parts": Study(
+        "DDCAdam's gain taken apart, and second-order peers",
+        "DDCAdam generalises because its steps do not depend on the gauge (Dead Directions, §11); Shampoo, "
+        "SOAP and K-FAC stand beside it.",
+        _in("optimizer_parts"),
+    ),
+    "rate-recovery": Study(
+        "What keeps a rate, and what memorising does to it",
+        "Several directions, cross-entropy, biases and rotations leave the ladder as it is (Table 9); where "
+        "a network memorises, the empirical Fisher loses it and the expected one does not (Dead Directions, "
+        "appendix B.2, Corollary 39).",
+        _in("rate_recovery"),
+    ),
+    "grokking": Study(
+        "Grokking on one axis of steps",
+        "A memorising phase in which the weights grow gives way to a generalising one that compresses; "
+        "change points of λ̂ and of Fisher readings mark it, and the empirical Fisher collapses when a "
+        "network memorises (Dead Directions, §12.1, §13.5, §15, Corollary 39).",
+        _in("grokking"),
     ),
     "fields": Study(
         "Fields during training, a generated teacher",

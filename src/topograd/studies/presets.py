@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from topograd.errors import ConfigError
 
-Preset = Literal["tiny", "small", "demo"]
+Preset = Literal["tiny", "small", "long", "demo"]
 Numbers = int | tuple[int, ...] | None
 
 
@@ -71,12 +71,14 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "experiment-c": _staged(5),
     "experiment-d": _staged(3),
     "experiment-e": _staged(4),
+    "partition-search": _staged(8),
     "gap": {
         "tiny": Size(0.2, 4, 8, 2),
         "small": Size(30, 400, 48, 3),
-        "demo": Size(420, 1200, 96, 3),
+        "long": Size(30, 1600, 48, 3),
+        "demo": Size(75, 1200, 96, 3),
     },
-    "specialists": {"tiny": Size(0.5, 4), "small": Size(15, (160, 40))},
+    "specialists": {"tiny": Size(0.5, 4), "small": Size(35, (160, 80))},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
         "small": Size(30, (200, 400, 400), seeds=3),
@@ -86,16 +88,25 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "composition": _staged(2),
     "head-perturbation": _staged(1.5),
     "interfaces": {"tiny": Size(0.1, 2, 64, 1), "small": Size(80, 400, 64, 3)},
-    "interface-hypotheses": {"tiny": Size(0.2, 2, 8, 1), "small": Size(15, 400, 48, 3)},
+    "interface-hypotheses": {"tiny": Size(0.2, 2, 8, 1), "small": Size(16, 400, 48, 3)},
+    "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
     "leak": {"tiny": Size(0.1, (5,)), "small": Size(3, (500, 400))},
     "jacobians": {"tiny": Size(0.1, 2), "small": Size(5, 300)},
     "learning-coefficient": {"tiny": Size(0.1), "small": Size(2)},
     "minilm": {"tiny": Size(0.5), "small": Size(1)},
+    "pruning": {"tiny": Size(0.3, 1), "small": Size(8, 30)},
+    "adapter-placement": {"tiny": Size(0.2, (2, 2), seeds=1), "small": Size(10, (24, 16), seeds=3)},
     "chain-rates": {"tiny": Size(0.1, 10, 8, 1), "small": Size(5, 3000, 8, 3)},
     "optimizers": {
         "tiny": Size(0.1, (10,), seeds=1),
         "small": Size(25, (300, 600, 1500, 1500, 1000), seeds=3),
     },
+    "optimizer-parts": {
+        "tiny": Size(0.1, (4, 4), seeds=1),
+        "small": Size(18, (1500, 600), seeds=10),
+    },
+    "rate-recovery": {"tiny": Size(0.1, seeds=1), "small": Size(0.5, seeds=3)},
+    "grokking": {"tiny": Size(0.1, 2, 8, 2), "small": Size(5, 4000, 32, 3)},
     "fields": {"tiny": Size(0.1, 30, 24, 3), "small": Size(1.5, 500, 128, 5)},
     "fields-digits": {"tiny": Size(0.1, 30, 24, 3), "small": Size(1.5, 500, 128, 5)},
     "tail-fits": {"tiny": Size(0.1, 30, 24, 2), "small": Size(1, 500, 128, 10)},

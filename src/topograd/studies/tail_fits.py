@@ -16,6 +16,7 @@ Metrics" (C. Nordio) asks for exponents and names no estimator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -39,7 +40,7 @@ def run(asked: Asked) -> Result:
     sizes, seeds = sizes_of(asked), asked.seeds
     rows: list[Row] = []
     for seed in range(seeds):
-        rows += [compared(W, theirs) | where for where, W in matrices(sizes, seed)]
+        rows += asked.kept.rows({"seed": seed}, partial(_seed_rows, sizes, seed, theirs))
         asked.on_more(seed + 1, seeds)
     return Result(
         setting=(
@@ -51,6 +52,10 @@ def run(asked: Asked) -> Result:
         findings=tuple(findings(rows)),
         seeds=seeds,
     )
+
+
+def _seed_rows(sizes: Sizes, seed: int, theirs: Callable[[Tensor], tuple[float, int]]) -> list[Row]:
+    return [compared(W, theirs) | where for where, W in matrices(sizes, seed)]
 
 
 def their_fit() -> Callable[[Tensor], tuple[float, int]]:

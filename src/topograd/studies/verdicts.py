@@ -50,7 +50,9 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """The 90 % interval of the mean; without bounds for a single value."""
+        """The 90 % interval of the mean; without bounds for a single value, or if one is nan (not known)."""
+        if any(map(math.isnan, values)):
+            return cls(math.nan, -math.inf, math.inf)
         mean, count = statistics.fmean(values), len(values)
         if count < 2:
             return cls(mean, -math.inf, math.inf)
@@ -58,6 +60,8 @@ class Interval:
         return cls(mean, mean - half, mean + half)
 
     def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "not known with every seed"
         if math.isinf(self.low):
             return f"{self.mean:+.4f}, one seed"
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
@@ -73,21 +77,21 @@ class Claim:
     measured: str
     verdict: Verdict
     values: tuple[float, ...]
-    """The effect for each seed; for `each`, its mean for each step."""
+    """The effect for each seed where it is known; for `each`, its mean for each step."""
 
 
 def above(name: str, prediction: str, effect: str, values: Sequence[float], least: float = 0.0) -> Claim:
     """The claim that `effect` is more than `least`."""
     rule = f"held if the 90 % interval of {effect} lies above {least:g}, failed if below"
     found = Interval.of(values)
-    return Claim(name, prediction, rule, str(found), _above(found, least), tuple(values))
+    return Claim(name, prediction, rule, str(found), _above(found, least), _known(values))
 
 
 def within(name: str, prediction: str, effect: str, values: Sequence[float], margin: float) -> Claim:
     """The claim that `effect` is less than `margin` in size."""
     rule = f"held if the 90 % interval of {effect} lies within ±{margin:.4f}, failed if outside"
     found = Interval.of(values)
-    return Claim(name, prediction, rule, str(found), _within(found, margin), tuple(values))
+    return Claim(name, prediction, rule, str(found), _within(found, margin), _known(values))
 
 
 def outside(name: str, prediction: str, effect: str, values: Sequence[float], margin: float) -> Claim:
@@ -95,7 +99,7 @@ def outside(name: str, prediction: str, effect: str, values: Sequence[float], ma
     rule = f"held if the 90 % interval of {effect} lies outside ±{margin:.4f}, failed if within"
     found = Interval.of(values)
     flipped = {HELD: FAILED, FAILED: HELD, UNDECIDED: UNDECIDED}
-    return Claim(name, prediction, rule, str(found), flipped[_within(found, margin)], tuple(values))
+    return Claim(name, prediction, rule, str(found), flipped[_within(found, margin)], _known(values))
 
 
 def each(name: str, prediction: str, effect: str, steps: Sequence[Sequence[float]]) -> Claim:
@@ -181,6 +185,10 @@ class Found:
     """The table, as text; the first cell of a row names it."""
     drawing: Drawing
     claims: tuple[Claim, ...]
+
+
+def _known(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(value for value in values if not math.isnan(value))
 
 
 def _above(found: Interval, least: float) -> Verdict:
