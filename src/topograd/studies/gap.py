@@ -30,22 +30,21 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from topograd.data import Loader, Shards, Text
+from topograd.data import Text
 from topograd.runs.config import TrainConfig, preset
-from topograd.runs.session import load_data
 from topograd.studies.composition import fit_weights, half_logits
 from topograd.studies.fit import trajectory
 from topograd.studies.gap_arms import ARMS, BACKPROP, DECIDING, LAYERS, LONGER, SAVING, STAGED, TINY, Arm
 from topograd.studies.gap_costs import costs
-from topograd.studies.gap_training import Training
+from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import Sizes, held_out, order0, values
+from topograd.studies.staged_runs import Sizes, order0, values
 from topograd.studies.verdicts import (
     FAILED,
     HELD,
@@ -77,7 +76,7 @@ def run(asked: Asked) -> Result:
     measured = asked.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, asked, arms))
     asked.on_more(1, 1 + len(todo))
     rows: list[Row] = []
-    given = [_Given(asked, seed) for seed in range(asked.seeds)]
+    given = [Given(config_of(asked, seed)) for seed in range(asked.seeds)]
     for i, (arm, seed) in enumerate(todo):
         found = asked.kept.rows({"arm": arm.name, "seed": seed}, partial(_train, arm, given[seed]))
         rows += [{**row, **_cost(measured, row["arm"])} for row in found]
@@ -115,24 +114,7 @@ def config_of(asked: Asked, seed: int) -> TrainConfig:
     return sizes.config(seed)
 
 
-class _Given:
-    """What the arms of a seed have in common, read when the first of them is trained."""
-
-    def __init__(self, asked: Asked, seed: int) -> None:
-        self.asked, self.seed = asked, seed
-
-    @cached_property
-    def loaded(self) -> tuple[TrainConfig, Text, Shards]:
-        config, data = load_data(config_of(self.asked, self.seed))
-        return config, held_out(config, data), data.train
-
-    def batches(self, rows: int) -> Loader:
-        """Batches of so many rows; those of the same number of rows are the same for every arm."""
-        config, _, train = self.loaded
-        return Loader(train, config.model.context, rows, config.seed)
-
-
-def _train(arm: Arm, given: _Given) -> list[Row]:
+def _train(arm: Arm, given: Given) -> list[Row]:
     """One arm with one seed; plain stages are read a second time, pooled."""
     config, text, _ = given.loaded
     steps = max(1, round(config.steps * arm.length))
@@ -141,7 +123,7 @@ def _train(arm: Arm, given: _Given) -> list[Row]:
     found = evaluate(training.stack, training.plan, text)
     row = {
         "arm": arm.name,
-        "seed": given.seed,
+        "seed": config.seed,
         "bpb": found.bpb.prediction,
         "bpb_prefix": found.bpb.prefix,
         "length": arm.length,
@@ -167,7 +149,7 @@ def pooled_bpb(training: Training, text: Text) -> float:
 
 
 def _costs(asked: Asked, arms: Sequence[Arm]) -> Row:
-    given = _Given(asked, 0)
+    given = Given(config_of(asked, 0))
     config, _, _ = given.loaded
     measured = [arm for arm in arms if arm.length == 1]
     found: Row = costs([*measured, *SAVING], config, next(given.batches(config.batch)))

@@ -1,18 +1,22 @@
-"""The training of one arm of the study `gap`: the one loop, with a topology that may change on the way."""
+"""The training of one arm of the studies of the gap: the one loop, a topology that may change on the way."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from topograd.data import Loader, Shards, Text
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
+from topograd.runs.session import load_data
 from topograd.studies.gap_arms import Arm
+from topograd.studies.staged_runs import held_out
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.forward import Predictor
@@ -22,6 +26,24 @@ from topograd.training.optimizers import make_optimizers
 
 DECAY = 0.98
 """Of the average of past weights that teaches."""
+
+
+class Given:
+    """What the arms of a seed have in common, read when the first of them is trained."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def loaded(self) -> tuple[TrainConfig, Text, Shards]:
+        """Settings as the data makes them, the text to judge on, and that to learn from."""
+        config, data = load_data(self.config)
+        return config, held_out(config, data), data.train
+
+    def batches(self, rows: int) -> Loader:
+        """Batches of so many rows; those of the same number of rows are the same for every arm."""
+        config, _, train = self.loaded
+        return Loader(train, config.model.context, rows, config.seed)
 
 
 class Training:

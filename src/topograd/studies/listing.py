@@ -109,6 +109,13 @@ STUDIES: Mapping[str, Study] = {
         "nothing, at equal time or in equal memory, is left open (§8.1, §10.1).",
         _in("gap"),
     ),
+    "token-ratio": Study(
+        "The gap against tokens per parameter, with rates tuned for each arm",
+        "The gap is structural: it is there at every budget, does not close from r = 10 to r = 30, and is "
+        "smaller for coarser stages (Product of Experts, §5.6, §8.1, §10.1); whether rates of the stages' "
+        "own or heads of their own close it is left open (§9, §10.2).",
+        _in("token_ratio"),
+    ),
     "specialists": Study(
         "Specialists and facts",
         "A specialist with a head of its own leaves the base's logits as they are, bit for bit, and training "
