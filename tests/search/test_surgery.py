@@ -81,7 +81,7 @@ def test_the_number_of_stages_can_be_kept(config: TrainConfig, tmp_path: Path) -
     trainer.train()
     assert trainer.operations
     assert all(len(done["after"]) == 2 for done in trainer.operations)
-    with pytest.raises(ConfigError, match="partition 4 has 1 stages and stages is 2, which surgery keeps"):
+    with pytest.raises(ConfigError, match="stages is 2, which surgery keeps, and partition is 4, of 1"):
         begun(config.changed(partition="4"), walk, tmp_path / "other")
 
 
@@ -163,7 +163,7 @@ def test_bad_settings(config: TrainConfig, tmp_path: Path) -> None:
         SurgeryConfig(every=0)
     with pytest.raises(ConfigError, match="temperature is 0"):
         SurgeryConfig(temperature=0)
-    with pytest.raises(ConfigError, match="partition 1,3 has a stage below 2 layers"):
+    with pytest.raises(ConfigError, match="partition is 1,3, with a stage below 2 layers"):
         begun(config.changed(partition="1,3"), SurgeryConfig(min_depth=2), tmp_path / "a")
     residual = config.changed(partition="2,2", heads="per-stage", objective="residual")
     with pytest.raises(ConfigError, match="surgery reads those of each layer alone; use cross-entropy"):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from rich.console import Console
 
-from topograd.cli.flags import as_typed, check_known, check_words, flags_of
+from topograd.cli.flags import Flag, as_typed, check_known, check_words, flags_of
 from topograd.errors import ConfigError, RunError, TopogradError
 from topograd.files import naming
 
@@ -41,13 +41,17 @@ WeightsFlag = Annotated[
 ]
 DASH = "–"
 
+_read: tuple[Mapping[str, Flag], list[str]] = ({}, [])
+"""The flags of the verb that was read last, and the words that were given."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (?:invalid literal for (int)|could not convert).*?: ('.*')")
 
 
 def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
     """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
+    global _read
     flags = flags_of(kind)
+    _read = flags, argv
     try:
         check_known(flags, argv)
     except ConfigError as error:
@@ -69,6 +73,11 @@ def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -
         if refused := _refusal(end):
             raise type(refused)(as_typed(str(refused), flags, argv)) from None
         raise ConfigError(f"{_first_paragraph(said.getvalue())}; see topograd {verb} --help") from None
+
+
+def in_flags(message: str) -> str:
+    """An error of the verb's work, which speaks of settings, with the flags that were typed for them."""
+    return as_typed(message, *_read, given=True)
 
 
 def _refusal(end: BaseException) -> TopogradError | None:

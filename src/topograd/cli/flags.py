@@ -153,14 +153,17 @@ def _given(flags: Mapping[str, Flag], argv: Sequence[str]) -> Iterator[tuple[str
             wants = max(0.0, wants - 1)
 
 
-def as_typed(message: str, flags: Mapping[str, Flag], argv: Sequence[str]) -> str:
-    """An error with the names of settings replaced by their flags, where it is clear which is meant."""
+def as_typed(message: str, flags: Mapping[str, Flag], argv: Sequence[str], given: bool = False) -> str:
+    """An error with the names of settings replaced by their flags, where it is clear which is meant.
+
+    With `given`, only by flags that were typed: a run's own settings can be what an error is about.
+    """
     typed = {name for name, _ in _given(flags, argv)}
 
     def flag_of(found: re.Match[str]) -> str:
         word = found[0]
         named = [n for n, flag in flags.items() if word in (flag.field, flag.field.rpartition(".")[2])]
-        named = [name for name in named if name in typed] or named
+        named = [name for name in named if name in typed] or ([] if given else named)
         return named[0] if len(named) == 1 else word
 
     return _SETTING.sub(flag_of, message)

@@ -9,8 +9,6 @@ from typing import Annotated
 import tyro
 
 from topograd.cli.console import Json, note, out, parse, print_json
-from topograd.cli.flags import as_typed, flags_of
-from topograd.errors import ConfigError, TopologyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +34,9 @@ def run(argv: list[str]) -> int:
     from topograd.models.importing import import_model
 
     note(f"reading {asked.source}")
-    try:
-        found = import_model(
-            asked.source, asked.out, partition=asked.partition, context=asked.context, copy=asked.copy
-        )
-    except (ConfigError, TopologyError) as error:  # it speaks of Python's arguments
-        raise type(error)(as_typed(str(error), flags_of(Import), argv)) from None
+    found = import_model(
+        asked.source, asked.out, partition=asked.partition, context=asked.context, copy=asked.copy
+    )
     if not found["native"]:
         note(
             f"{found['architecture']} has no stack of its own here: transformers runs it, and every token is "

@@ -72,7 +72,9 @@ def _guarded(argv: list[str]) -> int:
     try:
         return _dispatch(argv)
     except TopogradError as error:
-        return _fail(str(error))
+        from topograd.cli.console import in_flags
+
+        return _fail(in_flags(str(error)))
     except BrokenPipeError:
         raise
     except OSError as error:

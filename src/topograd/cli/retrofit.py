@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import tyro
 
 from topograd.cli.console import Folder, Json, note, out, parse, print_json
-from topograd.cli.flags import as_typed, flags_of
-from topograd.errors import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -52,11 +50,8 @@ def run(argv: list[str]) -> int:
     from topograd.models.retrofit import RetrofitConfig, retrofit
     from topograd.runs.session import open_session
 
-    try:
-        training = DraftTraining(epochs=asked.epochs, seed=asked.seed)
-        config = RetrofitConfig(asked.tokens, asked.vocabulary, OwnTextConfig(seed=asked.seed), training)
-    except ConfigError as error:  # it speaks of Python's arguments
-        raise ConfigError(as_typed(str(error), flags_of(Retrofit), argv)) from None
+    training = DraftTraining(epochs=asked.epochs, seed=asked.seed)
+    config = RetrofitConfig(asked.tokens, asked.vocabulary, OwnTextConfig(seed=asked.seed), training)
     session = open_session(asked.folder)
     rows = min(config.text.rows, max(1, -(-asked.tokens // config.text.length)))
     config = replace(config, text=replace(config.text, rows=rows))

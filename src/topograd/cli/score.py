@@ -11,7 +11,6 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import Folder, Json, note, out, parse, print_json
-from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,10 +44,7 @@ def run(argv: list[str]) -> int:
     from topograd.evaluation.texts import score
 
     model = scored_model(asked.folder, asked.specialists)
-    try:
-        scored = score(model, asked.context, asked.continuation, asked.depth)
-    except ConfigError as error:
-        raise ConfigError(as_typed(str(error), flags_of(Score), argv)) from None
+    scored = score(model, asked.context, asked.continuation, asked.depth)
     if cut := max(each.cut for each in scored):
         note(f"the context is longer than the model reads; its first {cut} tokens were left out")
     names = depth_names(model, asked.specialists) if asked.depth is None else [asked.depth]

@@ -129,7 +129,7 @@ def _outcome(record: Record) -> str:
         said = "".join(f"<li>{escape(words)}</li>" for words in record["findings"])
         body.append(f"<ul>{said}</ul>")
     if record["claims"]:
-        header = ("claim", "what the paper says", "measured", "verdict", "rule")
+        header = ("claim", "prediction", "measured", "verdict", "rule")
         keys = ("name", "prediction", "measured", "verdict", "rule")
         rows = tuple(tuple(claim[key] for key in keys) for claim in record["claims"])
         body.append(table_html(Table("Each claim, judged by its rule", header, rows)))

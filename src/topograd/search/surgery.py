@@ -124,14 +124,14 @@ class SurgeryTrainer(Trainer):
         if min(composition.parts) < least:
             stage_counts(composition.layers, None, 1, None, least)
             raise ConfigError(
-                f"partition {composition} has a stage below {least} layers; "
+                f"partition is {composition}, with a stage below {least} layers; "
                 "begin with deeper stages or lower the least depth"
             )
         wanted = config.search.surgery.stages
         if wanted not in (None, composition.stages):
             raise ConfigError(
-                f"partition {composition} has {composition.stages} stages and stages is {wanted}, which "
-                "surgery keeps; begin with as many, or leave stages out"
+                f"stages is {wanted}, which surgery keeps, and partition is {composition}, of "
+                f"{composition.stages}; begin with as many, or leave the number out"
             )
         super().__init__(run, config, data)
         self.operations: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ the training then jumps (a control of another kind).
 γ / nβ, a scale that is the same at every reading; the virial says where the step does not bear it. The
 weights are a minimum of the loss with decay, and not of the loss.
 
-Symbols. d = width, p = MODULUS. Cost: `small` about 5 minutes of one core, most of it for λ̂.
+Symbols. d = width, p = MODULUS. Cost: `small` about 18 minutes of one core, most of it for λ̂.
 Source: "Dead Directions: Geometric Singular Learning" §12.1 (phases), §13.5 (change points), §15 (the Schur
 ratio of random and of trained networks), Corollary 39 (empirical Fisher); A. Power et al., "Grokking:
 Generalization Beyond Overfitting on Small Algorithmic Datasets"; N. Nanda et al., "Progress Measures for
@@ -65,7 +65,7 @@ from topograd.studies.verdicts import worst
 RATE, BETAS = 4e-3, (0.9, 0.98)
 READINGS, EVERY = 80, 5
 """Readings of a training, and how many of them come to one λ̂."""
-SAMPLING = Langevin(3e-4, localization=100.0, chains=3, burn_in=100, draws=12, thin=3)
+SAMPLING = Langevin(3e-4, localization=100.0, chains=3, burn_in=300, draws=30, thin=8)
 TINY = Langevin(3e-4, localization=100.0, chains=1, burn_in=0, draws=8, thin=1)
 FISHERS: tuple[Fisher, ...] = ("empirical", "expected")
 FIRST = "layers.0.up"

@@ -87,7 +87,7 @@ class Result:
     """What came out, in sentences."""
     drawing: Drawing | None = None
     claims: tuple[Claim, ...] = ()
-    """What the paper says, each judged by a stated rule (`verdicts.py`)."""
+    """What the paper or the study predicts, each judged by a stated rule (`verdicts.py`)."""
     verdict: str | None = None
     seeds: int | None = None
     """With how many seeds, where there is a choice."""

@@ -107,7 +107,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "small": Size(18, (1500, 600), seeds=10),
     },
     "rate-recovery": {"tiny": Size(0.1, seeds=1), "small": Size(0.5, seeds=3)},
-    "grokking": {"tiny": Size(0.1, 2, 8, 2), "small": Size(5, 4000, 32, 3)},
+    "grokking": {"tiny": Size(0.1, 2, 8, 2), "small": Size(18, 4000, 32, 3)},
     "fields": {"tiny": Size(0.1, 30, 24, 3), "small": Size(1.5, 500, 128, 5)},
     "fields-digits": {"tiny": Size(0.1, 30, 24, 3), "small": Size(1.5, 500, 128, 5)},
     "tail-fits": {"tiny": Size(0.1, 30, 24, 2), "small": Size(1, 500, 128, 10)},

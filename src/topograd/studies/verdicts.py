@@ -69,7 +69,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that the paper says, what was measured of it, and whether it held."""
+    """One thing that the paper or the study predicts, what was measured of it, and whether it held."""
 
     name: str
     prediction: str
