@@ -1,8 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 from scipy import stats
 
+from topograd.studies.outcome import Result
 from topograd.studies.verdicts import (
     FAILED,
     HELD,
@@ -101,3 +103,13 @@ def test_series_have_bars_where_there_are_seeds() -> None:
     assert found.y == (2.0, 5.0)
     assert found.low[0] < 1.0
     assert (found.low[1], found.high[1]) == (5.0, 5.0)
+
+
+def test_a_result_has_the_verdict_of_its_claims() -> None:
+    good = above("one", "is above", "it", [1.0, 1.1])
+    bad = above("two", "is above", "it", [-1.0, -1.1])
+    found = Result(setting="", rows=[], tables=(), claims=(good, bad))
+    assert found.verdict == FAILED
+    assert replace(found, claims=(good,), verdict=None).verdict == HELD
+    assert Result(setting="", rows=[], tables=()).verdict is None, "nothing was claimed"
+    assert Result(setting="", rows=[], tables=(), claims=(good,), verdict="its own").verdict == "its own"

@@ -45,7 +45,6 @@ from topograd.specialists.facts import World
 from topograd.studies.adapter_tables import claims, drawing, findings, table
 from topograd.studies.bases import Base, Windows, bits_per_byte, cut, folders, open_base
 from topograd.studies.outcome import Asked, Result, Row
-from topograd.studies.verdicts import worst
 
 READERS = ("query", "key", "value", "gate", "up")
 TUNING = 100
@@ -129,7 +128,6 @@ def run(asked: Asked) -> Result:
         findings=tuple(sentence for name in models for sentence in findings(name, rows)),
         drawing=drawing(rows, next(reversed(models))),
         claims=tuple(judged),
-        verdict=worst([claim.verdict for claim in judged]),
         seeds=asked.seeds,
     )
 

@@ -36,7 +36,7 @@ from topograd.studies.continual_tasks import (
     transfer,
 )
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.verdicts import Claim, above, worst
+from topograd.studies.verdicts import Claim, above
 
 TUNING_SEED = 1000
 PAPER: Mapping[str, str] = {"finetune": "19.4", "ewc": "19.5", "poe-kd": "41.2", "poe-shrink": "45.5"}
@@ -95,7 +95,6 @@ def run(asked: Asked) -> Result:
         tables=tuple(_table(rows, scenario) for scenario in SCENARIOS),
         findings=tuple(_findings(rows)),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=seeds,
         record={"scale": asdict(scale)},
     )

@@ -33,7 +33,7 @@ from topograd.nn.preparation import prepare
 from topograd.studies.fit import fit
 from topograd.studies.image_arms import Arm, Group, build, fewer, optimizer, shown, train, values
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.verdicts import Claim, above, every, worst
+from topograd.studies.verdicts import Claim, above, every
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.image_evaluation import accuracy, evaluate_images, image_logits
@@ -82,7 +82,6 @@ def run(asked: Asked) -> Result:
         rows=rows,
         tables=(_grow_table(rows), _drop_table(rows), _lost_table(rows)),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=seeds,
     )
 

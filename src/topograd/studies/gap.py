@@ -55,7 +55,6 @@ from topograd.studies.verdicts import (
     Series,
     above,
     settled,
-    worst,
 )
 from topograd.training.evaluation import evaluate
 
@@ -90,7 +89,6 @@ def run(asked: Asked) -> Result:
         findings=tuple(_findings(rows)),
         drawing=_drawing(rows),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=asked.seeds,
         record={"costs": measured},
     )

@@ -60,7 +60,6 @@ from topograd.studies.grokking_verdicts import (
 )
 from topograd.studies.optimizer_tasks import MODULUS, Task, modular
 from topograd.studies.outcome import Asked, Result, Row, check_seeds
-from topograd.studies.verdicts import worst
 
 RATE, BETAS = 4e-3, (0.9, 0.98)
 READINGS, EVERY = 80, 5
@@ -138,7 +137,6 @@ def run(asked: Asked) -> Result:
         tables=(phase_table(rows), event_table(rows, said)),
         findings=findings(rows, judged),
         claims=judged,
-        verdict=worst([claim.verdict for claim in judged]),
         seeds=asked.seeds,
         record={"signals": SIGNALS, "marks": marks(rows, said)},
     )

@@ -36,7 +36,7 @@ from topograd.studies.image_arms import (
     values,
 )
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.verdicts import Claim, above, worst
+from topograd.studies.verdicts import Claim, above
 
 LEAVE_AT = 0.9
 
@@ -140,7 +140,6 @@ def run(asked: Asked) -> Result:
         rows=rows,
         tables=tuple(table for group in chosen for table in _tables(rows, group)),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=seeds,
     )
 

@@ -43,7 +43,7 @@ from topograd.studies.interface_relays import Silence, join_regions, silenced
 from topograd.studies.interfaces import position_losses
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.staged_runs import Sizes
-from topograd.studies.verdicts import Claim, Interval, above, worst
+from topograd.studies.verdicts import Claim, Interval, above
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
@@ -110,7 +110,6 @@ def run(asked: Asked) -> Result:
         tables=(_table(rows), _silence_table(rows), _oracle_table(rows)),
         findings=tuple(_findings(rows, config)),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=asked.seeds,
     )
 

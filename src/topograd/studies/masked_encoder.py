@@ -47,7 +47,7 @@ from topograd.studies.interface_relays import join_regions, silenced
 from topograd.studies.interfaces import position_losses
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.staged_runs import Sizes
-from topograd.studies.verdicts import Claim, above, worst
+from topograd.studies.verdicts import Claim, above
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -102,7 +102,6 @@ def run(asked: Asked) -> Result:
         tables=(_table(rows),),
         findings=tuple(_findings(rows)),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=asked.seeds,
     )
 

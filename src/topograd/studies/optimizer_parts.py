@@ -36,7 +36,7 @@ from functools import partial
 from topograd.studies.optimizer_comparison import Arm, train, tune
 from topograd.studies.optimizer_tasks import Task, digits, modular
 from topograd.studies.outcome import Asked, Result, ResultTable, Row
-from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above, worst
+from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above
 
 PEERS = (Arm("Shampoo", "shampoo"), Arm("SOAP", "soap"), Arm("K-FAC", "kfac"))
 BOTH = (Arm("AdamW", "adamw"), Arm("DDCAdam", "ddc"))
@@ -96,7 +96,6 @@ def run(asked: Asked) -> Result:
         findings=tuple(findings(rows)),
         drawing=drawing(rows),
         claims=tuple(judged),
-        verdict=worst([claim.verdict for claim in judged]),
         seeds=asked.seeds,
     )
 

@@ -89,10 +89,17 @@ class Result:
     claims: tuple[Claim, ...] = ()
     """What the paper or the study predicts, each judged by a stated rule (`verdicts.py`)."""
     verdict: str | None = None
+    """By default that of the claims together, where there are any."""
     seeds: int | None = None
     """With how many seeds, where there is a choice."""
     record: Mapping[str, Any] = field(default_factory=dict)
     """Further numbers that its figures are drawn from, by name."""
+
+    def __post_init__(self) -> None:
+        if self.verdict is None and self.claims:
+            from topograd.studies.verdicts import worst  # which needs scipy
+
+            object.__setattr__(self, "verdict", worst([claim.verdict for claim in self.claims]))
 
 
 def check_seeds(seeds: int) -> None:

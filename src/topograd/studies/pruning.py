@@ -45,7 +45,7 @@ from topograd.geometry.units import (
 )
 from topograd.studies.bases import Base, Windows, bits_per_byte, folders, open_base
 from topograd.studies.outcome import Asked, Result, ResultTable, Row
-from topograd.studies.verdicts import Claim, Drawing, Interval, Series, each, worst
+from topograd.studies.verdicts import Claim, Drawing, Interval, Series, each
 
 BUDGETS = (0.1, 0.25, 0.5)
 DRAWS = {"reference": 3, "smollm2": 1}
@@ -124,7 +124,6 @@ def run(asked: Asked) -> Result:
         findings=tuple(sentence for name in models for sentence in findings(name, rows)),
         drawing=drawing(rows, next(reversed(models))),
         claims=tuple(judged),
-        verdict=worst([claim.verdict for claim in judged]),
     )
 
 

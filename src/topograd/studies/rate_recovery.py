@@ -42,7 +42,7 @@ from topograd.geometry.catalogue.cells import compare, tolerance
 from topograd.geometry.catalogue.networks import trace_chain
 from topograd.geometry.rates import fit_rate, log_grid
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.verdicts import Claim, above, within, worst
+from topograd.studies.verdicts import Claim, above, within
 
 DEPTH, SAMPLES = 4, 300
 SURE = (1.0, 8.0, 30.0)
@@ -99,7 +99,6 @@ def run(asked: Asked) -> Result:
         rows=rows,
         tables=(primitive_table(rows), slope_table(rows)),
         claims=judged,
-        verdict=worst([claim.verdict for claim in judged]),
         seeds=asked.seeds,
     )
 

@@ -47,7 +47,6 @@ from topograd.studies.fifty_prompts import table_of
 from topograd.studies.kept import Kept
 from topograd.studies.outcome import Asked, OnMore, Result, Row
 from topograd.studies.specialist_tables import claims, drawing, findings, tables
-from topograd.studies.verdicts import worst
 
 ANSWER_TOKENS = 24
 AT_ONCE = 10
@@ -146,7 +145,6 @@ def run(asked: Asked) -> Result:
         findings=tuple(findings(rows, list(bases))),
         drawing=drawing(rows),
         claims=tuple(judged),
-        verdict=worst([claim.verdict for claim in judged]),
     )
 
 

@@ -44,7 +44,7 @@ from topograd.runs.session import load_data
 from topograd.studies.fit import fit, trajectory
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.presets import SIZES, Preset
-from topograd.studies.verdicts import Found, settled, worst
+from topograd.studies.verdicts import Found, settled
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
@@ -176,7 +176,6 @@ def judged(experiment: Callable[[Sizes, Asked], Found], asked: Asked) -> Result:
         tables=(ResultTable(found.caption, found.header, found.cells),),
         drawing=found.drawing,
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=sizes.seeds,
         record={"sizes": asdict(sizes)},
     )

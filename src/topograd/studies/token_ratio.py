@@ -37,7 +37,7 @@ from topograd.studies.gap_arms import Arm
 from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.staged_runs import Sizes, order0
-from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above, each, settled, worst
+from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above, each, settled
 from topograd.topology.dag import Topology
 from topograd.training.evaluation import evaluate
 
@@ -109,7 +109,6 @@ def run(asked: Asked) -> Result:
         findings=tuple(_findings(rows, ratios, tries)),
         drawing=_drawing(rows, ratios),
         claims=claims,
-        verdict=worst([claim.verdict for claim in claims]),
         seeds=asked.seeds,
         record={"rates": rates},
     )
