@@ -85,6 +85,13 @@ def test_an_example_of_every_seam_trains_decodes_and_speculates(
     assert sys.modules.pop("own_parts").Shift.__name__ == "Shift", "the run's settings imported it by name"
 
 
+def test_an_example_of_safe_directions_forgets_less_for_as_much() -> None:
+    found = runpy.run_path(str(EXAMPLES / "safe_adapters.py"))["main"]()
+    (learned, forgotten), (safely, kept) = found["plain LoRA"], found["safe directions"]
+    assert safely > 0.8 * learned > 1
+    assert kept < 0.25 * forgotten
+
+
 def commands() -> list[tuple[str, str]]:
     """Every line of a plain block that calls topograd, with its page."""
     found = []

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.safe_directions import RIDGE, directions, read_maps
+from topograd.geometry.safe_directions import RIDGE, adapter_directions, read_maps
 
 
 def moment(seed: int, d: int = 6) -> Tensor:
@@ -22,10 +22,10 @@ def test_no_direction_is_safer_than_the_safe_one() -> None:
     def worth(rows: Tensor) -> Tensor:
         return ((rows @ new) * rows).sum(-1) / ((rows @ damped) * rows).sum(-1)
 
-    (safe,) = directions("safe", old, new, 1)
+    (safe,) = adapter_directions("safe", old, new, 1)
     others = torch.randn(2000, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert worth(safe) >= worth(others).max()
-    (dead,) = directions("dead", old, new, 1)
+    (dead,) = adapter_directions("dead", old, new, 1)
     unit = dead / dead.norm()
     assert (unit @ old @ unit).item() == pytest.approx(torch.linalg.eigvalsh(old)[0].item())
 
@@ -33,7 +33,7 @@ def test_no_direction_is_safer_than_the_safe_one() -> None:
 @pytest.mark.parametrize("kind", ["dead", "safe"])
 def test_rows_are_as_large_on_the_new_text_as_random_ones(kind: str) -> None:
     old, new = moment(0), moment(1)
-    rows = directions(kind, old, new, 3)  # type: ignore[arg-type]
+    rows = adapter_directions(kind, old, new, 3)  # type: ignore[arg-type]
     heard = ((rows @ new) * rows).sum(1)
     torch.testing.assert_close(heard, torch.full((3,), new.trace().item() / 18).double())
 
@@ -69,4 +69,4 @@ def test_maps_are_read_as_one_sample_at_a_time() -> None:
 
 def test_as_many_directions_as_inputs_at_most() -> None:
     with pytest.raises(GeometryError, match="count is 7; a map with 6 inputs has 1 to 6 directions"):
-        directions("dead", moment(0), moment(1), 7)
+        adapter_directions("dead", moment(0), moment(1), 7)

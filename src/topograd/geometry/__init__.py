@@ -34,6 +34,7 @@ from topograd.geometry.projections import (
     schur_complement,
 )
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
+from topograd.geometry.safe_directions import MapReading, adapter_directions, read_maps
 from topograd.geometry.selection import Selection, local_rlct, select_rank
 from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient, learning_coefficient
 from topograd.geometry.singular.crossings import Crossing, crossing_from_rates, recover_crossing, rlct
@@ -62,6 +63,7 @@ __all__ = [
     "Langevin",
     "LayerFactors",
     "LearningCoefficient",
+    "MapReading",
     "Mixer",
     "OrderReading",
     "Path",
@@ -71,6 +73,7 @@ __all__ = [
     "SquaredError",
     "StreamMonitor",
     "StreamProfile",
+    "adapter_directions",
     "anisotropy",
     "bottom_direction",
     "crossing_from_rates",
@@ -91,6 +94,7 @@ __all__ = [
     "project_gradients",
     "projected_second_moment",
     "read_checkpoint",
+    "read_maps",
     "read_order",
     "read_phase",
     "recover_crossing",

@@ -107,11 +107,11 @@ class _MapSums:
         }
 
 
-def directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tensor:
+def adapter_directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tensor:
     """Rows (count, d) of this kind, from A_old and A_new; as large on the new text as random ones.
 
-    >>> old, new = torch.diag(torch.tensor([4.0, 1.0, 0.1])), torch.diag(torch.tensor([9.0, 9.0, 0.1]))
-    >>> [directions(kind, old.double(), new.double(), 1).abs().argmax().item() for kind in ("dead", "safe")]
+    >>> old, new = (torch.diag(torch.tensor(x).double()) for x in ([4.0, 1.0, 0.1], [9.0, 9.0, 0.1]))
+    >>> [adapter_directions(kind, old, new, 1).abs().argmax().item() for kind in ("dead", "safe")]
     [2, 1]
     """
     d = len(old)

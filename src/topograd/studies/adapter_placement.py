@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.geometry.safe_directions import Kind, MapReading, directions, read_maps
+from topograd.geometry.safe_directions import Kind, MapReading, adapter_directions, read_maps
 from topograd.nn.lora import add_lora, merge_lora
 from topograd.specialists.facts import World
 from topograd.studies.adapter_tables import claims, drawing, findings, table
@@ -246,7 +246,7 @@ class _Placement:
         elif arm.start != "random":
             old, new = (reading[name].A for reading in self.readings(seed))
             if id(old) not in shared:
-                shared[id(old)] = directions(arm.start, old, new, len(a))
+                shared[id(old)] = adapter_directions(arm.start, old, new, len(a))
             a.copy_(shared[id(old)])
 
     def chosen(self, arm: Arm, seed: int) -> set[str]:
