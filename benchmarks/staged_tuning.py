@@ -60,7 +60,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     },
     "layerskip": {**DEEP, "teacher": "self"},
 }
-RATES = {"exits": 1e-2, "anchored": 3e-4, "layerskip": 3e-4}
+RATES = {"exits": 1e-3, "anchored": 3e-4, "layerskip": 3e-4}
 TEACHER_TOP = 64
 """Logits of the model as it was that are kept of each position."""
 

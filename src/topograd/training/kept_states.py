@@ -25,6 +25,7 @@ from topograd.training.hidden_states import (
     OnRows,
     PlainRows,
     RowStore,
+    StateBatch,
     StateLoader,
     compute_states,
     packed_rows,
@@ -59,7 +60,7 @@ def open_kept_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows 
     """Batches of the trainer's text with what is kept of it, computed now if it is not there."""
     config = trainer.config
     assert isinstance(trainer.data, Prepared), "settings with [images] keep nothing"
-    tokens = config.steps * config.accumulate * config.batch * config.row
+    tokens = _scheduled(config)
     inputs, targets = packed_rows(trainer.data.train, config.row, config.seed, tokens)
     store: RowStore = PlainRows(inputs, targets)
     if layers:
@@ -78,6 +79,22 @@ def open_kept_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows 
         )
         store = TaughtRows(store, kept, config.device)
     return StateLoader(store, config.batch, config.seed)
+
+
+def first_rows(trainer: Trainer, tokens: int) -> StateBatch:
+    """The first rows of the trainer's text, with what is kept of them."""
+    config = trainer.config
+    tokens = min(tokens, _scheduled(config))
+    if trainer.states is not None:
+        store = trainer.states.store
+        return store.rows(range(min(len(store), max(1, tokens // config.row))))
+    assert isinstance(trainer.data, Prepared), "settings with [images] have no rows of text"
+    return StateBatch(*packed_rows(trainer.data.train, config.row, config.seed, tokens), {})
+
+
+def _scheduled(config: TrainConfig) -> int:
+    """Tokens that the schedule asks for."""
+    return config.steps * config.accumulate * config.batch * config.row
 
 
 def _states(

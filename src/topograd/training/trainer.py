@@ -43,8 +43,9 @@ from topograd.runs.session import (
 )
 from topograd.runs.topology_config import OWN_TEACHER
 from topograd.topology.plan import Plan
+from topograd.training.exit_heads import TOKENS, begin_exit_heads
 from topograd.training.hidden_states import OnRows, StateLoader
-from topograd.training.kept_states import kept_layers, open_kept_loader, remove_states
+from topograd.training.kept_states import first_rows, kept_layers, open_kept_loader, remove_states
 from topograd.training.loop import Batch, Step, TrainingLoop
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
@@ -308,10 +309,12 @@ class Trainer:
         return result
 
     def _open_states(self, on_rows: OnRows | None) -> None:
-        """From here on batches come with what is kept of them, if anything is."""
+        """From here on batches come with what is kept of them, if anything is; exits begin to read it."""
         if self._keeps and self.states is None:
             self.states = open_kept_loader(self, self._layers, on_rows)
             self.states.seek(self._position)
+        if self.config.tune.frozen and self.step == 0:
+            begin_exit_heads(self.stack, self.plan, first_rows(self, TOKENS))
 
     def _source(self) -> Loader | ImageLoader | StateLoader:
         return self.loader if self.states is None else self.states
