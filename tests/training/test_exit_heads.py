@@ -57,7 +57,7 @@ def test_an_exit_that_is_a_linear_map_away_reads_what_the_last_one_does(
     turn = torch.linalg.qr(rows(3, 8, 8)).Q
     h = torch.randn(4, 16, 8, dtype=torch.float64)
     tokens = torch.zeros(4, 16, dtype=torch.int64)
-    begin_exit_heads(stack, plan, StateBatch(tokens, tokens, {1: h, 2: h @ turn.T}))
+    begin_exit_heads(stack, plan, lambda: StateBatch(tokens, tokens, {1: h, 2: h @ turn.T}))
     torch.testing.assert_close(stack.readout(h, 0), stack.readout(h @ turn.T, 1), rtol=1e-8, atol=1e-8)
     up, down = stack.head.low_rank(0) or pytest.fail("it has a head of low rank")
     torch.testing.assert_close(up.square().mean(), down.square().mean())
@@ -67,16 +67,27 @@ def test_kept_states_and_computed_ones_give_one_head() -> None:
     (one, plan), (other, _) = staged(3), staged(3)
     tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(0))
     outputs = tg.stage_outputs(one, plan, tokens, [0, 1])
-    begin_exit_heads(one, plan, StateBatch(tokens, tokens, {1: outputs[0].detach(), 2: outputs[1].detach()}))
-    begin_exit_heads(other, plan, StateBatch(tokens, tokens, {}))
+    begin_exit_heads(
+        one, plan, lambda: StateBatch(tokens, tokens, {1: outputs[0].detach(), 2: outputs[1].detach()})
+    )
+    begin_exit_heads(other, plan, lambda: StateBatch(tokens, tokens, {}))
     torch.testing.assert_close(one.state_dict(), other.state_dict())
+
+
+def test_a_head_that_has_learned_stays_as_it_is() -> None:
+    stack, plan = staged(3)
+    up, _ = stack.head.low_rank(0) or pytest.fail("it has a head of low rank")
+    up.data[5, 1] = 1.0
+    before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
+    begin_exit_heads(stack, plan, lambda: pytest.fail("nothing was to be read"))
+    torch.testing.assert_close(stack.state_dict(), before, rtol=0, atol=0)
 
 
 def test_rows_without_targets_change_nothing() -> None:
     stack, plan = staged(3)
     before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
     tokens = torch.zeros(2, 4, dtype=torch.int64)
-    begin_exit_heads(stack, plan, StateBatch(tokens, torch.full((2, 4), -100), {}))
+    begin_exit_heads(stack, plan, lambda: StateBatch(tokens, torch.full((2, 4), -100), {}))
     torch.testing.assert_close(stack.state_dict(), before, rtol=0, atol=0)
 
 

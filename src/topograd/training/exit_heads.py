@@ -1,4 +1,4 @@
-"""Heads of a frozen model's exits, begun by least squares instead of at zero.
+"""New heads at the exits of a trained model, begun by least squares instead of at zero.
 
 Statement. x_k is the state at an exit behind the head's norm, x_K that at the last one, W the shared matrix.
 A head of zero reads the exit as if it were the last (the logit lens). What it should read is x_K, whose best
@@ -22,10 +22,12 @@ all stages; a softcap is left out of account.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from topograd.nn.stack import Stack
+from topograd.nn.stack import Projection, Stack
 from topograd.topology.plan import Plan
 from topograd.training.forward import stage_outputs
 from topograd.training.hidden_states import StateBatch
@@ -35,27 +37,34 @@ RIDGE = 1e-3
 
 
 @torch.no_grad()
-def begin_exit_heads(stack: Stack, plan: Plan, rows: StateBatch) -> None:
-    """Set the heads of low rank of all exits but the last; other heads stay as they are."""
+def begin_exit_heads(stack: Stack, plan: Plan, read: Callable[[], StateBatch]) -> None:
+    """Set the new heads of low rank of all exits but the last; `read` gives some rows, if there are any."""
     *exits, last = plan.predicting()
     heads = {stage: stack.projection(plan.stages[stage].head) for stage in (*exits, last)}
+    new = {stage: head for stage in exits if (head := heads[stage]) is not None and _is_new(head)}
+    final = heads[last]
+    if not new or final is None:
+        return
+    rows = read()
     counted = rows.mask.clone()
     counted[:, 0] = False
-    final = heads[last]
-    if not exits or final is None or int(counted.sum()) < 2:
+    if int(counted.sum()) < 2:
         return
-    states = _states(stack, plan, rows, list(heads))
+    states = _states(stack, plan, rows, [*new, last])
     wanted = final.normalize(states[last])[counted]
-    for stage in exits:
-        head = heads[stage]
-        if head is None or head.low_rank is None:
-            continue
+    for stage, head in new.items():
+        assert head.low_rank is not None
         up, down = head.low_rank
         basis, reading = leading_map(head.normalize(states[stage])[counted], wanted, up.shape[1])
         u, v = head.weight @ basis.to(up), reading.to(down)
         size = (u.square().mean() / v.square().mean().clamp_min(1e-30)).clamp(1e-12, 1e12) ** 0.25
         up.copy_(u / size)
         down.copy_(v * size)
+
+
+def _is_new(head: Projection) -> bool:
+    """Whether a head has a low rank of its own that is to learn and has not yet."""
+    return head.low_rank is not None and head.low_rank[0].requires_grad and not bool(head.low_rank[0].any())
 
 
 def leading_map(x: Tensor, y: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -309,12 +310,12 @@ class Trainer:
         return result
 
     def _open_states(self, on_rows: OnRows | None) -> None:
-        """From here on batches come with what is kept of them, if anything is; exits begin to read it."""
+        """From here on batches come with what is kept of them, if anything is; new exits begin."""
         if self._keeps and self.states is None:
             self.states = open_kept_loader(self, self._layers, on_rows)
             self.states.seek(self._position)
-        if self.config.tune.frozen and self.step == 0:
-            begin_exit_heads(self.stack, self.plan, first_rows(self, TOKENS))
+        if self.config.tune.keeps_base and self.config.images is None and self.step == 0:
+            begin_exit_heads(self.stack, self.plan, partial(first_rows, self, TOKENS))
 
     def _source(self) -> Loader | ImageLoader | StateLoader:
         return self.loader if self.states is None else self.states
