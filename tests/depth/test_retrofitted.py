@@ -68,7 +68,7 @@ def with_exits(three: Session, tmp_path: Path) -> Session:
     session = open_session(shutil.copytree(three.run.folder, tmp_path / "run"))
     translators = {}
     for head in range(2):
-        translators[head] = Translator("affine", session.stack.width)
+        translators[head] = Translator(session.stack.width)
         nn.init.normal_(translators[head].affine.weight, std=0.5)
     stage, table = DraftStage(session.stack, torch.arange(40)), NGramTable.of(np.array([[1, 2]]), least=1)
     tensors = retrofit_tensors(stage, table, translators)

@@ -141,7 +141,7 @@ def test_exits_of_a_retrofit_go_into_the_sidecar(source: Source, tmp_path: Path)
     import_model(source("llama")[0], run, partition="2,2", context=32)
     session = open_session(run)
     stage = DraftStage(session.stack, torch.arange(20))
-    exits = {0: Translator("affine", session.stack.width)}
+    exits = {0: Translator(session.stack.width)}
     tensors = retrofit_tensors(stage, NGramTable.of(np.array([[1, 2]]), least=1), exits)
     base = BaseIdentity.of(session)
     create_sidecar(run / "draft", kind="draft", base=base, tensors=tensors, settings={}, card="")

@@ -48,7 +48,7 @@ def test_lanes_are_shared_where_a_mode_does_not_depend_on_the_sampling(make_desk
 
 def test_exits_of_a_retrofit_are_served(make_desk: Callable[..., Any]) -> None:
     texts = []
-    for translators in ({}, {0: Translator("affine", 16).double()}):
+    for translators in ({}, {0: Translator(16).double()}):
         for translator in translators.values():
             nn.init.normal_(translator.affine.weight)
         desk = make_desk()

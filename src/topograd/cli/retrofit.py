@@ -102,5 +102,7 @@ def _show(found: dict[str, Any]) -> None:
     )
     console.print(f"it says what the model says, by step: {rates}", soft_wrap=True)
     for row in found.get("exits", []):
-        console.print(f"an exit after stage {row['stage']} ({row['kind']}): {row['agreement']:.2f}")
+        console.print(
+            f"an exit after stage {row['stage']} says it: {row['agreement']:.2f} (read as it is, {row['lens']:.2f})"
+        )
     console.print(f"try: topograd generate {found['run']} --depth speculate:draft+lookup", soft_wrap=True)

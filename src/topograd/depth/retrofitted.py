@@ -23,15 +23,13 @@ from torch import Tensor
 from topograd.depth.lookup import NGramTable
 from topograd.errors import ConfigError, RunError
 from topograd.nn.draft_stage import DraftStage
-from topograd.nn.translator import Kind, Translator
+from topograd.nn.translator import Translator
 from topograd.runs.session import Session
 from topograd.runs.sidecar import Sidecar, is_sidecar, open_sidecar
 
 KIND = "draft"
 FOLDER = "draft"
 """Where a run's own sidecar lies."""
-EXIT_KIND: Kind = "affine"
-"""How a retrofit's exits read their states."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def _translators(session: Session, tensors: Mapping[str, Tensor]) -> dict[int, T
     for head in sorted({int(name[1]) for name in names}):
         start = f"exit.{head}."
         with torch.random.fork_rng(devices=[]):
-            translator = Translator(EXIT_KIND, session.stack.width)
+            translator = Translator(session.stack.width)
         own = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
         translator.load_state_dict(own)
         found[head] = translator.to(like.device, like.dtype).eval().requires_grad_(False)

@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.depth.retrofitted import EXIT_KIND
 from topograd.models.own_text import OwnText, greedy_rows, heldout_rows, rows_of_step, training_rows
 from topograd.nn.draft_stage import rank_tokens
 from topograd.nn.stack import Stack
-from topograd.nn.translator import Kind, Translator
+from topograd.nn.translator import Translator
 from topograd.runs.session import Session
 
 STEPS, ROWS = 100, 2
@@ -42,8 +41,8 @@ OnStep = Callable[[int, int], None]
 def fit_exits(
     session: Session, text: OwnText, on_step: OnStep | None = None, steps: int = STEPS
 ) -> tuple[dict[int, Translator], list[dict[str, Any]]]:
-    """The translators of all exits but the last, by head, and how often each says what full depth says,
-    beside what is read without one (`lens`)."""
+    """The translators of all exits but the last, by head, and how often each exit says what full depth says:
+    with its translator, and without one (`lens`)."""
     rows = training_rows(len(text))
     measuring = greedy_rows(text, heldout_rows(len(text)))[:MEASURED_ROWS]
     tokens = torch.from_numpy(text.all_tokens()[0][rows])
@@ -52,17 +51,13 @@ def fit_exits(
     fitted: dict[int, Translator] = {}
     found: list[dict[str, Any]] = []
     for place, head in enumerate(exits):
-        kinds: tuple[Kind, ...] = ("lens", EXIT_KIND)
-        for kind in kinds:
-            torch.manual_seed(0)
-            translator = Translator(kind, session.stack.width)
-            if kind != "lens":
-                regress(translator, text, rows, place)
-                fit(session.stack, translator, text, rows, place, head, vocab, steps)
-                fitted[head] = translator
-            rate = agreement(session.stack, translator, text, measuring, place, head)
-            parameters = sum(p.numel() for p in translator.parameters())
-            found.append({"stage": place + 1, "kind": kind, "parameters": parameters, "agreement": rate})
+        translator = fitted[head] = Translator(session.stack.width)
+        lens = agreement(session.stack, translator, text, measuring, place, head)
+        regress(translator, text, rows, place)
+        fit(session.stack, translator, text, rows, place, head, vocab, steps)
+        rate = agreement(session.stack, translator, text, measuring, place, head)
+        parameters = sum(p.numel() for p in translator.parameters())
+        found.append({"stage": place + 1, "parameters": parameters, "agreement": rate, "lens": lens})
         if on_step is not None:
             on_step(place + 1, len(exits))
     return fitted, found
