@@ -103,6 +103,6 @@ def _show(found: dict[str, Any]) -> None:
     console.print(f"it says what the model says, by step: {rates}", soft_wrap=True)
     for row in found.get("exits", []):
         console.print(
-            f"an exit after stage {row['stage']} says it: {row['agreement']:.2f} (read as it is, {row['lens']:.2f})"
+            f"an exit after stage {row['stage']} says it: {row['agreement']:.2f} ({row['lens']:.2f} as it is)"
         )
     console.print(f"try: topograd generate {found['run']} --depth speculate:draft+lookup", soft_wrap=True)
