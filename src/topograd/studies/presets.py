@@ -78,7 +78,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
         "long": Size(30, 1600, 48, 3),
         "demo": Size(75, 1200, 96, 3),
     },
-    "token-ratio": {"tiny": Size(0.2, width=8, seeds=2), "small": Size(45, width=32, seeds=3)},
+    "token-ratio": {"tiny": Size(0.2, width=8, seeds=2), "small": Size(55, width=24, seeds=3)},
     "specialists": {"tiny": Size(0.5, 4), "small": Size(35, (160, 80))},
     "image-topologies": {
         "tiny": Size(0.2, (8, 3, 3), seeds=2),
