@@ -44,7 +44,7 @@ from topograd.studies.gap_arms import ARMS, BACKPROP, DECIDING, LAYERS, LONGER, 
 from topograd.studies.gap_costs import costs
 from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import Sizes, order0, values
+from topograd.studies.staged_runs import bytes_config, order0, values
 from topograd.studies.verdicts import (
     FAILED,
     HELD,
@@ -99,17 +99,7 @@ def config_of(asked: Asked, seed: int) -> TrainConfig:
     if asked.preset == "demo":
         config = preset("small", seed=seed, steps=asked.steps, eval_every=0)
         return replace(config, model=replace(config.model, width=asked.width))
-    tiny = asked.preset == "tiny"
-    sizes = Sizes(
-        width=asked.width,
-        context=16 if tiny else 64,
-        batch=4 if tiny else 8,
-        steps=asked.steps,
-        soft_steps=0,
-        eval_bytes=600 if tiny else 60_000,
-        seeds=1,
-    )
-    return sizes.config(seed)
+    return bytes_config(asked, seed, batch=8, tiny_batch=4, eval_bytes=60_000)
 
 
 def _train(arm: Arm, given: Given) -> list[Row]:

@@ -42,7 +42,7 @@ from topograd.studies.fit import fit, trajectory
 from topograd.studies.interface_relays import Silence, join_regions, silenced
 from topograd.studies.interfaces import position_losses
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import Sizes
+from topograd.studies.staged_runs import bytes_config
 from topograd.studies.verdicts import Claim, Interval, above
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -115,16 +115,7 @@ def run(asked: Asked) -> Result:
 
 
 def _config(asked: Asked, seed: int) -> TrainConfig:
-    tiny = asked.preset == "tiny"
-    return Sizes(
-        width=asked.width,
-        context=16 if tiny else 64,
-        batch=2 if tiny else 8,
-        steps=asked.steps,
-        soft_steps=0,
-        eval_bytes=600 if tiny else 60_000,
-        seeds=1,
-    ).config(seed)
+    return bytes_config(asked, seed, batch=8, tiny_batch=2, eval_bytes=60_000)
 
 
 def measure(model: Model, config: TrainConfig) -> Row:

@@ -46,7 +46,7 @@ from topograd.studies.interface_hypotheses import REGIONS, Model, minus, of
 from topograd.studies.interface_relays import join_regions, silenced
 from topograd.studies.interfaces import position_losses
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import Sizes
+from topograd.studies.staged_runs import bytes_config
 from topograd.studies.verdicts import Claim, above
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -107,16 +107,7 @@ def run(asked: Asked) -> Result:
 
 
 def _config(asked: Asked, seed: int) -> TrainConfig:
-    tiny = asked.preset == "tiny"
-    return Sizes(
-        width=asked.width,
-        context=16 if tiny else 64,
-        batch=2 if tiny else 16,
-        steps=asked.steps,
-        soft_steps=0,
-        eval_bytes=600 if tiny else 120_000,
-        seeds=1,
-    ).config(seed)
+    return bytes_config(asked, seed, batch=16, tiny_batch=2, eval_bytes=120_000)
 
 
 def build(model: Model, config: GPTConfig, seed: int) -> tuple[Encoder, Plan]:

@@ -120,6 +120,22 @@ PRESETS: Mapping[str, Sizes] = {
 }
 
 
+def bytes_config(
+    asked: Asked, seed: int, *, batch: int, tiny_batch: int, eval_bytes: int, steps: int | None = None
+) -> TrainConfig:
+    """A study's settings of a plain GPT on bytes but for its topology; with the preset tiny, much less."""
+    tiny = asked.preset == "tiny"
+    return Sizes(
+        width=asked.width,
+        context=16 if tiny else 64,
+        batch=tiny_batch if tiny else batch,
+        steps=asked.steps if steps is None else steps,
+        soft_steps=0,
+        eval_bytes=600 if tiny else eval_bytes,
+        seeds=1,
+    ).config(seed)
+
+
 @dataclass(frozen=True)
 class Arm:
     """One configuration of a study."""

@@ -36,7 +36,7 @@ from topograd.studies.fit import trajectory
 from topograd.studies.gap_arms import Arm
 from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import Sizes, order0
+from topograd.studies.staged_runs import bytes_config, order0
 from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above, each, settled
 from topograd.topology.dag import Topology
 from topograd.training.evaluation import evaluate
@@ -116,16 +116,7 @@ def run(asked: Asked) -> Result:
 
 def config_of(asked: Asked, seed: int) -> TrainConfig:
     """The settings of a training but for its topology, length and rates."""
-    tiny = asked.preset == "tiny"
-    return Sizes(
-        width=asked.width,
-        context=16 if tiny else 64,
-        batch=4 if tiny else 16,
-        steps=1,
-        soft_steps=0,
-        eval_bytes=600 if tiny else 60_000,
-        seeds=1,
-    ).config(seed)
+    return bytes_config(asked, seed, batch=16, tiny_batch=4, eval_bytes=60_000, steps=1)
 
 
 def steps_of(config: TrainConfig, ratio: float) -> int:
