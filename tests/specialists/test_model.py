@@ -32,15 +32,14 @@ def folders(base: Session, place: Path) -> dict[str, Path]:
 
 
 def by_hand(pool: SpecialistPool, prompt: list[int], weights: dict[str, float], tokens: int) -> list[int]:
-    """Greedy text, the whole sequence computed again for each token."""
-    model = pool.model(weights)
-    ids = list(prompt)
+    """Greedy text up to its end, the whole sequence computed again for each token."""
+    predictor = Predictor(pool.attached.stack, pool.model(weights).session.plan)
+    ends = getattr(pool.attached.base.tokenizer, "stop_tokens", frozenset())
+    text: list[int] = []
     with torch.no_grad():
-        for _ in range(tokens):
-            ids.append(
-                int(Predictor(pool.attached.stack, model.session.plan)(torch.tensor([ids]))[0, -1].argmax())
-            )
-    return ids[len(prompt) :]
+        while len(text) < tokens and not (text and text[-1] in ends):
+            text.append(int(predictor(torch.tensor([[*prompt, *text]]))[0, -1].argmax()))
+    return text
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnx"])
