@@ -178,6 +178,7 @@ def test_cancelled_late_and_stopped_texts_leave_their_rows(make_desk: Callable[.
     assert [desk.finish(job) for job in (stays, waits)] == ["cancelled", "cancelled"]
     assert not desk.scheduler.active
     assert all(not row.busy for row in desk.scheduler.base.rows)
+    assert desk.scheduler.counters.finishes["cancelled"] == 4, "one that had no row yet counts too"
     again = desk.job([105], 3)
     desk.scheduler.add([again])
     desk.run()

@@ -113,7 +113,7 @@ class Scheduler:
         for active in list(self.active):
             self._finish(active, "cancelled")
         for _, _, job, _ in self._waiting:
-            job.tell(Progress(finish="cancelled"))
+            self._dismiss(job, Progress(finish="cancelled"))
         self._waiting.clear()
 
     def _leave(self) -> None:
@@ -127,14 +127,20 @@ class Scheduler:
         for entry in self._waiting:
             job = entry[2]
             if job.cancelled:
-                job.tell(Progress(finish="cancelled"))
+                self._dismiss(job, Progress(finish="cancelled"))
             elif now > job.deadline:
-                job.tell(Progress(finish="error", error=LATE, status=504))
+                self._dismiss(job, Progress(finish="error", error=LATE, status=504))
             else:
                 kept.append(entry)
         if len(kept) < len(self._waiting):
             heapq.heapify(kept)
             self._waiting = kept
+
+    def _dismiss(self, job: Job, progress: Progress) -> None:
+        """End a text that had no row yet; it counts like any other."""
+        assert progress.finish is not None
+        self.counters.finished(progress.finish, 0, 0)
+        job.tell(progress)
 
     def _admit(self) -> None:
         while self._waiting and len(self.active) < self.limits.rows:
