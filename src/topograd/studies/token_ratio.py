@@ -18,8 +18,8 @@ per-stage heads", §10.2) at the middle r.
 
 Models: plain GPTs on bytes as in `staged_runs.py`, whose text is longer than the longest training: nothing is
 seen twice. Cost: `presets.py`. Source: "Product of Experts" §3.1 (12 % for stages of one layer, 6.6 % for
-clusters of five), §5.6, §8.1, §9 items 1, 2, 6, §10.1. Limits. One width; r is of all parameters, a fifth of
-which are embeddings and head here. A rate is one factor for all groups of parameters; the schedule is
+clusters of five), §5.6, §8.1, §9 items 1, 2, 6, §10.1. Limits. One width; r is of all parameters, a quarter
+of which are embeddings and head here. A rate is one factor for all groups of parameters; the schedule is
 backprop's.
 """
 
