@@ -22,6 +22,7 @@ from topograd.studies.interfaces import (
     Case,
     headline,
     position_losses,
+    region_sizes,
     run,
     sweeps,
     table,
@@ -49,13 +50,22 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "config", config)
 
 
-CASES = [case for kind in get_args(Architecture) for case in (*headline(kind, [0]), *sweeps(kind))]
+CASES = [
+    case
+    for kind in get_args(Architecture)
+    for case in (*headline(kind, [0]), *region_sizes(kind, [0]), *sweeps(kind))
+]
 
 
 def test_no_two_cases_are_one_training() -> None:
-    every = [case for kind in get_args(Architecture) for case in (*headline(kind), *sweeps(kind))]
+    every = [
+        case
+        for kind in get_args(Architecture)
+        for case in (*headline(kind), *region_sizes(kind), *sweeps(kind))
+    ]
     assert len({case.key(5) for case in every}) == len(every)
     assert {case.seed for case in headline("mamba3")} == {0, 1, 2}
+    assert {case.partition for case in region_sizes("mamba3")} == {"1,1,1,1,1,1,1,1", "3,3,2", "4,4"}
 
 
 @pytest.mark.parametrize("architecture", get_args(Architecture))
@@ -82,7 +92,7 @@ def test_every_case_can_be_built_and_run(architecture: Architecture, monkeypatch
 
 
 def test_the_loss_of_every_position() -> None:
-    stack, plan, _ = trained(Case("x", interface=SMALL, partition="1,1"), steps=1)
+    stack, plan, *_ = trained(Case("x", interface=SMALL, partition="1,1"), steps=1)
     inputs = torch.randint(257, (3, 16))
     targets = torch.randint(257, (3, 16))
     targets[0, 5] = -100
@@ -147,11 +157,11 @@ def test_the_parts_that_are_named_are_run(tmp_path: Path, monkeypatch: pytest.Mo
     study.main([file])
     (_, steps, first), (_, usual, second), (_, _, third) = asked
     assert (steps, usual) == (9, study.STEPS)
-    assert [case.name for case in first] == ["dense", "shallow", study.COARSE, study.FINE]
+    assert [case.name for case in first] == ["dense", "shallow", study.FINE, study.PUBLISHED[32]]
     assert {case.architecture for case in first} == {"mamba2"}
     assert {case.optimizer for case in first} == {OptimizerConfig(name="adamw", relays=0.5)}
     assert second == [*headline("hybrid"), *sweeps("hybrid")]
-    assert len(third) == 4 * 4 * 3 + sum(len(sweeps(kind)) for kind in get_args(Architecture))
+    assert len(third) == (2 * 6 + 2 * 4) * 3 + sum(len(sweeps(kind)) for kind in get_args(Architecture))
     for wrong in (["rnn"], ["--steps", "0"], ["--seeds", "0"], ["--steps", "many"]):
         with pytest.raises(SystemExit):
             study.main([file, *wrong])

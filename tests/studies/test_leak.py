@@ -6,8 +6,8 @@ import torch
 from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.studies.interfaces import position_losses
-from topograd.studies.leak import CAUSAL, FLOOR, LEAKY, LENGTH, VOCAB, iid_batch, iid_loss, prefix_losses
+from topograd.studies.interfaces import position_losses, prefix_losses
+from topograd.studies.leak import CAUSAL, FLOOR, LEAKY, LENGTH, VOCAB, iid_batch, iid_loss
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 

@@ -1,44 +1,22 @@
-"""The three studies of bounded interfaces as `topograd study` runs them: quality, leak and Jacobians.
+"""Two studies of bounded interfaces as `topograd study` runs them: the leak, and Jacobians in training.
 
-What is measured, and why, is in `interfaces.py`, `leak.py` and `jacobians.py`. Source: "LBI: Parallel Scan
-Backpropagation via Latent Bounded Interfaces", Tables 2, 6 and 7, §3.1, appendix F.
-Cost with the preset `small`, on one core: about a minute for each of the 70 trainings of `interfaces`, three
-minutes for `leak`, four for `jacobians`.
+What is measured, and why, is in `leak.py` and `jacobians.py`. Source: "LBI: Parallel Scan Backpropagation via
+Latent Bounded Interfaces", §3.1, appendix F.
+Cost with the preset `small`, on one core: three minutes for `leak`, four for `jacobians`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 from rich.table import Table
 
 from topograd.nn.config import Architecture
-from topograd.studies import interfaces, jacobians, leak
+from topograd.studies import jacobians, leak
 from topograd.studies.outcome import Asked, Result, ResultTable, Row
-
-
-def run_interfaces(asked: Asked) -> Result:
-    """Dense, shallow and bounded models of all architectures, and the sweeps; tiny: two of them, briefly."""
-    tiny, seeds, steps = asked.preset == "tiny", asked.seeds, asked.steps
-    kinds = get_args(Architecture)
-    cases = [case for kind in kinds for case in interfaces.headline(kind, range(seeds))]
-    cases = cases[:4:2] if tiny else [*cases, *(case for kind in kinds for case in interfaces.sweeps(kind))]
-    rows: list[Row] = []
-    for case in cases:
-        case = replace(case, width=asked.width)
-        key = dict(zip(interfaces.KEY, case.key(steps), strict=True))
-        rows.append(key | asked.kept.row(key, partial(interfaces.train_case, case, steps)))
-        asked.on_more(len(rows), len(cases))
-    return Result(
-        setting=f"Plain models of width {asked.width} on bytes, {steps} steps each.",
-        rows=rows,
-        tables=(plain(interfaces.table(rows)),),
-        seeds=seeds,
-    )
 
 
 def run_leak(asked: Asked) -> Result:

@@ -40,7 +40,18 @@ from topograd.data import Text
 from topograd.runs.config import TrainConfig, preset
 from topograd.studies.composition import fit_weights, half_logits
 from topograd.studies.fit import trajectory
-from topograd.studies.gap_arms import ARMS, BACKPROP, DECIDING, LAYERS, LONGER, SAVING, STAGED, TINY, Arm
+from topograd.studies.gap_arms import (
+    ARMS,
+    BACKPROP,
+    DECIDING,
+    DEMO,
+    LAYERS,
+    LONGER,
+    SAVING,
+    STAGED,
+    TINY,
+    Arm,
+)
 from topograd.studies.gap_costs import costs
 from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
@@ -69,7 +80,7 @@ Curve = Mapping[float, float]
 def run(asked: Asked) -> Result:
     """Train every arm with every seed, measure what steps cost, and judge."""
     check_seeds(asked.seeds)
-    arms = {"tiny": TINY, "small": ARMS}.get(asked.preset, DECIDING)
+    arms = {"tiny": TINY, "small": ARMS, "long": DECIDING, "demo": DEMO}[asked.preset]
     todo = [(arm, seed) for seed in range(asked.seeds) for arm in arms if arm.core or not seed]
     todo.sort(key=lambda one: not one[0].core)  # what decides comes first
     measured = asked.kept.row({"costs": [arm.name for arm in arms]}, partial(_costs, asked, arms))

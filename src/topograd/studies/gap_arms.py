@@ -142,7 +142,7 @@ def _arms() -> tuple[Arm, ...]:
         Arm("staged, own heads at half", own, settings=own_head_rate, core=False),
         Arm("staged, decoders", chain.with_decoders(1, last=False)),
         Arm("staged, λ 1 → 0", chain, at=cooling, core=False),
-        Arm("staged, λ last quarter", chain, at=opened, core=False),
+        Arm("staged, λ last quarter", chain, at=opened),
         Arm("staged, late", chain, at=late, core=False),
         Arm("staged, taught by itself", early(chain, objective="distillation"), taught="self", core=False),
         Arm(
@@ -182,7 +182,14 @@ DECIDING = tuple(
         *("next", "hierarchical ×0.1", "staged, decoders"),
     )
 )
-"""Those of the presets long and demo: backprop, plain stages, and three that promise."""
+"""Those of the preset long: backprop, plain stages, and three that promise."""
+DEMO = tuple(
+    arm
+    for arm in ARMS
+    if arm in DECIDING
+    or arm.name in (f"{BACKPROP}, 2 × steps", "staged, λ last quarter", "staged, batch × 2")
+)
+"""Those of the preset demo: also gradient at the end, and twice the rows with backprop as long."""
 SAVING = (
     Arm("backprop, recomputed", Topology.chain("6"), recompute=True),
     Arm("backprop, 2 parts", Topology.chain("6"), micro=2),

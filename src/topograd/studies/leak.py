@@ -29,16 +29,23 @@ from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig
 from topograd.studies.fit import fit
-from topograd.studies.interfaces import CONTEXT, EARLY, STEPS, Case, position_losses, trained
+from topograd.studies.interfaces import (
+    CONTEXT,
+    EARLY,
+    PUBLISHED,
+    STEPS,
+    Case,
+    position_losses,
+    prefix_losses,
+    trained,
+)
 from topograd.topology.dag import Topology
-from topograd.topology.plan import Plan
 
 VOCAB, LENGTH, RANK = 16, 16, 16
 FLOOR = math.log(VOCAB)
-LEAKY = "S=1,r=16,pool=mean,causal=false"
+LEAKY = PUBLISHED[RANK]
 CAUSAL = "S=8,r=16,pool=mean"
 
 
@@ -58,19 +65,9 @@ def iid_batch(rows: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@torch.no_grad()
-def prefix_losses(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) -> Tensor:
-    """`position_losses`, with every prediction made from the tokens up to it and no others."""
-    last = [
-        position_losses(stack, plan, inputs[:, : t + 1], targets[:, : t + 1])[:, -1]
-        for t in range(inputs.shape[1])
-    ]
-    return torch.stack(last, dim=1)
-
-
 def text_losses(interface: str, steps: int = STEPS, rows: int = 24) -> dict[str, Any]:
     """Cross entropy of a trained model on held-out text: as usual, and from prefixes only."""
-    stack, plan, data = trained(Case(interface, interface=interface), steps)
+    stack, plan, data, _ = trained(Case(interface, interface=interface), steps)
     inputs, targets, _ = windows(data.heldout, data.tokenizer, CONTEXT, rows * CONTEXT)
     forced = position_losses(stack, plan, inputs, targets)
     honest = prefix_losses(stack, plan, inputs, targets)

@@ -163,7 +163,7 @@ STUDIES: Mapping[str, Study] = {
         "What a bounded interface costs in quality",
         "A model of regions with bounded interfaces comes close to the dense model, on four architectures "
         "(LBI, Tables 2 and 6).",
-        _in("bounded_interfaces", "run_interfaces"),
+        _in("interface_quality"),
     ),
     "interface-hypotheses": Study(
         "Why a causal interface carries so little",

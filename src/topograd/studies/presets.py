@@ -89,7 +89,11 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "composition": _staged(2),
     "head-perturbation": _staged(1.5),
     "interfaces": {"tiny": Size(0.1, 2, 64, 1), "small": Size(80, 400, 64, 3)},
-    "interface-hypotheses": {"tiny": Size(0.2, 2, 8, 1), "small": Size(16, 400, 48, 3)},
+    "interface-hypotheses": {
+        "tiny": Size(0.2, 2, 8, 1),
+        "small": Size(16, 400, 48, 3),
+        "long": Size(30, 1600, 48, 3),
+    },
     "masked-encoder": {"tiny": Size(0.1, 2, 8, 1), "small": Size(7, 400, 48, 3)},
     "leak": {"tiny": Size(0.1, (5,)), "small": Size(3, (500, 400))},
     "jacobians": {"tiny": Size(0.1, 2), "small": Size(5, 300)},

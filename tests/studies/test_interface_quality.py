@@ -1,0 +1,128 @@
+"""Tables 2, 6 and 7: every claim by hand, both ways; what a row of the published interface has."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topograd.runs.config import OptimizerConfig, TrainConfig
+from topograd.studies import interface_quality as study
+from topograd.studies import interfaces
+from topograd.studies.interfaces import FINE, PUBLISHED, Case, train_case
+from topograd.studies.outcome import asked
+from topograd.studies.verdicts import FAILED, HELD, UNDECIDED
+
+GOOD: Mapping[str, float] = {"dense": 1.5, "shallow": 1.7, FINE: 1.6} | dict.fromkeys(
+    PUBLISHED.values(), 1.58
+)
+
+
+def made_up(
+    ce: Mapping[str, float] = GOOD,
+    *,
+    honest: float = 0.05,
+    one_layer: float = 0.1,
+    local: float = 1.5,
+    suffix: float = 0.7,
+    shuffled: float = 0.2,
+) -> list[dict[str, Any]]:
+    """Every row, a little different for each of three seeds."""
+    rows = []
+    for case in study.cases(range(3)):
+        noise = 0.0001 * case.seed * (1 + len(case.name))
+        value = ce.get(case.name, ce[study.MIDDLE] + (one_layer if case.partition.count(",") == 7 else 0.0))
+        published = case.interface in PUBLISHED.values()
+        look = {"local_norm": [local + noise] * 2, "suffix_norm": [suffix + noise] * 2}
+        rows.append(
+            dict(zip(interfaces.KEY, case.key(400), strict=True))
+            | {"ce": value + noise, "sample": value + noise, "honest": value + noise + honest * published}
+            | {"shuffled": value + noise + shuffled * (1 + 0.01 * case.seed)}
+            | ({"looks": [{}, {**look, "rms": [0.5], "message_spread": [0.3]}]} if published else {})
+        )
+    return rows
+
+
+def verdicts(rows: list[dict[str, Any]]) -> dict[str, str]:
+    return {claim.name: claim.verdict for claim in study._claims(rows)}
+
+
+def test_all_as_published() -> None:
+    found = verdicts(made_up())
+    assert set(found.values()) == {HELD}, found
+
+
+def test_one_seed_decides_nothing() -> None:
+    assert set(verdicts([row for row in made_up() if row["seed"] == 0]).values()) == {UNDECIDED}
+
+
+@pytest.mark.parametrize(
+    ("claim", "changed"),
+    [
+        ("near the dense model", {"ce": {**GOOD, study.MIDDLE: 1.69}}),
+        ("better than the control", {"ce": {**GOOD, study.MIDDLE: 1.75}}),
+        ("better, honestly", {"honest": 0.3}),
+        ("flattered", {"honest": -0.1}),
+        ("causal", {"ce": {**GOOD, FINE: 1.8}}),
+        ("messages are used", {"shuffled": -0.1}),
+        ("rank does not matter", {"ce": {**GOOD, PUBLISHED[16]: 1.9}}),
+        ("one layer a region is worst", {"one_layer": -0.1}),
+        ("suffixes contract", {"suffix": 1.2}),
+        ("regions amplify", {"local": 0.8}),
+    ],
+)
+def test_each_claim_can_fail(claim: str, changed: dict[str, Any]) -> None:
+    assert verdicts(made_up(**changed))[claim] == FAILED
+
+
+def test_tables_have_every_model_and_seeds_of_one_architecture() -> None:
+    rows = made_up()
+    quality, sizes, norms = study.quality_table(rows), study.size_table(rows), study.norm_table(rows)
+    assert len(quality.rows) == 2 * 6 + 2 * 4
+    assert quality.rows[0][:4] == ("transformer", "dense", "1.5006 ± 0.0006", "+0.0000")
+    assert [row[0] for row in sizes.rows] == ["transformer", "mamba3"]
+    assert len(sizes.rows[0]) == 5
+    assert norms.rows[0][:2] == ("16", "1.5032 ± 0.0032")
+    assert any("keeps 59 %" in words for words in study._findings(made_up(honest=0.0)))
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model on a small text."""
+    words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
+    (tmp_path / "corpus.txt").write_text(" ".join(words))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in (("CONTEXT", 16), ("HELDOUT_BYTES", 400), ("SAMPLE_ROWS", 4)):
+        monkeypatch.setattr(interfaces, name, value)
+    whole = Case.config
+
+    def config(self: Case, steps: int = 3) -> TrainConfig:
+        return replace(whole(self, steps), data=str(tmp_path / "corpus.txt"), batch=2)
+
+    monkeypatch.setattr(Case, "config", config)
+
+
+def test_a_row_of_the_published_interface(small: None) -> None:
+    """It is read from prefixes too, and its Jacobians along the way; a causal one is the same either way."""
+    words = PUBLISHED[16]
+    fast = OptimizerConfig(relays=0.3)
+    row = train_case(Case(words, interface=words, partition="1,1,1", width=16, optimizer=fast), steps=6)
+    assert [look["step"] for look in row["looks"]] == [0, 1, 2, 3, 4, 5]
+    assert all(len(look["local_norm"]) == 1 for look in row["looks"])
+    assert row["honest"] != row["sample"], "the future was in sight"
+    causal = "S=4,r=4,pool=tail"
+    found = train_case(Case(causal, interface=causal, partition="1,1,1", width=16, optimizer=fast), steps=6)
+    assert found["honest"] == found["sample"]
+    assert "looks" not in found
+    assert found["shuffled"] != found["ce"]
+
+
+def test_the_study_in_miniature(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "FINE", "S=16,r=4,pool=tail")
+    found = study.run(asked("interfaces", "tiny", width=16))
+    assert [row["name"] for row in found.rows] == ["dense", "S=16,r=4,pool=tail"]
+    assert found.claims == ()
+    assert len(found.tables) == 1
+    assert found.verdict is None
