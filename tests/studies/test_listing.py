@@ -18,6 +18,8 @@ from topograd.studies.verdicts import UNDECIDED
 STAGED = [name for name in STUDIES if name.startswith(("stage", "experiment"))]
 ELSEWHERE = {
     "experiment-c": "its probes take most of a minute; its parts are tested in test_experiments.py",
+    "property-profile": "test_property_profile.py runs it on a smaller grid",
+    "front-scale": "test_front_scale.py runs it",
     "continual": "test_continual.py runs it",
     "elastic": "test_elastic.py runs it",
     "image-topologies": "test_image_topologies.py runs it",

@@ -8,7 +8,7 @@ import pytest
 
 from topograd.studies import property_profile as module
 from topograd.studies.outcome import Asked, asked
-from topograd.studies.presets import SIZES, Size
+from topograd.studies.presets import Size
 from topograd.studies.property_profile import (
     FRONTS,
     PROFILE,
@@ -18,7 +18,6 @@ from topograd.studies.property_profile import (
     grid,
     grid_claims,
     probe,
-    profiled,
     refined,
     slice_claims,
 )
@@ -60,7 +59,7 @@ def world(invent: Any, sign: float, **other: Callable[[Arm], float]) -> list[dic
     return rows
 
 
-def four(serving: bool = False) -> list[dict[str, Any]]:
+def four() -> list[dict[str, Any]]:
     """Four configurations with one seed; halves are no better than thirds in anything but capability."""
     found = {
         BACKPROP: (2.0, 6, 1.0, 0.1),
@@ -142,7 +141,7 @@ def test_a_region_that_is_no_better_than_one_layer_a_stage(invent: Any) -> None:
 
 def test_a_front_that_changes_from_seed_to_seed(invent: Any) -> None:
     changing = [{"6", "3,3"}, {"6", "2,2,2"}, {"6", "2,2,2"}]
-    claims = grid_claims(world(invent, 1.0), grid(), {name: changing for name in FRONTS})
+    claims = grid_claims(world(invent, 1.0), grid(), dict.fromkeys(FRONTS, changing))
     for claim in claims[2:]:
         assert claim.verdict == UNDECIDED
         assert claim.measured == "2 of 3 seeds"
@@ -166,22 +165,27 @@ def test_what_is_read_of_an_arm(sizes: Sizes) -> None:
         assert {key for key, _ in PROFILE.values()} <= row.keys()
 
 
-def test_tables_and_curves(sizes: Sizes, invent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {key: (lambda arm: 0.5) for key, _ in PROFILE.values()}
-    rows = world(invent, 1.0, **{k: v for k, v in keys.items() if k not in ("bpb", "capability")})
-    rows = [{**row, "order0": 5.0, "activation_layers": 2, "exit_compute": 0.5} for row in rows]
+def test_tables_and_curves(invent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = world(invent, 1.0)
+    for row in rows:
+        parts = Composition.parse(row["arm"]).parts
+        exact = {"activation_layers": max(parts), "exit_compute": parts[0] / 6, "order0": 5.0}
+        row.update({key: 0.5 for key, _ in PROFILE.values() if key not in row} | exact)
     monkeypatch.setattr(module, "train_arms", lambda *given: rows)
-    found = profiled(replace(sizes, seeds=3), ASKED)
+    found = module.run(asked("property-profile", "tiny", seeds=3))
     along, over = found.tables
     assert along.header == ("property", "1,3,2", "2,2,2", "3,2,1", "4,1,1")
-    assert along.rows[0] == ("BPB", "3.2800", "3.2600", "3.2400", "3.2200") or along.rows[0][1][:4] == "3.28"
+    assert [float(bpb) for bpb in along.rows[0][1:]] == pytest.approx([3.28, 3.26, 3.24, 3.22], abs=2e-4)
+    assert along.rows[2] == ("activation layers", "3", "2", "3", "4")
     assert len(along.rows) == len(PROFILE)
     assert [row[:2] for row in over.rows] == [(f"({c.stages}, {c.depth})", c.name) for c in grid()]
-    on = {row[1]: row[-2:] for row in over.rows}
-    assert on["6"] == ("3 of 3", "3 of 3"), "the least BPB"
-    assert on["1,1,1,1,1,1"] == ("0 of 3", "0 of 3")
-    assert on["2,4"] == ("0 of 3", "3 of 3"), "the most capability of the rest, as its stages are short"
-    assert found.record["fronts"]["training"] == [["6"]] * 3
+    always = {row[1] for row in over.rows if row[-2] == "3 of 3"}
+    never = {row[1] for row in over.rows if row[-2] == "0 of 3"}
+    assert never == {"3,2,1", "4,1,1", "2,2,1,1", "3,1,1,1", "1,2,1,1,1", "2,1,1,1,1"}
+    assert always == {*GRID} - never
+    serving = {row[1]: row[-1] for row in over.rows}
+    assert [serving[name] for name in ("6", "4,2", "3,3", "1,5", "4,1,1")] == ["3 of 3"] * 3 + ["0 of 3"] * 2
+    assert {claim.verdict for claim in found.claims} == {HELD}
     assert found.drawing is not None
     assert [series.name for series in found.drawing.series] == [f"K = {k}" for k in range(1, 7)]
     assert [len(series.x) for series in found.drawing.series] == [1, 5, 4, 3, 2, 1]
@@ -190,7 +194,6 @@ def test_tables_and_curves(sizes: Sizes, invent: Any, monkeypatch: pytest.Monkey
 def test_the_study_in_miniature(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [BACKPROP, HALVES, Cell(3, 1), EQUAL, Cell(3, 4), LOCAL]
     monkeypatch.setattr(module, "grid", lambda: few)
-    monkeypatch.setitem(SIZES, "property-profile", {"tiny": Size(0.5, 4, 8, 2)})
     monkeypatch.setitem(PRESETS, "tiny", sizes)
     told: list[tuple[int, int]] = []
     found = module.run(

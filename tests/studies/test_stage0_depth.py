@@ -1,14 +1,20 @@
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from topograd.studies import stage0_depth as module
 from topograd.studies.stage0_depth import PAPER, TWINS, claims, excess
-from topograd.studies.staged_runs import SWEEP, Arm, chain
+from topograd.studies.staged_runs import SWEEP, Arm, bpb_at, chain
 from topograd.studies.verdicts import FAILED, HELD, UNDECIDED
 from topograd.topology.composition import Composition
 
 ARMS = [chain(partition) for partition in (*SWEEP, "6")]
+
+
+def course(bpb: Callable[[Arm], float], early: Callable[[Arm], float] | None = None) -> dict[str, Any]:
+    """Readings at the end and on the way, where all is level unless something is given."""
+    return {"bpb": bpb} | {bpb_at(share): early or (lambda arm: 4.0) for share in module.SHARES}
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -26,38 +32,45 @@ def test_the_papers_table() -> None:
 
 
 def test_a_world_as_the_paper_says(invent: Any) -> None:
-    found = verdicts(invent(ARMS, bpb=lambda arm: 3 - 0.1 * arm.depth))
-    assert set(found.values()) == {HELD}
+    falls = {1: 3.0, 2: 2.8, 3: 2.7, 4: 2.65}
+    rows = invent(ARMS, **course(lambda arm: falls.get(arm.depth, 2.6), lambda arm: 4 - 0.01 * arm.depth))
+    assert set(verdicts(rows).values()) == {HELD}
 
 
 def test_the_opposite_world(invent: Any) -> None:
-    found = verdicts(invent(ARMS, bpb=lambda arm: 3 + 0.1 * arm.depth))
+    gains = {1: 3.0, 2: 3.05, 3: 3.1, 4: 3.0}
+    found = verdicts(invent(ARMS, **course(lambda arm: 3 + 0.1 * arm.depth, lambda arm: 3 + 0.2 * arm.depth)))
     assert (found["trend"], found["monotone"], found["backprop is best"]) == (FAILED, FAILED, FAILED)
+    assert (found["stable"], found["widens"]) == (FAILED, HELD)
+    found = verdicts(invent(ARMS, **course(lambda arm: gains.get(arm.depth, 3.2), lambda arm: 3 - arm.depth)))
+    assert (found["diminishing returns"], found["widens"], found["stable"]) == (FAILED, FAILED, HELD)
 
 
 def test_one_step_that_rises_breaks_the_lemma_and_not_the_trend(invent: Any) -> None:
     def bpb(arm: Arm) -> float:
         return {1: 3.0, 2: 3.02, 3: 2.5, 4: 2.0}.get(arm.depth, 1.9)
 
-    found = verdicts(invent(ARMS, bpb=bpb))
+    found = verdicts(invent(ARMS, **course(bpb)))
     assert (found["trend"], found["monotone"]) == (HELD, FAILED)
 
 
 def test_tails_that_differ(invent: Any) -> None:
-    rows = invent(ARMS, bpb=lambda arm: 3 - 0.1 * arm.depth + 0.2 * (arm.name == "3,1,2"))
+    rows = invent(ARMS, **course(lambda arm: 3 - 0.1 * arm.depth + 0.2 * (arm.name == "3,1,2")))
     assert verdicts(rows)["tails"] == FAILED
 
 
 def test_one_seed_decides_nothing(invent: Any) -> None:
-    rows = [row for row in invent(ARMS, bpb=lambda arm: 3 - 0.1 * arm.depth) if row["seed"] == 0]
+    every = invent(ARMS, **course(lambda arm: 3 - 0.1 * arm.depth))
+    rows = [row for row in every if row["seed"] == 0]
     assert set(verdicts(rows).values()) == {UNDECIDED}
 
 
 def test_the_table_stands_beside_the_papers(invent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = invent(ARMS, bpb=lambda arm: 3 - 0.1 * arm.depth)
+    rows = invent(ARMS, **course(lambda arm: 3 - 0.1 * arm.depth))
     trained: list[Arm] = []
 
-    def train_arms(arms: list[Arm], *rest: Any) -> list[dict[str, Any]]:
+    def train_arms(arms: list[Arm], *rest: Any, shares: Sequence[float]) -> list[dict[str, Any]]:
+        assert tuple(shares) == (0.25, 0.5, 0.75)
         trained.extend(arms)
         return rows
 

@@ -19,6 +19,7 @@ from topograd.studies.staged_runs import (
     SWEEP,
     Arm,
     Sizes,
+    bpb_at,
     chain,
     differences,
     held_out,
@@ -46,7 +47,7 @@ def test_equal_arms_are_equal_and_others_are_not(sizes: Sizes) -> None:
 def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any) -> Any:
+    def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any, watch: Any) -> Any:
         assert config.relays == (0.5 if seen[1:] else OptimizerConfig().relays)
         seen.append((stack.layers[0].state_dict(), stack.embedding.weight, list(batches), steps))
         return torch.zeros(steps, len(plan.stages))
@@ -109,6 +110,15 @@ def test_a_probe_adds_its_readings(sizes: Sizes) -> None:
     rows = train_arms([chain("6")], sizes, watched, lambda stack, plan, text: {"x": text.nbytes})
     assert [row["x"] for row in rows] == [rows[0]["x"]] * 2
     assert told == [(1, 2), (2, 2)]
+
+
+def test_bits_per_byte_on_the_way(sizes: Sizes) -> None:
+    """Read before the step of that number, so that at a share of 0 nothing is learned and at the end all."""
+    plain = train_arms([chain("2,2,2")], replace(sizes, seeds=1), ASKED)[0]
+    (row,) = train_arms([chain("2,2,2")], replace(sizes, seeds=1), ASKED, shares=(0.0, 0.5))
+    assert row[bpb_at(0.0)] == pytest.approx(math.log2(257), rel=0.05), "no head has learned anything"
+    assert row["bpb"] < row[bpb_at(0.5)] < row[bpb_at(0.0)]
+    assert {key: row[key] for key in plain} == plain, "reading changes nothing"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ Models: plain GPTs on bytes as in `staged_runs.py`; the arms of a seed and scale
 Cost: `presets.py`. Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and
 Local Learning" §10.6 (level 5; L = 12 to 96, 300M to 70B parameters, stated and not run), Corollary 8.12, P2,
 P4. It leaves open which way the gap goes: that claim "held" if the gap shrinks and "failed" if it grows.
-Limits. Parameters span one order of magnitude and L is 4 to 12; L and width grow together, so that their
-effects are not told apart. A quarter to a half of the smallest models are embeddings and head. Rates are the
-same at every scale, and r is far below what a model of any size can use. With L = 4 stages of one layer are
-K = 4.
+Limits. Parameters span a factor of 3.3 and L is 4 and 8; from the second scale to the third L grows alone.
+Two fifths of the smallest models are embeddings and head. Rates are the same at every scale, and r is
+that of the paper's shortest budget. With L = 4 stages of one layer are K = 4.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ FIXED = (2, 4)
 """Numbers of stages that every scale has."""
 SCALES: Mapping[str, tuple[Scale, ...]] = {
     "tiny": (Scale(4, 8), Scale(8, 8)),
-    "small": (Scale(4, 16), Scale(4, 24), Scale(8, 24), Scale(12, 32)),
+    "small": (Scale(4, 16), Scale(4, 24), Scale(8, 24)),
 }
-RATIOS: Mapping[str, float] = {"tiny": 0.02, "small": 3.0}
+RATIOS: Mapping[str, float] = {"tiny": 0.02, "small": 10.0}
 """Tokens for each parameter."""
 ALONE = "stages of one layer"
 

@@ -60,8 +60,9 @@ def _staged(module: str) -> Run:
 STUDIES: Mapping[str, Study] = {
     "stage0-depth": Study(
         "The depth of the first stage",
-        "At a fixed number of stages, BPB falls with the depth of the first one, the tails behind it are "
-        "exchangeable, and no partition beats backprop (Lemma 8.1, Obs. 2, Corollary 8.12).",
+        "At a fixed number of stages, BPB falls with the depth of the first one, less and less and through "
+        "all of training, the tails behind it are exchangeable, and no partition beats backprop (Lemma 8.1, "
+        "§8.4, Corollary 8.12).",
         _staged("stage0_depth"),
     ),
     "experiment-a": Study(
@@ -102,6 +103,21 @@ STUDIES: Mapping[str, Study] = {
         "Dynamic programming over stage costs, learned boundaries and surgery find partitions of low cost "
         "(§10.2); whether they choose better than chance with the same budget is left open.",
         _staged("partition_search"),
+    ),
+    "property-profile": Study(
+        "Every property over the stages and the depth of the first",
+        "Along three stages BPB falls with the depth of the first, memory follows the deepest stage, and "
+        "capability, specialists and composition decline; over (K, d_0) refining costs BPB, capability is "
+        "largest where there are two stages or more of at least two layers, and the interior is on the front "
+        "(§7, §8.6, §10.6 levels 1 and 2).",
+        _in("property_profile"),
+    ),
+    "front-scale": Study(
+        "The front against scale",
+        "No partition beats backprop and coarser stages cost less at every scale (Corollary 8.12); whether "
+        "the gap at a fixed number of stages shrinks, and whether the front keeps its shape, is left open "
+        "(§10.6 level 5).",
+        _in("front_scale"),
     ),
     "gap": Study(
         "What cutting the gradient costs, and what closes the gap",

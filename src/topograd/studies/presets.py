@@ -61,7 +61,11 @@ def _like(numbers: Numbers, number: int | None) -> Numbers:
 
 def _staged(minutes: float) -> Mapping[Preset, Size]:
     """Experiments in staged learning, which differ in how many trainings they need."""
-    return {"tiny": Size(0.2, 4, 8, 2), "small": Size(minutes, 300, 48, 3)}
+    return {
+        "tiny": Size(0.2, 4, 8, 2),
+        "small": Size(minutes, 300, 48, 3),
+        "long": Size(4 * minutes, 1200, 48, 3),
+    }
 
 
 SIZES: Mapping[str, Mapping[Preset, Size]] = {
@@ -72,6 +76,8 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "experiment-d": _staged(3),
     "experiment-e": _staged(4),
     "partition-search": _staged(8),
+    "property-profile": {"tiny": Size(0.5, 4, 8, 2), "small": Size(13, 300, 48, 3)},
+    "front-scale": {"tiny": Size(0.2, seeds=2), "small": Size(16, seeds=3)},
     "gap": {
         "tiny": Size(0.2, 4, 8, 2),
         "small": Size(30, 400, 48, 3),

@@ -24,7 +24,8 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 Limits. The paper gives the slice's course in words and no number of any property but BPB. Its L is 12, where
 (10, 1, 1) ends the slice; here (4, 1, 1) does. One stage has a head per stage too, for H is fixed: the corner
 ((6), shared) is in `stage0_depth.py`. Ten claims: one without an effect may look decided (`verdicts.py`).
-U_cap's reference points are ours, and half of the layers is the budget at which a prefix is read.
+U_cap's reference points are ours; a prefix may run half of the layers, so that 4,2 of the region has none.
+The configuration that a front is judged by is the one that most of its seeds have.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from topograd.search.properties import read_properties
 from topograd.search.property_readings import MIN_DEPTH
 from topograd.search.trained import Trained
 from topograd.studies.outcome import Asked, Result, ResultTable, Row
-from topograd.studies.staged_runs import LAYERS, Arm, Sizes, chain, mean, sizes_of, slopes, train_arms, values
+from topograd.studies.staged_runs import LAYERS, Arm, chain, mean, sizes_of, slopes, train_arms, values
 from topograd.studies.verdicts import Claim, Drawing, Series, above, each, every, settled
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
@@ -73,6 +74,12 @@ PROFILE: Mapping[str, tuple[str, str]] = {
 """What the tables call a reading, its key in a row, and how it is written."""
 BEHIND = ("bpb", "activation_layers", "exit_compute", "exit_accuracy", "wand", "specialist", "capability")
 """Keys of the columns of level 2."""
+Points = Callable[[Row], tuple[float, ...]]
+FRONTS: Mapping[str, Points] = {
+    "training": lambda row: (row["bpb"], row["activation_layers"], row["exit_compute"]),
+    "serving": lambda row: (row["bpb"], -row["capability"]),
+}
+"""Objectives of a front, all to be small."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +124,7 @@ def grid() -> list[Cell]:
 
 def run(asked: Asked) -> Result:
     """Train and read the grid, and judge."""
-    return profiled(sizes_of(asked), asked)
-
-
-def profiled(sizes: Sizes, asked: Asked) -> Result:
-    """The same with sizes that are given."""
-    cells = grid()
+    sizes, cells = sizes_of(asked), grid()
     rows = train_arms([cell.arm for cell in cells], sizes, asked, probe)
     found = {name: fronts(rows, cells, points) for name, points in FRONTS.items()}
     return Result(
@@ -160,14 +162,6 @@ def probe(stack: GPT, plan: Plan, text: Text) -> Mapping[str, Any]:
         "specialist": found["specialist_capacity"],
         "root_rank": found["effective_rank"][0],
     }
-
-
-Points = Callable[[Row], tuple[float, ...]]
-FRONTS: Mapping[str, Points] = {
-    "training": lambda row: (row["bpb"], row["activation_layers"], row["exit_compute"]),
-    "serving": lambda row: (row["bpb"], -row["capability"]),
-}
-"""Objectives of a front, all to be small."""
 
 
 def fronts(rows: Sequence[Row], cells: Sequence[Cell], points: Points) -> list[set[str]]:

@@ -8,8 +8,11 @@ the stages' weights and not their scale, so neither is the obvious one.
 Sizes differ by a factor of a thousand, so the tables are compared by shares: d_0 / L across, and up by how
 many percent BPB is above that of the deepest first stage which both have, 4 of 6 and 8 of 12 layers.
 
+BPB is also read after a quarter, a half and three quarters of the steps, on the way to the end of the one
+schedule (§8.4: is the order there already, and do the configurations come apart?).
+
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning",
-Lemma 8.1, §8.3 (table), §8.4 (Obs. 2), Corollary 8.12. Cost: 18 trainings with the preset `small`.
+Lemma 8.1, §8.3 (table), §8.4 (Obs. 1 to 3), Corollary 8.12. Cost: 18 trainings.
 Limits. At (4, 1, 1) the paper's sweep still goes on to (10, 1, 1), whose share 5/6 six layers in three stages
 do not have. The paper has one seed and no BPB of backprop in its table. Backprop's one head moves about half
 as fast as the heads of the partitions, which are a shared matrix plus a delta.
@@ -27,6 +30,7 @@ from topograd.studies.staged_runs import (
     TAILS,
     Arm,
     Sizes,
+    bpb_at,
     chain,
     differences,
     mean,
@@ -54,12 +58,14 @@ TWINS: Mapping[str, str] = {"1,3,2": "2,5,5", "2,2,2": "4,4,4", "3,2,1": "6,3,3"
 DEEPEST = "4,1,1"
 RISING = ("1,3,2", "2,2,2", "3,2,1", "4,1,1")
 BACKPROP = str(LAYERS)
+SHARES = (0.25, 0.5, 0.75)
+"""Of a training, at which BPB is read on the way."""
 
 
 def run(sizes: Sizes, asked: Asked) -> Found:
     """Train the sweep and backprop, and judge."""
     sweep, backprop = [chain(partition) for partition in SWEEP], chain(BACKPROP, heads="shared")
-    rows = train_arms([*sweep, backprop], sizes, asked)
+    rows = train_arms([*sweep, backprop], sizes, asked, shares=SHARES)
     header = ("partition", "BPB", "±", "% above", "paper", "its BPB", "% above", "diff.")
     return Found(
         rows,
@@ -72,8 +78,8 @@ def run(sizes: Sizes, asked: Asked) -> Found:
 
 
 def claims(rows: Sequence[Row], sweep: Sequence[Arm]) -> tuple[Claim, ...]:
-    """The lemma as a trend and step by step, the tails, and backprop."""
-    falls = [-slope for slope in slopes(rows, sweep)]
+    """The lemma as a trend and step by step, the observations of §8.4, and backprop."""
+    falls = _falls(rows, sweep)
     layer = abs(sum(falls) / len(falls))
     steps = [differences(rows, a, b) for a, b in itertools.pairwise(RISING)]
     best = [min(curve) for curve in zip(*(values(rows, arm.name) for arm in sweep), strict=True)]
@@ -86,12 +92,30 @@ def claims(rows: Sequence[Row], sweep: Sequence[Arm]) -> tuple[Claim, ...]:
             falls,
         ),
         each("monotone", "no step rises (Lemma 8.1)", "the fall of BPB to the next depth", steps),
+        above(
+            "diminishing returns",
+            "a further layer in the first stage gains less where it is deep already (Obs. 1)",
+            "the fall of BPB from one layer to two minus that from three to four",
+            [first - last for first, last in zip(steps[0], steps[-1], strict=True)],
+        ),
         within(
             "tails",
             "the order of the tails does not matter (Obs. 2)",
             "BPB of 3,2,1 minus that of 3,1,2, against half a layer's fall,",
             differences(rows, *TAILS),
             layer / 2,
+        ),
+        each(
+            "stable",
+            "the order by the depth of the first stage is there on the way already (Obs. 3)",
+            "the fall of BPB for each layer after a quarter, a half and three quarters of the steps",
+            [_falls(rows, sweep, bpb_at(share)) for share in SHARES],
+        ),
+        above(
+            "widens",
+            "the configurations come further apart as training goes on (Obs. 3)",
+            "the fall of BPB for each layer at the end minus that after a quarter of the steps",
+            [end - early for end, early in zip(falls, _falls(rows, sweep, bpb_at(SHARES[0])), strict=True)],
         ),
         above(
             "backprop is best",
@@ -100,6 +124,11 @@ def claims(rows: Sequence[Row], sweep: Sequence[Arm]) -> tuple[Claim, ...]:
             gaps,
         ),
     )
+
+
+def _falls(rows: Sequence[Row], sweep: Sequence[Arm], key: str = "bpb") -> list[float]:
+    """By how much BPB falls for each layer of the first stage, seed by seed."""
+    return [-slope for slope in slopes(rows, sweep, key)]
 
 
 def excess(bpb: float, deepest: float) -> float:

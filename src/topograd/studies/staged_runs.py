@@ -15,7 +15,7 @@ Six layers, because K = 3 then has a first stage of 1, 2, 3 or 4 layers, which a
 
 Cost: 8 to 12 s of one core for an arm and a seed with the preset `small`. Source: "Stage-Partitioned
 Learning: A Configuration Space Between Backpropagation and Local Learning" §8.2, §10.7. The paper has 286M
-parameters, 2365 steps and one seed; `small` has 0.2M, 300 steps of 256 bytes and three.
+parameters, 2365 steps and one seed; `small` has 0.2M, 300 steps of 256 bytes and three, `long` 1200 steps.
 Limits. The models are far from trained. What is early in training need not be so at the end. A head of a
 stage's own is the shared matrix plus a delta, and both learn: readouts of such heads move about twice as
 fast as one shared head does.
@@ -39,9 +39,10 @@ from topograd.errors import DivergenceError
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
+from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
-from topograd.studies.fit import fit, trajectory
+from topograd.studies.fit import Watch, fit, trajectory
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
 from topograd.studies.presets import SIZES, Preset
 from topograd.studies.verdicts import Found, settled
@@ -117,6 +118,7 @@ def _preset(name: Preset, context: int, batch: int, soft_steps: int, eval_bytes:
 PRESETS: Mapping[str, Sizes] = {
     "tiny": _preset("tiny", context=16, batch=2, soft_steps=8, eval_bytes=600),
     "small": _preset("small", context=64, batch=4, soft_steps=300, eval_bytes=20_000),
+    "long": _preset("long", context=64, batch=4, soft_steps=1200, eval_bytes=20_000),
 }
 
 
@@ -203,8 +205,12 @@ def train_arms(
     asked: Asked,
     probe: Probe | None = None,
     seeds: Sequence[int] | None = None,
+    shares: Sequence[float] = (),
 ) -> list[Row]:
-    """Every arm with every seed, by default from 0 on: its bits per byte, its stages' readings, its way."""
+    """Every arm with every seed, by default from 0 on: its bits per byte, its stages' readings, its way.
+
+    `shares` are those of the training at which bits per byte are read too, as `bpb_at(share)`.
+    """
     check_seeds(sizes.seeds)
     seeds = range(sizes.seeds) if seeds is None else seeds
     rows: list[Row] = []
@@ -212,7 +218,7 @@ def train_arms(
         given = _Given(sizes, seed)
         for arm in arms:
             key = {"arm": arm.name, "seed": seed}
-            rows.append(asked.kept.row(key, partial(_measured, arm, given, probe)))
+            rows.append(asked.kept.row(key, partial(_measured, arm, given, probe, shares)))
             asked.on_more(len(rows), len(seeds) * len(arms))
     return rows
 
@@ -229,10 +235,22 @@ class _Given:
         return config, held_out(config, data), same_batches(config, data)
 
 
-def _measured(arm: Arm, given: _Given, probe: Probe | None) -> Row:
+def bpb_at(share: float) -> str:
+    """The key of the bits per byte when this share of a training is done."""
+    return f"bpb_at_{share:g}"
+
+
+def _measured(arm: Arm, given: _Given, probe: Probe | None, shares: Sequence[float]) -> Row:
     config, text, batches = given.loaded
-    stack, plan, losses = train_arm(arm, config, batches)
-    further = probe(stack, plan, text) if probe else {}
+    further: dict[str, Any] = {}
+
+    def watch(step: int, stack: Stack, plan: Plan, *batch: Tensor) -> None:
+        due = [bpb_at(share) for share in shares if step == int(share * config.steps)]
+        if due:
+            further.update(dict.fromkeys(due, evaluate(stack, plan, text).bpb.prediction))
+
+    stack, plan, losses = train_arm(arm, config, batches, watch)
+    further |= probe(stack, plan, text) if probe else {}
     row = _row(arm, given.seed, plan, evaluate(stack, plan, text))
     return {**row, "trajectory": trajectory(losses), "order0": order0(text), **further}
 
@@ -256,7 +274,7 @@ def same_batches(config: TrainConfig, data: Prepared) -> list[tuple[Tensor, Tens
 
 
 def train_arm(
-    arm: Arm, config: TrainConfig, batches: Sequence[tuple[Tensor, Tensor]]
+    arm: Arm, config: TrainConfig, batches: Sequence[tuple[Tensor, Tensor]], watch: Watch | None = None
 ) -> tuple[GPT, Plan, Tensor]:
     """The arm's model after its training, and the losses of its stages at every step."""
     torch.manual_seed(config.seed)
@@ -266,7 +284,7 @@ def train_arm(
         arm.start(stack)
     settings = config.optimizer if arm.relays is None else replace(config.optimizer, relays=arm.relays)
     try:
-        losses = fit(stack, plan, batches, config.steps, settings)
+        losses = fit(stack, plan, batches, config.steps, settings, watch)
     except DivergenceError as problem:
         raise DivergenceError(f"arm {arm.name} with seed {config.seed}: {problem}") from None
     return stack, plan, losses
