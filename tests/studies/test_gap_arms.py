@@ -14,6 +14,7 @@ from topograd.studies.gap_arms import (
     early,
     late,
     linked,
+    long_warmdown,
     opened,
     own_head_rate,
     rates_by_stage,
@@ -35,7 +36,7 @@ def test_an_arm_is_a_plan_at_every_moment_and_predicts_from_six_layers(arm: Arm)
         plan = Plan.of(arm.topology_at(share), arm.topology.layers)
         needed = {layer for p in plan.needed(plan.last) for layer in p.layers}
         assert needed == set(range(6)), "a private decoder is not on the way of the last stage"
-        assert plan.prediction.kind == "last"
+        assert plan.prediction.kind == ("sum" if arm.name == "staged, residual" else "last")
 
 
 def test_there_is_one_arm_of_each_name_and_backprop_has_lengths() -> None:
@@ -50,7 +51,8 @@ def test_gradient_depth_orders_the_arms() -> None:
     depth = {arm.name: gradient_depth(Plan.of(arm.topology, arm.topology.layers)) for arm in ARMS}
     assert depth[BACKPROP] == depth["hierarchical"] == 6
     assert depth["next"] == 4
-    assert depth["staged 3,3"] == 3
+    assert depth["staged 3,3"] == depth["staged, overlapping"] == 3
+    assert depth["staged, decoders of 2"] == 4
     assert depth[STAGED] == depth["next 1,1,1,1,1,1"] == 2
     assert depth["staged 1,1,1,1,1,1"] == 1
 
@@ -76,3 +78,4 @@ def test_settings_of_the_optimizer() -> None:
     config = OptimizerConfig()
     assert own_head_rate(config).head == config.head / 2
     assert [stage.rate for stage in rates_by_stage(config).stages] == [0.7, 1.0, 1.4]
+    assert long_warmdown(config).warmdown == 0.9

@@ -2,20 +2,25 @@
 
 Every arm has the partition 2,2,2 unless it says otherwise, one shared head unless it says otherwise, and
 predicts by its last stage. What an arm changes is a point of the topology's space (`topology/dag.py`), the
-same over a training or not, and settings of the optimizer; so each is trained by the one executor.
+same over a training or not, its size, and settings of the optimizer; so each is trained by the one executor.
 
-    staged           λ = 0: no gradient crosses a border
+    staged           λ = 0: no gradient crosses a border; or another λ
     hierarchical     λ = 1: a loss at every stage, all gradient
     next             λ = 1, and a loss is heard by its own stage and the one before it (`Topology.reach`)
     ×0.3             early losses weigh 0.3 of the last one's
     every 4th        early losses count a quarter of the tokens
     own heads        the stages share no head; at half the rate
-    decoders         early stages have one layer of their own before the head
+    low-rank heads   one head and for each stage a change of rank 8
+    decoders         early stages have one layer of their own before the head, or two
+    overlapping      stages of three layers that share one with the next: two losses teach it
+    residual         a stage corrects the sum of those before it, and all of them predict together
     λ 1 → 0          falls linearly over the first half; λ last quarter: 1 there, 0 before
     late             backprop for the first half, stages after it
     taught           early stages follow the last one (a second forward), or an average of past weights
     rates            stages 1, 2, 3 learn at 0.7, 1 and 1.4 of the rates
+    warmdown 0.9     rates fall over nine tenths of the steps instead of half
     batch × 2        twice the rows, in memory that stages do not need
+    width × 4/3      wider layers, in that memory
     2 × steps        twice as long, beside backprop that is: what a larger budget does to the gap
 """
 
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from topograd.runs.config import OptimizerConfig, StageOptimizer
@@ -31,6 +37,7 @@ from topograd.topology.dag import EMBEDDING, Stage, Topology
 LAYERS = 6
 PARTITION = "2,2,2"
 BACKPROP, STAGED, LONGER = "backprop", "staged", "staged, 2 × steps"
+HEAD_RANK = 8
 LENGTHS = (0.75, 1.0, 1.4, 2.0)
 """Lengths of backprop, over that of the arms: its curve, by which equal times are compared."""
 At = Callable[[Topology, float], Topology]
@@ -50,6 +57,8 @@ class Arm:
     taught: Literal["self", "average"] | None = None
     batch: int = 1
     """Rows over backprop's."""
+    width: Fraction = Fraction(1)
+    """Width over backprop's."""
     length: float = 1.0
     """Steps over those of the others."""
     micro: int = 1
@@ -98,6 +107,10 @@ def rates_by_stage(config: OptimizerConfig) -> OptimizerConfig:
     )
 
 
+def long_warmdown(config: OptimizerConfig) -> OptimizerConfig:
+    return replace(config, warmdown=0.9)
+
+
 def cooling(topology: Topology, share: float) -> Topology:
     """λ falls from 1 to 0 over the first half."""
     return linked(topology, max(0.0, 1.0 - 2.0 * share))
@@ -118,6 +131,7 @@ def _arms() -> tuple[Arm, ...]:
     whole = linked(chain, 1.0)
     ahead = replace(whole, reach="next")
     own = replace(chain, heads="per-stage", own_heads=True)
+    overlapping = replace(Topology.cover([(0, 3), (2, 5), (4, 6)]), prediction="last")
     lengths = [
         Arm(
             BACKPROP if length == 1 else f"{BACKPROP}, {length:g} × steps",
@@ -136,11 +150,16 @@ def _arms() -> tuple[Arm, ...]:
         Arm("next ×0.3", early(ahead, weight=0.3), core=False),
         Arm("next ×0.1", early(ahead, weight=0.1), core=False),
         Arm("hierarchical ×0.1", early(whole, weight=0.1)),
+        Arm("staged, λ = 0.3", linked(chain, 0.3), core=False),
         Arm("staged ×0.3", early(chain, weight=0.3), core=False),
         Arm("staged, every 4th", early(chain, every=4), core=False),
         Arm("staged, own heads", own, core=False),
         Arm("staged, own heads at half", own, settings=own_head_rate, core=False),
+        Arm("staged, low-rank heads", replace(chain, heads="per-stage", head_rank=HEAD_RANK), core=False),
         Arm("staged, decoders", chain.with_decoders(1, last=False)),
+        Arm("staged, decoders of 2", chain.with_decoders(2, last=False), core=False),
+        Arm("staged, overlapping", overlapping, core=False),
+        Arm("staged, residual", Topology.chain(PARTITION, objective="residual"), core=False),
         Arm("staged, λ 1 → 0", chain, at=cooling, core=False),
         Arm("staged, λ last quarter", chain, at=opened),
         Arm("staged, late", chain, at=late, core=False),
@@ -152,7 +171,9 @@ def _arms() -> tuple[Arm, ...]:
             core=False,
         ),
         Arm("staged, rates", chain, settings=rates_by_stage, core=False),
+        Arm("staged, warmdown 0.9", chain, settings=long_warmdown, core=False),
         Arm("staged, batch × 2", chain, batch=2, core=False),
+        Arm("staged, width × 4/3", chain, width=Fraction(4, 3), core=False),
         Arm("staged 3,3", Topology.chain("3,3"), core=False),
         Arm("staged 1,1,1,1,1,1", Topology.chain("1,1,1,1,1,1"), core=False),
         Arm(
@@ -183,13 +204,8 @@ DECIDING = tuple(
     )
 )
 """Those of the preset long: backprop, plain stages, and three that promise."""
-DEMO = tuple(
-    arm
-    for arm in ARMS
-    if arm in DECIDING
-    or arm.name in (f"{BACKPROP}, 2 × steps", "staged, λ last quarter", "staged, batch × 2")
-)
-"""Those of the preset demo: also gradient at the end, and twice the rows with backprop as long."""
+DEMO = tuple(arm for arm in ARMS if arm in DECIDING or arm.name == "staged, λ last quarter")
+"""Those of the preset demo: also all gradient at the end, which had promised."""
 SAVING = (
     Arm("backprop, recomputed", Topology.chain("6"), recompute=True),
     Arm("backprop, 2 parts", Topology.chain("6"), micro=2),

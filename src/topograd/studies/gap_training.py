@@ -47,12 +47,13 @@ class Given:
 
 
 class Training:
-    """A model, its optimizers and its teacher. All arms of a seed start from the same weights."""
+    """A model, its optimizers and its teacher. All arms of a seed and a width start from the same weights."""
 
     def __init__(self, arm: Arm, config: TrainConfig) -> None:
         self.arm, self.config = arm, config
         torch.manual_seed(config.seed)
-        self.stack = GPT(replace(config.model, layers=arm.topology.layers))
+        width = int(config.model.width * arm.width)
+        self.stack = GPT(replace(config.model, layers=arm.topology.layers, width=width))
         self.plan = prepare(self.stack, arm.topology)
         settings = config.optimizer if arm.settings is None else arm.settings(config.optimizer)
         average = copy.deepcopy(self.stack) if arm.taught == "average" else None

@@ -94,7 +94,7 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "continual": {"tiny": Size(0.1, 12, (32, 16), 2), "small": Size(5, 60, (256, 128), 3)},
     "composition": _staged(2),
     "head-perturbation": _staged(1.5),
-    "interfaces": {"tiny": Size(0.1, 2, 64, 1), "small": Size(80, 400, 64, 3)},
+    "interfaces": {"tiny": Size(0.1, 2, 64, 1), "small": Size(65, 300, 64, 3)},
     "interface-hypotheses": {
         "tiny": Size(0.2, 2, 8, 1),
         "small": Size(16, 400, 48, 3),
