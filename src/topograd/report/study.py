@@ -18,6 +18,7 @@ from topograd.report.drawing import legend_below, look, new_figure, panels, rend
 from topograd.report.field_figures import field_panels
 from topograd.report.figures import Panel
 from topograd.report.grokking_figures import grokking_panels
+from topograd.report.interface_figures import interface_panels
 from topograd.report.markup import document, escape, section, table_html, tiles_html
 from topograd.report.optimizer_figures import optimizer_panels
 from topograd.report.page import figure_html
@@ -29,6 +30,7 @@ FIGURES: Mapping[str, Callable[[Record], tuple[Panel, ...]]] = {
     "fields": field_panels,
     "fields-digits": field_panels,
     "grokking": grokking_panels,
+    "interfaces": interface_panels,
     "optimizers": optimizer_panels,
 }
 """Studies with figures of their own; the others have the one that their record describes, or none."""

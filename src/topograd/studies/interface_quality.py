@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from topograd.nn.config import Architecture
 from topograd.studies import interfaces
@@ -58,7 +58,17 @@ def run(asked: Asked) -> Result:
         findings=() if tiny else tuple(_findings(rows)),
         claims=() if tiny else tuple(_claims(rows)),
         seeds=asked.seeds,
+        record={"drawn": drawn(tiny)},
     )
+
+
+def drawn(tiny: bool) -> dict[str, Any]:
+    """Names of the models that figures draw, by their label (`report/interface_figures.py`)."""
+    models = {"dense": "dense", "shallow": "shallow", "causal, S = T": FINE, "published, r = 32": MIDDLE}
+    sizes = {f"{size} layers" if size > 1 else "1 layer": sized(size) for size in REGION_SIZES}
+    ranks = {f"r = {rank}": name for rank, name in PUBLISHED.items()}
+    shown = {"models": models, "ranked": list(RANKED), "spectral": SPECTRAL, "ranks": ranks}
+    return {**shown, "sizes": {} if tiny else sizes}
 
 
 def cases(seeds: Sequence[int], tiny: bool = False) -> list[Case]:
