@@ -1,4 +1,4 @@
-"""Sizes that make a training take a fraction of a second, for the studies of staged learning."""
+"""Sizes that make a training take a fraction of a second."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,17 +8,39 @@ from typing import Any
 
 import pytest
 
+from topograd.runs.config import TrainConfig
+from topograd.studies import interfaces
 from topograd.studies.staged_runs import PRESETS, Arm, Sizes
 
 Invent = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sizes:
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file of few words."""
     words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
     (tmp_path / "corpus.txt").write_text(" ".join(words), encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return replace(PRESETS["tiny"], eval_bytes=200, data=str(tmp_path / "corpus.txt"))
+    return str(tmp_path / "corpus.txt")
+
+
+@pytest.fixture
+def sizes(corpus: str) -> Sizes:
+    return replace(PRESETS["tiny"], eval_bytes=200, data=corpus)
+
+
+@pytest.fixture
+def small_cases(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases of bounded interfaces are small models on that file."""
+    for name, value in (("CONTEXT", 16), ("HELDOUT_BYTES", 400), ("SAMPLE_ROWS", 4)):
+        monkeypatch.setattr(interfaces, name, value)
+    whole = interfaces.Case.config
+
+    def config(self: interfaces.Case, steps: int = 3) -> TrainConfig:
+        found = whole(self, steps)
+        return replace(found, data=corpus, batch=2, model=replace(found.model, width=16))
+
+    monkeypatch.setattr(interfaces.Case, "config", config)
 
 
 @pytest.fixture

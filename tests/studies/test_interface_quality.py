@@ -1,14 +1,11 @@
 """Tables 2, 6 and 7: every claim by hand, both ways; what a row of the published interface has."""
 
-import random
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from topograd.runs.config import OptimizerConfig, TrainConfig
+from topograd.runs.config import OptimizerConfig
 from topograd.studies import interface_quality as study
 from topograd.studies import interfaces
 from topograd.studies.interfaces import FINE, PUBLISHED, Case, train_case
@@ -88,40 +85,24 @@ def test_tables_have_every_model_and_seeds_of_one_architecture() -> None:
     assert any("keeps 59 %" in words for words in study._findings(made_up(honest=0.0)))
 
 
-@pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model on a small text."""
-    words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
-    (tmp_path / "corpus.txt").write_text(" ".join(words))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in (("CONTEXT", 16), ("HELDOUT_BYTES", 400), ("SAMPLE_ROWS", 4)):
-        monkeypatch.setattr(interfaces, name, value)
-    whole = Case.config
-
-    def config(self: Case, steps: int = 3) -> TrainConfig:
-        return replace(whole(self, steps), data=str(tmp_path / "corpus.txt"), batch=2)
-
-    monkeypatch.setattr(Case, "config", config)
-
-
-def test_a_row_of_the_published_interface(small: None) -> None:
+def test_a_row_of_the_published_interface(small_cases: None) -> None:
     """It is read from prefixes too, and its Jacobians along the way; a causal one is the same either way."""
     words = PUBLISHED[16]
     fast = OptimizerConfig(relays=0.3)
-    row = train_case(Case(words, interface=words, partition="1,1,1", width=16, optimizer=fast), steps=6)
+    row = train_case(Case(words, interface=words, partition="1,1,1", optimizer=fast), steps=6)
     assert [look["step"] for look in row["looks"]] == [0, 1, 2, 3, 4, 5]
     assert all(len(look["local_norm"]) == 1 for look in row["looks"])
     assert row["honest"] != row["sample"], "the future was in sight"
     causal = "S=4,r=4,pool=tail"
-    found = train_case(Case(causal, interface=causal, partition="1,1,1", width=16, optimizer=fast), steps=6)
+    found = train_case(Case(causal, interface=causal, partition="1,1,1", optimizer=fast), steps=6)
     assert found["honest"] == found["sample"]
     assert "looks" not in found
     assert found["shuffled"] != found["ce"]
 
 
-def test_the_study_in_miniature(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_study_in_miniature(small_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "FINE", "S=16,r=4,pool=tail")
-    found = study.run(asked("interfaces", "tiny", width=16))
+    found = study.run(asked("interfaces", "tiny"))
     assert [row["name"] for row in found.rows] == ["dense", "S=16,r=4,pool=tail"]
     assert found.claims == ()
     assert len(found.tables) == 1

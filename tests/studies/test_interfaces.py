@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from topograd.interfaces.regions import Regions
 from topograd.nn.config import Architecture, SegmentInterface
-from topograd.runs.config import OptimizerConfig, TrainConfig
+from topograd.runs.config import OptimizerConfig
 from topograd.runs.session import build_stack
 from topograd.studies import interfaces as study
 from topograd.studies.interfaces import (
@@ -34,21 +33,7 @@ from topograd.training.forward import stage_outputs
 SMALL = "S=4,r=4,pool=tail"
 
 
-@pytest.fixture(autouse=True)
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model on a small text, for a few steps."""
-    words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
-    (tmp_path / "corpus.txt").write_text(" ".join(words))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in (("WIDTH", 16), ("CONTEXT", 16), ("HELDOUT_BYTES", 400)):
-        monkeypatch.setattr(study, name, value)
-    whole = Case.config
-
-    def config(self: Case, steps: int = 3) -> TrainConfig:
-        return replace(whole(self, steps), data=str(tmp_path / "corpus.txt"), batch=2)
-
-    monkeypatch.setattr(Case, "config", config)
-
+pytestmark = pytest.mark.usefixtures("small_cases")
 
 CASES = [
     case
