@@ -88,11 +88,25 @@ def test_verdicts() -> None:
     assert found["G: S = 8 is used"] == HELD
     assert found["H: the segment's tail is not enough"] == HELD
     assert "B: larger batches" in found
+    assert "E: AdamW" not in found, "the preset small has no AdamW"
     worse = made_up(own_position=2.1)
     for row in worse:
         if row["model"] == "own position":
             row["ce"] += 1e-4 * row["seed"]
     assert {c.name: c.verdict for c in study._claims(worse)}["A: own position"] == FAILED
+
+
+def test_a_longer_training_has_adamw_and_no_larger_batches() -> None:
+    names = {model.name: model for model in study.models(64, "long")}
+    assert names["S = 8, authors, AdamW"].optimizer == names["shallow, AdamW"].optimizer == "adamw"
+    assert all(model.batch == 1 for model in names.values())
+    assert {c.better for c in study.COMPARISONS} | {c.worse for c in study.COMPARISONS} <= set(names)
+    rows = made_up(**{"S_=_8,_authors,_AdamW": 1.7, "shallow,_AdamW": 1.9, "S_=_T": 2.2})
+    for row in rows:
+        row["ce"] += 1e-5 * row["seed"] * len(row["model"])
+    claims = {claim.name: claim.verdict for claim in study._claims(rows)}
+    assert claims["E: AdamW"] == HELD
+    assert claims["F: S = T beats two layers"] == FAILED
 
 
 def test_the_study_in_miniature(sizes: Sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +115,7 @@ def test_the_study_in_miniature(sizes: Sizes, tmp_path: Path, monkeypatch: pytes
     record = run_study(asked("interface-hypotheses", "tiny", on_more=lambda *done: told.append(done)))
     assert record["verdict"] == UNDECIDED, "one seed"
     letters = {claim["name"][0] for claim in record["claims"]}
-    assert letters == set("ABCDEGHI")
+    assert letters == set("ABCDEFGHI")
     assert told[-1] == (10, 10)
     assert len(record["tables"]) == 3
     json.dumps(record)

@@ -29,6 +29,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -267,98 +268,104 @@ def minus(rows: Sequence[Row], model: str, base: str, key: str = "ce") -> list[f
     return [a - b for a, b in zip(of(rows, model, key), of(rows, base, key), strict=True)]
 
 
+class Comparison(NamedTuple):
+    """A hypothesis that says of two models which is better."""
+
+    name: str
+    prediction: str
+    better: str
+    worse: str
+
+
+COMPARISONS = (
+    Comparison(
+        "A: own position",
+        "a region that hears its own position is better than one that hears the position before",
+        "own position",
+        "S = T",
+    ),
+    Comparison(
+        "C: smear",
+        "two layers with a smear are at least as good as the interface with S = T",
+        "shallow + smear",
+        "S = T",
+    ),
+    Comparison("D: phase", "a message that is read with its phase says more", "S = 8, phase", "S = 8"),
+    Comparison(
+        "E: parameterisation", "the authors' parameterisation is better than ours", "S = 8, authors", "S = 8"
+    ),
+    Comparison(
+        "E: AdamW",
+        "with AdamW, as published, the authors' interface is better than two layers alone",
+        "S = 8, authors, AdamW",
+        "shallow, AdamW",
+    ),
+    *(
+        Comparison(
+            f"F: {name} beats two layers",
+            "regions that are joined by messages are better than the last of them alone",
+            name,
+            "shallow",
+        )
+        for name in ("S = 8", "S = 8, authors", "S = T")
+    ),
+    Comparison(
+        "I: collapse",
+        "messages that cannot collapse to a constant say more",
+        "own position, steady",
+        "own position",
+    ),
+)
+
+
 def _claims(rows: Sequence[Row]) -> list[Claim]:
-    """One or two for each hypothesis, in nats a byte where nothing else is said."""
-    found = [
+    """One or more for each hypothesis, in nats a byte where nothing else is said."""
+    compared = [
         above(
-            "A: own position",
-            "a region that hears its own position is better than one that hears the position before",
-            "CE of S = T minus that with the own position",
-            minus(rows, "S = T", "own position"),
-        ),
-        above(
-            "B: noise",
-            "gradients of the first regions agree less between batches than the dense model's",
-            "the mean cosine of the dense model minus that of S = 8",
-            [
-                statistics.fmean(a) - statistics.fmean(b)
-                for a, b in zip(_coherences(rows, "dense"), _coherences(rows, "S = 8"), strict=True)
-            ],
-        ),
-        above(
-            "C: smear",
-            "two layers with a smear are at least as good as the interface with S = T",
-            "CE of S = T minus that of the shallow model with a smear",
-            minus(rows, "S = T", "shallow + smear"),
-        ),
-        above(
-            "D: phase",
-            "a message that is read with its phase says more",
-            "CE of S = 8 minus that with a phase",
-            minus(rows, "S = 8", "S = 8, phase"),
-        ),
-        above(
-            "E: parameterisation",
-            "the authors' parameterisation is better than ours",
-            "CE of S = 8 minus that of the authors'",
-            minus(rows, "S = 8", "S = 8, authors"),
-        ),
-        *(
-            above(
-                f"F: {name} beats two layers",
-                "regions that are joined by messages are better than the last of them alone",
-                f"CE of the shallow model minus that of {name}",
-                minus(rows, "shallow", name),
-            )
-            for name in ("S = 8", "S = T")
-        ),
-        *(
-            above(
-                f"G: {name} is used",
-                "another row's messages cost something",
-                f"CE of {name} with the messages of another row minus its own",
-                [row["shuffled"] - row["ce"] for row in rows if row["model"] == name],
-            )
-            for name in ("S = 8", "S = T", "own position")
-        ),
-        above(
-            "H: the segment's tail is not enough",
-            "16 numbers of the segment before tell the later layers less than 16 of the position itself",
-            "CE of the oracle per segment minus that per position",
-            [o["segment before"]["16"] - o["own position"]["16"] for o in _oracles(rows)],
-        ),
-        above(
-            "I: collapse",
-            "messages that cannot collapse to a constant say more",
-            "CE with the own position minus that with standardised messages",
-            minus(rows, "own position", "own position, steady"),
-        ),
+            c.name, c.prediction, f"CE of {c.worse} minus that of {c.better}", minus(rows, c.worse, c.better)
+        )
+        for c in COMPARISONS
+        if of(rows, c.better)
     ]
-    if of(rows, "S = 8, authors, AdamW"):
-        found.append(
-            above(
-                "E: AdamW",
-                "with AdamW, as published, the authors' interface is better than two layers alone",
-                "CE of the shallow model minus that of the authors', both with AdamW,",
-                minus(rows, "shallow, AdamW", "S = 8, authors, AdamW"),
-            )
+    used = [
+        above(
+            f"G: {name} is used",
+            "another row's messages cost something",
+            f"CE of {name} with the messages of another row minus its own",
+            [row["shuffled"] - row["ce"] for row in rows if row["model"] == name],
         )
-    if of(rows, "S = 8, batch × 4"):
-        gains = zip(
-            minus(rows, "S = 8", "dense"),
-            minus(rows, "S = 8, batch × 4", "dense, batch × 4"),
-            strict=True,
-        )
-        found.insert(
-            2,
-            above(
-                "B: larger batches",
-                "with four times the rows the interface comes nearer to the dense model",
-                "its distance to the dense model minus the same with four times the rows",
-                [small - large for small, large in gains],
-            ),
-        )
-    return found
+        for name in ("S = 8", "S = T", "own position")
+    ]
+    tails = above(
+        "H: the segment's tail is not enough",
+        "16 numbers of the segment before tell the later layers less than 16 of the position itself",
+        "CE of the oracle per segment minus that per position",
+        [o["segment before"]["16"] - o["own position"]["16"] for o in _oracles(rows)],
+    )
+    return sorted([*compared, *_noise_claims(rows), *used, tails], key=lambda claim: claim.name[0])
+
+
+def _noise_claims(rows: Sequence[Row]) -> list[Claim]:
+    """B: whether gradients of the first regions are noise, and whether larger batches mend it."""
+    cosines = zip(_coherences(rows, "dense"), _coherences(rows, "S = 8"), strict=True)
+    noise = above(
+        "B: noise",
+        "gradients of the first regions agree less between batches than the dense model's",
+        "the mean cosine of the dense model minus that of S = 8",
+        [statistics.fmean(a) - statistics.fmean(b) for a, b in cosines],
+    )
+    if not of(rows, "S = 8, batch × 4"):
+        return [noise]
+    gains = zip(
+        minus(rows, "S = 8", "dense"), minus(rows, "S = 8, batch × 4", "dense, batch × 4"), strict=True
+    )
+    larger = above(
+        "B: larger batches",
+        "with four times the rows the interface comes nearer to the dense model",
+        "its distance to the dense model minus the same with four times the rows",
+        [small - large for small, large in gains],
+    )
+    return [noise, larger]
 
 
 def _coherences(rows: Sequence[Row], model: str) -> list[list[float]]:
