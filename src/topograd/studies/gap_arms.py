@@ -37,7 +37,8 @@ from topograd.topology.dag import EMBEDDING, Stage, Topology
 LAYERS = 6
 PARTITION = "2,2,2"
 BACKPROP, STAGED, LONGER = "backprop", "staged", "staged, 2 × steps"
-LIGHT = "hierarchical ×0.1, every 4th"
+LIGHT = {weight: f"hierarchical ×{weight:g}, every 4th" for weight in (0.1, 0.02)}
+"""All gradient, and early losses that cost next to nothing."""
 HEAD_RANK = 8
 LENGTHS = (0.75, 1.0, 1.4, 2.0)
 """Lengths of backprop, over that of the arms: its curve, by which equal times are compared."""
@@ -151,7 +152,7 @@ def _arms() -> tuple[Arm, ...]:
         Arm("next ×0.3", early(ahead, weight=0.3), core=False),
         Arm("next ×0.1", early(ahead, weight=0.1), core=False),
         Arm("hierarchical ×0.1", early(whole, weight=0.1)),
-        Arm(LIGHT, early(whole, weight=0.1, every=4)),
+        *(Arm(name, early(whole, weight=weight, every=4)) for weight, name in LIGHT.items()),
         Arm("staged, λ = 0.3", linked(chain, 0.3), core=False),
         Arm("staged ×0.3", early(chain, weight=0.3), core=False),
         Arm("staged, every 4th", early(chain, every=4), core=False),
@@ -209,9 +210,10 @@ DECIDING = tuple(
 DEMO = tuple(
     arm
     for arm in ARMS
-    if (arm in DECIDING and arm.name != "staged, decoders") or arm.name in (LIGHT, "staged, λ last quarter")
+    if (arm in DECIDING and arm.name != "staged, decoders")
+    or arm.name in (*LIGHT.values(), "staged, λ last quarter")
 )
-"""Those of the preset demo: in the place of decoders, which cost most time, two that cost little."""
+"""Those of the preset demo: in the place of decoders, which cost most time, three that cost little."""
 SAVING = (
     Arm("backprop, recomputed", Topology.chain("6"), recompute=True),
     Arm("backprop, 2 parts", Topology.chain("6"), micro=2),
