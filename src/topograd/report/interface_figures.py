@@ -57,7 +57,7 @@ def _panel(
         axes.set_visible(False)
     legend_below(figure, fields[0])
     table = Table(title, ("architecture", "model", "at the end", "± over seeds"), tuple(cells))
-    caption = f"Mean training loss of a twentieth of the steps. {BANDS}"
+    caption = f"Mean training loss of a twentieth of the steps, from a fifth of them on. {BANDS}"
     return Panel(name, title, caption, figure, f"{title}. {read_row(table, 0)}", table)
 
 
@@ -87,8 +87,9 @@ def _rows(record: Record, kind: str, model: str) -> list[Record]:
 
 
 def _losses(row: Record) -> Points:
-    """The loss of the last stage, the one that regions have."""
-    return [(point["step"], point["losses"][-1]) for point in row["trajectory"]]
+    """The loss of the last stage, the one that regions have, without the fall of the first fifth."""
+    points = row["trajectory"]
+    return [(point["step"], point["losses"][-1]) for point in points[len(points) // 5 :]]
 
 
 def _looks(row: Record, key: str) -> Points:
