@@ -16,7 +16,7 @@ Invent = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def few_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A file of few words."""
     words = random.Random(0).choices(["stage", "loss", "relay", "\n"], k=2000)
     (tmp_path / "corpus.txt").write_text(" ".join(words), encoding="utf-8")
@@ -25,12 +25,12 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def sizes(corpus: str) -> Sizes:
-    return replace(PRESETS["tiny"], eval_bytes=200, data=corpus)
+def sizes(few_words: str) -> Sizes:
+    return replace(PRESETS["tiny"], eval_bytes=200, data=few_words)
 
 
 @pytest.fixture
-def small_cases(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_cases(few_words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of bounded interfaces are small models on that file."""
     for name, value in (("CONTEXT", 16), ("HELDOUT_BYTES", 400), ("SAMPLE_ROWS", 4)):
         monkeypatch.setattr(interfaces, name, value)
@@ -38,7 +38,7 @@ def small_cases(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def config(self: interfaces.Case, steps: int = 3) -> TrainConfig:
         found = whole(self, steps)
-        return replace(found, data=corpus, batch=2, model=replace(found.model, width=16))
+        return replace(found, data=few_words, batch=2, model=replace(found.model, width=16))
 
     monkeypatch.setattr(interfaces.Case, "config", config)
 

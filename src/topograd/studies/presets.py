@@ -77,10 +77,10 @@ SIZES: Mapping[str, Mapping[Preset, Size]] = {
     "experiment-e": _staged(4),
     "partition-search": _staged(8),
     "property-profile": {"tiny": Size(0.5, 4, 8, 2), "small": Size(13, 300, 48, 3)},
-    "front-scale": {"tiny": Size(0.2, seeds=2), "small": Size(16, seeds=3)},
+    "front-scale": {"tiny": Size(0.2, seeds=2), "small": Size(20, seeds=3)},
     "gap": {
         "tiny": Size(0.2, 4, 8, 2),
-        "small": Size(30, 400, 48, 3),
+        "small": Size(40, 400, 48, 3),
         "long": Size(30, 1600, 48, 3),
         "demo": Size(95, 1200, 96, 3),
     },
