@@ -155,7 +155,7 @@ def sweeps(architecture: Architecture) -> list[Case]:
     return [*cases, Case("4 layers alone", architecture, "4")]
 
 
-class Trained(NamedTuple):
+class Fitted(NamedTuple):
     """A model after its training."""
 
     stack: Stack
@@ -165,13 +165,13 @@ class Trained(NamedTuple):
     """Of the stages at every step (steps, stages)."""
 
 
-def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> Trained:
+def trained(case: Case, steps: int = STEPS, watch: Watch | None = None) -> Fitted:
     """The case's model after its training, the text that it was trained on, and its losses."""
     config, data = load_data(case.config(steps))
     stack, plan = build_stack(config)
     loader = Loader(data.train, CONTEXT, config.batch, config.seed)
     losses = fit(stack, plan, loader, steps, config.optimizer, watch)
-    return Trained(stack, plan, data, losses)
+    return Fitted(stack, plan, data, losses)
 
 
 def train_case(case: Case, steps: int = STEPS) -> dict[str, Any]:

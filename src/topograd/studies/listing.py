@@ -178,7 +178,7 @@ STUDIES: Mapping[str, Study] = {
     "interfaces": Study(
         "What a bounded interface costs in quality",
         "A model of regions with bounded interfaces comes close to the dense model, on four architectures "
-        "(LBI, Tables 2 and 6).",
+        "(LBI, Tables 2, 6 and 7).",
         _in("interface_quality"),
     ),
     "interface-hypotheses": Study(

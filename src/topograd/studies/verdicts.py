@@ -16,7 +16,7 @@ some seed no arm has a BPB below the order-0 entropy of the text, all claims are
 a claim of it failed, held if all its claims held, and is undecided otherwise.
 
 Cost: none. Source: Student, "The Probable Error of a Mean". The rules and the level are ours.
-Limits. I is a 90 % interval, and a study has up to six claims: about one in ten without any effect looks
+Limits. I is a 90 % interval, and some studies have ten claims or more: one in ten without any effect looks
 decided. Seeds vary weights and data order and not the text, the width or the learning rates.
 """
 
