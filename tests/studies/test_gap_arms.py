@@ -6,7 +6,10 @@ from topograd.runs.config import OptimizerConfig
 from topograd.studies.gap_arms import (
     ARMS,
     BACKPROP,
+    DECIDING,
+    DEMO,
     LENGTHS,
+    LIGHT,
     STAGED,
     TINY,
     Arm,
@@ -45,6 +48,19 @@ def test_there_is_one_arm_of_each_name_and_backprop_has_lengths() -> None:
     assert sorted(arm.length for arm in ARMS if arm.name.startswith(BACKPROP)) == sorted(LENGTHS)
     assert ARMS[0].name == BACKPROP
     assert {arm.name for arm in TINY} >= {BACKPROP, STAGED, "next"}
+
+
+def test_presets_have_what_equal_time_needs() -> None:
+    """Backprop at two lengths, plain stages, and whatever is judged with every seed."""
+    for arms in (DECIDING, DEMO):
+        assert {BACKPROP, f"{BACKPROP}, 1.4 × steps", STAGED} <= {arm.name for arm in arms}
+        assert all(arm.core for arm in arms)
+    light = [arm for arm in DEMO if arm.name in LIGHT.values()]
+    assert [[(s.weight, s.every) for s in arm.topology.stages[:2]] for arm in light] == [
+        [(0.1, 4)] * 2,
+        [(0.02, 4)] * 2,
+    ]
+    assert len(DEMO) == 8
 
 
 def test_gradient_depth_orders_the_arms() -> None:
