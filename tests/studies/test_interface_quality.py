@@ -4,11 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
+from topograd.data import windows
 from topograd.runs.config import OptimizerConfig
 from topograd.studies import interface_quality as study
 from topograd.studies import interfaces
-from topograd.studies.interfaces import FINE, PUBLISHED, Case, train_case
+from topograd.studies.interfaces import (
+    FINE,
+    PUBLISHED,
+    Case,
+    position_losses,
+    prefix_losses,
+    train_case,
+    trained,
+)
 from topograd.studies.outcome import asked
 from topograd.studies.verdicts import FAILED, HELD, UNDECIDED
 
@@ -94,7 +104,12 @@ def test_a_row_of_the_published_interface(small_cases: None) -> None:
     assert all(len(look["local_norm"]) == 1 for look in row["looks"])
     assert row["honest"] != row["sample"], "the future was in sight"
     causal = "S=4,r=4,pool=tail"
-    found = train_case(Case(causal, interface=causal, partition="1,1,1", optimizer=fast), steps=6)
+    case = Case(causal, interface=causal, partition="1,1,1", optimizer=fast)
+    stack, plan, data, _ = trained(case, steps=6)
+    inputs, targets, _ = windows(data.heldout, data.tokenizer, 16, 100)
+    alone, forced = (read(stack, plan, inputs, targets) for read in (prefix_losses, position_losses))
+    torch.testing.assert_close(alone, forced, equal_nan=True)
+    found = train_case(case, steps=6)
     assert found["honest"] == found["sample"]
     assert "looks" not in found
     assert found["shuffled"] != found["ce"]

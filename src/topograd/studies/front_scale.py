@@ -31,7 +31,6 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from topograd.nn.gpt import GPT
 from topograd.runs.config import TrainConfig
 from topograd.search.front import pareto_front
 from topograd.search.properties import read_properties
@@ -40,7 +39,8 @@ from topograd.studies.fit import trajectory
 from topograd.studies.gap_arms import Arm
 from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import Sizes, order0
+from topograd.studies.staged_runs import Sizes, minus, order0
+from topograd.studies.token_ratio import parameters, steps_of
 from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above, each, every, settled
 from topograd.topology.dag import Topology
 
@@ -89,16 +89,6 @@ ALONE = "stages of one layer"
 def topology(scale: Scale, stages: int) -> Topology:
     """Equal stages with a shared head."""
     return Topology.chain(",".join([str(scale.layers // stages)] * stages))
-
-
-def parameters(config: TrainConfig) -> int:
-    """Numbers in a model; heads are shared, so that all arms of a scale have as many."""
-    return sum(p.numel() for p in GPT(config.model).parameters())
-
-
-def steps_of(config: TrainConfig, ratio: float) -> int:
-    """Steps in which a model sees `ratio` tokens a parameter."""
-    return max(1, round(ratio * parameters(config) / (config.batch * config.model.context)))
 
 
 def run(asked: Asked) -> Result:
@@ -209,7 +199,7 @@ def claims(rows: Sequence[Row], scales: Sequence[Scale]) -> list[Claim]:
             "BPB is BP-descending (Corollary 8.12): the next finer equal stages have the larger gap",
             f"the gap of each finer arm minus that of the next coarser at {told}, points,",
             [
-                _minus(by_seed(rows, scale, fine), by_seed(rows, scale, coarse))
+                minus(by_seed(rows, scale, fine), by_seed(rows, scale, coarse))
                 for scale in scales
                 for coarse, fine in zip(scale.counts[1:], scale.counts[2:], strict=False)
             ],
@@ -229,10 +219,6 @@ def learned(found: Sequence[Claim], rows: Sequence[Row], scales: Sequence[Scale]
     for scale in scales:
         judged = settled(judged, [row for row in rows if row["scale"] == str(scale)])
     return judged
-
-
-def _minus(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(one, other, strict=True)]
 
 
 def _log_parameters(rows: Sequence[Row], scale: Scale) -> float:

@@ -46,7 +46,7 @@ from topograd.search.properties import read_properties
 from topograd.search.property_readings import MIN_DEPTH
 from topograd.search.trained import Trained
 from topograd.studies.outcome import Asked, Result, ResultTable, Row
-from topograd.studies.staged_runs import LAYERS, Arm, chain, mean, sizes_of, slopes, train_arms, values
+from topograd.studies.staged_runs import LAYERS, Arm, chain, mean, minus, sizes_of, slopes, train_arms, values
 from topograd.studies.verdicts import Claim, Drawing, Series, above, each, every, settled
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
@@ -242,7 +242,7 @@ def grid_claims(
             "capability is largest in the region K ≥ 2, min d_k ≥ 2, and not at the ends (P9, Remark 7.7)",
             "the region's mean capability minus that of one stage, of one layer a stage, and of the interior "
             "with stages of one layer,",
-            [_minus(region, _means(rows, names, "capability")) for names in ([backprop], [local], vestigial)],
+            [minus(region, _means(rows, names, "capability")) for names in ([backprop], [local], vestigial)],
         ),
         *(_genuine(name, found[name], cells) for name in FRONTS),
     ]
@@ -262,17 +262,13 @@ def _genuine(name: str, found: Sequence[set[str]], cells: Sequence[Cell]) -> Cla
 def refined(rows: Sequence[Row], cells: Sequence[Cell], key: str = "bpb") -> list[float]:
     """A reading of the finer minus that of the coarser, mean over all pairs that compare, seed by seed."""
     pairs = [(a, b) for a, b in itertools.product(cells, cells) if a.composition < b.composition]
-    steps = [_minus(values(rows, b.name, key), values(rows, a.name, key)) for a, b in pairs]
+    steps = [minus(values(rows, b.name, key), values(rows, a.name, key)) for a, b in pairs]
     return [statistics.fmean(seed) for seed in zip(*steps, strict=True)]
 
 
 def _means(rows: Sequence[Row], names: Sequence[str], key: str) -> list[float]:
     """The mean over configurations, seed by seed."""
     return [statistics.fmean(seed) for seed in zip(*(values(rows, n, key) for n in names), strict=True)]
-
-
-def _minus(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(one, other, strict=True)]
 
 
 def _slice_table(rows: Sequence[Row], cells: Sequence[Cell]) -> ResultTable:

@@ -315,7 +315,12 @@ def values(rows: Sequence[Row], arm: str, key: str = "bpb") -> list[Any]:
 
 def differences(rows: Sequence[Row], arm: str, base: str, key: str = "bpb") -> list[float]:
     """The reading of `arm` minus that of `base`, seed by seed."""
-    return [a - b for a, b in zip(values(rows, arm, key), values(rows, base, key), strict=True)]
+    return minus(values(rows, arm, key), values(rows, base, key))
+
+
+def minus(one: Sequence[float], other: Sequence[float], share: float = 1.0) -> list[float]:
+    """One reading minus a share of another, seed by seed."""
+    return [a - share * b for a, b in zip(one, other, strict=True)]
 
 
 def slopes(rows: Sequence[Row], arms: Sequence[Arm], key: str = "bpb") -> list[float]:

@@ -36,7 +36,7 @@ from topograd.studies.fit import trajectory
 from topograd.studies.gap_arms import Arm
 from topograd.studies.gap_training import Given, Training
 from topograd.studies.outcome import Asked, Result, ResultTable, Row, check_seeds
-from topograd.studies.staged_runs import bytes_config, order0
+from topograd.studies.staged_runs import bytes_config, minus, order0
 from topograd.studies.verdicts import Claim, Drawing, Interval, Series, above, each, settled
 from topograd.topology.dag import Topology
 from topograd.training.evaluation import evaluate
@@ -119,10 +119,14 @@ def config_of(asked: Asked, seed: int) -> TrainConfig:
     return bytes_config(asked, seed, batch=16, tiny_batch=4, eval_bytes=60_000, steps=1)
 
 
+def parameters(config: TrainConfig) -> int:
+    """Numbers in a model of backprop's size."""
+    return sum(p.numel() for p in GPT(config.model).parameters())
+
+
 def steps_of(config: TrainConfig, ratio: float) -> int:
-    """Steps in which a model of backprop's size sees `ratio` tokens a parameter."""
-    parameters = sum(p.numel() for p in GPT(config.model).parameters())
-    return max(1, round(ratio * parameters / (config.batch * config.model.context)))
+    """Steps in which such a model sees `ratio` tokens a parameter."""
+    return max(1, round(ratio * parameters(config) / (config.batch * config.model.context)))
 
 
 def scaled(config: OptimizerConfig, factor: float) -> OptimizerConfig:
@@ -173,10 +177,6 @@ def gaps(rows: Sequence[Row], arm: str, ratio: float) -> list[float]:
     return [row["gap"] for row in rows if row["arm"] == arm and row["ratio"] == ratio]
 
 
-def _minus(one: Sequence[float], other: Sequence[float], share: float = 1.0) -> list[float]:
-    return [a - share * b for a, b in zip(one, other, strict=True)]
-
-
 def _claims(rows: Sequence[Row], ratios: Sequence[float]) -> list[Claim]:
     plain = [gaps(rows, STAGES[2], ratio) for ratio in ratios]
     first, middle, last = ratios[0], ratios[len(ratios) // 2], ratios[-1]
@@ -192,20 +192,20 @@ def _claims(rows: Sequence[Row], ratios: Sequence[float]) -> list[Claim]:
             "tokens do not close it (against H-E)",
             f"at r = {last:g} more than {CLOSING:g} of the gap at r = {first:g} is left",
             f"the gap at r = {last:g} minus {CLOSING:g} of that at r = {first:g}, points,",
-            _minus(plain[-1], plain[0], CLOSING),
+            minus(plain[-1], plain[0], CLOSING),
         ),
         each(
             "coarser stages cost less",
             "stages of one layer cost more than clusters (12 % and 6.6 % in the paper)",
             f"the gap of {STAGES[1]} minus that of {STAGES[2]}, and of that minus {STAGES[3]}, at r = "
             f"{middle:g}, points,",
-            [_minus(fine, two), _minus(two, coarse)],
+            [minus(fine, two), minus(two, coarse)],
         ),
         above(
             "own heads close some (H-O)",
             "heads of the stages' own take a part of the gap away",
             f"the gap of {STAGES[2]} minus that with own heads at r = {middle:g}, points,",
-            _minus(two, gaps(rows, OWN_HEADS, middle)),
+            minus(two, gaps(rows, OWN_HEADS, middle)),
         ),
     ]
 
