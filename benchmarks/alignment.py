@@ -31,20 +31,20 @@ import torch
 import tyro
 from torch import Tensor
 
-from topograd.models.export import export_model
-from topograd.models.importing import import_model
+from papers.kept import Kept, Row
+from papers.product_of_experts.fact_readings import Reader, recall
+from papers.product_of_experts.facts import World
+from papers.product_of_experts.specialist_facts import UNSEEN
+from topograd.convert.export import export_model
+from topograd.convert.importing import import_model
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import Sidecar
 from topograd.specialists.align import carry, versions
 from topograd.specialists.attach import attach, new_specialist, open_specialist
-from topograd.specialists.fact_readings import Reader, recall
-from topograd.specialists.facts import World
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.interference import token_losses
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
-from topograd.studies.kept import Kept, Row
-from topograd.studies.specialist_facts import UNSEEN
 
 CONTEXT = 64
 ROWS = 24

@@ -27,10 +27,10 @@ import tyro
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from topograd.depth.model import load
+from topograd.convert.export import export_model
+from topograd.decode.model import load
 from topograd.evaluation.lm_eval_adapter import RunLM
 from topograd.evaluation.tasks import Item, Task, chosen_tasks, examples, find_files, read_items
-from topograd.models.export import export_model
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.benchmarks.decode import in_turns
-from topograd.benchmarks.settings import DecodeSettings
-from topograd.depth.autotune import DraftRule
-from topograd.depth.engine import Engine, Mode, Prefix
-from topograd.depth.speculation import Draft, Speculate
-from topograd.depth.wand import Wand
+from topograd.decode.autotune import DraftRule
+from topograd.decode.benchmark import in_turns
+from topograd.decode.engine import Engine, Mode, Prefix
+from topograd.decode.settings import DecodeSettings
+from topograd.decode.speculation import Draft, Speculate
+from topograd.decode.wand import Wand
 from topograd.nn.gpt import GPT
 from topograd.nn.packed import PackedLinear
 from topograd.timing import ratio, take_turns

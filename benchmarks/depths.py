@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from topograd.depth.engine import Engine, generate_tokens
-from topograd.depth.modes import engine_of, mode_of
-from topograd.depth.sampling import Sampling
+from topograd.decode.engine import Engine, generate_tokens
+from topograd.decode.modes import engine_of, mode_of
+from topograd.decode.sampling import Sampling
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session, open_session
 

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from topograd.depth.retrofitted import open_retrofit
-from topograd.models.draft_training import agreement_on
-from topograd.models.own_text import OwnText, greedy_rows, heldout_rows
+from topograd.convert.draft_training import agreement_on
+from topograd.convert.own_text import OwnText, greedy_rows, heldout_rows
+from topograd.decode.retrofitted import open_retrofit
 from topograd.runs.session import Session, open_session
 
 

@@ -36,20 +36,20 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from topograd.convert.own_text import LOOP
+from topograd.convert.prompts import Chat
 from topograd.data.corpus import read_corpus
-from topograd.depth.agreement import differences
-from topograd.depth.autotune import RowCosts
-from topograd.depth.drafters import Drafting
-from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
-from topograd.depth.modes import engine_of, mode_of
-from topograd.depth.policy import Paying
-from topograd.depth.retrofitted import has_retrofit
-from topograd.depth.sampling import Sampling
-from topograd.depth.speculation import Count, Speculate
-from topograd.depth.tune_drafters import measure_rows
+from topograd.decode.agreement import differences
+from topograd.decode.autotune import RowCosts
+from topograd.decode.drafters import Drafting
+from topograd.decode.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
+from topograd.decode.modes import engine_of, mode_of
+from topograd.decode.policy import Paying
+from topograd.decode.retrofitted import has_retrofit
+from topograd.decode.sampling import Sampling
+from topograd.decode.speculation import Count, Speculate
+from topograd.decode.tune_drafters import measure_rows
 from topograd.errors import TopogradError
-from topograd.models.own_text import LOOP
-from topograd.models.prompts import Chat
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session, open_session
 from topograd.timing import Spread
@@ -162,7 +162,7 @@ def peers_of(session: Session) -> dict[str, Callable[[list[int], int], list[int]
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from topograd.models.export import export_model
+    from topograd.convert.export import export_model
 
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 import topograd as tg
-from topograd.models.export import export_model
+from topograd.convert.export import export_model
 
 PROMPTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",

@@ -20,9 +20,9 @@ from typing import Any
 
 import tyro
 
+from papers.product_of_experts import composition, head_perturbation
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import heldout_text, open_session
-from topograd.studies import composition, head_perturbation
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,19 @@ import transformers
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from topograd.benchmarks.decode import heldout_prompts
+from topograd.convert.families import stack_of
 from topograd.data import Loader, Prepared, windows
 from topograd.data.windows import Text
-from topograd.depth.agreement import distinct, is_tie
-from topograd.depth.autotune import DraftRule
-from topograd.depth.calibrate import Tuning, tune
-from topograd.depth.calibration import Calibration
-from topograd.depth.engine import Emitted, Engine, Mode, Prefix, generate_batch
-from topograd.depth.readings import Readings, join, read
-from topograd.depth.speculation import Speculate
+from topograd.decode.agreement import distinct, is_tie
+from topograd.decode.autotune import DraftRule
+from topograd.decode.benchmark import heldout_prompts
+from topograd.decode.calibrate import Tuning, tune
+from topograd.decode.calibration import Calibration
+from topograd.decode.engine import Emitted, Engine, Mode, Prefix, generate_batch
+from topograd.decode.readings import Readings, join, read
+from topograd.decode.speculation import Speculate
 from topograd.errors import ConfigError
-from topograd.models.families import stack_of
+from topograd.exec.forward import stage_outputs
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.session import load_data
@@ -54,7 +55,6 @@ from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
-from topograd.training.forward import stage_outputs
 from topograd.training.optimizers import make_optimizers
 
 Texts = list[list[int]]

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import tyro
 
+from papers.product_of_experts.image_arms import optimizer
 from topograd.data.image_loader import ImageLoader
 from topograd.data.images import read_images
 from topograd.memory import peak_step_bytes
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import make_image_stack
 from topograd.nn.preparation import prepare
-from topograd.studies.image_arms import optimizer
 from topograd.timing import ratio, take_turns
 from topograd.training.executor import train_step
 from topograd.training.image_evaluation import evaluate_images

@@ -22,8 +22,8 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+from papers.dead_directions.families.deep_linear import deep_linear_coefficient
 from topograd.geometry import learning_coefficient
-from topograd.geometry.families.deep_linear import deep_linear_coefficient
 from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient
 
 CASES = (((5, 2, 4), 1), ((4, 3, 4), 2), ((3, 3, 3, 3), 1), ((4, 2, 2, 3), 0))

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from topograd.benchmarks.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
-from topograd.depth.engine import Engine, Prefix, continue_tokens, likeliest
-from topograd.depth.modes import engine_of
-from topograd.models.export import export_model
+from topograd.convert.export import export_model
+from topograd.decode.engine import Engine, Prefix, continue_tokens, likeliest
+from topograd.decode.modes import engine_of
+from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
 

@@ -13,9 +13,9 @@ import argparse
 import json
 from pathlib import Path
 
-from topograd.benchmarks.pipeline import bench_pipeline
-from topograd.benchmarks.settings import PipelineSettings
 from topograd.errors import ConfigError
+from topograd.parallel.benchmark import bench_pipeline
+from topograd.parallel.settings import PipelineSettings
 from topograd.report.scaling import wire_figure
 
 SETTINGS = {

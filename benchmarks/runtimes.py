@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from topograd.depth.engine import Prefix, generate_tokens
-from topograd.depth.modes import engine_of
+from topograd.decode.engine import Prefix, generate_tokens
+from topograd.decode.modes import engine_of
 from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from topograd.depth.engine import Engine
-from topograd.depth.model import Model
-from topograd.depth.rows import Rows
+from topograd.decode.engine import Engine
+from topograd.decode.model import Model
+from topograd.decode.rows import Rows
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from topograd.depth.sampling import Sampling
-from topograd.depth.text import TextStream
+from tests.oracles.decoding import next_logits
+from topograd.decode.sampling import Sampling
+from topograd.decode.text import TextStream
 from topograd.pretrained import REFERENCE
-from topograd.reference.decoding import next_logits
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters

@@ -21,18 +21,18 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from topograd.depth.model import Model
+from papers.product_of_experts.controls import LORA_RATE
+from papers.product_of_experts.fact_readings import Reader, asked, recall
+from papers.product_of_experts.facts import World
+from papers.product_of_experts.specialist_facts import UNSEEN
+from topograd.decode.model import Model
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.session import open_session
 from topograd.specialists.attach import attach, new_specialist
-from topograd.specialists.controls import LORA_RATE
-from topograd.specialists.fact_readings import Reader, asked, recall
-from topograd.specialists.facts import World
 from topograd.specialists.finetune import NAME, FineTuning
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.settings import FineTune
-from topograd.studies.specialist_facts import UNSEEN
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -201,7 +201,7 @@ class PeftTraining:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
-        from topograd.models.export import export_model
+        from topograd.convert.export import export_model
 
         export_model(run, folder, "hf")
         theirs = AutoModelForCausalLM.from_pretrained(folder)

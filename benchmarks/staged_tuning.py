@@ -33,14 +33,14 @@ import torch
 import torch.nn.functional as F
 import tyro
 
+from topograd.convert.own_text import OwnText, heldout_rows, training_rows
 from topograd.data import Text, windows
 from topograd.data.corpus import read_corpus
-from topograd.models.own_text import OwnText, heldout_rows, training_rows
+from topograd.exec.forward import predict, stage_outputs
 from topograd.runs.config import TrainConfig, tuning
 from topograd.runs.folder import Run
 from topograd.runs.session import Session, heldout_text, open_session
 from topograd.topology.plan import Plan
-from topograd.training.forward import predict, stage_outputs
 from topograd.training.trainer import Trainer, resume, start
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import tyro
-from plain_gpt import PlainGPT, copy_weights, plain_step
 
+from plain_gpt import PlainGPT, copy_weights, plain_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.gpt import GPT
 from topograd.timing import Spread, ratio, take_turns

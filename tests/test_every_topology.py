@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 
 import topograd as tg
+from tests.oracles.decoding import moved
 from topograd.cli.main import main
-from topograd.depth import calibrate
-from topograd.depth.engine import Prefix, generate_batch
-from topograd.reference.decoding import moved
+from topograd.decode import calibrate
+from topograd.decode.engine import Prefix, generate_batch
 from topograd.runs.export import export
 from topograd.runs.session import heldout_text, open_session
 from topograd.topology.dag import EMBEDDING, Edge, Stage

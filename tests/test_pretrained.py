@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.depth.agreement import differences
-from topograd.depth.autotune import DraftRule
-from topograd.depth.calibrate import load
-from topograd.depth.engine import Prefix, generate_batch
-from topograd.depth.modes import engine_of
-from topograd.depth.speculation import Speculate
+from topograd.decode.agreement import differences
+from topograd.decode.autotune import DraftRule
+from topograd.decode.calibrate import load
+from topograd.decode.engine import Prefix, generate_batch
+from topograd.decode.modes import engine_of
+from topograd.decode.speculation import Speculate
 from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.folder import Run

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim, specialists
     from topograd.data.windows import Text
-    from topograd.depth.autotune import DraftRule
-    from topograd.depth.engine import Composed, Engine, Prefix, generate_tokens
-    from topograd.depth.model import Model, generate, load
-    from topograd.depth.sampling import Sampling
-    from topograd.depth.speculation import Speculate
-    from topograd.depth.wand import Wand
+    from topograd.decode.autotune import DraftRule
+    from topograd.decode.engine import Composed, Engine, Prefix, generate_tokens
+    from topograd.decode.model import Model, generate, load
+    from topograd.decode.sampling import Sampling
+    from topograd.decode.speculation import Speculate
+    from topograd.decode.wand import Wand
     from topograd.errors import TopogradError
     from topograd.evaluation.texts import score
+    from topograd.exec.forward import Predictor, stage_outputs
     from topograd.nn.adapt import adapt
     from topograd.nn.config import MIXERS, GPTConfig
     from topograd.nn.gpt import GPT
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from topograd.topology.plan import Plan
     from topograd.training.evaluation import Evaluation, evaluate
     from topograd.training.executor import train_step
-    from topograd.training.forward import Predictor, stage_outputs
     from topograd.training.linear_cross_entropy import linear_cross_entropy
     from topograd.training.loop import TrainingLoop
     from topograd.training.objectives import OBJECTIVES

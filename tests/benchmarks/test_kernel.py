@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from topograd.benchmarks import kernel as bench
-from topograd.benchmarks.kernel import bench_kernel
-from topograd.benchmarks.settings import KernelSettings
+import kernel as bench
+from kernel import KernelSettings, bench_kernel
 from topograd.errors import ConfigError
 
 SMALL = KernelSettings(

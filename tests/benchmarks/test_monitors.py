@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from topograd.benchmarks import monitors
-from topograd.benchmarks.monitors import Training, _damage, _score, bench_monitors, train
-from topograd.benchmarks.settings import MonitorSettings
+import monitors
+from monitors import MonitorSettings, Training, _damage, _score, bench_monitors, train
 from topograd.errors import ConfigError
 from topograd.geometry.monitors.early_warning import SIGNALS
 

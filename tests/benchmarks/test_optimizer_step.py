@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from topograd.benchmarks.optimizer_step import MEMORY_GOAL, bench_optim, gpt_parameters, state_bytes
-from topograd.benchmarks.settings import OptimizerSettings
+from optimizer_step import MEMORY_GOAL, OptimizerSettings, bench_optim, gpt_parameters, state_bytes
 from topograd.errors import ConfigError
 
 TINY = OptimizerSettings(layers=2, width=8, vocab=16, repeats=3)

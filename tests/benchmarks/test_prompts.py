@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from topograd.benchmarks import prompts
-from topograd.benchmarks.prompts import CATEGORIES, bench_prompts
-from topograd.benchmarks.settings import PromptSettings
-from topograd.depth.model import load
+import prompts
+import questions
+from prompts import CATEGORIES, PromptSettings, bench_prompts
+from topograd.decode.model import load
 from topograd.errors import ConfigError
-from topograd.evaluation import questions
 from topograd.pretrained import REFERENCE
 
 
@@ -57,7 +56,7 @@ def test_without_a_calibration_only_drafts(model_without: Any) -> None:
 
 @pytest.fixture
 def model_without(make_session: Any) -> Any:
-    from topograd.depth.model import Model
+    from topograd.decode.model import Model
 
     return Model(make_session(2))
 

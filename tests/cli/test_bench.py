@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from topograd.benchmarks.backward import Settings
-from topograd.benchmarks.decode import EPS
+from scan import Settings
 from topograd.cli import bench as module
 from topograd.cli.bench import curve_table, decode_table, kernel_table, monitors_table, scan_tables
-from topograd.depth import calibrate
+from topograd.decode import calibrate
+from topograd.decode.benchmark import EPS
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
 TINY = (

@@ -7,10 +7,10 @@ import pytest
 
 from topograd.cli import progress
 from topograd.cli.main import main
-from topograd.depth import calibrate, modes
-from topograd.depth.autotune import DraftRule, RowCosts
-from topograd.depth.calibrate import Tuning, heldout_readings, load
-from topograd.depth.calibration import EPS
+from topograd.decode import calibrate, modes
+from topograd.decode.autotune import DraftRule, RowCosts
+from topograd.decode.calibrate import Tuning, heldout_readings, load
+from topograd.decode.calibration import EPS
 from topograd.runs import session
 from topograd.runs.session import heldout_text, open_session
 

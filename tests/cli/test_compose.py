@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from topograd.exec.forward import Predictor
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.runs.sidecar import update_sidecar
 from topograd.specialists.attach import attach, open_specialist
 from topograd.specialists.composition import Pool, Weights, composed
 from topograd.specialists.records import rows_of
-from topograd.training.forward import Predictor
 
 Call = Callable[..., Any]
 

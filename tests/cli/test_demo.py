@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from topograd.benchmarks.settings import DecodeSettings
 from topograd.cli import demo_depth
 from topograd.cli.main import main
-from topograd.depth import calibrate
+from topograd.decode import calibrate
+from topograd.decode.settings import DecodeSettings
 from topograd.report.depth_text import stage_colour
 
 FLAGS = ("--preset", "tiny", "--steps", "3", "--seed", "4")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from topograd.cli import generate as module
 from topograd.cli.main import main
-from topograd.depth import model
+from topograd.decode import model
 from topograd.runs.folder import Run
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 from topograd.data.foreign_tokenizer import MOST_TOKENS, ForeignTokenizer
 from topograd.data.shards import Shards, write_shards
 from topograd.data.tokenizer import Tokenizer
-from topograd.depth.text import TextStream
+from topograd.decode.text import TextStream
 from topograd.errors import DataError
 
 CORPUS = [

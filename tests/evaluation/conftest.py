@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from topograd.depth.engine import Engine
-from topograd.depth.model import Model
+from topograd.decode.engine import Engine
+from topograd.decode.model import Model
 from topograd.evaluation.tasks import TASKS
 from topograd.nn.gpt import GPT
 from topograd.runs.session import Session

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from topograd.depth.model import Model
+from tests.oracles.scoring import least_loss, token_logprobs
+from topograd.decode.model import Model
 from topograd.errors import DataError
 from topograd.evaluation import core
 from topograd.evaluation.core import CoreRequest, CoreResult, TaskResult, evaluate_core, log_name
 from topograd.evaluation.prompts import bundle_of
 from topograd.evaluation.tasks import TASKS, examples, find_files, read_items
-from topograd.reference.scoring import least_loss, token_logprobs
 
 
 def test_answers_are_those_of_the_slow_way(model: Model, tasks: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_task import QUESTIONS, samples_of
 
-from topograd.depth.model import Model
+from local_task import QUESTIONS, samples_of
+from topograd.decode.model import Model
 from topograd.evaluation.texts import score
 
 with warnings.catch_warnings():

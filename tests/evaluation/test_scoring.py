@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from topograd.depth.engine import Composed, Engine
+from tests.oracles.scoring import token_logprobs
+from topograd.decode.engine import Composed, Engine
 from topograd.errors import ConfigError
 from topograd.evaluation.scoring import Scorer, TokenRow, common
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
-from topograd.reference.scoring import token_logprobs
 from topograd.topology.branches import parse_branches
 from topograd.topology.dag import Topology
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from topograd.depth.engine import Composed
-from topograd.depth.model import Model
+from topograd.decode.engine import Composed
+from topograd.decode.model import Model
 from topograd.errors import ConfigError
 from topograd.evaluation.texts import _scored, encode_pair, score, score_texts
+from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
 from topograd.runs.sidecar import update_sidecar
 from topograd.specialists.attach import new_specialist
 from topograd.specialists.model import SpecialistPool
-from topograd.training.forward import Predictor
 
 
 def test_space_belongs_to_what_follows(model: Model) -> None:

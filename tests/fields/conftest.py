@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.fields.checks import Problem
+from papers.gram_metrics.checks import Problem
 
 Make = Callable[..., Problem]
 

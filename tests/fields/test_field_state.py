@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from papers.gram_metrics.checks import Problem
+from tests.oracles.fields import activations, conjugates, masks
+from tests.oracles.ntk import output
 from topograd.errors import FieldError
-from topograd.fields.checks import Problem
 from topograd.fields.field_state import crossings, state_of
 from topograd.fields.kernel import kernel
-from topograd.reference.fields import activations, conjugates, masks
-from topograd.reference.ntk import output
 
 Make = Callable[..., Problem]
 WIDTHS = [(4, 6), (4, 6, 6), (3, 7, 5, 8), (5, 4, 9, 6, 3, 7, 6)]

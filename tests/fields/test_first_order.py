@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from topograd.fields.checks import Problem
+from papers.gram_metrics.checks import Problem
+from tests.oracles.fields import descend
 from topograd.fields.field_state import State, crossings, state_of
 from topograd.fields.first_order import activation_change, first_order
 from topograd.fields.kernel import kernel
-from topograd.reference.fields import descend
 
 Make = Callable[..., Problem]
 DEEP = [(8, 8, 8), (4, 7, 5, 8), (6, 6, 6, 6, 6), (5, 6, 7, 6, 5, 8, 7)]

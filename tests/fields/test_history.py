@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from topograd.fields.checks import Problem
+from papers.gram_metrics.checks import Problem
+from tests.oracles.fields import descend
 from topograd.fields.field_state import state_of
 from topograd.fields.history import evolve, hidden
-from topograd.reference.fields import descend
 
 Make = Callable[..., Problem]
 NETWORKS = [((6, 8), 0.5), ((6, 8, 8), 0.5), ((4, 7, 5, 8), 0.5), ((5, 6, 7, 6, 5), 0.05)]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from papers.gram_metrics.checks import Problem, relative_error
+from tests.oracles.fields import descend
+from tests.oracles.ntk import empirical_ntk
 from topograd.errors import FieldError
-from topograd.fields.checks import Problem, relative_error
 from topograd.fields.field_state import state_of
 from topograd.fields.kernel import kernel
 from topograd.memory import peak_bytes
-from topograd.reference.fields import descend
-from topograd.reference.ntk import empirical_ntk
 
 Make = Callable[..., Problem]
 EXACT = 1e-12

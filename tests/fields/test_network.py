@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from papers.gram_metrics.checks import Problem
+from tests.oracles.ntk import output
 from topograd.errors import FieldError, TopogradError
-from topograd.fields.checks import Problem
 from topograd.fields.history import evolve
 from topograd.fields.kernel import kernel
 from topograd.fields.network import check_problem, weights_of
-from topograd.reference.ntk import output
 
 
 def linear(n: int, m: int, bias: bool = False) -> nn.Linear:

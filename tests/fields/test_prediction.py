@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from papers.gram_metrics.checks import Problem, random_problem
 from topograd.errors import FieldError
-from topograd.fields.checks import Problem, random_problem
 from topograd.fields.kernel import kernel
 from topograd.fields.prediction import frozen, predict, relinearised
 from topograd.fields.simulation import Trajectory, simulate

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from papers.gram_metrics.checks import Problem, random_problem
+from tests.oracles.fields import descend
 from topograd.errors import DivergenceError, FieldError
 from topograd.fields import simulate
-from topograd.fields.checks import Problem, random_problem
-from topograd.reference.fields import descend
 
 Make = Callable[..., Problem]
 

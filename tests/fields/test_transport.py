@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from papers.gram_metrics.checks import Problem
+from tests.oracles.fields import projectors, pulled_back, transports
 from topograd.errors import FieldError
-from topograd.fields.checks import Problem
 from topograd.fields.field_state import State, state_of
 from topograd.fields.transport import (
     conjugate_change,
@@ -19,7 +20,6 @@ from topograd.fields.transport import (
     transported,
 )
 from topograd.memory import peak_bytes
-from topograd.reference.fields import projectors, pulled_back, transports
 
 Make = Callable[..., Problem]
 NETWORKS = [(4, 6, 5), (4, 5, 6, 4), (4, 5, 3, 6, 5), (3, 4, 5, 4, 6, 5), (4, 5, 4, 6, 3, 5, 4)]

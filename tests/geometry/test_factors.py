@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.oracles.fisher import exact_fisher, explicit_factors
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Factors, gram, kfac_factors
 from topograd.geometry.losses import Fisher, SquaredError
 from topograd.nn.gpt import GPT
-from topograd.reference.fisher import exact_fisher, explicit_factors
 
 
 class Transformer(nn.Module):

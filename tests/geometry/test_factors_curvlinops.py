@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from curvlinops import KFACLinearOperator
 from torch import Tensor, nn
 
+from tests.oracles.fisher import explicit_factors
 from topograd.geometry import losses
 from topograd.geometry.factors import Factors, kfac_factors
 from topograd.geometry.losses import Fisher, SquaredError
-from topograd.reference.fisher import explicit_factors
 
 TYPES: dict[Fisher, str] = {"empirical": "empirical", "expected": "type-2", "monte-carlo": "mc"}
 SEED = 11

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.oracles.fisher import output_covariance
 from topograd.errors import GeometryError
 from topograd.geometry.losses import (
     CrossEntropy,
@@ -18,7 +19,6 @@ from topograd.geometry.losses import (
     check_fisher,
     loss_named,
 )
-from topograd.reference.fisher import output_covariance
 
 SHAPES = [(3, 4), (3, 2, 4), (3, 2, 2, 4)]
 

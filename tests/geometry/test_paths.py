@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tests.oracles.fisher import exact_fisher
 from topograd.errors import GeometryError
 from topograd.geometry.paths import Path, directional_fisher, divergences, read_order
 from topograd.geometry.rates import log_grid
-from topograd.reference.fisher import exact_fisher
 
 WIDTH = 4
 INPUTS = torch.randn(200, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from papers.dead_directions.families.mixture import Merge
 from topograd.errors import GeometryError
-from topograd.geometry.families.mixture import Merge
 from topograd.geometry.rates import fit_rate, log_grid
 from topograd.geometry.selection import EXCEEDED, local_rlct, match_ranks, select_rank
 

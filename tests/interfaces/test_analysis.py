@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+from topograd.exec.forward import run_stage
 from topograd.interfaces import SegmentInterface
 from topograd.interfaces.analysis import (
     adjoint_norms,
@@ -22,7 +23,6 @@ from topograd.interfaces.measure import build_model, random_tokens
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.settings import Shape
 from topograd.nn.gpt import GPT
-from topograd.training.forward import run_stage
 
 SHAPE = Shape(regions=4, region_layers=1, width=16, heads=2, vocab=11, context=12, batch=2)
 INTERFACE = SegmentInterface(segments=3, rank=5)

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.interfaces import interface_forward
 from topograd.errors import ConfigError, StackError
+from topograd.exec.forward import stage_outputs
 from topograd.interfaces.causality import future_gradient, leak
 from topograd.nn.config import ARCHITECTURES, Architecture, Maps, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentRelay, add_interfaces
 from topograd.nn.stack import Bus
-from topograd.reference.interfaces import interface_forward
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import stage_outputs
 
 CONTEXT, VOCAB = 12, 5
 CHAIN = Topology.regions("1,1,1")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.interfaces import interface_forward, interface_loss
 from topograd.errors import ConfigError, TopologyError
 from topograd.interfaces.engines import Backward, backward, region_step
 from topograd.interfaces.settings import BackwardEngine
 from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.reference.interfaces import interface_forward, interface_loss
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.oracles.interfaces import canvas_with_states, next_states
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces import jacobian
 from topograd.interfaces.jacobian import Visit, Way, interface_jacobian, tangent_basis, visit
@@ -17,7 +18,6 @@ from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Bus
-from topograd.reference.interfaces import canvas_with_states, next_states
 from topograd.topology.dag import Topology
 
 CONTEXT, BATCH = 12, 3

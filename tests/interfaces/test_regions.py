@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.oracles.interfaces import interface_forward
 from topograd.errors import StackError, TopologyError
 from topograd.interfaces.regions import Regions
 from topograd.nn.config import Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Bus
-from topograd.reference.interfaces import interface_forward
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 
 CONTEXT = 12

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.oracles.adjoints import explicit_adjoints, explicit_products
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces.suffix_scan import Method, suffix_adjoints, suffix_products
-from topograd.reference.adjoints import explicit_adjoints, explicit_products
 
 METHODS: list[Method] = ["matvec", "chunked", "tree"]
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.exec.forward import stage_outputs
 from topograd.nn.adapt import Adapted, adapt
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
-from topograd.training.forward import stage_outputs
 
 Foreign = tuple[Any, Adapted]
 

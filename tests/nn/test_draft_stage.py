@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.draft_stage import RELAY, DraftStage, PreviousRelay, rank_tokens, shifted, step_mask
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
@@ -16,7 +17,6 @@ from topograd.nn.transformer import Transformer
 from topograd.nn.transformer_config import TransformerConfig
 from topograd.topology.dag import Edge, Stage, Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import StageStates, stage_outputs
 
 VOCAB, WIDTH, TIME = 40, 16, 9
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.oracles.attention import attention_output, plain_attention, root_mean_square_norm, rotated
 from topograd.errors import StackError
 from topograd.nn.attention import rotate
 from topograd.nn.blocks import Attention, norm
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
-from topograd.reference.attention import attention_output, plain_attention, root_mean_square_norm, rotated
 
 pytestmark = pytest.mark.usefixtures("float64")
 

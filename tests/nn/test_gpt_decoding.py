@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.gpt_decoding import DecodingGPT, unit
 from topograd.nn.stack import Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import StageStates, stage_outputs
 
 VOCAB, CONTEXT, STAGES = 23, 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.oracles.interfaces import canvas_with_states, interface_forward, next_states, pools
 from topograd.errors import ConfigError
+from topograd.exec.forward import StageStates, run_stage, stage_outputs
 from topograd.nn.config import ARCHITECTURES, Maps, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import Map, SegmentRelay, add_interfaces
 from topograd.nn.relays import CausalRelay
-from topograd.reference.interfaces import canvas_with_states, interface_forward, next_states, pools
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import StageStates, run_stage, stage_outputs
 
 WIDTH, CONTEXT, VOCAB = 8, 12, 11
 CHAIN = Topology.regions("1,2,1")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError, StackError, TopologyError
+from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, LearnedRelay, Linear, LowRank, add_relays
 from topograd.nn.relays import RELAYS
@@ -19,7 +20,6 @@ from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import activation_rank
 from topograd.training.executor import train_step
-from topograd.training.forward import StageStates, stage_outputs
 
 WIDTH, RANK = 16, 4
 BUS = Bus(torch.zeros(1), torch.zeros(1), torch.zeros(1))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.oracles.recurrence import mamba2_by_steps
 from topograd.nn.mamba2 import GatedNorm, Mamba2Mixer
-from topograd.reference.recurrence import mamba2_by_steps
 
 
 def mixer(groups: int = 2, chunk: int = 4, heads: int = 4) -> Mamba2Mixer:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from tests.oracles.recurrence import mamba3_by_steps
 from topograd.errors import StackError
 from topograd.nn.mamba3 import Mamba3Mixer, decay_rate, rotate_pairs
-from topograd.reference.recurrence import mamba3_by_steps
 
 
 def mixer(groups: int = 2, fraction: float = 0.5, chunk: int = 4, heads: int = 4) -> Mamba3Mixer:

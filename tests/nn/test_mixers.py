@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError, StackError
+from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.blocks import MixerBlock
 from topograd.nn.config import MIXERS, GPTConfig
 from topograd.nn.gpt import GPT
@@ -23,7 +24,6 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
-from topograd.training.forward import StageStates, stage_outputs
 from topograd.training.trainer import resume, start
 
 MODULE = '''

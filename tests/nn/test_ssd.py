@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.oracles.recurrence import scan_by_steps
 from topograd.errors import StackError
 from topograd.nn.ssd import decay_scan, ssd
-from topograd.reference.recurrence import scan_by_steps
 
 
 def parts(

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.executor import graph_losses
 from topograd.errors import StackError
+from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
-from topograd.reference.executor import graph_losses
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
-from topograd.training.forward import StageStates, stage_outputs
 
 
 def close(a: Tensor, b: Tensor, tolerance: float) -> None:

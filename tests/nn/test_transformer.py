@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.depth.engine import Engine, Prefix, generate_batch
+from tests.oracles.executor import graph_losses
+from topograd.decode.engine import Engine, Prefix, generate_batch
 from topograd.errors import StackError
 from topograd.nn.heads import LowRankDelta
 from topograd.nn.preparation import prepare
@@ -19,7 +20,6 @@ from topograd.nn.stack import Stack
 from topograd.nn.transformer import RMSNorm, Transformer
 from topograd.nn.transformer_config import TRAITS, TransformerConfig
 from topograd.nn.transformer_decoding import DecodingTransformer
-from topograd.reference.executor import graph_losses
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from papers.dead_directions.equivariance import Case, cases, residual_and_drift
+from tests.oracles.muon import muon_step, newton_schulz
 from topograd.optim.conditioner import COEFFICIENTS, NS_STEPS, DDCMomentum, DDCMuon, orthogonal_step
-from topograd.optim.equivariance import Case, cases, residual_and_drift
 from topograd.optim.gauges import Gauge, ReLURescale
-from topograd.reference.muon import muon_step, newton_schulz
 
 
 @pytest.mark.parametrize("kind", [DDCMomentum, DDCMuon])

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from papers.dead_directions.equivariance import Case, adam_w, cases, ddc, residual_and_drift
+from tests.oracles.ddc_adam import Adam, Joint, rescaling_step, translation_step
 from topograd.errors import OptimError
 from topograd.optim.ddc_adam import DDCAdam
-from topograd.optim.equivariance import Case, adam_w, cases, ddc, residual_and_drift
 from topograd.optim.gauges import CEShiftBias, CEShiftRowShift, ChainedReLURescale, LNScale, ReLURescale
-from topograd.reference.ddc_adam import Adam, Joint, rescaling_step, translation_step
 
 
 def mlp(*widths: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config
 from transformers import Qwen3ForCausalLM as Qwen3
 
+from topograd.convert.families import stack_of
 from topograd.errors import OptimError
-from topograd.models.families import stack_of
 from topograd.nn.gpt import GPT
 from topograd.optim import DDCAdam, find_gauges
 from topograd.optim.discovery import TOLERANCE, Found, SetAside, _Choice

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from topograd.depth.model import load
+from topograd.decode.model import load
 from topograd.files import dump_toml
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import FOUND, MISSING, Browser
 
+from browser import FOUND, MISSING, Browser
 from topograd.report.pareto import write_pareto
 
 pytestmark = pytest.mark.skipif(FOUND is None, reason=MISSING)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 import topograd as tg
 from topograd.errors import CheckpointError, RunError
+from topograd.exec.forward import Predictor, stage_logits
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.runs.tune_config import PARTIAL
-from topograd.training.forward import Predictor, stage_logits
 from topograd.training.trainer import resume, start
 
 TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from topograd.depth.cache import Cache
-from topograd.depth.engine import Engine
-from topograd.depth.rows import Rows, copy_prefix
+from topograd.decode.cache import Cache
+from topograd.decode.engine import Engine
+from topograd.decode.rows import Rows, copy_prefix
 from topograd.nn.stack import Stack
 from topograd.runtime import joined, onnx_memory
 from topograd.runtime.joined import Buffer, JoinedStage

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
-from topograd.depth.engine import Engine
+from topograd.decode.engine import Engine
 from topograd.nn.transformer import ACTIVATIONS, RMSNorm, Transformer
 from topograd.nn.transformer_config import TransformerConfig
 from topograd.runtime.graph import Graph

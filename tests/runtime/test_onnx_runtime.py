@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("onnxruntime")
 
-from topograd.depth.agreement import is_tie
-from topograd.depth.autotune import DraftRule
-from topograd.depth.cache import Cache
-from topograd.depth.engine import Composed, Engine, Prefix, generate_batch
-from topograd.depth.speculation import Speculate
+from topograd.decode.agreement import is_tie
+from topograd.decode.autotune import DraftRule
+from topograd.decode.cache import Cache
+from topograd.decode.engine import Composed, Engine, Prefix, generate_batch
+from topograd.decode.speculation import Speculate
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack

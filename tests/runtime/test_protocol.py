@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
-from topograd.depth.engine import Engine, Prefix, generate_tokens
+from topograd.decode.engine import Engine, Prefix, generate_tokens
 from topograd.nn.stack import Stack
 from topograd.runtime.onnx_runtime import OnnxRuntime
 from topograd.runtime.protocol import RowEmbedding, RowMemory, TorchRuntime, torch_beside

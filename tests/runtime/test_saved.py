@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
-from topograd.depth.engine import Prefix, generate_batch
-from topograd.depth.modes import engine_of
+from topograd.decode.engine import Prefix, generate_batch
+from topograd.decode.modes import engine_of
 from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session

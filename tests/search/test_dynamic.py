@@ -3,8 +3,8 @@ import time
 
 import pytest
 
+from tests.oracles.partitions import cheapest_by_trying
 from topograd.errors import ConfigError, TopologyError
-from topograd.reference.partitions import cheapest_by_trying
 from topograd.search.dynamic import best_partition, parse_costs
 
 

@@ -3,8 +3,8 @@ import time
 import numpy as np
 import pytest
 
+from tests.oracles.partitions import undominated_by_pairs
 from topograd.errors import ConfigError, TopologyError
-from topograd.reference.partitions import undominated_by_pairs
 from topograd.search.front import AllCompositions, best_first, crowding, front_ranks, pareto_front
 from topograd.search.utility import coordination, hard
 from topograd.topology.composition import enumerate_compositions

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from topograd.data.windows import Text
-from topograd.depth.readings import Readings, read
+from topograd.decode.readings import Readings, read
 from topograd.errors import ConfigError
+from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.search import property_probes
@@ -44,7 +45,6 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import BitsPerByte, activation_rank, evaluate
-from topograd.training.forward import stage_outputs
 
 VOCAB, TIME, WIDTH = 12, 16, 16
 

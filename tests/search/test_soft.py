@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.executor import graph_losses
 from topograd.errors import ConfigError, TopologyError
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.reference.executor import graph_losses
 from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from topograd.depth.engine import Engine
-from topograd.depth.model import Model
-from topograd.depth.sampling import Sampling
-from topograd.depth.text import TextStream
+from topograd.decode.engine import Engine
+from topograd.decode.model import Model
+from topograd.decode.sampling import Sampling
+from topograd.decode.text import TextStream
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session
 from topograd.serve.jobs import Job, Progress

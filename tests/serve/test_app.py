@@ -168,7 +168,7 @@ def test_echo_with_logprobs_is_the_models_log_softmax(ask: Ask, served: Served) 
         choice = ask(prompt=tokens, echo=True, logprobs=1, max_tokens=1, depth=depth)["choices"][0][
             "logprobs"
         ]
-        from topograd.training.forward import stage_logits
+        from topograd.exec.forward import stage_logits
 
         session = served.model.session
         with torch.no_grad():

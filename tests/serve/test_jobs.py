@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from topograd.depth.sampling import Sampling
+from topograd.decode.sampling import Sampling
 
 
 def test_a_job_has_its_own_stream_of_numbers(make_desk: Callable[..., Any]) -> None:

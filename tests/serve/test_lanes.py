@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from topograd.depth.engine import generate_batch
-from topograd.depth.modes import mode_of
-from topograd.depth.rows import Rows
-from topograd.depth.sampling import Sampling, draw, probabilities
+from topograd.decode.engine import generate_batch
+from topograd.decode.modes import mode_of
+from topograd.decode.rows import Rows
+from topograd.decode.sampling import Sampling, draw, probabilities
 from topograd.errors import ConfigError
 from topograd.nn.translator import Translator
 from topograd.serve.lanes import MOST_LANES, Lanes, RowChooser

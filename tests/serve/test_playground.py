@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser import FOUND, MISSING, Browser
 
+from browser import FOUND, MISSING, Browser
 from topograd.serve.app import playground
 from topograd.serve.server import Running
 

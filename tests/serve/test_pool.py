@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from topograd.depth.rows import Rows
+from topograd.decode.rows import Rows
 from topograd.serve.pool import WORTH, Pool, Row
 
 STAGES = [0, 1, 2, 3]

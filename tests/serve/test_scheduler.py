@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from topograd.depth.engine import generate_batch
-from topograd.depth.modes import mode_of
-from topograd.depth.sampling import Sampling
+from tests.oracles.decoding import next_logits
+from topograd.decode.engine import generate_batch
+from topograd.decode.modes import mode_of
+from topograd.decode.sampling import Sampling
 from topograd.errors import DivergenceError
-from topograd.reference.decoding import next_logits
 from topograd.serve import scheduler as module
 from topograd.serve.jobs import Job
 

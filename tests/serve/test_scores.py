@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_task import QUESTIONS, samples_of
 
+from local_task import QUESTIONS, samples_of
 from topograd.evaluation.scoring import Scorer, TokenRow
 from topograd.evaluation.texts import score
 from topograd.serve.scores import scores

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from topograd.depth.engine import generate_batch
-from topograd.depth.model import Model
-from topograd.depth.modes import mode_of
-from topograd.depth.sampling import Sampling
-from topograd.depth.text import TextStream
+from topograd.decode.engine import generate_batch
+from topograd.decode.model import Model
+from topograd.decode.modes import mode_of
+from topograd.decode.sampling import Sampling
+from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from topograd.models.importing import import_model
+from topograd.convert.importing import import_model
 from topograd.runs.session import Session, open_session
 
 Bases = dict[str, Session]

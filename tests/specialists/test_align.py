@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
 from topograd.runs.sidecar import Sidecar, update_sidecar
 from topograd.specialists.align import alignment, carry, compared, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
-from topograd.training.forward import Predictor
 
 
 def learned(base: Session, folder: Path, rank: int | None = 3) -> Sidecar:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError, RunError
+from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import TENSORS
@@ -19,7 +20,6 @@ from topograd.specialists.attach import Shape, SpecialistPart, attach, new_speci
 from topograd.specialists.composition import composed
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import Predictor, stage_outputs
 
 Bases = dict[str, Session]
 TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
 from topograd.specialists.attach import Attached, attach, new_specialist
 from topograd.specialists.composition import composed, composed_terms, parse_specialists
-from topograd.training.forward import Predictor
 
 TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.interference import default_compositions, interference, token_losses
-from topograd.training.forward import Predictor
 
 
 @torch.no_grad()

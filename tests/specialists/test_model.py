@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.depth.model import Model
+from topograd.decode.model import Model
 from topograd.errors import ConfigError, RunError
+from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
 from topograd.runs.sidecar import update_sidecar
 from topograd.runtime.choice import installed
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.model import Mixed, SpecialistPool, open_composed
-from topograd.training.forward import Predictor
 
 Bases = dict[str, Session]
 PROMPTS = ["relay", "stage loss", "los", "stage relay loss"]

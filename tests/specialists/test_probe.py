@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor, stage_outputs
 from topograd.runs.session import Session
 from topograd.specialists.attach import Attached, attach, new_specialist
 from topograd.specialists.probe import probe
-from topograd.training.forward import Predictor, stage_outputs
 
 
 @pytest.fixture(scope="module")

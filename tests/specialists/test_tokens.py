@@ -9,11 +9,11 @@ import torch
 
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
 from topograd.specialists.attach import attach, new_specialist, open_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.tokens import NewToken, Vocabulary
-from topograd.training.forward import Predictor
 
 Bases = dict[str, Session]
 

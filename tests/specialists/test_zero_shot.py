@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.depth.model import Model
+from topograd.decode.model import Model
 from topograd.errors import DataError
 from topograd.evaluation.core import CoreRequest, evaluate_core
 from topograd.runs.session import Session

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus
@@ -17,7 +18,6 @@ from topograd.topology.branches import Branches, branches, parse_branches, parse
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan, Port
-from topograd.training.forward import StageStates, stage_outputs
 
 LAYERS, STAGES, VOCAB = 6, 4, 17
 CHAIN = Topology.chain(Configuration.parse("1,2,1,2", heads="per-stage"))

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from topograd.exec.forward import Predictor
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED
 from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Stage, Topology
-from topograd.training.forward import Predictor
 from topograd.training.objectives import Logits, teacher_logits
 
 Gradients = dict[str, Tensor]

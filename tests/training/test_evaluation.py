@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.data.windows import Text
+from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Bus, Stack
@@ -18,7 +19,6 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training import evaluation
 from topograd.training.evaluation import BINS, Evaluation, activation_rank, calibration_error, evaluate
-from topograd.training.forward import stage_outputs
 
 TOPOLOGY = Topology.chain(Configuration.parse("1,1,2", heads="per-stage"))
 NBYTES = 91

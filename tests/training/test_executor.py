@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.oracles.executor import graph_losses
 from topograd.errors import ConfigError, StackError, TopologyError
+from topograd.exec.forward import Predictor
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus, Stack
-from topograd.reference.executor import graph_losses
 from topograd.topology.closed_forms import activation_layers
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
-from topograd.training.forward import Predictor
 from topograd.training.objectives import OBJECTIVES, Logits, teacher_logits
 
 if TYPE_CHECKING:

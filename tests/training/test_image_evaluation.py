@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
+from topograd.exec.forward import Predictor
 from topograd.nn.pooling import pool
 from topograd.runs.folder import Run
 from topograd.runs.session import heldout_images, open_run
 from topograd.topology.plan import Plan
-from topograd.training.forward import Predictor
 from topograd.training.image_evaluation import accuracy, evaluate_images, exit_curve, image_logits
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.reference.cross_entropy import plain_cross_entropy
+from tests.oracles.cross_entropy import plain_cross_entropy
 from topograd.training import linear_cross_entropy as module
 from topograd.training.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 

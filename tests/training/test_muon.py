@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.oracles.muon import muon_step, newton_schulz
 from topograd.errors import ConfigError
-from topograd.reference.muon import muon_step, newton_schulz
 from topograd.training import muon as module
 from topograd.training.muon import COEFFICIENTS, Muon, newton_schulz_dtype, orthogonalise
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.exec.forward import Predictor
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Projection
 from topograd.registry import Registry
@@ -20,7 +21,6 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training import linear_cross_entropy
-from topograd.training.forward import Predictor
 from topograd.training.objectives import (
     OBJECTIVES,
     CrossEntropy,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import stage_logits
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import OPTIMIZERS, OptimizerConfig, StageOptimizer, TrainConfig
@@ -21,7 +22,6 @@ from topograd.runs.session import build_stack, open_session
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.forward import stage_logits
 from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import head_gauges, make_optimizers, mlp_gauges, parameter_groups
 from topograd.training.trainer import resume, start

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from topograd.data.windows import Text
+from topograd.exec.forward import Predictor, stage_logits
 from topograd.nn.gpt import GPT
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import evaluate
-from topograd.training.forward import Predictor, stage_logits
 from topograd.training.objectives import teacher_logits
 
 if TYPE_CHECKING:

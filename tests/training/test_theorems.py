@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus
@@ -23,7 +24,6 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step
-from topograd.training.forward import stage_outputs
 
 if TYPE_CHECKING:
     from tests.training.conftest import Case, Gradients, Tiny

@@ -17,9 +17,9 @@ from topograd.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
     from topograd.data import Text
-    from topograd.depth.calibrate import Tuning
-    from topograd.depth.calibration import Calibration
-    from topograd.depth.readings import Readings
+    from topograd.decode.calibrate import Tuning
+    from topograd.decode.calibration import Calibration
+    from topograd.decode.readings import Readings
     from topograd.runs.session import Session
 
 
@@ -41,10 +41,10 @@ def run(argv: list[str]) -> int:
     if asked.bytes < 1:
         raise ConfigError(f"--bytes is {asked.bytes}; it must be at least 1")
     from topograd.cli.progress import counted
-    from topograd.depth.calibrate import heldout_readings, own_text, store, tune
-    from topograd.depth.calibration import Calibration
-    from topograd.depth.exit_rules import check_exits
-    from topograd.depth.modes import engine_of, tune_drafting
+    from topograd.decode.calibrate import heldout_readings, own_text, store, tune
+    from topograd.decode.calibration import Calibration
+    from topograd.decode.exit_rules import check_exits
+    from topograd.decode.modes import engine_of, tune_drafting
     from topograd.runs.session import open_session
 
     session = open_session(asked.folder)
@@ -88,8 +88,8 @@ def _text(session: Session, limit_bytes: int) -> Text:
 
 def rules(calibration: Calibration, measuring: Readings) -> list[dict[str, Any]]:
     """Every rule at its calibrated settings, and what it does on text that it has not seen."""
-    from topograd.depth.calibration import EPS
-    from topograd.depth.exit_rules import Rule, agreement, exits, thresholds
+    from topograd.decode.calibration import EPS
+    from topograd.decode.exit_rules import Rule, agreement, exits, thresholds
 
     rows = []
     for rule in get_args(Rule):

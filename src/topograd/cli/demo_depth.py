@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from topograd.benchmarks.decode import bench_decode
-from topograd.benchmarks.settings import DecodeSettings
 from topograd.cli.bench import decode_table
 from topograd.cli.console import note
-from topograd.depth.model import continue_text
-from topograd.depth.modes import engine_of, mode_of
-from topograd.depth.sampling import Sampling
-from topograd.depth.text import TextStream
+from topograd.decode.benchmark import bench_decode
+from topograd.decode.model import continue_text
+from topograd.decode.modes import engine_of, mode_of
+from topograd.decode.sampling import Sampling
+from topograd.decode.settings import DecodeSettings
+from topograd.decode.text import TextStream
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.pretrained import REFERENCE

@@ -16,9 +16,9 @@ from rich.table import Table
 from topograd.cli.console import note, number, percent
 from topograd.cli.results import POOLINGS, stored_results
 from topograd.cli.side_by_side import side_by_side
-from topograd.depth.engine import Prefix, generate_batch
-from topograd.depth.modes import engine_of
-from topograd.depth.sampling import Sampling
+from topograd.decode.engine import Prefix, generate_batch
+from topograd.decode.modes import engine_of
+from topograd.decode.sampling import Sampling
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.report.data import RunData

@@ -103,7 +103,7 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
 
 def _keep(session: Session, results: dict[str, Any]) -> None:
     """What is measured of a run that was never trained here, as an imported one, goes into its card."""
-    from topograd.models.card import write_card
+    from topograd.convert.card import write_card
 
     with contextlib.suppress(OSError):  # a folder that cannot be written
         if session.run.read_results() is None:
@@ -117,8 +117,8 @@ def _quantised(asked: Eval, session: Session, text: Text) -> dict[str, Any]:
         return {}
     from topograd.cli.eval_core import evaluations_folder
     from topograd.cli.progress import counted
-    from topograd.depth.modes import engine_of
-    from topograd.depth.precision import precision_cost
+    from topograd.decode.modes import engine_of
+    from topograd.decode.precision import precision_cost
     from topograd.runtime.onnx_runtime import OnnxRuntime
     from topograd.runtime.saved import save, weights_file
 

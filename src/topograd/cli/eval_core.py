@@ -18,7 +18,7 @@ from topograd.limits import REPEATS, check_numbers
 from topograd.pretrained import REFERENCE
 
 if TYPE_CHECKING:
-    from topograd.depth.model import Model
+    from topograd.decode.model import Model
     from topograd.evaluation.core import CoreRequest, CoreResult
 
 

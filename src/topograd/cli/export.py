@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
             f"--weights is {asked.weights} and --format {asked.format}, which keeps F32; leave --weights out "
             "or use --format gguf"
         )
-    from topograd.models.export import export_model
+    from topograd.convert.export import export_model
 
     found = export_model(asked.folder, asked.out, asked.format, asked.weights or "F32")
     if asked.json:

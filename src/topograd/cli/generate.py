@@ -20,7 +20,7 @@ from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
 
 if TYPE_CHECKING:
-    from topograd.depth.model import Generated, Model, Piece
+    from topograd.decode.model import Generated, Model, Piece
 
 Show = Callable[[str, str], None]
 """Writes a part of the text; who wrote it is "stage 2", a drafter's name, or "" for the prompt."""
@@ -123,7 +123,7 @@ def _model(asked: Generate) -> Model:
         from topograd.specialists.model import open_composed
 
         return open_composed(base, chosen, runtime=asked.runtime, weights=asked.weights)
-    from topograd.depth.model import load
+    from topograd.decode.model import load
 
     return load(asked.folder or REFERENCE, runtime=asked.runtime, weights=asked.weights)
 
@@ -140,7 +140,7 @@ def _ran(model: Model) -> dict[str, Any]:
 
 def _chat(asked: Generate, model: Model, show: Show, colours: dict[str, str]) -> int:
     """A conversation: one answer to --prompt, or one to each line of the terminal, until it ends."""
-    from topograd.models.chat import render_chat
+    from topograd.convert.chat import render_chat
 
     template, special, encode = _spelling(model)
     messages: list[dict[str, str]] = []
@@ -175,8 +175,8 @@ def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[i
 
     Specialists on a base without a template were trained on the plain one.
     """
+    from topograd.convert.chat import chat_template
     from topograd.data.foreign_tokenizer import ForeignTokenizer
-    from topograd.models.chat import chat_template
 
     tokenizer, pool = model.session.tokenizer, getattr(model, "pool", None)
     if pool is not None:

@@ -31,7 +31,7 @@ class Import:
 def run(argv: list[str]) -> int:
     """Import, say what came of it, return the exit code."""
     asked = parse(Import, argv, "import")
-    from topograd.models.importing import import_model
+    from topograd.convert.importing import import_model
 
     note(f"reading {asked.source}")
     found = import_model(

@@ -99,9 +99,9 @@ def _run_of_ours(
 ) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
+    from topograd.exec.forward import stage_logits
     from topograd.geometry.checkpoint import read_checkpoint
     from topograd.runs.session import open_session
-    from topograd.training.forward import stage_logits
 
     session = open_session(folder)
     stack = moved(session.stack, asked)

@@ -43,11 +43,11 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
     import torch
 
     from topograd.cli.inspect import moved, probe_batches
+    from topograd.exec.forward import stage_logits
     from topograd.geometry.monitors.phase import READINGS, read_phase
     from topograd.geometry.series import SAMPLING, SeriesReader, events
     from topograd.runs.folder import Run
     from topograd.runs.session import build_stack, open_session
-    from topograd.training.forward import stage_logits
 
     names = Run.open(folder).store.names()
     points, reader, random = [], None, None

@@ -33,16 +33,19 @@ VERBS = {
     "report": "explain a run in one HTML page",
     "export": "write a run's model for transformers or for llama.cpp",
     "search": "choose where gradients stop: dynamic programming, soft boundaries, surgery, the Pareto front",
-    "study": "run an experiment of the papers, with its prediction and a verdict",
-    "reproduce": "every claim of the papers: reproduced, corrected, failed or open, each with its command",
     "space": "look around the space of partitions",
-    "probe": "where a model knows something, stage by stage; and rates of dead directions",
+    "probe": "where a model knows something, stage by stage",
     "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",
-    "optim": "does an optimizer respect a network's symmetries: equivariance, ablation cells",
-    "fields": "learning as a dynamics of fields: kernels, runs without weights, a study",
     "interfaces": "check bounded interfaces: exact gradients, no look ahead, which backward pays",
     "doctor": "what is installed here, what each extra would add, and whether it works",
 }
+MOVED = {
+    "study": "python -m papers list, then python -m papers run NAME",
+    "reproduce": "python -m papers reproduce",
+    "optim": "python -m papers check equivariance, or cells",
+    "fields": "python -m papers check kernel, or simulate",
+}
+"""Commands that reproduce the papers: they run from a clone of the repository and are not installed."""
 INTERRUPTED = 130
 
 
@@ -105,6 +108,10 @@ def _dispatch(argv: list[str]) -> int:
     if not verb:
         print(_overview(), file=sys.stderr)
         return 2
+    if verb in MOVED:
+        return _fail(
+            f"{verb!r} is not part of the installed package; in a clone of the repository, run {MOVED[verb]}"
+        )
     if verb not in VERBS:
         return _fail(f"{verb!r} is not a verb; choose one of {', '.join(VERBS)}")
     import importlib

@@ -1,160 +1,107 @@
-"""`topograd probe`: what a run knows; or rates predicted and measured, on networks set by hand.
-
-`topograd probe BASE --prompt ... --target ...` is in `probe_knowledge.py`.
-"""
+"""`topograd probe BASE --prompt ... --target ...`: where a model knows something."""
 
 from __future__ import annotations
 
-import itertools
-import re
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
-from topograd.cli.progress import counted
-from topograd.limits import DEPTH, SEED, SIZE, check_numbers, check_total
+from topograd.cli.console import Json, number, out, parse, print_json
+from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from topograd.geometry.catalogue import Cell
+    from topograd.specialists.model import SpecialistPool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Catalogue:
-    """Every network of the catalogue, every node: the rate that theory gives, and the one measured."""
+class Question:
+    """A target's rank, logit and probability behind a prompt, at every stage and along paths."""
 
-    seed: int = 0
-    """Draws the weights that theory leaves free."""
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
+    """The run's folder."""
+    prompt: str
+    """The text before the target."""
+    target: str
+    """What should follow, as " Paris"; its first space counts."""
+    specialist: Annotated[Path | None, tyro.conf.arg(metavar="SPEC")] = None
+    """A specialist's folder, or several with commas between: its stage and paths are read too."""
+    passage: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """A text in front of the prompt: everything is read without and with it."""
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The prompt is a user's message, spelled by the base's chat template; the passage is in it."""
     json: Json = False
-
-    def __post_init__(self) -> None:
-        check_numbers(self, seed=SEED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ladder:
-    """The rates of a chain: G_1 .. G_L, A_0 .. A_{L-1}, and their products."""
-
-    depth: int = 6
-    """L, the layers of the chain."""
-    width: int = 8
-    """Units of each layer."""
-    activation: Literal["linear", "relu", "gelu", "tanh"] = "linear"
-    """What each layer applies."""
-    seed: int = 0
-    """Draws the weights that theory leaves free."""
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        check_numbers(self, depth=DEPTH, width=(2, SIZE[1]), seed=SEED)
-        check_total(self.depth * self.width**2, "--depth or --width")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Families:
-    """Statistical models with a known singularity: the order read from exact Fisher and divergence."""
-
-    json: Json = False
-
-
-_QUESTIONS: dict[str, type[Catalogue | Ladder | Families]] = {
-    "catalogue": Catalogue,
-    "ladder": Ladder,
-    "families": Families,
-}
-
-
-_NUMBERED = re.compile(r"_\d+(?=\[|\)?$)")
-"""The number of a node, at the end of a cell's name."""
 
 
 def run(argv: list[str]) -> int:
-    """Probe, print, return the exit code: 1 if a cell of the catalogue is not what theory says."""
-    if argv and argv[0] in ("-h", "--help"):
-        print("usage: topograd probe BASE --prompt TEXT --target TEXT [--specialist SPEC] ...")
-        print("       a target's rank, logit and probability at every stage; see probe BASE --help")
-    elif argv and argv[0] not in _QUESTIONS:
-        from topograd.cli.probe_knowledge import run as ask
+    """Probe, print, return the exit code."""
+    asked = parse(Question, argv, "probe")
+    if not asked.target:
+        raise ConfigError("--target is empty; give the text that should follow")
+    from topograd.specialists.model import SpecialistPool
+    from topograd.specialists.probe import probe
 
-        return ask(argv)
-    asked = parse_one_of(_QUESTIONS, argv, "probe")
-    failed = False
-    match asked:
-        case Catalogue():
-            answer = _catalogue(asked)
-            table = catalogue_table(answer)
-            failed = not all(cell["ok"] for cell in answer["cells"])
-        case Ladder():
-            from topograd.geometry.catalogue import ladder
-
-            answer = dict(ladder(asked.depth, asked.width, asked.activation, seed=asked.seed))
-            table = ladder_table(answer)
-        case Families():
-            from topograd.geometry.families.table import family_rows
-
-            answer = {"families": family_rows()}
-            table = families_table(answer["families"])
+    folders = [] if asked.specialist is None else str(asked.specialist).split(",")
+    pool = SpecialistPool.open(asked.folder, {Path(folder).resolve().name: folder for folder in folders})
+    attached = pool.attached
+    prompts, target = _tokens(asked, pool)
+    prompt, passage = prompts[0], prompts[1] if len(prompts) > 1 else None
+    found = probe(attached, prompt, target)
+    if passage is not None:
+        found["with_passage"] = probe(attached, passage, target)
+    answer = {
+        "run": str(asked.folder),
+        "prompt": asked.prompt,
+        "target": asked.target,
+        "tokens": target,
+    } | found
     if asked.json:
         print_json(answer)
-    else:
-        out().print(table)
-    return 1 if failed else 0
+        return 0
+    out().print(stages_table(f"{asked.target!r} behind {asked.prompt!r}", found))
+    if passage is not None:
+        out().print(stages_table("with the passage in front", found["with_passage"]))
+    return 0
 
 
-def _catalogue(asked: Catalogue) -> dict[str, Any]:
-    from topograd.geometry.catalogue import catalogue
+def _tokens(asked: Question, pool: SpecialistPool) -> tuple[list[list[int]], list[int]]:
+    """The prompt's tokens, those of the prompt behind the passage, and the target's, split as in a text."""
+    from topograd.evaluation.texts import encode_pair
 
-    began, cells, count = time.perf_counter(), 0, counted("cells measured")
+    texts = [asked.prompt]
+    if asked.passage is not None:
+        texts.append(f"{asked.passage}\n{asked.prompt}")
+    if not asked.chat:
+        pairs = [encode_pair(pool.model(), text, asked.target) for text in texts]
+        return [before for before, _ in pairs], pairs[0][1]
+    from topograd.specialists.records import spelled
 
-    def on_cell(cell: Cell, total: int) -> None:
-        nonlocal cells
-        cells += 1
-        count(cells, total)
-        if not cell.ok:
-            note(f"not as predicted: {cell.name}: {cell.predicted} predicted, {cell.measured} measured")
-
-    found = catalogue(seed=asked.seed, on_cell=on_cell)
-    return {"cells": [asdict(cell) for cell in found], "seconds": time.perf_counter() - began}
+    texts, encode = spelled(pool.vocabulary, texts), pool.vocabulary.encode_chat
+    prompts = [encode(text) for text in texts]
+    return prompts, encode(texts[0] + asked.target)[len(prompts[0]) :] or encode(asked.target)
 
 
-def catalogue_table(answer: Mapping[str, Any]) -> Table:
-    """Predicted and measured side by side: a row for each network and kind of node."""
-    cells = answer["cells"]
-    good = sum(cell["ok"] for cell in cells)
-    title = f"{good} of {len(cells)} cells as predicted, {answer['seconds']:.0f} s"
+def stages_table(title: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """A row for each stage, then for each path."""
     table = Table(title=title, title_justify="left")
-    for column in ("network: nodes", "predicted", "measured", "ok", "note"):
-        table.add_column(column, overflow="fold")
-    for name, group in itertools.groupby(cells, key=lambda cell: _NUMBERED.sub("", cell["name"])):
-        row = list(group)
-        predicted, measured = (" ".join(number(c[key], 2) for c in row) for key in ("predicted", "measured"))
-        notes = dict.fromkeys(c["note"] for c in row)
+    table.add_column("stage or path")
+    for name in ("rank", "logit", "P(first token)", "P(all of it)", "top instead"):
+        table.add_column(name, justify="right")
+    for row in (*found["stages"], *found["paths"]):
+        if "path" in row:
+            name = f"path: {row['path']}"
+        else:
+            own = f", {row['specialist']}" if row["specialist"] else ""
+            name = f"stage {row['stage']}, {row['layers']} layers{own}"
         table.add_row(
-            name, predicted, measured, "yes" if all(c["ok"] for c in row) else "NO", "; ".join(notes)
+            name,
+            str(row["rank"]),
+            number(row["logit"], 2),
+            number(row["probability"]),
+            f"{row['sequence']:.2e}",
+            repr(row["top"]),
         )
-    return table
-
-
-def ladder_table(answer: Mapping[str, Sequence[float]]) -> Table:
-    """One row for each layer."""
-    table = Table(title="powers of t", title_justify="left")
-    for column in ("layer l", "G_l", "A_{l-1}", "A_{l-1} G_l"):
-        table.add_column(column, justify="right")
-    for layer, slopes in enumerate(zip(answer["G"], answer["A"], answer["product"], strict=True), start=1):
-        table.add_row(str(layer), *(number(slope, 3) for slope in slopes))
-    return table
-
-
-def families_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row for each family; a family without an order says so."""
-    table = Table(title="order k from Fisher ~ t^(2k-2), KL ~ t^2k, F t²/K -> 2k²", title_justify="left")
-    for column in ("family", "k", "Fisher", "KL", "F t²/K", "2k²"):
-        table.add_column(column, justify="left" if column == "family" else "right", overflow="fold")
-    for row in rows:
-        order, limit = (DASH if row[key] is None else str(row[key]) for key in ("order", "limit"))
-        slopes = (number(row[key], 3) for key in ("fisher_slope", "kl_slope", "leading_ratio"))
-        table.add_row(row["family"], order, *slopes, limit)
     return table

@@ -45,9 +45,9 @@ class Retrofit:
 def run(argv: list[str]) -> int:
     """Write, teach, keep, print, return the exit code."""
     asked = parse(Retrofit, argv, "retrofit")
-    from topograd.models.draft_training import DraftTraining
-    from topograd.models.own_text import OwnTextConfig
-    from topograd.models.retrofit import RetrofitConfig, retrofit
+    from topograd.convert.draft_training import DraftTraining
+    from topograd.convert.own_text import OwnTextConfig
+    from topograd.convert.retrofit import RetrofitConfig, retrofit
     from topograd.runs.session import open_session
 
     training = DraftTraining(epochs=asked.epochs, seed=asked.seed)

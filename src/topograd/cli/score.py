@@ -14,7 +14,7 @@ from topograd.cli.console import Folder, Json, note, out, parse, print_json
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from topograd.depth.model import Model
+    from topograd.decode.model import Model
     from topograd.evaluation.texts import ScoredText
 
 
@@ -63,7 +63,7 @@ def scored_model(folder: Path, specialists: str | None) -> Model:
         from topograd.specialists.model import open_composed
 
         return open_composed(folder, specialists, runtime="torch")
-    from topograd.depth.model import load
+    from topograd.decode.model import load
 
     return load(folder, runtime="torch")
 

@@ -80,8 +80,8 @@ def run(argv: list[str]) -> int:
 
 def _measured(asked: Simulate) -> Work:
     """The sizes and times of a measurement, with the links and failures of the flags."""
-    from topograd.benchmarks.pipeline import work_of
-    from topograd.benchmarks.settings import PipelineSettings
+    from topograd.parallel.benchmark import work_of
+    from topograd.parallel.settings import PipelineSettings
 
     assert asked.bench is not None
     found = read_json(asked.bench, ConfigError)

@@ -209,7 +209,7 @@ def finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
 def train(asked: Train, trainer: Trainer) -> int:
     """Train with a progress bar, print the results, return the exit code."""
     from topograd.cli.progress import counted, training_progress
-    from topograd.models.card import write_card
+    from topograd.convert.card import write_card
 
     config = trainer.config
     for reason in trainer.data.skipped:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from topograd.depth.model import Model
+from topograd.decode.model import Model
 from topograd.errors import DataError
 from topograd.evaluation.intervals import core_interval, mean_interval
 from topograd.evaluation.item_log import ItemLog, Record

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from topograd.data.foreign_tokenizer import ForeignTokenizer
-from topograd.depth.model import Model, load
+from topograd.decode.model import Model, load
 from topograd.errors import ConfigError
 from topograd.evaluation.scoring import BATCH_TOKENS, Scorer, TokenRow
 from topograd.evaluation.texts import token_row

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.depth.engine import AnyCache, Engine
+from topograd.decode.engine import AnyCache, Engine
 from topograd.errors import ConfigError
+from topograd.exec.forward import predict
 from topograd.topology.branches import parse_branches, parse_path, path_name
 from topograd.topology.prediction import Terms
-from topograd.training.forward import predict
 
 BATCH_TOKENS = 512
 HEAD_BYTES = 2**26

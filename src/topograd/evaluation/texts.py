@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topograd.data.tokenizer import Tokenizer
-from topograd.depth.model import MOST_PROMPT, Model
+from topograd.decode.model import MOST_PROMPT, Model
 from topograd.errors import ConfigError
 from topograd.evaluation.scoring import BATCH_TOKENS, OnMore, Score, Scorer, TokenRow
 

@@ -16,7 +16,7 @@ may differ. Cost: the state, and two Gram products a layer: 2 L (M N² + M² N) 
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio), equations
 171-175 (which it infers from L = 1..4; it follows at any L from the gradient of `field_state.py`). The
 tangent kernel is that of "Neural Tangent Kernel: Convergence and Generalization in Neural Networks"
-(A. Jacot, F. Gabriel, C. Hongler). The obvious version is `topograd.reference.ntk`.
+(A. Jacot, F. Gabriel, C. Hongler). The obvious version is `tests.oracles.ntk`.
 Limits. Only one number an example is read out, by the mean.
 """
 

@@ -12,7 +12,7 @@ with t, and T M (N_{l-1} + N_l) numbers for each layer l ≥ 2.
 
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio), sections
 3.3 and 3.6; the form at any depth is derived in `history.py`. The obvious version is
-`topograd.reference.fields.descend`.
+`tests.oracles.fields.descend`.
 Limits. A step too large for the loss ends in a `DivergenceError`, which says at which t.
 """
 

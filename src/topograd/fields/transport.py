@@ -25,7 +25,7 @@ Cost: Δb of all layers, L (M² N + M N²) multiply-adds and O(L M N) numbers; a
 
 Source: "Learning Dynamics Reveal a Hierarchy of Weight-Induced Layerwise Gram Metrics" (C. Nordio), equations
 164-170, 184-188. Its section 5 writes D_2 for what equation 164 calls D_1; we follow 164. The obvious version
-is `topograd.reference.fields`.
+is `tests.oracles.fields`.
 Limits. Nothing here sees a mask crossing.
 """
 

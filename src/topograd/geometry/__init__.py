@@ -4,17 +4,6 @@ Works on any `nn.Module`. After "Dead Directions: Geometric Singular Learning"; 
 """
 
 from topograd.effective_rank import effective_rank
-from topograd.geometry.catalogue import (
-    Attention,
-    Block,
-    Chain,
-    Composition,
-    GatedStack,
-    Mixer,
-    ladder,
-    predict,
-    probe,
-)
 from topograd.geometry.checkpoint import CheckpointReading, DirectionReading, read_checkpoint
 from topograd.geometry.factors import Factors, LayerFactors, kfac_factors
 from topograd.geometry.inspection import Inspection, inspect
@@ -34,6 +23,7 @@ from topograd.geometry.projections import (
     schur_complement,
 )
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
 from topograd.geometry.safe_directions import MapReading, adapter_directions, read_maps
 from topograd.geometry.selection import Selection, local_rlct, select_rank
 from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient, learning_coefficient
@@ -83,14 +73,12 @@ __all__ = [
     "inspect",
     "kernel_cosine",
     "kfac_factors",
-    "ladder",
     "layernorm_kernel",
     "learning_coefficient",
     "local_rlct",
     "local_slope",
     "log_grid",
     "predict",
-    "probe",
     "project_gradients",
     "projected_second_moment",
     "read_checkpoint",

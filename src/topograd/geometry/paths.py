@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs, outputs_of
-from topograd.geometry.families.quadrature import excess_exp
+from topograd.geometry.quadrature import excess_exp
 from topograd.geometry.rates import Rate, fit_rate, log_grid
 
 Likelihood = Literal["squared-error", "cross-entropy"]

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from topograd.interfaces.causality import future_gradient
     from topograd.interfaces.engines import Backward, backward, region_step
     from topograd.interfaces.measure import choose
-    from topograd.interfaces.separator import check_separator
     from topograd.nn.config import SegmentInterface
     from topograd.nn.interface import add_interfaces
 else:
@@ -20,7 +19,6 @@ else:
         "add_interfaces": "nn.interface",
         "analyse": "interfaces.analysis",
         "backward": "interfaces.engines",
-        "check_separator": "interfaces.separator",
         "choose": "interfaces.measure",
         "future_gradient": "interfaces.causality",
         "region_step": "interfaces.engines",
@@ -42,7 +40,6 @@ __all__ = [
     "add_interfaces",
     "analyse",
     "backward",
-    "check_separator",
     "choose",
     "future_gradient",
     "region_step",

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+from topograd.exec.forward import stage_logits
 from topograd.interfaces.parity import REGIONS, random_batch, random_model
 from topograd.nn.config import Architecture, Pool, SegmentInterface
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
-from topograd.training.forward import stage_logits
 
 DRAWS = 2
 """Random combinations of the logits of each position."""

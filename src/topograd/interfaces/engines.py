@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import run_stage
 from topograd.interfaces.exactness import check_jacobians
 from topograd.interfaces.jacobian import Visit, interface_jacobian, visit
 from topograd.interfaces.regions import Regions
@@ -37,7 +38,6 @@ from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan, PlannedStage
 from topograd.training.executor import train_step
-from topograd.training.forward import run_stage
 from topograd.training.objectives import Logits, Objective, objectives_of, stage_loss
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from topograd.errors import StackError, TopologyError
+from topograd.exec.forward import run_stage
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.preparation import check_prepared
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage
-from topograd.training.forward import run_stage
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from topograd.errors import ConfigError
-from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers
+from topograd.limits import DEPTH, SIZE, check_numbers
 from topograd.nn.config import Architecture, GPTConfig, SegmentInterface
 from topograd.topology.dag import Topology
 
@@ -78,42 +78,3 @@ class Shape:
                 f"a model of this size and its batch have about {numbers:.1e} numbers; at most "
                 f"{MOST_NUMBERS:.1e} are measured, so choose a smaller width, rank, vocab, context or batch"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings(Shape):
-    """The model of `topograd bench scan`, its interfaces, and how often everything is measured."""
-
-    segments: int = 8
-    """S of the lean interface by autograd."""
-    scan_segments: int = 4
-    """S of the causal interface by scan."""
-    causal_rank: int = 8
-    """r of both."""
-    rank: int = 16
-    """r of the published interface, the mean of the whole sequence."""
-    scan_maps: tuple[int, ...] = (16, 256)
-    """K of the scans alone, whose width is `rank`."""
-    repeats: int = 5
-    """Rounds; in each everything is measured once."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, repeats=REPEATS)
-        for maps in self.scan_maps:
-            if not 1 <= maps <= DEPTH[1]:
-                raise ConfigError(f"scan_maps is {maps}; it must lie in 1..{DEPTH[1]}")
-        for interface in (self.lean, self.causal, self.published):
-            self.check_size(interface)
-
-    @property
-    def lean(self) -> SegmentInterface:
-        return SegmentInterface(segments=self.segments, rank=self.causal_rank)
-
-    @property
-    def causal(self) -> SegmentInterface:
-        return SegmentInterface(segments=self.scan_segments, rank=self.causal_rank)
-
-    @property
-    def published(self) -> SegmentInterface:
-        return SegmentInterface(segments=1, rank=self.rank, pool="mean", causal=False)

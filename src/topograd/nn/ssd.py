@@ -23,7 +23,7 @@ carry the rounding of c itself, so the decays of a chunk are right to about Îµ Î
 Everything is functional: jvp, vmap, vmap(grad) and forward over reverse go through.
 
 Source: "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
-Duality" (T. Dao, A. Gu), section 6. The obvious version is `topograd.reference.recurrence`.
+Duality" (T. Dao, A. Gu), section 6. The obvious version is `tests.oracles.recurrence`.
 """
 
 from __future__ import annotations

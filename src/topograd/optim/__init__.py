@@ -3,7 +3,6 @@
 from topograd.optim.conditioner import DDCMomentum, DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.discovery import Found, find_gauges
-from topograd.optim.drivers import HomogeneityDial, MomentumSign, ParametricEpsFloor
 from topograd.optim.gauges import (
     CEShiftBias,
     CEShiftRowShift,
@@ -24,10 +23,7 @@ __all__ = [
     "Found",
     "Gauge",
     "HeadShift",
-    "HomogeneityDial",
     "LNScale",
-    "MomentumSign",
-    "ParametricEpsFloor",
     "ReLURescale",
     "find_gauges",
 ]

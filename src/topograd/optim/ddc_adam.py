@@ -22,7 +22,7 @@ Cost. State: Adam's, and 2 numbers for each gauge and channel. Time: see `split.
 fused kernel on the components. With `compile` rescaled blocks have one compiled function (`compiled.py`).
 
 Source: "Dead Directions: Geometric Singular Learning" algorithm 2, proposition 83; Adam as in "Adam: A Method
-for Stochastic Optimization". The slow, obvious version is `topograd.reference.ddc_adam`.
+for Stochastic Optimization". The slow, obvious version is `tests.oracles.ddc_adam`.
 
 Limits: those of `lifted.py`; orthogonal gauges are not covered. If the loss does not see the product of the
 norms either, as for weights in front of a norm, r is rounding too, and ε decides how far the norms walk.

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ParallelError
+from topograd.exec.forward import run_stage
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.executor import output_port
-from topograd.training.forward import run_stage
 from topograd.training.optimizers import stage_parameters
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from topograd.exec.forward import run_stage
 from topograd.interfaces.exactness import check_jacobians
 from topograd.interfaces.jacobian import Visit, interface_jacobian, visit
 from topograd.interfaces.regions import Regions
@@ -35,7 +36,6 @@ from topograd.nn.stack import Bus, Stack
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.wire import StageWire
 from topograd.topology.plan import Plan, PlannedStage
-from topograd.training.forward import run_stage
 from topograd.training.objectives import Logits, objectives_of, stage_loss
 
 

@@ -1,6 +1,6 @@
 """The part of a report on decoding: how fast each way of running a model is, and where tokens left.
 
-It reads what `topograd.benchmarks.decode` measured, and a text with the stage of each token, as JSON
+It reads what `topograd.decode.benchmark` measured, and a text with the stage of each token, as JSON
 holds them.
 """
 

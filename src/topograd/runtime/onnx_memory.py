@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from topograd.exec.forward import StageMemory, histories_of
 from topograd.nn.stack import Bus, Stack
 from topograd.runtime.graph import Session
 from topograd.runtime.protocol import Heard
 from topograd.topology.plan import PlannedStage
-from topograd.training.forward import StageMemory, histories_of
 
 STEP = 64
 MOST_COLUMNS = 32

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import StageMemory
 from topograd.nn.gpt import GPT
 from topograd.nn.heads import cap
 from topograd.nn.stack import Bus, Stack
@@ -36,7 +37,6 @@ from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, St
 from topograd.runtime.onnx_memory import Array, Fixed, Frame, OnnxStage, taps_of
 from topograd.runtime.quantize import Precision, Quantized, dequantize
 from topograd.topology.plan import Plan, PlannedStage
-from topograd.training.forward import StageMemory
 
 HEAD_MULTIPLE = 16
 """What GroupQueryAttention wants a head's width to be a multiple of."""

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from topograd.exec.forward import StageMemory
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.plan import Plan
-from topograd.training.forward import StageMemory
 
 
 @dataclass(frozen=True, eq=False)

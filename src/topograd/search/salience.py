@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.windows import Text
+from topograd.exec.forward import stage_outputs
 from topograd.nn.stack import Stack
 from topograd.search.carry import nearest_head
 from topograd.search.utility import (
@@ -49,7 +50,6 @@ from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import BINS, RANK_TOKENS, activation_rank, calibration_error
-from topograd.training.forward import stage_outputs
 from topograd.training.linear_cross_entropy import chunk_tokens
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 
 from topograd.data.windows import Text
-from topograd.depth.calibrate import exit_readings
-from topograd.depth.readings import Readings
+from topograd.decode.calibrate import exit_readings
+from topograd.decode.readings import Readings
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session

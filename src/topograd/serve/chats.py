@@ -14,9 +14,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from topograd.convert.chat import Renderer, chat_template
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError
-from topograd.models.chat import Renderer, chat_template
 from topograd.serve.fields import RequestError
 from topograd.serve.texts import Served
 from topograd.specialists.records import template_of

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from topograd.depth.sampling import Sampling
-from topograd.depth.text import TextStream
+from topograd.decode.sampling import Sampling
+from topograd.decode.text import TextStream
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 _numbers = itertools.count(1)

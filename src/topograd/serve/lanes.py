@@ -17,14 +17,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from topograd.depth.drafters import MOST_DRAFT, PrefixDrafter
-from topograd.depth.engine import AnyCache, Chooser, Composed, Emitted, Engine, Mode, Prefix, check_finite
-from topograd.depth.log_op import compose
-from topograd.depth.modes import mode_of
-from topograd.depth.rows import OneRow, Rows
-from topograd.depth.sampling import Sampling, draw, probabilities
-from topograd.depth.speculation import Speculate
-from topograd.depth.wand import Wand
+from topograd.decode.drafters import MOST_DRAFT, PrefixDrafter
+from topograd.decode.engine import AnyCache, Chooser, Composed, Emitted, Engine, Mode, Prefix, check_finite
+from topograd.decode.log_op import compose
+from topograd.decode.modes import mode_of
+from topograd.decode.rows import OneRow, Rows
+from topograd.decode.sampling import Sampling, draw, probabilities
+from topograd.decode.speculation import Speculate
+from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.runs.session import Session
 from topograd.serve.jobs import Job

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from topograd.depth.cache import Cache
-from topograd.depth.engine import Engine
-from topograd.depth.rows import OneRow, Rows, copy_prefix
+from topograd.decode.cache import Cache
+from topograd.decode.engine import Engine
+from topograd.decode.rows import OneRow, Rows, copy_prefix
 
 WORTH = 8
 """A common prefix shorter than this is not worth copying."""

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from topograd.depth.engine import Emitted
-from topograd.depth.rows import Rows
+from topograd.decode.engine import Emitted
+from topograd.decode.rows import Rows
 from topograd.errors import TopogradError
 from topograd.runtime.protocol import torch_beside
 from topograd.serve.jobs import Finish, Job, Progress, Scored, Written

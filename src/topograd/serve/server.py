@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from topograd.depth.model import Model
+from topograd.decode.model import Model
 from topograd.errors import ConfigError
 from topograd.runs.session import open_session
 from topograd.serve.app import Service

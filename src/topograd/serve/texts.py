@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topograd.data.foreign_tokenizer import ForeignTokenizer
-from topograd.depth.model import Model
-from topograd.depth.sampling import Sampling
-from topograd.depth.text import TextStream
+from topograd.decode.model import Model
+from topograd.decode.sampling import Sampling
+from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
 from topograd.serve.fields import RequestError
 from topograd.serve.jobs import Job, Progress

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from topograd.specialists.attach import new_specialist, open_specialist
-    from topograd.specialists.facts import World
     from topograd.specialists.finetune import FineTuning
     from topograd.specialists.model import SpecialistPool
     from topograd.specialists.preservation import Preservation
@@ -18,7 +17,6 @@ else:
         "FineTuning": "finetune",
         "Preservation": "preservation",
         "SpecialistPool": "model",
-        "World": "facts",
         "new_specialist": "attach",
         "open_specialist": "attach",
     }
@@ -36,7 +34,6 @@ __all__ = [
     "FineTuning",
     "Preservation",
     "SpecialistPool",
-    "World",
     "new_specialist",
     "open_specialist",
 ]

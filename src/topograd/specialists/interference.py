@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from topograd.exec.forward import stage_outputs
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Pool, Weights, composed_terms
-from topograd.training.forward import stage_outputs
 from topograd.training.linear_cross_entropy import chunk_tokens
 
 

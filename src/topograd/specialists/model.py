@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from topograd.depth.engine import AnyCache, Chooser, Emitted, Engine, generate_tokens
-from topograd.depth.model import Generated, Model
-from topograd.depth.modes import engine_of
-from topograd.depth.sampling import Sampling
+from topograd.decode.engine import AnyCache, Chooser, Emitted, Engine, generate_tokens
+from topograd.decode.model import Generated, Model
+from topograd.decode.modes import engine_of
+from topograd.decode.sampling import Sampling
 from topograd.errors import ConfigError
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import Sidecar

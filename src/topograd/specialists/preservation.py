@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.loader import IGNORED
+from topograd.exec.forward import predict, stage_outputs
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
 from topograd.specialists.zero_shot import ZeroShot
 from topograd.topology.branches import predicting_plan
 from topograd.topology.plan import Plan
-from topograd.training.forward import predict, stage_outputs
 
 SENTENCES = (
     "The capital of France is Paris, and the capital of Italy is Rome.",

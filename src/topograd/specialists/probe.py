@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
+from topograd.exec.forward import predict, stage_outputs
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import composed_terms
 from topograd.topology.prediction import Terms
-from topograd.training.forward import predict, stage_outputs
 
 Target = Sequence[int]
 

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from topograd.convert.chat import chat_template, render_chats
 from topograd.data.corpus import read_corpus
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.loader import IGNORED
 from topograd.data.packing import pack
 from topograd.errors import ConfigError, DataError
-from topograd.models.chat import chat_template, render_chats
 from topograd.specialists.attach import Attached
 from topograd.specialists.tokens import Vocabulary
 

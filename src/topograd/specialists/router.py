@@ -27,14 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.depth.model import Generated, check_request
+from topograd.decode.model import Generated, check_request
 from topograd.errors import ConfigError, RunError
+from topograd.exec.forward import stage_outputs
 from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar, open_sidecar
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Weights, parse_specialists
 from topograd.specialists.interference import token_losses
 from topograd.specialists.model import ComposedModel, SpecialistPool, open_named
-from topograd.training.forward import stage_outputs
 
 KIND = "router"
 HIDDEN = 32

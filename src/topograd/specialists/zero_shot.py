@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from topograd.depth.engine import Engine
+from topograd.decode.engine import Engine
 from topograd.errors import DataError
 from topograd.evaluation.core import judged
 from topograd.evaluation.prompts import bundle_of

@@ -30,13 +30,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from topograd.exec.forward import given_messages, needed_stages, run_stage
 from topograd.nn.preparation import check_prepared
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage, Port
-from topograd.training.forward import given_messages, needed_stages, run_stage
 from topograd.training.local_objectives import LocalObjective, StageView
 from topograd.training.objectives import (
     CrossEntropy,

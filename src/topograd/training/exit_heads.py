@@ -27,9 +27,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from topograd.exec.forward import stage_outputs
 from topograd.nn.stack import Projection, Stack
 from topograd.topology.plan import Plan
-from topograd.training.forward import stage_outputs
 from topograd.training.hidden_states import StateBatch
 
 TOKENS = 8192

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.data.images import Pictures
+from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.images.stack import ImageStack
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
@@ -36,7 +37,6 @@ from topograd.training.evaluation import (
     pooled_logits,
     reliability,
 )
-from topograd.training.forward import Predictor, stage_outputs
 
 BATCH = 500
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import DivergenceError
+from topograd.exec.forward import Predictor
 from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
 from topograd.topology.plan import Plan
 from topograd.training.executor import Wire, train_step
-from topograd.training.forward import Predictor
 from topograd.training.hidden_states import StateBatch
 from topograd.training.objectives import Logits, Objective, teacher_logits
 from topograd.training.optimizers import OptimizerSet, stage_parameters

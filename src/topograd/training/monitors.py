@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from topograd.errors import GeometryError
+from topograd.exec.forward import stage_outputs
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.training.forward import stage_outputs
 from topograd.training.tasks import Reading, TextTask
 from topograd.training.trainer import OnStep, Trainer
 

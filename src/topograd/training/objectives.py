@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.exec.forward import Predictor, predict
 from topograd.nn.stack import Stack
 from topograd.optim.z_loss import z_loss
 from topograd.registry import Registry
 from topograd.topology.plan import Plan
-from topograd.training.forward import Predictor, predict
 from topograd.training.linear_cross_entropy import chunk_tokens, linear_cross_entropy
 
 Logits = Callable[[slice], Tensor]

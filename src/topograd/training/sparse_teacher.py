@@ -34,8 +34,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from topograd.errors import ConfigError, RunError
+from topograd.exec.forward import Predictor
 from topograd.files import read_json, sha256, write_atomic, write_json
-from topograd.training.forward import Predictor
 from topograd.training.hidden_states import OnRows, RowStore, StateBatch
 from topograd.training.objectives import Logits
 

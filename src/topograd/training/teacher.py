@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from topograd.data import Tokenizer
 from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_run, open_session
 from topograd.runs.topology_config import OWN_TEACHER
-from topograd.training.forward import Predictor
 from topograd.training.objectives import Distillation, Objective
 
 

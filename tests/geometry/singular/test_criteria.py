@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.posterior import power_model_losses, power_model_posterior
 from topograd.errors import GeometryError
 from topograd.geometry.singular.criteria import expected_losses, free_energy, waic
 from topograd.geometry.singular.fluctuation import data_free_fluctuation, singular_fluctuation
-from topograd.reference.posterior import power_model_losses, power_model_posterior
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
+from tests.oracles.posterior import fluctuation_on_a_grid
 from topograd.errors import GeometryError
 from topograd.geometry.singular.fluctuation import (
     data_free_fluctuation,
     fluctuation_without_data,
     singular_fluctuation,
 )
-from topograd.reference.posterior import fluctuation_on_a_grid
 
 VALUES = {1: 0.5, 2: 0.1730, 3: 0.2784, 4: 0.1379, 5: 0.2061, 6: 0.1167}
 DATA_FREE = {1: 0.1817, 2: 0.1358, 3: 0.1075, 4: 0.0887, 5: 0.0755, 6: 0.0657}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from papers.dead_directions.families.reduced_rank import ReducedRank, learning_coefficient
 from topograd.errors import DivergenceError, GeometryError
-from topograd.geometry.families.reduced_rank import ReducedRank, learning_coefficient
 from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.executor import graph_losses
 from topograd.errors import StackError
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, make_image_stack
 from topograd.nn.preparation import prepare
-from topograd.reference.executor import graph_losses
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Edge, Stage, Topology
 from topograd.training.executor import train_step

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.exec.forward import Predictor
 from topograd.nn.images.torchvision import adapt_torchvision
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
 from topograd.training.executor import train_step
-from topograd.training.forward import Predictor
 
 
 class Block(nn.Module):

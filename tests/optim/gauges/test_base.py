@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from papers.dead_directions.equivariance import Case, cases
 from topograd.errors import OptimError
-from topograd.optim.equivariance import Case, cases
 from topograd.optim.gauges import (
     CEShiftBias,
     CEShiftRowShift,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from papers.dead_directions.equivariance import Case, cases, tensors
 from topograd.errors import OptimError
-from topograd.optim.equivariance import Case, cases, tensors
 from topograd.optim.gauges import CEShiftRowShift, ChainedReLURescale, HeadShift, LNScale, ReLURescale
 from topograd.optim.gauges.rescaling import Rescaling, basis
 from topograd.optim.gauges.translation import Translation

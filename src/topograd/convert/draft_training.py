@@ -1,0 +1,196 @@
+"""Training a draft stage on a frozen model's own text, from states that are on the disk.
+
+    loss = Σ_j w^j mean_t CE(p_t, q_t^{(j)}),   j = 0..STEPS-1
+
+p_t is the base's distribution behind position t on the draft vocabulary, read off its kept state by its own
+head; q^{(j)} is the stage's, unrolled j times on its own states (`nn/draft_stage.py`). Positions whose next
+token is outside the draft vocabulary do not count. The base is not run and not changed.
+
+Matrices learn by Muon, gains by AdamW, with a linear warmdown. The state of a training is kept every
+SAVE_SECONDS, and the same call goes on from it; batches are a function of the seed and the step.
+
+Cost a token: 6 multiply-adds a parameter and step, and 4 |V| width for the frozen head. Source: "EAGLE-3"
+(Li et al. 2025) §3.2: no regression on states, a loss on tokens alone, on own states.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from topograd.convert.own_text import (
+    Block,
+    OwnText,
+    greedy_rows,
+    heldout_rows,
+    rows_of_step,
+    training_rows,
+)
+from topograd.errors import RunError
+from topograd.limits import SEED, check_numbers
+from topograd.nn.draft_stage import DraftStage
+from topograd.runs.schedule import warmup_stable_warmdown
+from topograd.training.muon import Muon
+
+SAVE_SECONDS = 20.0
+OnStep = Callable[[int, int, float], None]
+"""Called with the step, of how many, and the loss."""
+
+
+@dataclass(frozen=True)
+class DraftTraining:
+    """How a draft stage learns."""
+
+    epochs: float = 2.0
+    batch: int = 2
+    steps: int = 2
+    """How often it is unrolled on its own states."""
+    decay: float = 0.8
+    """w: each further step weighs so much of the one before."""
+    matrices: float = 0.02
+    scalars: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            self,
+            epochs=(1e-6, 1e6), batch=(1, 4096), steps=(1, 16), decay=(0, 1),
+            matrices=(0, 10), scalars=(0, 10), seed=SEED,
+        )  # fmt: skip
+
+
+def train_draft_stage(
+    stage: DraftStage,
+    text: OwnText,
+    config: DraftTraining | None = None,
+    work: Path | None = None,
+    on_step: OnStep | None = None,
+) -> None:
+    """Teach the stage; with a `work` folder it goes on where a training that was killed has been."""
+    config = config or DraftTraining()
+    rows = training_rows(len(text))
+    steps = max(1, math.ceil(len(rows) * config.epochs / config.batch))
+    optimizers = _optimizers(stage, config)
+    kept = None if work is None else work / "draft-training.pt"
+    key = {**asdict(config), "tokens": text.tokens, "weights": text.weights, "total": steps}
+    first = _resume(kept, key, stage, optimizers)
+    saved = time.monotonic()
+    for step in range(first, steps):
+        scale = warmup_stable_warmdown(step, steps, warmup=0.02, warmdown=0.6, floor=0.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = scale * group["initial_lr"]
+        block = text.take(rows_of_step(rows, config.batch, config.seed, step))
+        loss = draft_loss(stage, block, config)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if on_step is not None:
+            on_step(step + 1, steps, loss.item())
+        if kept is not None and (time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps):
+            saved = time.monotonic()
+            _keep(kept, key, step + 1, stage, optimizers)
+
+
+def draft_loss(stage: DraftStage, block: Block, config: DraftTraining) -> Tensor:
+    """The loss of the module's head on some rows."""
+    states, tokens = _last(stage, block), block.tokens
+    places = stage.places()[tokens[:, 1:]]
+    counted = places >= 0
+    counted[:, 0] = False  # a first state is unlike all others
+    with torch.no_grad():
+        targets = stage.base_logits(states[:, :-1][counted]).softmax(-1)
+    total = states.new_zeros(())
+    for step, g in enumerate(stage.unroll(tokens, states, config.steps)):
+        alive = counted.clone()
+        alive[:, : step + 1] = False  # the first positions have no chain behind them
+        logits = stage.readout(g[:, :-1][alive])
+        total = total + config.decay**step * F.cross_entropy(logits, targets[alive[counted]])
+    return total
+
+
+def _last(stage: DraftStage, block: Block) -> Tensor:
+    return block.states[:, :, -1].to(stage.vocabulary.device, stage.relay.state.weight.dtype)
+
+
+def draft_agreement(
+    stage: DraftStage, text: OwnText, steps: int = 5, most: int = 64
+) -> dict[str, list[float]]:
+    """How often the stage says what the model says, on greedy rows that were not trained on."""
+    return agreement_on(stage, text, greedy_rows(text, heldout_rows(len(text)))[:most], steps)
+
+
+@torch.no_grad()
+def agreement_on(
+    stage: DraftStage, text: OwnText, rows: Sequence[int], steps: int, batch: int = 8
+) -> dict[str, list[float]]:
+    """On some rows, where the next token is the model's own: how often the stage says it.
+
+    `agreement` of each step by itself, `chain` of all steps up to it: the expected tokens of a draft add up.
+    """
+    hits = torch.zeros(steps)
+    chains = torch.zeros(steps)
+    count = 0.0
+    for start in range(0, len(rows), batch):
+        block = text.take(rows[start : start + batch])
+        states, tokens = _last(stage, block), block.tokens
+        time_ = tokens.shape[1]
+        said = [stage.vocabulary[stage.readout(g).argmax(-1)] for g in stage.unroll(tokens, states, steps)]
+        right = [(words[:, :-1] == tokens[:, 1:]) & block.own[:, 1:] for words in said]
+        begun = block.own[:, 1 : time_ - steps + 1]
+        alive = begun.clone()
+        count += float(begun.sum())
+        for step in range(steps):
+            here = right[step][:, step : time_ - steps + step]
+            hits[step] += (here & begun).sum()
+            alive &= here
+            chains[step] += alive.sum()
+    return {"agreement": (hits / max(count, 1)).tolist(), "chain": (chains / max(count, 1)).tolist()}
+
+
+def _optimizers(stage: DraftStage, config: DraftTraining) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in stage.parameters() if p.dim() == 2]
+    others = [p for p in stage.parameters() if p.dim() != 2]
+    made: list[torch.optim.Optimizer] = [Muon(matrices, lr=config.matrices, weight_decay=0.01)]
+    if others:
+        made.append(torch.optim.AdamW(others, lr=config.scalars, weight_decay=0.0))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return made
+
+
+def _keep(
+    file: Path, key: dict[str, object], step: int, stage: DraftStage, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    temporary = file.with_suffix(".tmp")
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save({"key": key, "step": step, "stage": stage.state_dict(), "optimizers": states}, temporary)
+    os.replace(temporary, file)
+
+
+def _resume(
+    file: Path | None, key: dict[str, object], stage: DraftStage, optimizers: list[torch.optim.Optimizer]
+) -> int:
+    """The step to go on with; 0 where nothing was kept, or something else."""
+    if file is None or not file.is_file():
+        return 0
+    try:
+        kept = torch.load(file, weights_only=True, map_location=stage.vocabulary.device)
+    except Exception as problem:  # torch names no one kind of error for a damaged file
+        raise RunError(f"{file} cannot be read ({type(problem).__name__}); delete it") from None
+    if kept["key"] != key:
+        return 0
+    stage.load_state_dict(kept["stage"])
+    for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    return int(kept["step"])

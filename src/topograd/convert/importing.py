@@ -1,0 +1,263 @@
+"""A model from outside becomes a run: a Hugging Face folder or a GGUF file, read and checked, never changed.
+
+    Hugging Face folder   config.json, *.safetensors (sharded too), tokenizer.json: weights are referred to by
+                          path and SHA-256, or copied
+    GGUF file             dequantised to float32 once, into the run; the tokenizer is in its metadata
+
+Everything is read and checked before anything is written: what does not fit leaves no folder behind. Weights
+are memory-mapped, so that checking a model takes little more memory than its largest tensor, and opening it
+about as much as its weights.
+
+Cost: hashing the weights, and for GGUF writing them as float32. Limits: the families of `families.py` decode
+with a cache; other architectures, of folders, are run by transformers and recompute (`adapted.py`). No code
+of the folder is run and no pickle is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from topograd.convert.adapted import adapt_folder
+from topograd.convert.card import origin_of_folder, origin_of_gguf, write_card, write_origin
+from topograd.convert.families import config_of, is_native, load_tensors
+from topograd.convert.tensor_names import tensor_names
+from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.errors import CheckpointError, ConfigError, DataError
+from topograd.files import dump_json, read_json
+from topograd.nn.adapted_config import AdaptedConfig
+from topograd.nn.config import GPTConfig
+from topograd.nn.stack import Stack
+from topograd.nn.transformer import Transformer
+from topograd.nn.transformer_config import TransformerConfig
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.referenced import NAME as WEIGHTS
+from topograd.runs.referenced import Place, describe
+from topograd.runs.session import bind_tokenizer
+from topograd.runs.topology_config import TopologyConfig
+
+CONTEXT = 2048
+"""Positions that a run of an imported model sees, where it was made for more and nobody asks for them."""
+EVAL_BYTES = 20_000
+MOST_JSON = 2**26
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model from outside, opened and checked."""
+
+    config: TransformerConfig | AdaptedConfig
+    tokenizer: ForeignTokenizer
+    stack: Stack
+    """With its weights in place, as views of the files where they need no change."""
+    references: dict[str, Any] | None
+    """What weights.json would say; None where the weights must be copied."""
+    origin: dict[str, str | None]
+    """Its name and its licence, as far as it says them."""
+
+
+def import_model(
+    source: Path | str,
+    out: Path | str,
+    *,
+    partition: str = "L",
+    context: int | None = None,
+    copy: bool = False,
+) -> dict[str, Any]:
+    """Make the run `out` of the model at `source`, and say what it is."""
+    began = time.perf_counter()
+    source = Path(source)
+    with ExitStack() as opened:
+        found = _open(source, opened)
+        config = _settings(found, partition, context)
+        run = Run.create(out)
+        _write(run, found, config, copy)
+        write_card(run)
+    return {
+        "run": str(run.folder),
+        "source": str(source),
+        "architecture": found.config.family,
+        "layers": found.config.layers,
+        "width": found.config.width,
+        "vocab": found.config.vocab,
+        "context": config.model.context,
+        "parameters": sum(parameter.numel() for parameter in found.stack.parameters()),
+        "tokenizer": found.tokenizer.kind,
+        "licence": found.origin["licence"],
+        "native": isinstance(found.config, TransformerConfig),
+        "weights": "copied" if copy or found.references is None else "referred to",
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _open(source: Path, opened: ExitStack) -> Source:
+    if source.is_dir():
+        return _open_folder(source, opened)
+    if source.is_file():
+        return _open_gguf(source)
+    raise CheckpointError(f"there is no model at {source}; give a Hugging Face folder or a GGUF file")
+
+
+def _open_folder(folder: Path, opened: ExitStack) -> Source:
+    settings = _read_settings(folder / "config.json")
+    if not is_native(settings):
+        return _open_adapted(folder, settings)
+    config = config_of(settings)
+    files, where = _tensor_files(folder, opened)
+
+    def get(name: str) -> Tensor:
+        file, handle = where[name]
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{file} cannot be read ({problem}); restore it") from None
+        return tensor
+
+    stack = _filled(config, get, where)
+    tokenizer = _read_tokenizer(folder, settings, config)
+    names = {file: index for index, file in enumerate(files)}
+    sources = tensor_names(config, available=where)
+    if any(there.read is not None for there in sources.values()):
+        return Source(config, tokenizer, stack, None, origin_of_folder(folder))
+    places = {own: Place(names[where[there.name][0]], there.name) for own, there in sources.items()}
+    return Source(config, tokenizer, stack, describe(files, places), origin_of_folder(folder))
+
+
+def _open_adapted(folder: Path, settings: dict[str, Any]) -> Source:
+    """A model without a native stack, which transformers runs."""
+    config, stack = adapt_folder(folder, settings)
+    tokenizer = _read_tokenizer(folder, settings, config)
+    return Source(config, tokenizer, stack, None, origin_of_folder(folder))
+
+
+def _read_tokenizer(
+    folder: Path, settings: dict[str, Any], config: TransformerConfig | AdaptedConfig
+) -> ForeignTokenizer:
+    """The folder's tokenizer, with the tokens that the model says it ends with, as transformers does."""
+    generation = folder / "generation_config.json"
+    said = _read_settings(generation) if generation.is_file() else settings
+    ends = said.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    known = [end for end in ends if type(end) is int and 0 <= end < config.vocab]
+    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json", known)
+    _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
+    return tokenizer
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} has no config.json; give a Hugging Face folder or a GGUF file")
+    if file.stat().st_size > MOST_JSON:
+        raise CheckpointError(f"{file} has {file.stat().st_size} bytes; a config has at most {MOST_JSON}")
+    settings = read_json(file, CheckpointError)
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file} is damaged, it is no JSON object; restore it")
+    return settings
+
+
+def _tensor_files(folder: Path, opened: ExitStack) -> tuple[list[Path], dict[str, tuple[Path, Any]]]:
+    """The files of weights, and for each tensor its file, opened; shards are those that the index names."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        described = read_json(index, CheckpointError)
+        table = described.get("weight_map") if isinstance(described, dict) else None
+        if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+            raise CheckpointError(f"{index} is damaged, it has no weight_map; restore it")
+        files = [folder / name for name in sorted(set(table.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(path.name for kind in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(kind))
+        held = f"only {others[0]}, a pickle, which can run code" if others else "no weights"
+        raise CheckpointError(f"{folder} has {held}; give a folder with .safetensors")
+    where: dict[str, tuple[Path, Any]] = {}
+    for file in files:
+        if file.parent != folder or not file.is_file():
+            raise CheckpointError(f"shard {file.name!r} of {folder} is missing; restore it")
+        try:
+            handle = opened.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{file} cannot be read ({problem}); restore it") from None
+        for name in handle.keys():  # noqa: SIM118  a handle is no mapping
+            if name in where:
+                raise CheckpointError(f"tensor {name!r} is in {where[name][0].name} and in {file.name}")
+            where[name] = file, handle
+    return files, where
+
+
+def _open_gguf(file: Path) -> Source:
+    from topograd.convert.gguf_config import config_dict
+    from topograd.convert.gguf_file import GGUFFile
+    from topograd.convert.gguf_tokenizer import tokenizer_config, tokenizer_json
+
+    gguf = GGUFFile(file)
+    config = config_of(config_dict(gguf))
+    tokenizer = ForeignTokenizer(tokenizer_json(gguf.metadata), tokenizer_config(gguf.metadata))
+    _check_tokenizer(tokenizer, config, file)
+    names = [name for name in gguf.tensors if name != "rope_freqs.weight"]  # read into the config
+    stack = _filled(config, gguf.tensor, names, "gguf")
+    return Source(config, tokenizer, stack, None, origin_of_gguf(file, gguf.metadata))
+
+
+def _filled(
+    config: TransformerConfig, get: Callable[[str], Tensor], names: Any, naming: Any = "hugging-face"
+) -> Transformer:
+    with torch.device("meta"):
+        stack = Transformer(config)
+    load_tensors(stack, get, names, naming)
+    return stack
+
+
+def _check_tokenizer(
+    tokenizer: ForeignTokenizer, config: TransformerConfig | AdaptedConfig, where: Path
+) -> None:
+    if tokenizer.vocab > config.vocab:
+        raise DataError(
+            f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}; it is the tokenizer of "
+            "another model"
+        )
+
+
+def _settings(found: Source, partition: str, context: int | None) -> TrainConfig:
+    shape = found.config
+    if context is not None and not 1 <= context <= shape.context:
+        raise ConfigError(f"context is {context}; the model was made for {shape.context}: give 1 to that")
+    fits = shape.width % shape.heads == 0 and (shape.width // shape.heads) % 2 == 0
+    model = GPTConfig(
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads if fits else 1,
+        vocab=shape.vocab,
+        context=context or min(shape.context, CONTEXT),
+        tied=shape.tied,
+    )
+    return TrainConfig(
+        topology=TopologyConfig(partition=partition),
+        steps=1,
+        tokenizer="imported",
+        eval_bytes=EVAL_BYTES,
+        model=model,
+        imported=shape if isinstance(shape, TransformerConfig) else None,
+        adapted=shape if isinstance(shape, AdaptedConfig) else None,
+    )
+
+
+def _write(run: Run, found: Source, config: TrainConfig, copy: bool) -> None:
+    """Write the run; its settings come last, since they are what makes the folder a run."""
+    bind_tokenizer(run, found.tokenizer)
+    write_origin(run, found.origin)
+    if found.references is not None and not copy:
+        run.manifest.bind(WEIGHTS, dump_json(found.references, indent=1) + "\n")
+        run.write_config(config.as_dict())
+        return
+    run.store.save(step=0, model=found.stack, optimizers={}, extra={}, keep=1)
+    run.write_config(config.as_dict())

@@ -1,0 +1,114 @@
+"""A run's stages as ONNX graphs, for any program that has ONNX Runtime.
+
+    stage-K.onnx, .bin    the layers of each stage (`runtime/layers.py`), and its weights
+    head*.onnx, .bin      the head, or each stage's own
+    tables.npz            embeddings and rotations
+    manifest.json         sizes, inputs, windows, and some texts: prompts, margins, and for each token the
+                          exit that it left after
+    run.py                at most 60 lines of onnxruntime and numpy that write those texts again
+
+A text's margins say how far ahead the best logit of each stage must be for a token to leave after it. Limits:
+chains whose stages hear the one before them, that predict by their last stage; float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from topograd.decode.engine import Engine, generate_batch
+from topograd.decode.wand import Wand
+from topograd.errors import ConfigError
+from topograd.files import dump_json, write_atomic
+from topograd.nn.gpt import GPT
+from topograd.nn.transformer import Transformer
+from topograd.runs.session import Session
+from topograd.runtime.layers import EPSILON
+from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle
+from topograd.topology.dag import EMBEDDING
+
+SCRIPT = Path(__file__).with_name("onnx_script.py")
+WRITTEN = 12
+"""Tokens of each text of the manifest; the script knows the number."""
+MARGINS = (float("inf"), 2.0, 0.5)
+"""Texts of the manifest: full depth, and two that leave early."""
+
+
+def write_onnx(folder: Path, session: Session) -> None:
+    """Write graphs, tables, manifest and script into a folder."""
+    _check(session)
+    runtime = OnnxRuntime(session.stack)
+    plan, stack = session.plan, runtime.stack
+    heads: dict[int, str] = {}
+    stages = []
+    for planned in plan.stages:
+        name = f"stage-{planned.index + 1}.onnx"
+        runtime.graph(planned).write(folder / name)
+        which = planned.head if stack.has_head(planned.head) else -1
+        if which not in heads:
+            heads[which] = "head.onnx" if which < 0 else f"head-{which + 1}.onnx"
+            runtime.head_graph(planned.head).write(folder / heads[which])
+        states = {name: list(shape) for name, shape in runtime.shapes(planned).items()}
+        output = f"h.{planned.stage.stop}"
+        stages.append({"file": name, "head": heads[which], "states": states, "output": output})
+    context = session.config.model.context
+    tables = runtime.rotations(context)
+    tables["embedding"] = stack.embedding.weight.detach().numpy()
+    gpt = isinstance(stack, GPT)
+    if isinstance(stack, GPT) and stack.previous is not None:
+        tables["previous"] = stack.previous.weight.detach().numpy()
+    scaled = isinstance(stack, Transformer) and stack.config.traits.scaled_embedding
+    np.savez(folder / "tables.npz", allow_pickle=False, **tables)
+    manifest = {
+        "stages": stages,
+        "width": stack.width,
+        "room": context,
+        "windows": runtime.windows(),
+        "scale": stack.width**0.5 if scaled else 1.0,
+        "normed": gpt,
+        "epsilon": EPSILON,
+        "weights": session.weights,
+        "texts": _texts(session, Engine(session.stack, plan, context, runtime)),
+    }
+    write_atomic(folder / "manifest.json", dump_json(manifest, indent=1) + "\n")
+    write_atomic(folder / "run.py", SCRIPT.read_text(encoding="utf-8"))
+
+
+def _check(session: Session) -> None:
+    where, plan = session.run.folder, session.plan
+    problem = obstacle(session.stack)
+    if problem is not None:
+        raise ConfigError(f"{where} cannot be written as ONNX: {problem}; keep the run's folder")
+    chain = all(
+        [port.source for port, _ in planned.inputs] == [planned.index - 1 if planned.index else EMBEDDING]
+        and planned.stage.start == (plan.stages[planned.index - 1].stage.stop if planned.index else 0)
+        and all(port.relay == "identity" for port, _ in planned.inputs)
+        for planned in plan.stages
+    )
+    if not chain or plan.prediction.kind != "last" or len(plan.predicting()) != len(plan.stages):
+        raise ConfigError(
+            f"{where} is no plain chain of stages that predict, which is all that the script can run; keep "
+            "the run's folder"
+        )
+
+
+@torch.inference_mode()
+def _texts(session: Session, engine: Engine) -> list[dict[str, Any]]:
+    """Short texts of the model, with the exit of each token."""
+    ids = session.tokenizer.encode("The first line of a text is ") or [session.tokenizer.separator]
+    if session.config.model.context <= WRITTEN:
+        raise ConfigError(
+            f"a context of {session.config.model.context} has no room for {WRITTEN} tokens to check"
+        )
+    prompt = ids[: session.config.model.context - WRITTEN]
+    found = []
+    for margin in MARGINS if engine.last else MARGINS[:1]:
+        margins = [margin] * engine.last
+        (text,) = generate_batch(Wand(engine, margins), [prompt], WRITTEN)
+        tokens = [[emitted.token, emitted.stage + 1] for emitted in text]
+        finite = [min(value, 1e30) for value in margins]
+        found.append({"prompt": prompt, "margins": finite, "tokens": tokens})
+    return found

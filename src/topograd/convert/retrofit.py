@@ -1,0 +1,167 @@
+"""Retrofit: what a frozen model can be given so that it writes faster, in a sidecar; the base stays as it is.
+
+    own text     the model goes on from many beginnings, in batches; its states are kept (`own_text.py`)
+    draft stage  one layer that hears the last state one position late, taught on that (`draft_training.py`)
+    table        what followed runs of tokens in that text (`depth/lookup.py`)
+    exits        what the stages before the last predict, read through translators (`translators.py`)
+
+The text of a user, `data`, gives beginnings and rows that are read and not written, beside the model's own.
+The parameters of the base are read and never written: it is bit-identical before and after.
+
+Cost: a token of own text is a row at full depth in a batch, and the teaching about as much again. Both
+survive a kill and go on; the work is in the folder `text`, or beside the sidecar until that is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topograd.convert.draft_training import DraftTraining, draft_agreement, train_draft_stage
+from topograd.convert.own_text import OwnText, OwnTextConfig, heldout_rows, training_rows, write_own_text
+from topograd.convert.prompts import Prompts
+from topograd.convert.translators import fit_exits
+from topograd.data.corpus import read_corpus
+from topograd.decode.lookup import NGramTable
+from topograd.decode.modes import engine_of
+from topograd.decode.retrofitted import KIND, open_retrofit, retrofit_folder, retrofit_tensors
+from topograd.errors import ConfigError, RunError
+from topograd.limits import check_numbers
+from topograd.nn.draft_stage import DraftStage, rank_tokens
+from topograd.nn.translator import Translator
+from topograd.runs.session import Session
+from topograd.runs.sidecar import BaseIdentity, create_sidecar
+
+OnWork = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and of how much."""
+
+
+@dataclass(frozen=True)
+class RetrofitConfig:
+    """How much text, and how the stage is taught."""
+
+    tokens: int = 500_000
+    """Tokens of text, given ones included."""
+    vocabulary: int = 8192
+    """Tokens that the draft stage can say: the most frequent of the text."""
+    text: OwnTextConfig = field(default_factory=OwnTextConfig)
+    training: DraftTraining = field(default_factory=DraftTraining)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, tokens=(64, 2**36), vocabulary=(2, 2**24))
+
+
+def retrofit(
+    session: Session,
+    out: Path | str | None = None,
+    config: RetrofitConfig | None = None,
+    *,
+    data: Path | str | None = None,
+    text: Path | str | None = None,
+    init: Path | str | None = None,
+    exits: bool = False,
+    on_work: OnWork | None = None,
+) -> dict[str, Any]:
+    """Make the sidecar `out` of a run, by default its own `draft/`, and say what came of it.
+
+    `text` is a folder that keeps the model's own text, `init` a sidecar whose stage is taught on; with
+    `exits`, the stages before the last are given readings that prefixes and `calibrate` then use.
+    """
+    config, began = config or RetrofitConfig(), time.perf_counter()
+    folder = retrofit_folder(session) if out is None else Path(out)
+    check_room(session, folder)
+    work = folder.with_name(f"{folder.name}.work") if text is None else Path(text)
+    session.stack.requires_grad_(False)
+    tell: OnWork = on_work or (lambda what, done, of: None)
+    written = _write(session, work, config, data, lambda done, of: tell("tokens of own text", done, of))
+    tokens, own = written.all_tokens()
+    learning = training_rows(len(written))
+    torch.manual_seed(config.training.seed)
+    if init is None:
+        counted = torch.from_numpy(tokens[learning])
+        stage = DraftStage(session.stack, rank_tokens(counted, session.config.model.vocab, config.vocabulary))
+    else:
+        stage = open_retrofit(session, init).stage.train().requires_grad_(True)
+    vocabulary = stage.vocabulary
+    train_draft_stage(
+        stage, written, config.training, work, lambda step, of, loss: tell("steps of teaching", step, of)
+    )
+    table = NGramTable.of(tokens[learning], own[learning])
+    held = torch.from_numpy(tokens[heldout_rows(len(written))])
+    found = {
+        "tokens": written.tokens,
+        "own": int(own.sum()),
+        "vocabulary": len(vocabulary),
+        "coverage": float(torch.isin(held, vocabulary).float().mean()),
+        "parameters": sum(p.numel() for p in stage.parameters()),
+        "table": len(table),
+        **draft_agreement(stage, written),
+    }
+    translators: dict[int, Translator] = {}
+    if exits:
+        translators, found["exits"] = fit_exits(session, written, lambda done, of: tell("exits", done, of))
+    sidecar = create_sidecar(
+        folder,
+        kind=KIND,
+        base=BaseIdentity.of(session),
+        tensors=retrofit_tensors(stage, table, translators),
+        settings={"found": found, "config": asdict(config), "init": None if init is None else str(init)},
+        card=_card(session, found),
+    )
+    if text is None:
+        shutil.rmtree(work)
+    return {"run": str(session.run.folder), "sidecar": str(sidecar.folder), **found} | {
+        "seconds": time.perf_counter() - began
+    }
+
+
+def check_room(session: Session, folder: Path) -> None:
+    """Refuse, before long work, a folder that cannot be the sidecar and a model that cannot have one."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} exists and is not an empty folder; pass another --out, or remove it")
+    prediction = session.plan.prediction
+    if prediction.full != ((session.plan.last, 1.0),):
+        raise ConfigError(
+            f"{session.run.folder} predicts by several stages ({prediction.kind}); a draft stage hears one: "
+            "retrofit a model that predicts by its last stage"
+        )
+    DraftStage(session.stack, torch.arange(2))
+
+
+def _write(
+    session: Session,
+    work: Path,
+    config: RetrofitConfig,
+    data: Path | str | None,
+    on_tokens: Callable[[int, int], None],
+) -> OwnText:
+    prompts = Prompts(session.tokenizer, read_corpus(data).train, config.text.seed)
+    engine = engine_of(session)
+    length = min(config.text.length, engine.context)
+    shape = OwnTextConfig(length, config.text.rows, config.text.seed)
+    return write_own_text(work, engine, prompts, session.weights, config.tokens, shape, on_tokens)
+
+
+def _card(session: Session, found: dict[str, Any]) -> str:
+    rates = ", ".join(f"{rate:.3f}" for rate in found["agreement"])
+    return "\n".join(
+        [
+            f"# A draft stage for {session.run.folder.name}",
+            "",
+            "One layer that guesses the next tokens of its base, which verifies them: the text is its.",
+            "",
+            f"- parameters: {found['parameters']:,}; draft vocabulary: {found['vocabulary']:,} tokens, which "
+            f"cover {found['coverage']:.3f} of held-out text",
+            f"- taught on {found['tokens']:,} tokens, {found['own']:,} of them its own outside of loops",
+            f"- agreement with the base on held-out own text, by step: {rates}",
+            f"- table of own text: {found['table']:,} entries",
+            "",
+            "The base is referred to by hash and was not changed.",
+        ]
+    )

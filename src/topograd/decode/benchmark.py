@@ -1,0 +1,331 @@
+"""How fast each way of running a model is, against full depth, and how much it agrees with it.
+
+Everything is measured in one process with one engine: in each round every mode continues the same held-out
+prompts, in an order that rotates, and a speedup is the median over rounds of the time at full depth over the
+mode's (`timing.py`). Full depth is decoded with the same cache and kernels as the rest. Only decoding is
+timed: every prompt has been read when the clock starts (but not in the comparison of batches).
+
+    agreement    teacher-forced: share of held-out tokens where the mode's token is full depth's; calibrated
+                 on the even windows, measured on the odd ones
+    identical    share of prompts whose free-running text is full depth's
+    ties         texts under speculation that leave full depth's where its two best logits are closer than
+                 rounding between batch shapes (`agreement.py`); all other differences are mismatches
+    distinct     share of distinct 4-grams in the texts: greedy text of a small model loops, which flatters
+                 acceptance, so the teacher-forced acceptance stands beside it
+
+Limits: a few prompts, a noisy machine. Read the quartiles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from topograd.data.windows import Text
+from topograd.decode.agreement import differences, distinct, identical, mean_stage
+from topograd.decode.autotune import DraftRule, simulate
+from topograd.decode.calibrate import Tuning, heldout_readings, own_text, tune
+from topograd.decode.calibration import Calibration
+from topograd.decode.engine import Emitted, Engine, Mode, Prefix, continue_tokens, generate_batch
+from topograd.decode.exit_rules import agreement, check_exits, exits, thresholds
+from topograd.decode.modes import PRUNING_VOCAB, engine_of, speculation_of
+from topograd.decode.readings import Readings
+from topograd.decode.sampling import Sampling
+from topograd.decode.settings import DecodeSettings
+from topograd.decode.speculation import Speculate
+from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
+from topograd.decode.wand import Wand
+from topograd.errors import ConfigError
+from topograd.runs.session import Session, heldout_text
+from topograd.timing import ratio, take_turns
+
+WANTED_AGREEMENT = 0.999
+EPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
+WARM = 0.8
+"""The temperature of the sampled comparison."""
+
+
+def bench_decode(
+    session: Session, settings: DecodeSettings, runtime: str | None = None, weights: str = "float32"
+) -> dict[str, Any]:
+    """Every reading of this module, as plain numbers; full depth is that of the runtime and its weights."""
+    check_exits(session.plan)
+    engine = engine_of(session, runtime, weights)
+    text = heldout_text(session, None, settings.bytes)
+    seen, unseen = heldout_readings(session, text, engine=engine).split()
+    if not len(seen) or not len(unseen):
+        raise ConfigError(f"{settings.bytes} bytes are too little held-out text; give more --bytes")
+    calibration = Calibration.of(seen, session.step)
+    tuning = tune(engine, calibration.sample, own_text(session, engine, text))
+    prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)
+    modes = _modes(engine, calibration, tuning)
+    written = {name: continued(mode, prompts, settings.tokens) for name, mode in modes.items()}
+    seconds = in_turns(modes, prompts, settings)
+    speed = {name: ratio(seconds, "full", name).as_dict() for name in modes}
+    tokens = settings.tokens * len(prompts)
+    rate = {name: tokens / sorted(times)[len(times) // 2] for name, times in seconds.items()}
+    results = {
+        "run": str(session.run.folder),
+        "runtime": engine.runtime.name,
+        "weights": engine.runtime.precision,
+        "threads": torch.get_num_threads(),
+        "settings": vars(settings),
+        "full": {"tokens_per_second": rate["full"], "distinct_4grams": distinct(written["full"].texts)},
+        "prefix": _prefixes(engine, unseen, speed, rate),
+        "wand": _wand(engine, calibration, unseen, speed, written),
+        "speculate": _speculation(engine, unseen, tuning, prompts, speed, rate, written),
+        "sampled": _sampled(written, seconds, rate),
+        "batch": _batched(engine, tuning, text, settings),
+        "row_costs": tuning.costs.as_dict(),
+        "rows": relative_rows(row_costs(engine)),
+        "bandwidth_share": matrix_bytes(engine, session.stack) * rate["full"] / read_bandwidth(),
+    }
+    return {**results, "ways": ways(results)}
+
+
+def ways(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The results as rows of a table, one for each way of running; None where a column has no sense."""
+    wand, draft, warm, batch = (results[name] for name in ("wand", "speculate", "sampled", "batch"))
+    full, stages = results["full"]["tokens_per_second"], len(results["prefix"]) + 1
+    name = "speculate" if draft["on"] else "speculate (off)"
+    rows = [
+        ("full", full, 1.0, 1.0, 1.0, stages, None),
+        *(
+            (
+                f"prefix:{p['stages']}",
+                p["tokens_per_second"],
+                p["speedup"],
+                p["agreement"],
+                None,
+                p["stages"],
+                None,
+            )
+            for p in results["prefix"]
+        ),
+        (
+            f"wand:{wand['rule']}",
+            full * wand["speedup"],
+            *(wand[key] for key in ("speedup", "agreement", "identical", "mean_stage")),
+            None,
+        ),
+        (
+            name,
+            draft["tokens_per_second"],
+            draft["speedup"],
+            1.0,
+            *(draft[key] for key in ("identical", "mean_stage", "acceptance")),
+        ),
+        (f"full, temperature {WARM}", warm["full_tokens_per_second"], 1.0, 1.0, None, stages, None),
+        (
+            f"speculate, temperature {WARM}",
+            warm["tokens_per_second"],
+            warm["speedup"],
+            1.0,
+            None,
+            None,
+            warm["acceptance"],
+        ),
+        (f"full, {batch['rows']} rows", batch["full_tokens_per_second"], 1.0, 1.0, None, stages, None),
+        (
+            f"speculate, {batch['rows']} rows",
+            batch["full_tokens_per_second"] * batch["speculate_speedup"],
+            batch["speculate_speedup"],
+            1.0,
+            None,
+            None,
+            None,
+        ),
+    ]
+    columns = ("way", "tokens_per_second", "speedup", "agreement", "identical", "mean_stage", "acceptance")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a mode wrote after each prompt, how long that took, and the share of its drafts that were kept."""
+
+    texts: list[list[Emitted]]
+    seconds: float
+    acceptance: float | None
+
+
+def continued(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> Continued:
+    """Continue each prompt by itself. Reading the prompt, at full depth for every mode, is not timed."""
+    texts, seconds, drafted, accepted = [], 0.0, 0, 0
+    for prompt in prompts:
+        cache = mode.engine.start([prompt])
+        with torch.inference_mode():
+            mode.engine.run(cache, mode.engine.exits[-1])
+        began = time.perf_counter()
+        texts.append([emitted for _, emitted in continue_tokens(mode, cache, tokens)])
+        seconds += time.perf_counter() - began
+        if isinstance(mode, Speculate):
+            drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
+    return Continued(texts, seconds, accepted / drafted if drafted else None)
+
+
+def in_turns(
+    modes: Mapping[str, Mode], prompts: Sequence[Sequence[int]], settings: DecodeSettings
+) -> dict[str, list[float]]:
+    """Seconds of each mode in each round, in an order that rotates."""
+    names = list(modes)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(settings.rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(continued(modes[name], prompts, settings.tokens).seconds)
+    return seconds
+
+
+def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:
+    """The beginnings of held-out windows, spaced evenly over those that calibration does not see."""
+    rows = range(1, len(text.inputs), 2)
+    count = min(count, len(rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    return [text.inputs[row][text.targets[row] != -100][:tokens].tolist() for row in chosen]
+
+
+def _modes(engine: Engine, calibration: Calibration, tuning: Tuning) -> dict[str, Mode]:
+    bounds = calibration.gain.max if engine.vocab() >= PRUNING_VOCAB else None
+    warm = Sampling(temperature=WARM)
+    modes: dict[str, Mode] = {"full": Prefix(engine)}
+    for stage in range(engine.last):
+        modes[f"prefix:{stage + 1}"] = Prefix(engine, stage)
+    for rule in ("sum-of-bounds", "rival-gain"):
+        modes[f"wand:{rule}"] = Wand(engine, thresholds(calibration, rule), bounds=bounds)
+    for eps in EPS:
+        modes[f"wand:flip-rate:{eps}"] = Wand(
+            engine, thresholds(calibration, "flip-rate", eps=eps), bounds=bounds
+        )
+    modes["speculate"] = speculation_of(engine, tuning, Sampling())
+    modes["full, sampled"] = Prefix(engine, None, warm)
+    modes["speculate, sampled"] = speculation_of(engine, tuning, warm)
+    return modes
+
+
+def _prefixes(
+    engine: Engine, unseen: Readings, speed: Mapping[str, Any], rate: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "stages": stage + 1,
+            "tokens_per_second": rate[f"prefix:{stage + 1}"],
+            "speedup": speed[f"prefix:{stage + 1}"]["median"],
+            "spread": speed[f"prefix:{stage + 1}"],
+            "agreement": (unseen.top[stage] == unseen.top[-1]).double().mean().item(),
+        }
+        for stage in range(engine.last)
+    ]
+
+
+def _wand(
+    engine: Engine,
+    calibration: Calibration,
+    unseen: Readings,
+    speed: Mapping[str, Any],
+    written: Mapping[str, Continued],
+) -> dict[str, Any]:
+    """Every rule's point of the curve; the headline is the fastest with the agreement that is wanted."""
+    curve = []
+    for name in (name for name in speed if name.startswith("wand:")):
+        _, rule, *number = name.split(":")
+        limits = (
+            thresholds(calibration, "flip-rate", eps=float(number[0]))
+            if number
+            else thresholds(calibration, rule)  # type: ignore[arg-type]
+        )
+        left = exits(unseen, limits)
+        shares = torch.bincount(left, minlength=engine.last + 1).double() / len(left)
+        curve.append(
+            {
+                "rule": ":".join([rule, *number]),
+                "speedup": speed[name]["median"],
+                "spread": speed[name],
+                "agreement": agreement(unseen, left),
+                "exits": shares.tolist(),
+                "mean_stage": (left.double().mean() + 1).item(),
+                "identical": identical(written[name].texts, written["full"].texts),
+                "free_running_mean_stage": mean_stage(written[name].texts),
+            }
+        )
+    good = [point for point in curve if point["agreement"] >= WANTED_AGREEMENT]
+    best = max(good or curve, key=lambda point: point["speedup"] if good else point["agreement"])
+    return {**best, "curve": curve}
+
+
+def _speculation(
+    engine: Engine,
+    unseen: Readings,
+    tuning: Tuning,
+    prompts: Sequence[Sequence[int]],
+    speed: Mapping[str, Any],
+    rate: Mapping[str, float],
+    written: Mapping[str, Continued],
+) -> dict[str, Any]:
+    texts, full = written["speculate"].texts, written["full"].texts
+    answer: dict[str, Any] = {
+        "on": tuning.rule is not None,
+        "speedup": speed["speculate"]["median"],
+        "spread": speed["speculate"],
+        "tokens_per_second": rate["speculate"],
+        "predicted_speedup": tuning.predicted,
+        "acceptance": written["speculate"].acceptance,
+        "identical": identical(texts, full),
+        **differences(engine, prompts, texts, full),
+        "distinct_4grams": distinct(texts),
+        "mean_stage": mean_stage(texts),
+    }
+    if tuning.rule is not None:
+        answer |= {"stage": tuning.stage + 1, "rule": vars(tuning.rule)}
+        answer["teacher_forced"] = teacher_forced(unseen, tuning.stage, tuning.rule, tuning)
+    return answer
+
+
+def teacher_forced(readings: Readings, stage: int, rule: DraftRule, tuning: Tuning) -> dict[str, float]:
+    """Acceptance and predicted speedup of a draft rule replayed on held-out text."""
+    margins = readings.margin[stage].tolist()
+    agrees = (readings.top[stage] == readings.top[-1]).int().tolist()
+    lengths = readings.sequence.unique_consecutive(return_counts=True)[1].tolist()
+    outcome = simulate(margins, agrees, lengths, rule, tuning.costs)
+    return {"acceptance": outcome.acceptance, "speedup": outcome.speedup, "mean_draft": outcome.mean_draft}
+
+
+def _sampled(
+    written: Mapping[str, Continued], seconds: Mapping[str, list[float]], rate: Mapping[str, float]
+) -> dict[str, Any]:
+    """Drafting at a temperature, against full depth at the same temperature."""
+    speedup = ratio(seconds, "full, sampled", "speculate, sampled").as_dict()
+    return {
+        "temperature": WARM,
+        "full_tokens_per_second": rate["full, sampled"],
+        "tokens_per_second": rate["speculate, sampled"],
+        "speedup": speedup["median"],
+        "spread": speedup,
+        "acceptance": written["speculate, sampled"].acceptance,
+        "distinct_4grams": distinct(written["full, sampled"].texts),
+    }
+
+
+def _batched(engine: Engine, tuning: Tuning, text: Text, settings: DecodeSettings) -> dict[str, Any]:
+    """Several prompts at once, at full depth and with drafts whose acceptance differs from row to row."""
+    prompts = heldout_prompts(text, settings.rows, settings.prompt_tokens)
+    rule = tuning.rule or DraftRule(0.0, 4)
+    modes: dict[str, Mode] = {
+        "full": Prefix(engine),
+        "speculate": Speculate(engine, rule, tuning.stage),
+    }
+    turns = {name: partial(generate_batch, mode, prompts, settings.tokens) for name, mode in modes.items()}
+    seconds = take_turns(turns, settings.rounds, warmup=1)
+    speedup = ratio(seconds, "full", "speculate").as_dict()
+    middle = sorted(seconds["full"])[len(seconds["full"]) // 2]
+    return {
+        "rows": len(prompts),
+        "full_tokens_per_second": settings.tokens * len(prompts) / middle,
+        "speculate_speedup": speedup["median"],
+        "spread": speedup,
+        "pays": speedup["median"] > 1,
+    }

@@ -1,0 +1,215 @@
+"""A run as a model: text in, text out, as deep as each token needs.
+
+model = load("runs/mine")
+model.generate("def ", tokens=8)                     text, as a string that knows how it came about
+model.generate("def ", depth="prefix:1")             depths as in `depth/modes.py`
+model.logits([1, 2, 3])                              what it predicts behind each token
+model.evaluate()                                     bits per byte and the rest, on its held-out text
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.windows import Text
+from topograd.decode.engine import Composed, Engine, Mode, Prefix, generate_tokens
+from topograd.decode.modes import default_depth, engine_of, mode_of
+from topograd.decode.sampling import Sampling
+from topograd.decode.speculation import Speculate
+from topograd.decode.text import TextStream
+from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor
+from topograd.runs.session import Session, heldout_text, open_session
+from topograd.training.evaluation import Evaluation, evaluate
+
+MOST_TOKENS = 100_000
+MOST_PROMPT = 1_000_000
+
+
+class Piece(NamedTuple):
+    """A part of a text that a token released."""
+
+    text: str
+    exit: int
+    """The exit that the token left after, counted from 0."""
+    drafter: str = ""
+    """Who drafted the token; nobody where the model itself wrote it."""
+
+
+class Generated(str):
+    """A continuation: the text, and how it came about."""
+
+    prompt: str
+    depth: str
+    """The depth that was asked for."""
+    deepest: int
+    """The last exit that may have run, counted from 1."""
+    pieces: list[Piece]
+    """One for each token."""
+    seconds: float
+    drafted: int | None
+    """Tokens that were drafted; None without speculation."""
+    accepted: int | None
+    by_drafter: dict[str, tuple[int, int]]
+    """Drafted and accepted tokens of each drafter."""
+
+    def exits(self, count: int) -> list[int]:
+        """How many tokens left after each of `count` exits."""
+        return [sum(piece.exit == exit_ for piece in self.pieces) for exit_ in range(count)]
+
+
+class Model:
+    """An opened run."""
+
+    def __init__(self, session: Session, runtime: str | None = None, weights: str = "float32") -> None:
+        self.session, self.runtime, self.precision = session, runtime, weights
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The model laid out for decoding; made when it is first used."""
+        return engine_of(self.session, self.runtime, self.precision)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] = "",
+        tokens: int = 200,
+        *,
+        depth: str | None = None,
+        draft: Path | str | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        on_piece: Callable[[Piece], None] | None = None,
+    ) -> Generated:
+        """Continue a text, or the tokens of one, by at most `tokens`; `on_piece` gets each part as it comes.
+
+        By default the likeliest token each time, speculating where the run's calibration says that it pays.
+        `draft` is the folder of a smaller run that drafts, or of a draft stage that is not in the run's own.
+        """
+        check_request(prompt, tokens)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        usual = default_depth(self.session) if draft is None else "speculate"
+        named = usual if depth is None else depth
+        mode = mode_of(named, self.session, self.engine, sampling, draft)
+        stream = TextStream(self.session.tokenizer, stop)
+        began = time.perf_counter()
+        pieces: list[Piece] = []
+        tokenizer = self.session.tokenizer
+        ends = tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else ()
+        begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for piece in continue_text(mode, begin, tokens, stream, ends):
+            pieces.append(piece)
+            if on_piece is not None:
+                on_piece(piece)
+        if rest := stream.finish():  # it belongs to the last token: a piece is a token
+            last = pieces[-1]
+            pieces[-1] = last._replace(text=last.text + rest)
+            if on_piece is not None:
+                on_piece(last._replace(text=rest))
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        return _generated(stream.text, text, named, mode, pieces, time.perf_counter() - began)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
+        tokenizer = self.session.tokenizer
+        if isinstance(tokenizer, ForeignTokenizer):
+            tokens = tokenizer.encode(prompt, special=True)
+        else:
+            tokens = tokenizer.encode(prompt)
+        return tokens or [tokenizer.separator]
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """What the model predicts behind each token: (time, vocab), or (rows, time, vocab) of rows."""
+        inputs = torch.as_tensor(tokens, device=next(self.session.stack.parameters()).device)
+        if inputs.dim() not in (1, 2) or not inputs.numel() or inputs.is_floating_point():
+            raise ConfigError(
+                f"tokens have shape {tuple(inputs.shape)}; give token numbers, (time,) or (rows, time)"
+            )
+        vocab, context = self.session.config.model.vocab, self.session.config.model.context
+        if not 0 <= int(inputs.min()) <= int(inputs.max()) < vocab or inputs.shape[-1] > context:
+            raise ConfigError(
+                f"tokens go from {int(inputs.min())} to {int(inputs.max())}, {inputs.shape[-1]} in a row; "
+                f"give at most {context} numbers from 0 to {vocab - 1}"
+            )
+        rows = inputs if inputs.dim() == 2 else inputs[None]
+        logits: Tensor = Predictor(self.session.stack, self.session.plan)(rows)
+        return logits if inputs.dim() == 2 else logits[0]
+
+    def evaluate(self, data: Path | str | None = None, limit_bytes: int | None = None) -> Evaluation:
+        """Readings on the run's held-out text, or on all of the text at `data`."""
+        text: Text = heldout_text(self.session, None if data is None else Path(data), limit_bytes)
+        return evaluate(self.session.stack, self.session.plan, text)
+
+
+def load(
+    folder: Path | str,
+    checkpoint: str | None = None,
+    *,
+    runtime: str | None = None,
+    weights: str = "float32",
+) -> Model:
+    """The run in `folder` as a model, with its newest checkpoint or the one called `checkpoint`.
+
+    It writes with the faster runtime, or with torch or onnx; `weights` may be int8 or int4 there.
+    """
+    return Model(open_session(folder, checkpoint), runtime, weights)
+
+
+def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **settings: object) -> Generated:
+    """Continue a text with a model, or with the run in a folder; settings are those of `Model.generate`."""
+    opened = model if isinstance(model, Model) else load(model)
+    return opened.generate(prompt, tokens, **settings)  # type: ignore[arg-type]
+
+
+def check_request(prompt: str | Sequence[int], tokens: int) -> None:
+    """Refuse what nobody can have meant."""
+    if not 0 <= tokens <= MOST_TOKENS:
+        raise ConfigError(f"tokens is {tokens}; it must be at least 0 and at most {MOST_TOKENS}")
+    if len(prompt) > MOST_PROMPT:
+        unit = "characters" if isinstance(prompt, str) else "tokens"
+        raise ConfigError(
+            f"the prompt has {len(prompt)} {unit}; give at most {MOST_PROMPT}, the end of the text"
+        )
+
+
+def continue_text(
+    mode: Mode, prompt: list[int], tokens: int, stream: TextStream, ends: Collection[int] = ()
+) -> Iterator[Piece]:
+    """For each token the text that can be shown since it came, the exit that it left after, who drafted it.
+
+    A token of `ends` is the last: an imported model says by it that it is done.
+
+    What was held back, the beginning of a character or of a stop string, comes with the token that releases
+    it; what is held back at the end, `stream.finish` gives.
+    """
+    for _, emitted in generate_tokens(mode, [prompt], tokens):
+        yield Piece(stream.feed(emitted.token), emitted.stage, emitted.drafter)
+        if stream.stopped or emitted.token in ends:
+            break
+
+
+def _generated(
+    text: str, prompt: str, depth: str, mode: Mode, pieces: list[Piece], seconds: float
+) -> Generated:
+    made = Generated(text)
+    made.prompt, made.depth, made.pieces, made.seconds = prompt, depth, pieces, seconds
+    made.deepest = (mode.exit if isinstance(mode, Prefix | Composed) else mode.engine.last) + 1
+    made.drafted = made.accepted = None
+    made.by_drafter = {}
+    if isinstance(mode, Speculate):
+        made.drafted, made.accepted = mode.tally.drafted, mode.tally.accepted
+        made.by_drafter = {name: (c.drafted, c.accepted) for name, c in mode.tally.by.items()}
+    elif depth == "speculate":  # the calibration found that drafts do not pay here
+        made.drafted, made.accepted = 0, 0
+    return made

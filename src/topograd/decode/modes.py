@@ -1,0 +1,244 @@
+"""Depths as users write them, and the modes that they name.
+
+full                  every stage, every token
+prefix:J              the first J of the stages that predict
+path:1,3              some stages, skipping others
+branches:1-4*3+1-2    several paths, pooled in log space with weights
+wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
+                      sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
+speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
+                      it has none
+speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most (`policy.py`):
+    N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
+    lookup            what followed the last tokens in the text so far; needs no stages and no calibration
+    table             what followed them in the model's own text (`topograd retrofit`)
+    draft             a draft stage (`topograd retrofit`)
+    FOLDER            another run, smaller and with the same tokenizer; or a folder that retrofit made
+
+At most one of the drafters of a combination computes its drafts (N, draft, a run).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+
+from topograd.data.windows import Text
+from topograd.decode.autotune import DraftRule
+from topograd.decode.calibrate import OWN_ROWS, OWN_TOKENS, Tuning, own_rows
+from topograd.decode.calibrate import load as load_calibration
+from topograd.decode.calibration import Calibration
+from topograd.decode.draft_model import ModelDrafter
+from topograd.decode.draft_stage import DraftStageDrafter
+from topograd.decode.drafters import MOST_DRAFT, Drafting, PrefixDrafter, Source, Steps
+from topograd.decode.engine import Composed, Engine, Mode, Prefix
+from topograd.decode.exit_rules import Rule, check_exits, thresholds
+from topograd.decode.lookup import LookupDrafter, TableDrafter
+from topograd.decode.policy import MOST_STEPS, Paying
+from topograd.decode.retrofitted import Retrofitted, has_retrofit, open_exits, open_retrofit
+from topograd.decode.sampling import Sampling
+from topograd.decode.speculation import Speculate
+from topograd.decode.tune_drafters import Choice, choose_drafters, known_texts, measure_rows
+from topograd.decode.wand import Wand
+from topograd.errors import ConfigError, RunError
+from topograd.exec.forward import stage_outputs
+from topograd.runs.session import Session, open_session
+from topograd.runs.sidecar import is_sidecar
+from topograd.runtime.choice import runtime_of
+from topograd.runtime.quantize import check_precision
+from topograd.runtime.saved import load as load_weights
+from topograd.runtime.saved import weights_file
+from topograd.topology.branches import parse_branches, parse_path
+
+PRUNING_VOCAB = 8192
+"""From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""
+_OPENED: WeakKeyDictionary[Engine, dict[str, Retrofitted | Engine]] = WeakKeyDictionary()
+"""What was opened to draft for an engine, by folder: a second text need not read it again."""
+
+
+def engine_of(session: Session, runtime: str | None = None, weights: str = "float32") -> Engine:
+    """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
+    made, file = None, weights_file(session.run.folder, weights)
+    if weights != "float32" and file.exists():
+        made = load_weights(file, check_precision(weights), session.weights)
+    chosen = runtime_of(session.stack, runtime, weights, made)
+    return Engine(
+        session.stack, session.plan, session.config.model.context, chosen, partial(open_exits, session)
+    )
+
+
+def mode_of(
+    depth: str, session: Session, engine: Engine, sampling: Sampling, draft: Path | str | None = None
+) -> Mode:
+    """The mode that `depth` names; `draft` is the folder of the draft stage, if it is not the run's own."""
+    kind, _, rest = depth.partition(":")
+    if kind == "full" and not rest:
+        return Prefix(engine, None, sampling)
+    if kind == "prefix":
+        return Prefix(engine, int(_number(depth, rest, whole=True)) - 1, sampling)
+    if kind == "path":
+        return Composed(engine, {parse_path(rest): 1.0}, sampling)
+    if kind == "branches":
+        return Composed(engine, parse_branches(rest), sampling)
+    if kind == "wand":
+        check_exits(session.plan)
+        return _wand(depth, rest, load_calibration(session)[0], engine, sampling)
+    if kind == "speculate":
+        return _speculate(depth, rest, session, engine, sampling, draft)
+    raise ConfigError(
+        f"depth {depth!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
+    )
+
+
+def default_depth(session: Session) -> str:
+    """Speculation where the run is calibrated and it pays; else full. Both write the same."""
+    try:
+        _, tuning = load_calibration(session)
+    except RunError:
+        return "full"
+    return "full" if tuning.rule is None and tuning.drafting is None else "speculate"
+
+
+def speculation_of(engine: Engine, tuning: Tuning, sampling: Sampling) -> Mode:
+    """What the tuning says: drafts, or full depth where drafting loses."""
+    rule = tuning.rule if sampling.greedy else tuning.sampled
+    if rule is None:
+        return Prefix(engine, None, sampling)
+    return Speculate(engine, rule, tuning.stage, sampling)
+
+
+def tune_drafting(session: Session, engine: Engine, text: Text, tuning: Tuning) -> Tuning:
+    """The tuning with the drafters that pay more than a prefix: lookup, and what retrofit gave the run."""
+    names = ["lookup"]
+    steps: DraftStageDrafter | None = None
+    if has_retrofit(session):
+        names.append("table")
+        steps = DraftStageDrafter(engine, _retrofitted(session, engine, None).stage)
+    costs = measure_rows(engine, steps)
+
+    def best(rows: list[list[int]], start: int) -> Choice | None:
+        sources = [cast(Source, _drafter("speculate", name, session, engine, None)) for name in names]
+        recorded = None
+        if steps is not None:
+            inputs = torch.tensor(rows, device=steps.stage.vocabulary.device)
+            last = engine.exits[-1]
+            states = stage_outputs(session.stack, session.plan, inputs, [last])[last]
+            recorded = steps.record(inputs, states, MOST_STEPS)
+        known = known_texts(rows, start, sources, steps, recorded)
+        return choose_drafters(known, costs, names, None if steps is None else steps.name)
+
+    own, start = own_rows(engine, text)
+    greedy = best(own, start)
+    people = [row[: start + OWN_TOKENS].tolist() for row in text.inputs[1::2][:OWN_ROWS]]
+    sampled = best(people, start) if people else None
+    beats = greedy is not None and greedy.predicted > tuning.predicted
+    return replace(tuning, drafting=greedy if beats else None, sampled_drafting=sampled)
+
+
+def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampling: Sampling) -> Wand:
+    name, _, number = rest.partition(":")
+    name = name or "flip-rate"
+    rule: Rule | None = next((rule for rule in get_args(Rule) if rule == name), None)
+    if rule is None:
+        raise ConfigError(f"wand rule {name!r} is unknown; choose one of {', '.join(get_args(Rule))}")
+    if not number:
+        limits = thresholds(calibration, rule)
+    elif rule == "flip-rate":
+        limits = thresholds(calibration, rule, eps=_number(depth, number))
+    else:
+        limits = thresholds(calibration, rule, safety=_number(depth, number))
+    bounds = calibration.gain.max if engine.vocab() >= PRUNING_VOCAB else None
+    return Wand(engine, limits, sampling, bounds)
+
+
+def _speculate(
+    depth: str, rest: str, session: Session, engine: Engine, sampling: Sampling, draft: Path | str | None
+) -> Mode:
+    if not rest and draft is None and not session.run.calibration_file.exists():
+        rest = "lookup"  # needs neither a measurement nor a second exit
+    if not rest and draft is None:
+        check_exits(session.plan)
+        tuning = load_calibration(session)[1]
+        choice = tuning.drafting if sampling.greedy else tuning.sampled_drafting
+        if choice is None:
+            return speculation_of(engine, tuning, sampling)
+        chosen = [_drafter(depth, name, session, engine, None) for name in choice.drafters]
+        return Speculate(engine, Drafting(engine, chosen, choice.policy), 0, sampling)
+    usual = ["lookup", "draft"] if is_sidecar(str(draft)) else [str(draft)]
+    drafters = [
+        _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)
+    ]
+    if len(drafters) == 1 and isinstance(drafters[0], PrefixDrafter):
+        return Speculate(engine, drafters[0], 0, sampling)
+    by_margin = any(isinstance(drafter, PrefixDrafter) for drafter in drafters)  # a margin is no probability
+    policy = None if by_margin else Paying()
+    return Speculate(engine, Drafting(engine, drafters, policy), 0, sampling)
+
+
+def _drafter(
+    depth: str, word: str, session: Session, engine: Engine, draft: Path | str | None
+) -> Source | Steps:
+    """One drafter of a combination."""
+    if word == "lookup":
+        return LookupDrafter(engine)
+    if word in ("table", "draft"):
+        found = _retrofitted(session, engine, draft)
+        return (
+            TableDrafter(engine, found.table) if word == "table" else DraftStageDrafter(engine, found.stage)
+        )
+    if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
+        check_exits(session.plan)
+        return PrefixDrafter(engine, _rule(depth, word))
+    if is_sidecar(word):
+        return DraftStageDrafter(engine, _retrofitted(session, engine, word).stage)
+    if not word or not Path(word).is_dir():
+        raise ConfigError(
+            f"depth {depth!r} names the drafter {word!r}, which is unknown; use lookup, table, draft, a "
+            "number of tokens, or the folder of a smaller run"
+        )
+    return ModelDrafter(engine, _small(session, engine, Path(word)), Path(word).name)
+
+
+def _retrofitted(session: Session, engine: Engine, folder: Path | str | None) -> Retrofitted:
+    opened = _OPENED.setdefault(engine, {})
+    found = opened.get(str(folder))
+    if not isinstance(found, Retrofitted):
+        found = opened[str(folder)] = open_retrofit(session, folder)
+    return found
+
+
+def _small(session: Session, engine: Engine, folder: Path) -> Engine:
+    """A run that drafts for another."""
+    opened = _OPENED.setdefault(engine, {})
+    found = opened.get(f"run {folder}")
+    if not isinstance(found, Engine):
+        other = open_session(folder)
+        if other.tokenizer.digest != session.tokenizer.digest:
+            raise ConfigError(
+                f"the draft model {folder} has another tokenizer than {session.run.folder}; give a run with "
+                "the same"
+            )
+        found = opened[f"run {folder}"] = engine_of(other)
+    return found
+
+
+def _rule(depth: str, rest: str) -> DraftRule:
+    longest, _, margin = rest.partition(":")
+    count = int(_number(depth, longest, whole=True))
+    if count > MOST_DRAFT:
+        raise ConfigError(f"depth {depth!r} drafts {count} tokens; at most {MOST_DRAFT} make sense")
+    return DraftRule(_number(depth, margin) if margin else 0.0, count)
+
+
+def _number(depth: str, text: str, whole: bool = False) -> float:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"depth {depth!r} has {text!r} where {kind} belongs; see --help") from None

@@ -1,0 +1,143 @@
+"""What `topograd retrofit` gave a run, read from its sidecar: a draft stage, a table of the model's own text,
+and exits.
+
+    stage.*    the parameters of the draft stage, with its vocabulary
+    table.*    the keys, tokens and shares of the table
+    exit.K.*   the translator of the exit with head K (`nn/translator.py`), where exits were asked for
+
+The sidecar lies in the run's folder as `draft/`, or wherever `--draft` says. It names its base by hash, so
+one of another model is refused (`runs/sidecar.py`). Exits are read where the sidecar is the run's own: they
+belong to what the run's prefixes predict, and to its calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topograd.decode.lookup import NGramTable
+from topograd.errors import ConfigError, RunError
+from topograd.nn.draft_stage import DraftStage
+from topograd.nn.translator import Translator
+from topograd.runs.session import Session
+from topograd.runs.sidecar import Sidecar, is_sidecar, open_sidecar
+
+KIND = "draft"
+FOLDER = "draft"
+"""Where a run's own sidecar lies."""
+
+
+@dataclass(frozen=True)
+class Retrofitted:
+    """An opened sidecar."""
+
+    stage: DraftStage
+    table: NGramTable
+    sidecar: Sidecar
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """How it was made."""
+        return self.sidecar.settings
+
+
+def retrofit_folder(session: Session) -> Path:
+    """Where a run's sidecar is by default."""
+    return session.run.folder / FOLDER
+
+
+def has_retrofit(session: Session) -> bool:
+    """Whether the run was given a draft stage."""
+    return is_sidecar(retrofit_folder(session))
+
+
+def open_retrofit(session: Session, folder: Path | str | None = None) -> Retrofitted:
+    """The draft stage and the table of a run, from its own folder or another."""
+    place = retrofit_folder(session) if folder is None else Path(folder)
+    if folder is None and not is_sidecar(place):
+        raise ConfigError(
+            f"{session.run.folder} has no draft stage; make one with: topograd retrofit {session.run.folder}"
+        )
+    sidecar = open_sidecar(place, KIND)
+    sidecar.check_base(session)
+    try:
+        stage = stage_of(session, sidecar.tensors)
+        table = NGramTable.from_tensors(sidecar.tensors)
+    except (KeyError, RuntimeError, ValueError, IndexError) as problem:
+        raise RunError(f"{place} does not fit its base ({_line(problem)}); retrofit it again") from None
+    return Retrofitted(stage, table, sidecar)
+
+
+def stage_of(session: Session, tensors: Mapping[str, Tensor]) -> DraftStage:
+    """The draft stage whose parameters are among these tensors."""
+    own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
+    with torch.random.fork_rng(devices=[]):
+        stage = DraftStage(session.stack, own["vocabulary"])
+    stage.load_state_dict(own)
+    return stage.eval().requires_grad_(False)
+
+
+def open_exits(session: Session) -> dict[int, Translator]:
+    """The translators of a run's exits, by head; none where its sidecar has none, or there is no sidecar."""
+    sidecar = _exits_sidecar(session)
+    if sidecar is None:
+        return {}
+    sidecar.check_base(session)
+    try:
+        return _translators(session, sidecar.tensors)
+    except (KeyError, RuntimeError, ValueError) as problem:
+        raise RunError(
+            f"{sidecar.folder} does not fit its base ({_line(problem)}); retrofit it again"
+        ) from None
+
+
+def exits_digest(session: Session) -> str | None:
+    """Which exits a calibration is of: the digest of the sidecar; None where the run reads its own."""
+    sidecar = _exits_sidecar(session)
+    return None if sidecar is None else sidecar.digest
+
+
+def _exits_sidecar(session: Session) -> Sidecar | None:
+    if not has_retrofit(session):
+        return None
+    sidecar = open_sidecar(retrofit_folder(session), KIND)
+    return sidecar if any(name.startswith("exit.") for name in sidecar.tensors) else None
+
+
+def _translators(session: Session, tensors: Mapping[str, Tensor]) -> dict[int, Translator]:
+    like, found = next(session.stack.parameters()), {}
+    names = [name.split(".") for name in tensors if name.startswith("exit.")]
+    for head in sorted({int(name[1]) for name in names}):
+        start = f"exit.{head}."
+        with torch.random.fork_rng(devices=[]):
+            translator = Translator(session.stack.width)
+        own = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+        translator.load_state_dict(own)
+        found[head] = translator.to(like.device, like.dtype).eval().requires_grad_(False)
+    return found
+
+
+def retrofit_tensors(
+    stage: DraftStage, table: NGramTable, exits: Mapping[int, Translator] | None = None
+) -> dict[str, Tensor]:
+    """What a sidecar keeps."""
+    own = {f"stage.{name}": t.detach().cpu() for name, t in stage.state_dict().items()}
+    return own | table.tensors() | exit_tensors(exits or {})
+
+
+def exit_tensors(exits: Mapping[int, Translator]) -> dict[str, Tensor]:
+    """The parameters of translators, by head."""
+    return {
+        f"exit.{head}.{name}": t.detach().cpu()
+        for head, translator in exits.items()
+        for name, t in translator.state_dict().items()
+    }
+
+
+def _line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())[:160]

@@ -1,0 +1,25 @@
+"""Predicted rates: describe a network that approaches a singularity, and get the power of t at every node."""
+
+from topograd.geometry.rules.architectures import (
+    Architecture,
+    Attention,
+    Block,
+    Chain,
+    Composition,
+    GatedStack,
+    Mixer,
+)
+from topograd.geometry.rules.blocks import predict
+from topograd.geometry.rules.chains import Prediction
+
+__all__ = [
+    "Architecture",
+    "Attention",
+    "Block",
+    "Chain",
+    "Composition",
+    "GatedStack",
+    "Mixer",
+    "Prediction",
+    "predict",
+]

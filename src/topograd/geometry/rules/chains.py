@@ -1,0 +1,201 @@
+"""Predicted rates: the power of t at every node of a described network, without running it.
+
+Statement. A node is read by its second moment along the dead direction (amplitudes where it says so). In a
+chain take a graph whose weights cost α_{i,l}, identity skips 0, projected skips 1, and a bias t^κ an entry
+of cost κ. With D_b(l) the least cost from z_l to the output and D_f(l) from the input to h_l,
+
+    G_l  ~ t^{2 D_b(l)}        A_l ~ t^{2 D_f(l)}        A_{l-1} G_l ~ t^{2 (D_f(l-1) + D_b(l))}
+    σ_min(H_l) ~ t^{D_f(l)}    K ~ t^{2 D_f(L)}
+
+which in a plain chain is G_l ~ t^{2(L-l)}, A_{l-1} ~ t^{2(l-1)}, product t^{2(L-1)}, K ~ t^{2L}. Without
+label noise the residual is t^{D_f(L)}, and every G gains 2 D_f(L): 2(2L-l). Norms change the backward
+amplitude b_l = D_b(l):
+
+    LayerNorm at q   b_q = 0              its backward map adds the mean gradient to the dead unit, O(1)
+    RMSNorm at q     b_q = min(b_{q+1} + 1, q)    it adds -ẑ_d ⟨g, ẑ⟩/d with ẑ_d ~ t^q
+
+where linear and ReLU chains obey the second at their topmost RMSNorm only: below it ⟨g, ẑ⟩ = 0 by scale
+invariance.
+
+Symbols: architectures.py. Cost: O(L + skips). Blocks of attention and gated MLPs: rules_blocks.py.
+Source: "Dead Directions: Geometric Singular Learning", Theorem 21 (ladder), Remark 23 (noise-free), Theorem
+36 (cross-entropy), Theorem 43 and Definition 49 (graphs), Theorems 103, 106, 112 (widths, directions,
+biases). Derived here: both rules for norms (Proposition 60 gives a bracket for LayerNorm and carries the
+ladder over to RMSNorm unchanged, which our measurement contradicts), and the gauge zero of a square softmax
+head.
+Limits. Exponents as t → 0: what a finite window adds is not in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from topograd.geometry.rules.architectures import Chain
+
+PAPER = "Dead Directions"
+DERIVED = "derived here"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What should be measured at a node: a slope, or (slope None) exactly zero, or no reading at all."""
+
+    node: str
+    slope: float | None
+    source: str
+    note: str = ""
+    expected: Literal["rate", "zero", "refusal"] = "rate"
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Amplitudes of one dead direction: `backward[layer]` at z_l and `forward[layer]` at h_l, l = 0 … L."""
+
+    backward: tuple[int, ...]
+    forward: tuple[int, ...]
+
+
+def predict_chain(chain: Chain) -> tuple[Prediction, ...]:
+    """Nodes G_l, A_l, product_l, sigma_min(H_l), K, and lambda_min(G_l) of a linear chain under a softmax."""
+    if chain.rotated_out_of_reach:
+        return _rotated(chain)
+    if chain.norm_at:
+        return _normed(chain)
+    found: list[Prediction] = []
+    for i in range(chain.directions):
+        found += _direction(chain, i)
+    if chain.loss == "cross-entropy" and chain.activation == "linear" and has_dead_column(chain):
+        found += _smallest_eigenvalues(chain)
+    reach = min(distances(chain, i).forward[-1] for i in range(chain.directions))
+    if chain.loss == "squared-error" and reach > 0:
+        found.append(Prediction("K", 2.0 * reach, f"{PAPER}, Theorem 2 with 21"))
+    return tuple(found)
+
+
+def node(kind: str, layer: int, direction: int, chain: Chain) -> str:
+    """The name of a node; the dead direction is named only where there are several."""
+    return f"{kind}_{layer}" + (f"[{direction + 1}]" if chain.directions > 1 else "")
+
+
+def distances(chain: Chain, direction: int) -> Distances:
+    """D_b and D_f of one dead direction, over the chain with its skips and biases.
+
+    >>> distances(Chain(4, skips=((1, 3),)), 0)
+    Distances(backward=(2, 1, 2, 1, 0), forward=(0, 1, 2, 1, 2))
+    """
+    alpha, L = chain.powers[direction], chain.depth
+    skip = 0 if chain.skip == "identity" else 1
+    backward, forward = [0] * (L + 1), [0] * (L + 1)
+    for layer in range(L - 1, -1, -1):
+        ways = [alpha[layer] + backward[layer + 1]] + [
+            skip + backward[b] for a, b in chain.skips if a == layer
+        ]
+        backward[layer] = min(ways)
+    for layer in range(1, L + 1):
+        ways = [alpha[layer - 1] + forward[layer - 1]] + [
+            skip + forward[a] for a, b in chain.skips if b == layer
+        ]
+        forward[layer] = min([*ways, chain.bias] if chain.bias else ways)
+    return Distances(tuple(backward), tuple(forward))
+
+
+def has_dead_column(chain: Chain) -> bool:
+    """Whether the smallest singular value of a layer is its last unit's: square, one direction, canonical."""
+    return not (chain.widths or chain.bias or chain.rotation or chain.directions > 1)
+
+
+def _direction(chain: Chain, i: int) -> list[Prediction]:
+    D, source, layers = distances(chain, i), _source(chain), range(1, chain.depth + 1)
+    residual = D.forward[-1] if chain.noise == 0 else 0
+    note = f"noise-free: the residual t^{residual} adds {2 * residual}" if residual else ""
+    backward = {layer: 2.0 * (D.backward[layer] + residual) for layer in layers}
+    forward = {layer: 2.0 * D.forward[layer] for layer in range(chain.depth)}
+    found = [Prediction(node("G", layer, i, chain), backward[layer], source, note) for layer in layers]
+    found += [Prediction(node("A", layer, i, chain), forward[layer], source) for layer in range(chain.depth)]
+    found += [
+        Prediction(node("product", layer, i, chain), forward[layer - 1] + backward[layer], source, note)
+        for layer in layers
+    ]
+    if has_dead_column(chain):
+        found += [
+            Prediction(
+                f"sigma_min(H_{layer})", float(D.forward[layer]), f"{PAPER}, Corollary 26", "an amplitude"
+            )
+            for layer in range(1, chain.depth)
+        ]
+    return found
+
+
+def _source(chain: Chain) -> str:
+    places = [
+        ("Theorem 36", chain.loss == "cross-entropy"),
+        ("Theorem 43", chain.skips),
+        ("Theorem 103", chain.widths),
+        ("Theorem 106", chain.exponents),
+        ("Theorem 112", chain.bias),
+        ("Proposition 118", chain.rotation),
+        ("Remark 23", chain.noise == 0),
+    ]
+    cited = [place for place, holds in places if holds] or ["Theorem 21"]
+    return f"{PAPER}, {', '.join(cited)}"
+
+
+def _smallest_eigenvalues(chain: Chain) -> list[Prediction]:
+    """λ_min of G_l by its Schur complement on the dead row. A square head makes it a gauge zero."""
+    D, layers = distances(chain, 0), range(1, chain.depth + 1)
+    if chain.head == "simplex":
+        note = "the simplex head has no shift gauge"
+        return [
+            Prediction(f"lambda_min(G_{layer})", 2.0 * D.backward[layer], DERIVED, note) for layer in layers
+        ]
+    note = "gauge zero: J v = 1 shifts all logits; the rate is in the dead entry (the paper differs)"
+    return [Prediction(f"lambda_min(G_{layer})", None, DERIVED, note, "zero") for layer in layers]
+
+
+def _rotated(chain: Chain) -> tuple[Prediction, ...]:
+    note = "theorem-reach exceeded: a rotated dead direction is no unit of a nonlinear layer"
+    source = f"{PAPER}, Proposition 119"
+    return tuple(
+        Prediction(node("G", layer, 0, chain), None, source, note, "refusal")
+        for layer in range(1, chain.depth + 1)
+    )
+
+
+def _normed(chain: Chain) -> tuple[Prediction, ...]:
+    amplitudes = _layernorm(chain) if chain.norm == "layernorm" else _rmsnorm(chain)
+    dead = "identically 0: LayerNorm's leak is negative and the ReLU above it switches the dead unit off"
+    bracket = "LayerNorm resets the amplitude (the paper gives a bracket)"
+    cap = "RMSNorm caps the amplitude (the paper carries the ladder over)"
+    found = []
+    for layer in range(1, chain.depth + 1):
+        if (
+            chain.norm == "layernorm"
+            and chain.activation == "relu"
+            and min(chain.norm_at) < layer < chain.depth
+        ):
+            found.append(Prediction(f"G_{layer}", None, DERIVED, dead, "zero"))
+            continue
+        plain = amplitudes[layer] == chain.depth - layer
+        note = "" if plain else bracket if chain.norm == "layernorm" else cap
+        found.append(Prediction(f"G_{layer}", 2.0 * amplitudes[layer], DERIVED, note))
+    return tuple(found)
+
+
+def _layernorm(chain: Chain) -> list[int]:
+    """b_l = q - l for the lowest LayerNorm q >= l, else L - l."""
+    backward = [0] * (chain.depth + 1)
+    for layer in range(chain.depth - 1, 0, -1):
+        backward[layer] = 0 if layer in chain.norm_at else backward[layer + 1] + 1
+    return backward
+
+
+def _rmsnorm(chain: Chain) -> list[int]:
+    """b_l = b_{l+1} + 1, capped by q at each RMSNorm (smooth σ) or the topmost (linear, ReLU)."""
+    capping = chain.norm_at if chain.activation in ("gelu", "tanh") else (max(chain.norm_at),)
+    backward = [0] * (chain.depth + 1)
+    for layer in range(chain.depth - 1, 0, -1):
+        backward[layer] = backward[layer + 1] + 1
+        if layer in capping:
+            backward[layer] = min(backward[layer], layer)
+    return backward

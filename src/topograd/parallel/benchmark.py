@@ -1,0 +1,220 @@
+"""`bench pipeline`: stages over ranks against one process and against backprop over the same ranks.
+
+The ranks are processes of this machine with one thread each (`pipeline_worker.py`), and every way takes turns
+in the same processes. With `mbit`, each rank lives in a network namespace of its own, and the links between
+them are shaped by the kernel's token bucket (`tc ... tbf`), each way by itself. That needs root; nothing
+outside these namespaces is touched, and they are removed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
+
+from topograd.errors import ConfigError, ParallelError
+from topograd.parallel.settings import PipelineSettings
+from topograd.parallel.simulator import Machine, Times, Work, simulate_step
+from topograd.timing import Spread, ratio
+from topograd.topology.pipeline import backprop_bubble, staged_bubble
+
+GOALS = {"single": 1.7, "backprop": 1.15, "backprop_at_10_mbit": 3.0}
+BACKPROP = ("gpipe", "1f1b", "torch-gpipe", "torch-1f1b")
+"""Backprop over a pipeline: two schedules of our own, and torch's."""
+_LIMIT = 600.0
+"""Seconds after which the ranks are ended."""
+
+
+def bench_pipeline(settings: PipelineSettings) -> dict[str, Any]:
+    """Throughput, bubbles and bytes of every way."""
+    with _places(settings) as places:
+        found = _run(settings, places)
+    rounds = found.pop("parts")
+    seconds = {name: row["seconds"] for name, row in found.items()}
+    backprop = min(BACKPROP, key=lambda name: Spread.of(seconds[name]).median)
+    ways = {name: _row(name, seconds, found) for name in found if name != "single"}
+    return {
+        "settings": asdict(settings),
+        "staged": ways["staged"],
+        "backprop": ways[backprop] | {"schedule": backprop},
+        "bytes": {name: row["bytes"] for name, row in found.items() if name != "single"},
+        "ways": ways,
+        "single_seconds": Spread.of(seconds["single"]).as_dict(),
+        "parts": {name: Spread.of([row[name] for row in rounds]).median for name in rounds[0]},
+        "ratios": {
+            f"{name} over {peer}": ratio(seconds, peer, name).as_dict()
+            for name in ("staged", "staged-bf16", "staged-int8", "free", "free-int8")
+            for peer in (*BACKPROP, "data")
+        },
+        "closed_forms": {
+            "staged": staged_bubble(settings.ranks, 2 * settings.microbatches),
+            "backprop": backprop_bubble(settings.ranks, 2 * settings.microbatches),
+        },
+        "simulated": _simulated(settings, rounds, seconds),
+        "goals": GOALS,
+    }
+
+
+def _row(name: str, seconds: dict[str, list[float]], found: dict[str, Any]) -> dict[str, Any]:
+    gain = ratio(seconds, "single", name)
+    row = found[name]
+    return {
+        "throughput_ratio_vs_single": gain.median,
+        "spread": gain.as_dict(),
+        "bubble": row["bubble"]["median"],
+        "bubble_by_rank": row["bubble_by_rank"],
+        "seconds": Spread.of(seconds[name]).as_dict(),
+        "bytes": row["bytes"],
+    }
+
+
+def _simulated(
+    settings: PipelineSettings, rounds: list[dict[str, float]], seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What the simulator says of the same ranks, from each round's parts, beside what that round measured."""
+    rows = {}
+    for name in ("staged", "gpipe", "1f1b", "data"):
+        works = [work_of(settings, parts, held=name == "gpipe") for parts in rounds]
+        said = [simulate_step(name, settings.ranks, work).seconds for work in works]
+        off = ratio({"said": said, "measured": seconds[name]}, "said", "measured")
+        rows[name] = {
+            "seconds": Spread.of(said).median,
+            "measured": Spread.of(seconds[name]).median,
+            "off": off.median - 1,
+        }
+    return rows
+
+
+def work_of(settings: PipelineSettings, parts: dict[str, float], held: bool = False) -> Work:
+    """What was measured, as the simulator takes it; `held` for a schedule that holds all M graphs."""
+    shared = 3 * settings.vocab * settings.width * 4.0
+    stage = settings.layers // settings.ranks * 12 * settings.width**2 * 4.0
+    message = 4.0 * settings.batch * settings.context * settings.width
+    on_wire = max(parts["message"] - parts["latency"], 1e-9)
+    mbit = min(max(8e-6 * message / on_wire, 1e-6), 1e12)
+    return Work(
+        microbatches=settings.microbatches,
+        message=message,
+        shared=shared,
+        stage=stage,
+        times=Times(
+            forward=parts["held_forward" if held else "forward"],
+            backward=parts["held_backward" if held else "backward"],
+            head=parts["head"],
+            embed=parts["embed"],
+            optimizer=parts["optimizer"],
+        ),
+        machine=Machine(mbit=settings.mbit or mbit, latency=parts["latency"], cores=os.cpu_count() or 1),
+    )
+
+
+# The ranks
+
+
+def _run(settings: PipelineSettings, places: list[list[str]]) -> dict[str, Any]:
+    """Start a worker at each place and return what rank 0 prints."""
+    address = "127.0.0.1" if settings.mbit is None else _address(0)
+    port = _free_port()
+    words = json.dumps(asdict(settings))
+    ranks = []
+    for rank, prefix in enumerate(places):
+        more: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": settings.ranks,
+            "OMP_NUM_THREADS": 1,
+        }
+        more |= {"MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        if settings.mbit is not None:
+            more["GLOO_SOCKET_IFNAME"] = f"rank{rank}"
+        environment = os.environ | {name: str(value) for name, value in more.items()}
+        command = [*prefix, sys.executable, "-m", "topograd.parallel.benchmark_worker", words]
+        pipe = subprocess.PIPE
+        ranks.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+    try:
+        outputs = [process.communicate(timeout=_LIMIT) for process in ranks]
+    except subprocess.TimeoutExpired:
+        raise ParallelError(f"the ranks did not end within {_LIMIT:g} s; ask for fewer rounds") from None
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+    for rank, process in enumerate(ranks):
+        if process.returncode:
+            last = (outputs[rank][1].strip().splitlines() or ["no message"])[-1]
+            raise ParallelError(f"rank {rank} ended with code {process.returncode}: {last}")
+    found: dict[str, Any] = json.loads(outputs[0][0].strip().splitlines()[-1])
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _address(rank: int) -> str:
+    return f"10.77.{rank // 250}.{rank % 250 + 1}"
+
+
+@contextmanager
+def _places(settings: PipelineSettings) -> Iterator[list[list[str]]]:
+    """What to put before a rank's command: nothing, or the namespace that it runs in."""
+    if settings.mbit is None:
+        yield [[] for _ in range(settings.ranks)]
+        return
+    tag = secrets.token_hex(2)
+    spaces = [f"topograd-{tag}-{rank}" for rank in range(settings.ranks)]
+    hub = f"topograd-{tag}-hub"
+    try:
+        _ip("netns", "add", hub)
+        _ip("-n", hub, "link", "add", "hub", "type", "bridge")
+        _ip("-n", hub, "link", "set", "hub", "up")
+        for rank, space in enumerate(spaces):
+            _ip("netns", "add", space)
+            _ip(
+                "link",
+                "add",
+                f"rank{rank}",
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                f"port{rank}",
+                "netns",
+                hub,
+            )
+            _ip("-n", hub, "link", "set", f"port{rank}", "master", "hub", "up")
+            _ip("-n", space, "addr", "add", f"{_address(rank)}/16", "dev", f"rank{rank}")
+            _ip("-n", space, "link", "set", f"rank{rank}", "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+            shape = ("tbf", "rate", f"{settings.mbit}mbit", "burst", "32kb", "latency", "500ms")
+            _command("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", f"rank{rank}", "root", *shape)
+        yield [["ip", "netns", "exec", space] for space in spaces]
+    finally:
+        for space in (*spaces, hub):
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def _ip(*words: str) -> None:
+    _command("ip", *words)
+
+
+def _command(*words: str) -> None:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"--mbit needs the command {words[0]} ({error.strerror}); leave it out") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
+        raise ConfigError(f"--mbit cannot shape a link here ({reason}); run it as root, or leave it out")

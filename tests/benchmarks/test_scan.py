@@ -1,0 +1,168 @@
+"""The benchmark runs every row, compares like with like and judges by its goals. No time is asserted."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import scan as bench
+from scan import Settings, bench_scan, row
+from topograd.errors import ConfigError
+from topograd.interfaces.measure import build_model
+from topograd.timing import Spread
+
+SMALL = Settings(
+    regions=3,
+    region_layers=1,
+    width=16,
+    heads=2,
+    vocab=11,
+    context=12,
+    segments=3,
+    scan_segments=3,
+    causal_rank=4,
+    rank=4,
+    scan_maps=(2, 5),
+    repeats=1,
+)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return bench_scan(SMALL)
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["name"] for row in rows]
+
+
+def test_the_steps(results: dict[str, Any]) -> None:
+    assert names(results["steps"]) == [
+        "S=3 r=4 tail, autograd",
+        "r=4 whole mean, autograd",
+        *(f"r=4 whole mean, scan by {way}" for way in ("loop", "batched", "pullback")),
+        *(f"S=3 r=4 tail, scan by {way}" for way in ("loop", "pullback")),
+    ]
+    assert all(row["ratio"] > 0 for row in results["steps"])
+    assert [row["goal"] for row in results["steps"]] == [0.75, None, None, None, 4.4, None, None]
+
+
+def test_the_jacobians_and_what_trimming_leaves(results: dict[str, Any]) -> None:
+    causal = [f"S=3 r=4 {pool}, {how}" for pool in ("tail", "cumulative") for how in HOWS]
+    assert names(results["jacobians"]) == [f"r=4 whole mean, {way}" for way in bench.WAYS] + causal
+    assert names(results["trimming"]) == [
+        f"S=3 r=4 {pool}, {pair}" for pool in ("tail", "cumulative") for pair in PAIRS
+    ]
+    assert {line["goal"] for line in results["trimming"]} == {0.5}
+    assert {line["goal"] for line in results["jacobians"]} == {None}
+
+
+HOWS = ["every row", "loop", "loop, untrimmed", "batched", "batched, untrimmed", "pullback"]
+PAIRS = [
+    "loop / every row",
+    "loop / untrimmed",
+    "batched / every row",
+    "batched / untrimmed",
+    "pullback / every row",
+]
+
+
+def test_the_scans(results: dict[str, Any]) -> None:
+    assert [(scan["maps"], scan["width"]) for scan in results["scans"]] == [(2, 4), (5, 4)]
+    for scan in results["scans"]:
+        assert list(scan["microseconds"]) == ["matvec", "chunked", "tree"]
+        assert all(time["median"] > 0 for time in scan["microseconds"].values())
+
+
+def test_what_was_timed_is_the_same_gradient(results: dict[str, Any]) -> None:
+    agreement = results["agreement"]
+    assert list(agreement["relative"]) == names(results["steps"])[2:]
+    assert agreement["worst"] == max(agreement["relative"].values()) < 1e-6
+    assert agreement["dtype"] == "float32"
+
+
+def test_multiply_adds_are_counted(results: dict[str, Any]) -> None:
+    """An interface whose region runs everywhere saves nothing, and has maps of its own besides."""
+    assert results["lean_multiply_adds"] < 1
+    whole = bench._lean_multiply_adds(SMALL, build_model(SMALL, SMALL.published))
+    assert results["lean_multiply_adds"] < 1 < whole
+
+
+def test_memory_of_every_step(results: dict[str, Any]) -> None:
+    assert results["memory"].keys() == {step["name"] for step in results["steps"]}
+    assert all(held > 0 for held in results["memory"].values())
+    lean, published, *_ = results["memory"].values()
+    assert lean < published, "positions that nobody reads are left out"
+
+
+def test_a_wrong_engine_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench.backward
+
+    def wrong(*args: Any, **settings: Any) -> Any:
+        return real(*args, scale=1.01 if settings["engine"] == "scan" else 1.0, **settings)
+
+    monkeypatch.setattr(bench, "backward", wrong)
+    steps = bench._steps(SMALL)
+    models = {step.interface: build_model(SMALL, step.interface) for step in steps}
+    assert bench._agreement(SMALL, steps, models)["worst"] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_it_is_plain_json(results: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(results, allow_nan=False))["settings"]["scan_maps"] == [2, 5]
+    assert results["threads"] == torch.get_num_threads()
+
+
+def test_a_goal_is_the_largest_ratio_that_meets_it() -> None:
+    spread = Spread(0.75, 0.7, 0.8)
+    assert row("lean", spread, 0.75) == {
+        "name": "lean",
+        "ratio": 0.75,
+        "spread": {"median": 0.75, "low": 0.7, "high": 0.8},
+        "goal": 0.75,
+        "met": True,
+    }
+    assert row("lean", spread, 0.74)["met"] is False
+    assert row("lean", spread)["met"] is None
+
+
+def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With clocks that show what they were built for, the ratios are known."""
+
+    def shown(clocks: Mapping[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
+        return {name: [seconds(name)] * rounds for name in clocks}
+
+    def seconds(name: str) -> float:
+        untrimmed, rows = "untrimmed" in name, "every row" in name
+        return 2.0 if name == "forward" else 40.0 if rows else 16.0 if untrimmed else 8.0
+
+    monkeypatch.setattr(bench, "read_in_turns", shown)
+    cumulative = bench.replace(SMALL.causal, pool="cumulative")
+    interfaces = (SMALL.published, SMALL.causal, cumulative)
+    models = {interface: build_model(SMALL, interface) for interface in interfaces}
+    in_forwards, trimming = bench._jacobians(SMALL, models, interfaces)
+    for line in in_forwards:
+        assert line["ratio"] == seconds(line["name"]) / 2
+    assert {line["name"].rpartition(" / ")[2]: line["ratio"] for line in trimming} == {
+        "every row": 0.2,
+        "untrimmed": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"segments": 7}, "S is 7 and the context 256; S must divide the context"),
+        ({"scan_segments": 512}, "S is 512 and the context 256"),
+        ({"segments": 1}, "S is 1; it must be at least 2"),
+        ({"rank": 0}, "rank r is 0; it must be at least 3"),
+        ({"causal_rank": 2}, "rank r is 2; it must be at least 3"),
+        ({"repeats": 0}, "repeats is 0; it must be at least 1"),
+        ({"scan_maps": (4, 0)}, "scan_maps is 0; it must lie in 1"),
+        ({"regions": 2}, "regions is 2; it must be at least 3"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Settings(**settings)

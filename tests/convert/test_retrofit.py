@@ -1,0 +1,65 @@
+"""From a frozen run to a sidecar that drafts for it; the base stays as it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import topograd as tg
+from topograd.convert import own_text
+from topograd.convert.draft_training import DraftTraining
+from topograd.convert.own_text import OwnTextConfig
+from topograd.convert.retrofit import RetrofitConfig, retrofit
+from topograd.decode.retrofitted import has_retrofit, open_retrofit
+from topograd.errors import ConfigError, RunError
+from topograd.runs.session import Session, open_session
+
+CONFIG = RetrofitConfig(
+    tokens=512, vocabulary=64, text=OwnTextConfig(length=16, rows=8), training=DraftTraining(epochs=6)
+)
+
+
+def test_a_run_is_retrofitted_and_drafts(session: Session, tmp_path: Path) -> None:
+    folder = shutil.copytree(session.run.folder, tmp_path / "run")
+    base = open_session(folder)
+    before = {name: t.clone() for name, t in base.stack.state_dict().items()}
+    told: set[str] = set()
+    found = retrofit(base, None, CONFIG, exits=True, on_work=lambda what, *_: told.add(what))
+    assert told == {"tokens of own text", "steps of teaching", "exits"}
+    assert all(torch.equal(t, before[name]) for name, t in base.stack.state_dict().items())
+    assert found["tokens"] == 512
+    assert {row["stage"] for row in found["exits"]} == {1, 2}
+    assert has_retrofit(base)
+    assert not (folder / "draft.work").exists()
+    assert len(open_retrofit(base).table) == found["table"] > 0
+    model = tg.load(folder)
+    full = model.generate("stage loss ", tokens=12, depth="full")
+    assert set(model.engine.translators()) == {0, 1}
+    for depth in ("speculate:draft", "speculate:table", "speculate:draft+lookup+table"):
+        made = model.generate("stage loss ", tokens=12, depth=depth)
+        assert made == full
+        assert sum(n for n, _ in made.by_drafter.values()) == made.drafted
+    assert model.generate("stage loss ", tokens=12, draft=folder / "draft") == full
+    assert model.generate("stage loss ", tokens=12, draft=folder) == full, "itself as its own draft model"
+    with pytest.raises(RunError, match="exists and is not an empty folder; pass another --out"):
+        retrofit(base, None, CONFIG)
+
+
+def test_another_base_is_refused(
+    session: Session, make_session: Callable[..., Session], tmp_path: Path
+) -> None:
+    out = tmp_path / "sidecar"
+    retrofit(session, out, replace(CONFIG, tokens=128), text=tmp_path / "text")
+    assert (tmp_path / "text" / own_text.NAME).is_file(), "it was asked to be kept"
+    other = make_session(2)
+    with pytest.raises(RunError, match="has other weights; give the base that it was made for"):
+        open_retrofit(other, out)
+    with pytest.raises(ConfigError, match="has no draft stage; make one with: topograd retrofit"):
+        open_retrofit(other)
+    with pytest.raises(ConfigError, match="tokens is 3; it must be at least 64"):
+        RetrofitConfig(tokens=3)

@@ -1,0 +1,191 @@
+"""A run as a model: what it writes, how it says that it came about, what it predicts, what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import topograd as tg
+from topograd.decode.engine import Emitted, Prefix, generate_batch
+from topograd.decode.model import Generated, Model, Piece, generate, load
+from topograd.decode.modes import engine_of
+from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.runs.session import Session, heldout_text
+
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def session(make_session: Callable[..., Session]) -> Session:
+    """A run of two stages on bytes that disagree."""
+    return make_session(2)
+
+
+@pytest.fixture(scope="module")
+def model(session: Session) -> Model:
+    return load(session.run.folder)
+
+
+def test_a_text_is_a_string_that_knows_how_it_came_about(session: Session, model: Model) -> None:
+    [written] = generate_batch(Prefix(engine_of(session)), [list(b"loss")], 9)
+    made = model.generate("loss", 9)
+    assert isinstance(made, str)
+    assert made == bytes(e.token for e in written if e.token < 256).decode(errors="replace")
+    assert (made.prompt, made.depth, made.deepest) == ("loss", "full", 2)
+    assert "".join(piece.text for piece in made.pieces) == made
+    assert [piece.exit for piece in made.pieces] == [1] * 9
+    assert made.exits(2) == [0, 9]
+    assert (made.drafted, made.accepted) == (None, None)
+    assert made.seconds > 0
+    assert made == model.generate("loss", 9, depth="prefix:2") == generate(session.run.folder, "loss", 9)
+
+
+def test_each_depth_says_how_deep_it_went(model: Model) -> None:
+    first = model.generate("loss", 9, depth="prefix:1")
+    assert (first.deepest, first.exits(2)) == (1, [9, 0])
+    pooled = model.generate("loss", 9, depth="branches:1*2+1-2")
+    assert isinstance(pooled, Generated)
+    assert (pooled.deepest, pooled.exits(2)) == (2, [0, 9])
+    drafted = model.generate("loss", 9, depth="speculate:3")
+    assert drafted == model.generate("loss", 9)
+    assert drafted.drafted is not None
+    assert drafted.accepted is not None
+    assert 0 <= drafted.accepted <= drafted.drafted
+    assert sum(drafted.exits(2)) == 9
+    with pytest.raises(RunError, match="is not calibrated"):
+        model.generate("loss", 9, depth="wand")
+
+
+def test_sampled_text_follows_its_seed(model: Model) -> None:
+    def text(seed: int, **more: float) -> str:
+        return model.generate("loss", 20, temperature=1.0, seed=seed, **more)  # type: ignore[arg-type]
+
+    assert text(1) == text(1) != text(2)
+    assert text(1, top_k=1) == text(2, top_p=1e-9) == model.generate("loss", 20)
+
+
+def test_pieces_are_shown_as_they_come_and_a_piece_is_a_token(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held back at the end comes with the last token: it is no token of its own."""
+    written = iter([0x61, 0xC3, 0xA9, 0x78, 0xC3])
+
+    def next_token(self: Prefix, *_: object) -> list[list[Emitted]]:
+        return [[Emitted(next(written), 1)]]
+
+    monkeypatch.setattr(Prefix, "advance", next_token)
+    shown: list[Piece] = []
+    made = model.generate("", 5, on_piece=shown.append)
+    assert made == "aéx�"
+    assert [piece[:2] for piece in made.pieces] == [("a", 1), ("", 1), ("é", 1), ("x", 1), ("�", 1)]
+    assert made.exits(2) == [0, 5]
+    assert "".join(piece.text for piece in shown) == made
+    assert shown[:4] == made.pieces[:4]
+
+
+def test_a_stop_string_that_is_only_begun_adds_no_token(model: Model) -> None:
+    whole = model.generate("loss", 12)
+    cut = model.generate("loss", 12, stop=[whole[-1] + "\0never"])
+    assert cut == whole
+    assert cut.exits(2) == [0, 12]
+    stopped = model.generate("loss", 12, stop=[whole[4:7]])
+    assert stopped == whole[: whole.find(whole[4:7])]
+    assert sum(stopped.exits(2)) <= 12
+
+
+def test_nothing_is_written_where_nothing_is_asked_for(model: Model) -> None:
+    made = model.generate("loss", 0)
+    assert (made, made.pieces, made.exits(2)) == ("", [], [0, 0])
+
+
+def test_without_a_prompt_a_document_begins(model: Model) -> None:
+    assert model.encode("") == [model.session.tokenizer.separator]
+    assert model.encode("ab") == [97, 98]
+    assert len(model.generate(tokens=3).pieces) == 3
+
+
+def test_logits_are_what_the_model_predicts_behind_each_token(session: Session, model: Model) -> None:
+    tokens = list(b"stage loss")
+    z = model.logits(tokens)
+    assert z.shape == (10, 257)
+    assert not z.requires_grad
+    engine = engine_of(session)
+    with torch.inference_mode():
+        cache = engine.start([tokens])
+        engine.run(cache, engine.exits[-1])
+        torch.testing.assert_close(z, engine.logits(cache, engine.exits[-1], [10])[0])
+    rows = model.logits(torch.tensor([tokens, tokens[::-1]]))
+    assert rows.shape == (2, 10, 257)
+    torch.testing.assert_close(rows[0], z)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        ([], r"tokens have shape \(0,\); give token numbers, \(time,\) or \(rows, time\)"),
+        ([0.5], "give token numbers"),
+        ([[[1]]], r"tokens have shape \(1, 1, 1\)"),
+        ([257], "tokens go from 257 to 257, 1 in a row; give at most 16 numbers from 0 to 256"),
+        ([-1, 3], "tokens go from -1 to 3"),
+        ([1] * (CONTEXT + 1), "17 in a row; give at most 16"),
+    ],
+)
+def test_tokens_that_the_model_cannot_read_are_refused(model: Model, tokens: list[int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        model.logits(tokens)
+
+
+def test_evaluation_is_of_the_models_prediction(session: Session, model: Model, tmp_path: Path) -> None:
+    reading = model.evaluate()
+    text = heldout_text(session)
+    nats = torch.nn.functional.cross_entropy(
+        model.logits(text.inputs).flatten(0, 1).double(), text.targets.flatten(), reduction="sum"
+    )
+    assert reading.bpb.prediction == pytest.approx(nats.item() / math.log(2) / text.nbytes, rel=1e-6)
+    assert isinstance(reading, tg.Evaluation)
+    other = tmp_path / "other.txt"
+    other.write_text("a text that it never saw before " * 9)
+    assert model.evaluate(other).bytes == other.stat().st_size
+    assert model.evaluate(str(other), 100).bytes <= 100
+
+
+def test_a_checkpoint_is_found_by_name(session: Session) -> None:
+    assert load(session.run.folder, "step-00000000").session.step == 0
+    with pytest.raises(CheckpointError, match="has no checkpoint 'step-1'; it has step-00000000"):
+        load(session.run.folder, "step-1")
+    with pytest.raises(RunError, match="it does not exist"):
+        load("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tokens": -1}, "tokens is -1; it must be at least 0 and at most 100000"),
+        ({"tokens": 100_001}, "tokens is 100001; it must be at least 0"),
+        ({"prompt": "x" * 1_000_001}, "the prompt has 1000001 characters; give at most 1000000"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"depth": "deep"}, "depth 'deep' is unknown"),
+        ({"depth": "prefix:3"}, "exit 3 does not exist"),
+        ({"stop": ("",)}, "a stop string is empty"),
+    ],
+)
+def test_what_nobody_can_have_meant_is_one_line(model: Model, settings: dict[str, object], why: str) -> None:
+    shown: list[Piece] = []
+    with pytest.raises(ConfigError) as caught:
+        generate(model, **settings, on_piece=shown.append)  # type: ignore[arg-type]
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not shown
+
+
+def test_the_engine_is_made_when_it_is_first_used(session: Session) -> None:
+    opened = load(session.run.folder)
+    opened.logits([1, 2])
+    assert "engine" not in vars(opened)
+    opened.generate("", 1)
+    assert vars(opened)["engine"] is opened.engine

@@ -1,0 +1,74 @@
+"""Which guess pays: against every other choice, by hand and by replay."""
+
+from __future__ import annotations
+
+import pytest
+
+from topograd.decode.autotune import RowCosts
+from topograd.decode.policy import Acceptance, Paying
+from topograd.errors import ConfigError
+
+CHEAP = RowCosts(0.01, {1: 1.0, 2: 1.05, 4: 1.15, 16: 1.75}, 1.0)
+DEAR = RowCosts(0.5, {1: 1.0, 2: 2.0}, 1.0)
+RATES = {"lookup": Acceptance((1.0, 3.0), (0.2, 0.9), 0.5), "draft": Acceptance((0.0, 0.5), (0.1, 0.8), 0.6)}
+
+
+def guesses(*scores: float) -> list[tuple[int, float]]:
+    return [(7, score) for score in scores]
+
+
+def test_acceptances_by_score() -> None:
+    found = Acceptance.of([0.1] * 8 + [0.9] * 8, [False] * 8 + [True] * 8)
+    assert found.at(0.0) == found.at(0.1) == pytest.approx(1 / 10)
+    assert found.at(0.95) == pytest.approx(9 / 10)
+    assert found.mean == 0.5
+    assert Acceptance.of([], []).at(3.0) == 0.0
+    with pytest.raises(ConfigError, match="a rate for each"):
+        Acceptance((1.0, 0.0), (0.5, 0.5), 0.5)
+    with pytest.raises(ConfigError, match="each lies in 0"):
+        Acceptance((0.0,), (1.5,), 0.5)
+
+
+def test_what_is_worth_most_is_chosen() -> None:
+    policy = Paying(RATES, CHEAP, 1.2)
+    assert policy.look(0, 1.0, {"lookup": guesses(3, 4, 5)}, "draft", 1) == ("lookup", 3)
+    assert policy.look(0, 1.0, {"lookup": guesses(1)}, "draft", 1) == ("draft", 1)
+    assert policy.look(0, 1.0, {"lookup": guesses(1)}, None, 1) == ("lookup", 1)
+    assert policy.look(0, 1.0, {"lookup": []}, None, 1) == (None, 0)
+    assert policy.look(0, 0.01, {"lookup": guesses(3)}, "draft", 1) == (None, 0), "it would not be reached"
+
+
+def test_nothing_pays_where_rows_are_dear() -> None:
+    policy = Paying(RATES, DEAR, 1.2)
+    assert policy.look(0, 1.0, {"lookup": guesses(3, 4)}, "draft", 1) == (None, 0)
+    assert policy.keep("draft", 0.9, 0, 1.0, 1, True) is None
+
+
+def test_a_guess_is_kept_by_its_own_score() -> None:
+    policy = Paying(RATES, CHEAP, 1.2)
+    assert policy.keep("draft", 0.9, 0, 1.0, 1, True) == pytest.approx(0.8)
+    assert policy.keep("draft", 0.9, 1, 0.5, 1, True) == pytest.approx(0.4)
+    assert policy.keep("draft", 0.1, 0, 0.4, 1, True) is None, "0.04 tokens for 0.06"
+
+
+def test_what_pays_together_is_taken_together() -> None:
+    """Two rows cost half a token more than one, eight hardly more than two: drafts are long or none."""
+    stepped = RowCosts(0.01, {1: 1.0, 2: 1.8, 16: 1.9}, 1.0)
+    policy = Paying({"lookup": Acceptance((1.0, 4.0), (0.3, 0.8), 0.5)}, stepped, 1.0)
+    assert policy.look(0, 1.0, {"lookup": guesses(*[4] * 8)}, None, 1) == ("lookup", 8)
+    assert policy.look(0, 1.0, {"lookup": guesses(*[1] * 8)}, None, 1) == (None, 0)
+    assert policy.keep("lookup", 4.0, 0, 1.0, 1, False) == pytest.approx(0.8)
+
+
+def test_many_rows_pay_less() -> None:
+    full = RowCosts(0.01, {1: 1.0, 4: 1.1, 8: 4.0, 16: 8.0}, 1.0)
+    policy = Paying(RATES, full, 1.2)
+    assert policy.price(0, 1, False) < policy.price(0, 8, False)
+
+
+def test_as_json_and_back() -> None:
+    policy = Paying(RATES, CHEAP, 1.25)
+    assert Paying.from_dict(policy.as_dict()) == policy
+    assert Paying().keep("somebody", 0.95, 0, 1.0, 1, True) is not None, (
+        "priors for whom nothing was measured"
+    )

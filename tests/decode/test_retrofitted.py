@@ -1,0 +1,130 @@
+"""What was kept of a draft stage and a table comes back; what does not fit its base is one line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from topograd.decode.calibrate import heldout_readings, load, own_text, store, tune
+from topograd.decode.calibration import Calibration
+from topograd.decode.engine import generate_batch
+from topograd.decode.lookup import NGramTable
+from topograd.decode.modes import default_depth, engine_of, mode_of
+from topograd.decode.retrofitted import KIND, open_exits, open_retrofit, retrofit_tensors
+from topograd.decode.sampling import Sampling
+from topograd.errors import RunError
+from topograd.nn.draft_stage import DraftStage, unit
+from topograd.nn.translator import Translator
+from topograd.runs.session import Session, heldout_text, open_session
+from topograd.runs.sidecar import BaseIdentity, create_sidecar
+
+
+@pytest.fixture(scope="module")
+def session(make_session: Callable[..., Session]) -> Session:
+    return make_session(2)
+
+
+def test_what_was_kept_comes_back(session: Session, tmp_path: Path) -> None:
+    stage = DraftStage(session.stack, torch.arange(0, 200, 3))
+    for parameter in stage.parameters():
+        nn.init.normal_(parameter)
+    table = NGramTable.of(np.array([[1, 2, 3, 1, 2, 3]]), least=1)
+    tensors = retrofit_tensors(stage, table)
+    base = BaseIdentity.of(session)
+    create_sidecar(tmp_path / "a", kind=KIND, base=base, tensors=tensors, settings={}, card="")
+    random = torch.random.get_rng_state()
+    found = open_retrofit(session, tmp_path / "a")
+    assert torch.equal(torch.random.get_rng_state(), random), "opening draws nothing"
+    for mine, its in zip(stage.state_dict().values(), found.stage.state_dict().values(), strict=True):
+        assert torch.equal(mine, its)
+    assert found.table.find([1, 2]) == table.find([1, 2])
+    assert not any(p.requires_grad for p in found.stage.parameters())
+    wrong = {**tensors, "stage.relay.token.weight": torch.zeros(3, 3)}
+    create_sidecar(tmp_path / "b", kind=KIND, base=base, tensors=wrong, settings={}, card="")
+    with pytest.raises(RunError, match="does not fit its base"):
+        open_retrofit(session, tmp_path / "b")
+    create_sidecar(tmp_path / "c", kind="lora", base=base, tensors=tensors, settings={}, card="")
+    with pytest.raises(RunError, match="is a lora, and a draft is wanted"):
+        open_retrofit(session, tmp_path / "c")
+
+
+PROMPT = [[115, 116, 97, 103, 101]]
+
+
+@pytest.fixture(scope="module")
+def three(make_session: Callable[..., Session]) -> Session:
+    return make_session(3)
+
+
+@pytest.fixture
+def with_exits(three: Session, tmp_path: Path) -> Session:
+    """A run of three stages in float64 whose two exits have translators of their own."""
+    session = open_session(shutil.copytree(three.run.folder, tmp_path / "run"))
+    translators = {}
+    for head in range(2):
+        translators[head] = Translator(session.stack.width)
+        nn.init.normal_(translators[head].affine.weight, std=0.5)
+    stage, table = DraftStage(session.stack, torch.arange(40)), NGramTable.of(np.array([[1, 2]]), least=1)
+    tensors = retrofit_tensors(stage, table, translators)
+    base, folder = BaseIdentity.of(session), session.run.folder / "draft"
+    create_sidecar(folder, kind=KIND, base=base, tensors=tensors, settings={}, card="")
+    session.stack.double()
+    return session
+
+
+def written(session: Session, depth: str) -> list[int]:
+    mode = mode_of(depth, session, engine_of(session), Sampling())
+    return [emitted.token for emitted in generate_batch(mode, PROMPT, 11)[0]]
+
+
+@torch.no_grad()
+def test_exits_are_what_prefixes_predict_and_full_depth_stays(with_exits: Session) -> None:
+    session = with_exits
+    engine, translators = engine_of(session), open_exits(session)
+    with torch.inference_mode():
+        cache = engine.start(PROMPT)
+        for stage in range(3):
+            engine.run(cache, stage)
+            h = cache.hidden(stage)
+            read = translators[stage](unit(h)) if stage < 2 else h
+            wanted = session.stack.readout(read, stage)
+            assert torch.allclose(engine.logits(cache, stage), wanted, rtol=0, atol=1e-12)
+    through = {depth: written(session, depth) for depth in ("full", "prefix:1", "path:1", "speculate:3")}
+    assert through["speculate:3"] == through["full"]
+    assert through["path:1"] == through["prefix:1"]
+    shutil.rmtree(session.run.folder / "draft")
+    assert written(session, "full") == through["full"]
+    assert written(session, "prefix:1") != through["prefix:1"]
+
+
+def test_a_calibration_is_of_the_exits_that_it_read(with_exits: Session) -> None:
+    session = with_exits
+    text, engine = heldout_text(session, None, 300), engine_of(session)
+    readings = heldout_readings(session, text)
+    same = heldout_readings(session, text, engine=engine)
+    assert torch.equal(readings.top, same.top)
+    tuning = tune(engine, Calibration.of(readings, 0).sample, own_text(session, engine, text))
+    store(session, Calibration.of(readings, 0), tuning)
+    assert load(session)[1] == tuning
+    assert len(written(session, "wand:flip-rate:0.01")) == 11
+    shutil.rmtree(session.run.folder / "draft")
+    assert not torch.equal(heldout_readings(session, text).top[:2], readings.top[:2])
+    with pytest.raises(RunError, match=r"is of other exits \(draft/\); run: topograd calibrate"):
+        load(session)
+    assert default_depth(session) == "full"
+
+
+def test_exits_of_other_weights_are_refused_where_one_is_read(
+    with_exits: Session, session: Session, tmp_path: Path
+) -> None:
+    other = open_session(shutil.copytree(session.run.folder, tmp_path / "other"))
+    shutil.copytree(with_exits.run.folder / "draft", other.run.folder / "draft")
+    assert len(written(other, "full")) == 11, "full depth asks for no exit"
+    with pytest.raises(RunError, match="has other weights"):
+        written(other, "prefix:1")

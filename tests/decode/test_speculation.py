@@ -1,0 +1,253 @@
+"""Drafting with the first stages changes nothing but the work: greedy text is that of full depth, token for
+token, and sampled text has its distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles.decoding import greedy, moved, next_logits
+from topograd.decode import speculation
+from topograd.decode.autotune import DraftRule
+from topograd.decode.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
+from topograd.decode.sampling import Sampling, probabilities
+from topograd.decode.speculation import Speculate
+from topograd.errors import ConfigError, DivergenceError
+from topograd.nn.gpt import GPT
+from topograd.nn.stack import Stack
+
+CONTEXT, LAST = 24, 3
+
+
+@pytest.fixture(scope="module")
+def expected(mild: GPT, mild_engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Full depth, the slow way; every row passes the context."""
+    return [greedy(mild, mild_engine.plan, prompt, 30, LAST, CONTEXT) for prompt in prompts]
+
+
+def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, tokens)]
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize(
+    ("threshold", "longest"), [(0.0, 1), (0.0, 2), (0.0, 5), (0.5, 3), (0.5, 8), (100.0, 4)]
+)
+def test_a_batch_writes_what_full_depth_writes(
+    mild_engine: Engine,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    threshold: float,
+    longest: int,
+    stage: int,
+) -> None:
+    mode = Speculate(mild_engine, DraftRule(threshold, longest), stage)
+    assert tokens_of(mode, prompts, 30) == expected
+    tally = mode.tally
+    if threshold == 100:
+        assert tally.drafted == 0
+        assert math.isnan(tally.acceptance)
+        assert tally.rounds == 30 * len(prompts)
+    else:
+        assert 0 < tally.accepted < tally.drafted <= longest * tally.rounds
+        assert tally.acceptance == tally.accepted / tally.drafted
+
+
+@pytest.mark.parametrize("longest", range(1, 9))
+def test_a_single_row_writes_what_full_depth_writes(
+    mild_engine: Engine, prompts: list[list[int]], expected: list[list[int]], longest: int
+) -> None:
+    for row in (longest % 3, 4):
+        assert (
+            tokens_of(Speculate(mild_engine, DraftRule(0.0, longest)), [prompts[row]], 30)[0] == expected[row]
+        )
+
+
+def test_stages_that_hardly_agree(gpt: GPT, engine: Engine, prompts: list[list[int]]) -> None:
+    mode = Speculate(engine, DraftRule(0.0, 4), 1)
+    assert tokens_of(mode, prompts, 14) == tokens_of(Prefix(engine), prompts, 14)
+    assert mode.tally.acceptance < 0.2
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 7])
+def test_small_contexts(mild: GPT, make_engine: Callable[..., Engine], context: int) -> None:
+    engine = make_engine(mild, context=context)
+    found = tokens_of(Speculate(engine, DraftRule(0.0, 3)), [[1], [2, 3, 4]], 20)
+    assert found == [greedy(mild, engine.plan, prompt, 20, LAST, context) for prompt in ([1], [2, 3, 4])]
+
+
+@pytest.mark.parametrize("rule", [DraftRule(0.0, 3), DraftRule(0.6, 6)], ids=["all", "sure"])
+def test_rounds_are_those_of_the_slow_loop(mild: GPT, mild_engine: Engine, rule: DraftRule) -> None:
+    """Who wrote each token, how many were drafted and how many of them kept."""
+    plan, window = mild_engine.plan, [3, 1, 4]
+    emitted: list[Emitted] = []
+    rounds = drafted = accepted = 0
+    while len(emitted) < 30:
+        drafts: list[int] = []
+        while len(window) + len(drafts) < CONTEXT and len(drafts) < rule.longest:
+            best = next_logits(mild, plan, [*window, *drafts], 0).topk(2)
+            if best.values[0] - best.values[1] <= rule.threshold:
+                break
+            drafts.append(int(best.indices[0]))
+        rounds, drafted = rounds + 1, drafted + len(drafts)
+        for draft in [*drafts, None]:
+            token = int(next_logits(mild, plan, window, LAST).argmax())
+            emitted.append(Emitted(token, 0 if token == draft else LAST))
+            window = moved(window, token, CONTEXT)
+            accepted += token == draft
+            if token != draft:
+                break
+    mode = Speculate(mild_engine, rule)
+    assert generate_batch(mode, [[3, 1, 4]], 30)[0] == emitted[:30]
+    tally = mode.tally
+    assert (tally.rounds, tally.drafted, tally.accepted) == (rounds, drafted, accepted)
+    assert {e.stage for e in emitted} == {0, LAST}
+    mode.begin(1)
+    assert mode.tally.rounds == 0, "a new batch is counted anew"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@torch.inference_mode()
+def test_nothing_is_computed_twice_in_a_round(
+    mild_engine: Engine, visits_of: Callable[[Stack], Any], stage: int
+) -> None:
+    visits, mode = visits_of(mild_engine.stack), Speculate(mild_engine, DraftRule(0.0, 4), stage)
+    cache = mild_engine.start([[3, 1, 4]])
+    mode.begin(1)
+    for _ in range(4):
+        visits.clear()
+        start, drafted = cache.lengths()[0], mode.tally.drafted
+        unread = start - 1 if mode.tally.rounds else 0
+        emitted = mode.advance(cache, [True])[0]
+        drafted = mode.tally.drafted - drafted
+        pending = list(range(unread, start + drafted))
+        for layer in range(stage + 1):
+            assert [p for call in visits.calls[layer] for p in call[0]] == pending
+            assert len(visits.calls[layer]) == drafted + 1
+        for layer in range(stage + 1, 4):
+            assert visits.calls[layer] == [[pending]], "the deep stages run their queue as one batch"
+        assert cache.lengths() == [start + len(emitted)]
+    assert 0 < mode.tally.accepted < mode.tally.drafted, "some drafts were taken back"
+
+
+def test_a_row_that_is_finished_stops_in_the_middle_of_a_draft(
+    mild_engine: Engine, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    written: list[list[int]] = [[] for _ in prompts]
+
+    def finished(row: int, emitted: Emitted) -> bool:
+        return row % 2 == 0 and len(written[row]) == row + 3
+
+    for row, emitted in generate_tokens(Speculate(mild_engine, DraftRule(0.0, 5)), prompts, 20, finished):
+        written[row].append(emitted.token)
+    kept = [row + 3 if row % 2 == 0 else 20 for row in range(len(prompts))]
+    assert written == [row[:n] for row, n in zip(expected, kept, strict=True)]
+
+
+def test_drafting_with_a_stage_that_cannot_is_refused(mild_engine: Engine) -> None:
+    rule = DraftRule(0.0, 1)
+    with pytest.raises(ConfigError, match=r"^stage 4 is the last, so nothing is left to verify; draft with"):
+        Speculate(mild_engine, rule, LAST)
+    with pytest.raises(ConfigError, match="exit 5 does not exist"):
+        Speculate(mild_engine, rule, 4)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_logits_that_are_not_finite_at_a_drafted_position_are_found(
+    mild: GPT,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    place: int,
+    sampling: Sampling | None,
+) -> None:
+    """Behind two drafts the full model speaks three times; its last word alone may be sound."""
+    engine = make_engine(mild)
+    readout = engine.stack.readout
+
+    def spoilt(h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        logits = readout(h, stage, rows)
+        if stage == LAST:
+            assert logits.shape[1] == 3
+            logits[:, place, 5] = math.nan
+        return logits
+
+    monkeypatch.setattr(engine.stack, "readout", spoilt)
+    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+        generate_batch(Speculate(engine, DraftRule(0.0, 2), sampling=sampling), [[1, 2]], 1)
+
+
+ROWS, PROMPT = 1500, [2, 0]
+FARTHEST = 0.1
+"""Allowed total variation between ROWS draws and their distribution over 25 pairs. Its mean is at most
+sqrt(25 / (2 π ROWS)) = 0.052, and it exceeds that by t with probability at most exp(-2 ROWS t²): 1e-3."""
+
+
+def pairs(model: GPT, engine: Engine, stage: int, sampling: Sampling) -> Tensor:
+    """The exact distribution (5, 5) of the first two tokens that a stage writes."""
+    first = probabilities(next_logits(model, engine.plan, PROMPT, stage), sampling)
+    second = [probabilities(next_logits(model, engine.plan, [*PROMPT, t], stage), sampling) for t in range(5)]
+    return first[:, None] * torch.stack(second)
+
+
+def distance(p: Tensor, q: Tensor) -> float:
+    """Total variation."""
+    return (p - q).abs().sum().item() / 2
+
+
+@pytest.fixture(scope="module")
+def small(make_gpt: Callable[..., GPT]) -> GPT:
+    return make_gpt(layers=2, width=8, heads=1, vocab=5, context=6)
+
+
+def shares(mode: Mode, rows: int) -> Tensor:
+    """How often each pair of tokens is written. Row r has the stream of seed + r: a batch is many seeds."""
+    found = torch.zeros(5, 5, dtype=torch.float64)
+    for a, b in tokens_of(mode, [PROMPT] * rows, 2):
+        found[a, b] += 1 / rows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [
+        (DraftRule(0.0, 3), Sampling(temperature=1.0, seed=1)),
+        (DraftRule(0.6, 1), Sampling(temperature=0.8, top_k=4, seed=2)),
+    ],
+    ids=["three drafts", "one if sure"],
+)
+def test_sampled_text_has_the_full_models_distribution(
+    small: GPT, make_engine: Callable[..., Engine], rule: DraftRule, sampling: Sampling
+) -> None:
+    engine = make_engine(small, "1,1", context=6)
+    mode = Speculate(engine, rule, sampling=sampling)
+    exact, draft = (pairs(small, engine, stage, sampling) for stage in (1, 0))
+    assert distance(exact, draft) > 3 * FARTHEST
+    assert distance(shares(mode, ROWS), exact) < FARTHEST
+    assert 0.2 * ROWS < mode.tally.accepted < 0.95 * mode.tally.drafted
+
+
+def test_to_accept_every_draft_would_be_seen(
+    small: GPT, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "verify", lambda token, q, p, generator: (True, token))
+    engine, sampling = make_engine(small, "1,1", context=6), Sampling(temperature=1.0, seed=1)
+    found = shares(Speculate(engine, DraftRule(0.0, 3), sampling=sampling), 400)
+    assert distance(found, pairs(small, engine, 1, sampling)) > 2 * FARTHEST
+
+
+def test_sampled_rows_do_not_depend_on_one_another(mild_engine: Engine, prompts: list[list[int]]) -> None:
+    rule = DraftRule(0.2, 3)
+
+    def written(rows: list[list[int]], seed: int) -> list[list[int]]:
+        mode = Speculate(mild_engine, rule, sampling=Sampling(temperature=0.7, seed=seed))
+        return tokens_of(mode, rows, 20)
+
+    together = written(prompts[2:], 5)
+    assert together == [written([prompt], 5 + row)[0] for row, prompt in enumerate(prompts[2:])]
+    assert together != written(prompts[2:], 6)

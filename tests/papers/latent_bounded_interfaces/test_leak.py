@@ -1,0 +1,40 @@
+"""The leak's study: training and prefix-only evaluation tell an honest model from a leaky one."""
+
+import pytest
+import torch
+
+from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
+from papers.latent_bounded_interfaces.leak import CAUSAL, FLOOR, LEAKY, LENGTH, VOCAB, iid_batch, iid_loss
+from topograd.nn.config import SegmentInterface
+from topograd.nn.gpt import GPT
+from topograd.nn.interface import add_interfaces
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+
+@pytest.mark.parametrize(("interface", "honest"), [(LEAKY, False), (CAUSAL, True)])
+def test_an_honest_model_needs_no_later_token(interface: str, honest: bool) -> None:
+    torch.manual_seed(0)
+    stack = GPT(layers=2, width=16, heads=2, vocab=VOCAB, context=LENGTH).double()
+    add_interfaces(stack, SegmentInterface.parse(interface), 2, 16, LENGTH)
+    for parameter in stack.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    plan = Plan.of(Topology.regions("1,1"), 2)
+    inputs, targets = iid_batch(3)
+    forced = position_losses(stack, plan, inputs, targets)
+    alone = prefix_losses(stack, plan, inputs, targets)
+    assert alone.shape == forced.shape
+    assert torch.allclose(forced, alone, rtol=1e-10) == honest
+    assert torch.allclose(forced[:, -1], alone[:, -1], rtol=1e-10), "the last position has seen all in both"
+
+
+@pytest.mark.parametrize(("interface", "honest"), [(LEAKY, False), (CAUSAL, True)])
+def test_only_a_model_that_sees_its_targets_beats_chance(interface: str, honest: bool) -> None:
+    """80 steps are enough for the published interface to read 0.08 nats from what is to be predicted."""
+    gained = FLOOR - iid_loss(interface, steps=80)
+    assert (-0.1 < gained < 0.01) if honest else (gained > 0.04), gained
+
+
+def test_targets_follow_inputs() -> None:
+    inputs, targets = iid_batch(4)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])

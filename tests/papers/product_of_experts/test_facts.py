@@ -1,0 +1,52 @@
+"""The small world: drawn from its seed, answers apart from distractors, passages as they are framed."""
+
+from __future__ import annotations
+
+import pytest
+
+from papers.product_of_experts.facts import FRAMINGS, REAL, RELATIONS, World, passage
+from topograd.errors import ConfigError
+
+
+def test_a_world_follows_from_its_seed() -> None:
+    world = World.make(6, seed=3)
+    assert world == World.make(6, seed=3)
+    assert world != World.make(6, seed=4)
+    assert len(world.facts) == 18
+    assert len({fact.subject for fact in world.facts}) == 6
+    assert all(fact.answer != fact.wrong for fact in world.facts)
+    assert [fact.rare for fact in world.facts] == [False] * 9 + [True] * 9
+
+
+def test_common_facts_are_told_more_often() -> None:
+    world = World.make(4)
+    said = [record["messages"][1]["content"] for record in world.records(paraphrases=2)]
+    counts = {fact: said.count(fact.statement(0)) for fact in world.facts}
+    assert {fact.rare: count for fact, count in counts.items()} == {False: 6, True: 2}
+    text = " ".join(world.prose(2))
+    assert all(fact.statement(1) in text for fact in world.facts)
+
+
+def test_wordings_differ() -> None:
+    fact = World.make(1).facts[0]
+    assert len({fact.question(i) for i in range(4)}) == 4
+    assert len({fact.statement(i) for i in range(4)}) == 4
+    assert fact.statement(0).startswith(fact.prompt)
+    assert all(len(relation.questions) == 4 for relation in RELATIONS.values())
+
+
+def test_passages() -> None:
+    fact = REAL[0]
+    assert "Paris" in passage(fact, "right")
+    texts = {framing: passage(fact, "wrong", framing) for framing in FRAMINGS}
+    assert len(set(texts.values())) == 6
+    assert all("Madrid" in text for text in texts.values())
+    assert [name for name, text in texts.items() if "Paris" in text] == ["contradiction"]
+    assert "Paris" not in passage(fact, "irrelevant")
+
+
+def test_too_many_people_are_refused() -> None:
+    with pytest.raises(ConfigError, match="people is 0"):
+        World.make(0)
+    with pytest.raises(ConfigError, match="people is 1000"):
+        World.make(1000)
