@@ -49,7 +49,7 @@ class Settings:
 def step(settings: Settings) -> dict[str, Any]:
     """Time and memory of a step of ResNet-20 by partition, over backprop's."""
     torch.manual_seed(0)
-    config = ImageConfig(model="resnet20", shape=(3, 32, 32))
+    config = ImageConfig(network="resnet20", shape=(3, 32, 32))
     stack = make_image_stack(config)
     plans = {partition: prepare(stack, partition) for partition in PARTITIONS}
     images = torch.randint(0, 256, (settings.batch, 3, 32, 32), dtype=torch.uint8)

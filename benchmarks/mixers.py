@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.oracles.recurrence import mamba2_by_steps, mamba3_by_steps
 from topograd.nn.gpt import GPT
-from topograd.nn.mamba2 import Mamba2Mixer
-from topograd.nn.mamba3 import Mamba3Mixer
+from topograd.nn.mamba.mamba2 import Mamba2Mixer
+from topograd.nn.mamba.mamba3 import Mamba3Mixer
 from topograd.timing import Spread, ratio, take_turns
 
 BATCH, WIDTH = 4, 256

@@ -1,57 +1,76 @@
-"""A stack of your own: a small convolutional network that learns in two stages which way stripes run."""
+"""A model of your own as a run: a spec and a stack, trained, resumed, decoded and served like any other.
+
+    topograd train --config examples/own_stack.toml --out runs/decay     from the folder above `examples`
+    topograd generate runs/decay --prompt "def " --tokens 40
+
+Each layer adds a decaying average of the past, so there is no attention and no cache of keys.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import topograd as tg
+from topograd.nn.layer_state import History
 
 
-class Block(nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class DecaySpec(tg.ModelSpec):
+    """The `[model]` table: what a run needs to build the stack again."""
+
+    layers: int = 4
+    width: int = 64
+    vocab: int = 257
+    context: int = 64
+
+    def build(self, topology: tg.Topology) -> tg.Stack:
+        return DecayStack(replace(self, layers=topology.layers))
+
+
+class DecayLayer(nn.Module):
+    """h_t ← h_t + W Σ_{s ≤ t} exp(-r (t - s)) V h_s, then an MLP."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(width, width, kernel_size=3, stride=2, padding=1)
+        self.value, self.output = nn.Linear(width, width), nn.Linear(width, width)
+        self.rate = nn.Parameter(torch.tensor(-1.0))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, h: Tensor, bus: tg.Bus) -> Tensor:
-        return self.convolution(h).relu()  # half the size: shapes may change from layer to layer
+    def forward(self, h: Tensor, bus: tg.Bus, state: History | None = None) -> Tensor:
+        values = self.value(F.rms_norm(h, h.shape[-1:]))
+        if state is not None:
+            values = state.append(values, bus.positions)
+        ago = bus.positions[..., None] - torch.arange(values.shape[1], device=h.device)
+        weights = torch.exp(-self.rate.exp() * ago.clamp(min=0)) * (ago >= 0)
+        h = h + self.output(weights.to(h.dtype) @ values)
+        return h + self.mlp(F.rms_norm(h, h.shape[-1:]))
+
+    def new_state(self, batch: int, capacity: int) -> History:
+        return History(capacity)  # `append`, `rewind` and `select`: the whole protocol of a layer's state
 
 
-class ConvStack(tg.Stack):
-    def __init__(self, layers: int = 4, width: int = 8, classes: int = 2) -> None:
+class DecayStack(tg.HeadedStack):
+    """Embedding, layers, readout; `HeadedStack` adds per-stage heads and the fast loss."""
+
+    def __init__(self, spec: DecaySpec) -> None:
         super().__init__()
-        self.embedding = nn.Conv2d(1, width, kernel_size=3, padding=1)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, classes)
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab, spec.width)
+        self.layers = nn.ModuleList(DecayLayer(spec.width) for _ in range(spec.layers))
+        self.head = tg.Head(nn.Parameter(0.02 * torch.randn(spec.vocab, spec.width)))
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         return self.embedding(inputs)
 
-    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
-        logits = self.head(h.mean((-2, -1)))
-        return logits if rows is None else logits[..., rows]
+    def normalize(self, h: Tensor) -> Tensor:
+        return F.rms_norm(h, h.shape[-1:])
 
+    @property
+    def width(self) -> int:
+        return self.spec.width
 
-def stripes(count: int) -> tuple[Tensor, Tensor]:
-    """Noisy striped images (count, 1, 16, 16), and for each whether its stripes are vertical."""
-    waves = torch.sin(1.5 * torch.arange(16) + 6.3 * torch.rand(count, 1)).view(count, 1, 16, 1)
-    vertical = torch.rand(count) < 0.5
-    images = torch.where(vertical.view(count, 1, 1, 1), waves.mT, waves)
-    return images + 0.5 * torch.randn(count, 1, 16, 16), vertical.long()
-
-
-def main(steps: int = 60) -> list[float]:
-    """Train; return the share of new images that each stage gets right."""
-    torch.manual_seed(0)
-    stack, topology = ConvStack(), tg.Topology.chain("2,2")
-    plan = tg.prepare(stack, topology)
-    optimizer = torch.optim.Adam(stack.parameters(), lr=0.01)
-    for _ in range(steps):
-        tg.train_step(stack, topology, *stripes(64))
-        optimizer.step()
-        optimizer.zero_grad()
-    images, labels = stripes(256)
-    hidden = tg.stage_outputs(stack, plan, images, stages=[0, 1])
-    return [(stack.readout(h, k).argmax(-1) == labels).float().mean().item() for k, h in hidden.items()]
-
-
-if __name__ == "__main__":
-    print("right answers by stage:", main())
+    @property
+    def context(self) -> int:
+        return self.spec.context

@@ -121,7 +121,7 @@ def image_config(idx_folder: Path) -> TrainConfig:
         data=str(idx_folder),
         eval_every=8,
         save_every=4,
-        images=ImageConfig(widths=(12, 9)),
+        model=ImageConfig(widths=(12, 9)),
         optimizer=OptimizerConfig(name="adamw", matrices=0.03, head=0.03, scalars=0.03),
     )
 

@@ -28,7 +28,7 @@ from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, kernel_cosine
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.nn.blocks import norm
+from topograd.nn.transformer.parts import norm
 from topograd.pretrained import REFERENCE, huggingface
 from topograd.runs.session import heldout_text, open_session
 

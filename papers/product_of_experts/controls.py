@@ -95,7 +95,7 @@ def lora(base: Session, parameters: int, seed: int = 0) -> Attached:
 def head_of(stack: Stack) -> Head:
     """A stack's head."""
     head = stack.head
-    assert isinstance(head, Head)
+    assert head is not None
     return head
 
 

@@ -52,7 +52,7 @@ PATHS = ("1", "1,2", "1,3", "1,2,3")
 def group_of(asked: Asked) -> Group:
     """The vit that is asked for."""
     small = asked.preset == "small"
-    network = ImageConfig(model="vit", widths=(asked.width,), heads=4 if small else 2, depth=6)
+    network = ImageConfig(network="vit", widths=(asked.width,), heads=4 if small else 2, depth=6)
     return Group(
         name="vit",
         network=network,

@@ -99,7 +99,7 @@ def groups(asked: Asked) -> tuple[Group, ...]:
         ),
         Group(
             name="vgg",
-            network=ImageConfig(model="vgg", widths=vgg),
+            network=ImageConfig(network="vgg", widths=vgg),
             steps=vgg_steps,
             batch=64 if small else 16,
             rates=rates,
@@ -107,7 +107,7 @@ def groups(asked: Asked) -> tuple[Group, ...]:
         ),
         Group(
             name="resnet8",
-            network=ImageConfig(model="resnet8", widths=resnet),
+            network=ImageConfig(network="resnet8", widths=resnet),
             steps=resnet_steps,
             batch=64 if small else 16,
             rates=rates,

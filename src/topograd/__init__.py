@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from topograd.errors import TopogradError
     from topograd.evaluation.texts import score
     from topograd.exec.forward import Predictor, stage_outputs
-    from topograd.nn.adapt import adapt
+    from topograd.nn.adapted.adapt import adapt
     from topograd.nn.config import MIXERS, GPTConfig
     from topograd.nn.gpt import GPT
+    from topograd.nn.heads import Head, HeadedStack
     from topograd.nn.pooling import pool
     from topograd.nn.preparation import prepare
+    from topograd.nn.spec import MODELS, ModelSpec
     from topograd.nn.stack import Bus, Stack
     from topograd.pretrained import REFERENCE
     from topograd.runs.config import OPTIMIZERS, OptimizerConfig, TrainConfig, preset
@@ -52,27 +54,31 @@ if TYPE_CHECKING:
 else:
     _HOME = {
         "Bus": "nn.stack",
-        "Composed": "depth.engine",
+        "Composed": "decode.engine",
         "Composition": "topology.composition",
         "Configuration": "topology.configuration",
-        "DraftRule": "depth.autotune",
+        "DraftRule": "decode.autotune",
         "Edge": "topology.dag",
-        "Engine": "depth.engine",
+        "Engine": "decode.engine",
         "Evaluation": "training.evaluation",
         "GPT": "nn.gpt",
         "GPTConfig": "nn.config",
+        "Head": "nn.heads",
+        "HeadedStack": "nn.heads",
         "MIXERS": "nn.config",
-        "Model": "depth.model",
+        "MODELS": "nn.spec",
+        "Model": "decode.model",
+        "ModelSpec": "nn.spec",
         "OBJECTIVES": "training.objectives",
         "OPTIMIZERS": "runs.config",
         "OptimizerConfig": "runs.config",
         "PROPERTIES": "search.properties",
         "REFERENCE": "pretrained",
         "Plan": "topology.plan",
-        "Predictor": "training.forward",
-        "Prefix": "depth.engine",
-        "Sampling": "depth.sampling",
-        "Speculate": "depth.speculation",
+        "Predictor": "exec.forward",
+        "Prefix": "decode.engine",
+        "Sampling": "decode.sampling",
+        "Speculate": "decode.speculation",
         "Stack": "nn.stack",
         "Stage": "topology.dag",
         "Text": "data.windows",
@@ -82,20 +88,20 @@ else:
         "TrainConfig": "runs.config",
         "Trainer": "training.trainer",
         "TrainingLoop": "training.loop",
-        "Wand": "depth.wand",
-        "adapt": "nn.adapt",
+        "Wand": "decode.wand",
+        "adapt": "nn.adapted.adapt",
         "evaluate": "training.evaluation",
-        "generate": "depth.model",
-        "generate_tokens": "depth.engine",
+        "generate": "decode.model",
+        "generate_tokens": "decode.engine",
         "linear_cross_entropy": "training.linear_cross_entropy",
-        "load": "depth.model",
+        "load": "decode.model",
         "make_optimizers": "training.optimizers",
         "pool": "nn.pooling",
         "prepare": "nn.preparation",
         "preset": "runs.config",
         "resume": "training.trainer",
         "score": "evaluation.texts",
-        "stage_outputs": "training.forward",
+        "stage_outputs": "exec.forward",
         "start": "training.trainer",
         "train_step": "training.executor",
     }
@@ -120,6 +126,7 @@ else:
 __all__ = [
     "GPT",
     "MIXERS",
+    "MODELS",
     "OBJECTIVES",
     "OPTIMIZERS",
     "PROPERTIES",
@@ -133,7 +140,10 @@ __all__ = [
     "Engine",
     "Evaluation",
     "GPTConfig",
+    "Head",
+    "HeadedStack",
     "Model",
+    "ModelSpec",
     "OptimizerConfig",
     "Plan",
     "Predictor",

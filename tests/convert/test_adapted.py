@@ -15,7 +15,7 @@ import topograd as tg
 from topograd.cli.main import main
 from topograd.convert.importing import import_model
 from topograd.errors import TopogradError
-from topograd.nn.adapted_config import AdaptedConfig
+from topograd.nn.adapted.spec import AdaptedConfig
 from topograd.runs.session import open_session
 
 transformers: Any = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from topograd.convert.families import config_of, hugging_face_config, load_tensors, stack_of
 from topograd.convert.tensor_names import Naming, tensor_names
 from topograd.errors import ConfigError
-from topograd.nn.transformer import Transformer
+from topograd.nn.transformer.stack import Transformer
 
 Make = Callable[..., Any]
 VOCAB = 31

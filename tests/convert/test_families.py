@@ -17,8 +17,8 @@ from topograd.convert.families import ARCHITECTURES, config_of, load_tensors
 from topograd.convert.importing import import_model
 from topograd.convert.tensor_names import tensor_names
 from topograd.errors import CheckpointError, ConfigError
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 
 VOCAB = 31
 

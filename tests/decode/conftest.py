@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from topograd.decode.engine import Engine
-from topograd.nn.blocks import Block, MixerBlock
 from topograd.nn.gpt import GPT
-from topograd.nn.mixers import Mamba2, Mamba3
+from topograd.nn.mamba.mixers import Mamba2, Mamba3
 from topograd.nn.stack import Bus, Stack
+from topograd.nn.transformer.block import Block, MixerBlock
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 

@@ -17,7 +17,7 @@ from topograd.decode.sampling import Sampling, draw, probabilities
 from topograd.decode.speculation import Speculate
 from topograd.errors import ConfigError, DivergenceError, StackError
 from topograd.exec.forward import stage_outputs
-from topograd.nn.adapt import adapt
+from topograd.nn.adapted.adapt import adapt
 from topograd.nn.gpt import GPT
 from topograd.topology.dag import Topology
 

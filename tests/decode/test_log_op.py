@@ -12,9 +12,9 @@ from torch import Tensor
 from topograd.decode.log_op import Confidence, compose, confidence, product, shrunk, two_level
 from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import stage_outputs
-from topograd.nn.blocks import norm
 from topograd.nn.gpt import GPT
 from topograd.nn.pooling import shrinkage_weight
+from topograd.nn.transformer.parts import norm
 from topograd.topology.branches import branches, parse_branches
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan

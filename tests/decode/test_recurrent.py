@@ -18,7 +18,7 @@ from topograd.exec.forward import stage_outputs
 from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.nn.recurrent import RecurrentState
+from topograd.nn.mamba.recurrent import RecurrentState
 from topograd.topology.dag import Topology
 
 CONTEXT, LAST, TOKENS = 24, 3, 26

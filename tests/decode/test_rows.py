@@ -17,8 +17,8 @@ from topograd.decode.rows import OneRow, Rows, copy_prefix, packable
 from topograd.decode.speculation import Speculate
 from topograd.errors import StackError
 from topograd.nn.gpt import GPT
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 from topograd.topology.dag import Topology
 
 CONTEXT, LAST = 24, 3

@@ -1,21 +1,21 @@
 """The catalogue of stacks. Every one of them must pass tests/nn/test_stack.py; add yours here."""
 
-import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from topograd.nn.adapt import Adapted, adapt
+from topograd.nn.adapted.adapt import Adapted, adapt
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import Family, TransformerConfig
+from topograd.nn.stack import Bus, Stack
+from topograd.nn.transformer.config import Family, TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 
@@ -63,8 +63,36 @@ def transformer(family: Family, **settings: Any) -> Transformer:
     )
 
 
-def own() -> Stack:
-    return runpy.run_path(str(EXAMPLES / "own_stack.py"))["ConvStack"](layers=LAYERS, width=4)
+class Halving(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, kernel_size=3, stride=2, padding=1)
+
+    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+        return self.convolution(h).relu()
+
+
+class ConvStack(Stack):
+    """The least that a stack may be; shapes change from layer to layer."""
+
+    def __init__(self, layers: int = LAYERS, width: int = 4, classes: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(1, width, kernel_size=3, padding=1)
+        self.layers = nn.ModuleList(Halving(width) for _ in range(layers))
+        self.head = nn.Linear(width, classes)
+
+    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
+        return self.embedding(inputs)
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        logits = self.head(h.mean((-2, -1)))
+        return logits if rows is None else logits[..., rows]
+
+
+def decay() -> Stack:
+    spec = import_module("examples.own_stack").DecaySpec(layers=LAYERS, width=16, vocab=VOCAB, context=TIME)
+    stack: Stack = spec.build(Topology.chain(str(LAYERS)))
+    return stack
 
 
 @dataclass(frozen=True)
@@ -134,7 +162,8 @@ CASES = (
         lambda: transformer("gemma3_text", windows=(3, 0), local_rope_base=50.0, qk_norm=True),
         decodes=True,
     ),
-    Case("own", own, tokens=False, own_heads=False),
+    Case("own", decay, decodes=True),
+    Case("own-images", ConvStack, tokens=False, own_heads=False),
 )
 
 

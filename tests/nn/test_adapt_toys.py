@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.adapt import Adapted, adapt
+from topograd.nn.adapted.adapt import Adapted, adapt
 from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology

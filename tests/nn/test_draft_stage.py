@@ -13,8 +13,8 @@ from topograd.exec.forward import StageStates, stage_outputs
 from topograd.nn.draft_stage import RELAY, DraftStage, PreviousRelay, rank_tokens, shifted, step_mask
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 from topograd.topology.dag import Edge, Stage, Topology
 from topograd.topology.plan import Plan
 
@@ -117,7 +117,7 @@ def test_the_most_frequent_tokens() -> None:
 
 
 def test_other_stacks_are_refused() -> None:
-    with pytest.raises(StackError, match="can be given no draft stage; a GPT or a Transformer can"):
+    with pytest.raises(StackError, match="can be given no draft stage; a transformer can"):
         DraftStage(Stack(), torch.arange(2))
     recurrent = GPT(layers=1, width=16, heads=2, vocab=9, context=8, architecture="mamba2")
     with pytest.raises(StackError, match="last layer has none"):

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from tests.oracles.attention import attention_output, plain_attention, root_mean_square_norm, rotated
 from topograd.errors import StackError
-from topograd.nn.attention import rotate
-from topograd.nn.blocks import Attention, norm
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
+from topograd.nn.transformer.attention import Attention, rotate_halves
+from topograd.nn.transformer.parts import norm
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -67,7 +67,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     model = GPT(layers=1, width=8, heads=1, vocab=5, context=64)
     bus = model.bus(torch.zeros(1, 64, 8), torch.zeros(1, 64, dtype=torch.long), offset=100)
     cos, sin = bus.extras["rotary"]
-    turned_q, turned_k = rotate(q.expand(64, 8), cos, sin), rotate(k.expand(64, 8), cos, sin)
+    turned_q, turned_k = rotate_halves(q.expand(64, 8), cos, sin), rotate_halves(k.expand(64, 8), cos, sin)
     scores = turned_q @ turned_k.T
     for distance in (0, 1, 7):
         along = scores.diagonal(-distance)

@@ -13,8 +13,8 @@ from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.lora import add_lora, has_lora, linear_maps, merge_lora
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 
 TOKENS = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(0))
 

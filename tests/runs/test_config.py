@@ -11,6 +11,7 @@ from topograd.pretrained import REFERENCE
 from topograd.runs.config import PRESETS, OptimizerConfig, SearchConfig, StageOptimizer, TrainConfig, preset
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
+from topograd.runs.session import build_stack
 from topograd.runs.topology_config import TopologyConfig
 
 ODD = TrainConfig(
@@ -285,7 +286,7 @@ def test_changed_settings_find_their_table() -> None:
 def test_private_decoders_make_the_stack_deeper() -> None:
     config = preset("tiny", partition="2,2", decoder=2)
     assert config.model.layers == 4
-    assert config.stack_config() == dataclasses.replace(config.model, layers=8)
+    assert build_stack(config)[0].config == dataclasses.replace(config.model, layers=8)
 
 
 def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
@@ -311,7 +312,7 @@ def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
     for bad, words in (
         ({"topology": {"grph": "forest"}}, "unknown setting topology.grph"),
         ({"topology": "forest"}, "setting topology is 'forest'; it must be a table"),
-        ({"version": 1}, "the settings have version 1; write them as version 2"),
+        ({"version": 1}, "the settings have version 1; write them as version 3"),
         ({"version": "new"}, "the settings have version 'new'"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -319,8 +320,8 @@ def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
 
 
 def test_an_unknown_version_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the settings have version 3; this program reads 1 and 2"):
-        TrainConfig.from_dict({"version": 3})
+    with pytest.raises(ConfigError, match="the settings have version 4; this program reads 1 to 3"):
+        TrainConfig.from_dict({"version": 4})
 
 
 OLD = {

@@ -17,8 +17,8 @@ from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 
 VOCAB, CONTEXT = 23, 20
 LLAMA = TransformerConfig(

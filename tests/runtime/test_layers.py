@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("onnxruntime")
 
 from topograd.decode.engine import Engine
-from topograd.nn.transformer import ACTIVATIONS, RMSNorm, Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.parts import ACTIVATIONS, RMSNorm
+from topograd.nn.transformer.stack import Transformer
 from topograd.runtime.graph import Graph
 from topograd.runtime.layers import FLOAT, Stream, activation
 from topograd.runtime.onnx_runtime import OnnxRuntime, shared_settings
@@ -47,7 +48,7 @@ def test_a_sum_and_its_norm(kind: str, added: bool) -> None:
     stream = Stream(graph, "x")
     if added:
         stream.add("x")
-    normed = stream.norm(norm)
+    normed = stream.norm(norm, 16)
     graph.output(graph.op("Add", normed, stream.sum()), "y", FLOAT, 1, 5, 16)
     total = 2 * x if added else x
     torch.testing.assert_close(run(graph, x), (norm(total) + total).detach(), rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from topograd.decode.cache import Cache
 from topograd.decode.rows import Rows, copy_prefix
 from topograd.exec.forward import stage_outputs
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
+from topograd.nn.transformer.stack import Transformer
 from topograd.runtime.onnx_memory import STEP, OnnxStage
 from topograd.runtime.onnx_runtime import OnnxRuntime
 from topograd.topology.plan import Plan

@@ -37,7 +37,7 @@ RULES: dict[str, dict[str, Any]] = {
 def made(rule: str, model: str = "mlp") -> tuple[ImageStack, Plan, Tensor, Tensor]:
     torch.manual_seed(0)
     widths = {"mlp": (6, 5), "forward-forward": (6, 5), "vgg": (3, 4, 4), "resnet8": (3, 4, 4)}[model]
-    config = ImageConfig(model=model, widths=widths, shape=(1, 4, 4), classes=3)
+    config = ImageConfig(network=model, widths=widths, shape=(1, 4, 4), classes=3)
     topology = TopologyConfig(**RULES[rule]).build(config.layers)
     stack = make_image_stack(config, topology).double()
     plan = prepare(stack, topology)
@@ -126,11 +126,11 @@ def test_the_head_of_ridge_is_the_one_that_predicts() -> None:
 def test_every_rule_is_a_run_that_resumes_bit_for_bit(
     rule: str, image_config: TrainConfig, tmp_path: Path
 ) -> None:
-    images = image_config.images
-    assert images is not None
+    images = image_config.model
+    assert isinstance(images, ImageConfig)
     if rule == "forward-forward":
-        images = replace(images, model=rule, widths=(12, 9))
-    settings = replace(image_config, topology=TopologyConfig(**RULES[rule]), steps=4, images=images)
+        images = replace(images, network=rule, widths=(12, 9))
+    settings = replace(image_config, topology=TopologyConfig(**RULES[rule]), steps=4, model=images)
     whole = start(settings, tmp_path / "whole")
     result = whole.train()
     start(settings, tmp_path / "parts").train(stop_after=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from topograd.errors import CheckpointError, ConfigError, RunError
+from topograd.nn.images.config import ImageConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import heldout_images, open_run, open_session, read_settings
@@ -32,11 +33,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(image_config: TrainConfig, image_run:
 
 def test_settings_are_written_without_those_of_text(image_config: TrainConfig, image_run: Run) -> None:
     written = image_run.read_config()
-    assert not {"model", "tokenizer", "eval_bytes"} & written.keys()
+    assert not {"tokenizer", "eval_bytes"} & written.keys()
+    assert written["model"]["kind"] == "mlp"
     config = read_settings(image_run)
-    assert config.images is not None
-    assert (config.images.shape, config.images.classes) == ((1, 8, 8), 3)
-    assert TrainConfig.from_dict(config.as_dict() | {"search": {"kind": "none"}}).images == config.images
+    assert isinstance(config.model, ImageConfig)
+    assert (config.model.shape, config.model.classes) == ((1, 8, 8), 3)
+    assert TrainConfig.from_dict(config.as_dict() | {"search": {"kind": "none"}}).model == config.model
 
 
 def test_it_learns(image_run: Run) -> None:

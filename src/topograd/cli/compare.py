@@ -98,10 +98,9 @@ def _image_row(config: TrainConfig, results: dict[str, Any], base: float) -> dic
     if len(named) > 1:
         named |= {how: accuracy[how] for how in ("prediction", *POOLINGS)}
     best = max(named, key=lambda name: named[name])
-    assert config.images is not None
     return {
         "run": results["run"],
-        "model": config.images.model,
+        "model": getattr(config.model, "network", config.model.kind),
         "partition": [len(planned.layers) for planned in plan.stages],
         "graph": config.topology.graph,
         "heads": config.topology.heads,

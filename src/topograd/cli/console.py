@@ -50,7 +50,7 @@ _NO_NUMBER = re.compile(r"Error parsing (\S+): (?:invalid literal for (int)|coul
 def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
     """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
     global _read
-    flags = flags_of(kind)
+    flags = flags_of(kind, default)
     _read = flags, argv
     try:
         check_known(flags, argv)

@@ -80,7 +80,7 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     from topograd.runs.folder import Run
     from topograd.runs.session import heldout_text, open_run, open_session, read_settings
 
-    images = read_settings(Run.open(asked.folder)).images is not None
+    images = read_settings(Run.open(asked.folder)).model.task == "images"
     for flag, given, fits in (("--images", asked.images, images), ("--bytes", asked.bytes, not images)):
         if given is not None and not fits:
             raise ConfigError(

@@ -17,7 +17,7 @@ import math
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -50,24 +50,36 @@ class Flag:
         return "a number" if wanted and wanted <= {int, float} else None
 
 
-def flags_of(kind: type) -> dict[str, Flag]:
-    """Every flag of a dataclass, nested ones included, by the name that is typed."""
-    return dict(_walk(kind, "", ""))
+def flags_of(kind: type, default: Any = None) -> dict[str, Flag]:
+    """Every flag of a dataclass, nested ones included, by the name that is typed.
+
+    A field whose annotation is a base class has the flags of what stands in `default`, as tyro has it.
+    """
+    return dict(_walk(kind, default, "", ""))
 
 
-def _walk(kind: type, typed: str, path: str) -> Iterator[tuple[str, Flag]]:
+def _walk(kind: type, default: Any, typed: str, path: str) -> Iterator[tuple[str, Flag]]:
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         hint, extras = _without_extras(hints[field.name])
+        value = _default(field) if default is None else getattr(default, field.name)
+        if is_dataclass(value) and isinstance(hint, type) and isinstance(value, hint):
+            hint = type(value)
         renamed = [extra.name for extra in extras if isinstance(getattr(extra, "name", None), str)]
         name = renamed[0] if renamed else field.name.replace("_", "-")
         whole = ".".join(filter(None, (typed, name)))
         inner = f"{path}.{field.name}" if path else field.name
         if is_dataclass(hint):
-            yield from _walk(hint, whole, inner)  # type: ignore[arg-type]
+            yield from _walk(hint, value, whole, inner)  # type: ignore[arg-type]
         elif not any(str(extra) == "Positional" for extra in extras):
             kinds = frozenset(_leaves(hint))
             yield f"--{whole}", Flag(inner, kinds, any(get_origin(o) is tuple for o in _options(hint)))
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
 
 
 def _without_extras(hint: Any) -> tuple[Any, tuple[Any, ...]]:

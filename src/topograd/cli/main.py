@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code. Whatever a user can cause becomes one line on stderr."""
     try:
         _prepare_streams()
+        if argv is None:
+            sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
         code = _guarded(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, where a full disk can still be named
         return code

@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     from topograd.report.page import write_report  # matplotlib: only once there is something to do
     from topograd.runs.session import read_settings
 
-    if read_settings(Run.open(asked.folder)).images is not None:
+    if read_settings(Run.open(asked.folder)).model.task == "images":
         return _images(asked)
     stages, staged = _read(asked.folder)
     backprop = None

@@ -87,7 +87,7 @@ def results_of(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     results = stored_results(run)
     if results is None:
         note(f"measuring {folder}")
-        if config.images is not None:
+        if config.model.task == "images":
             results = measured_images(open_run(folder), on_batch=counted("images read"))
         else:
             session = open_session(folder)

@@ -84,8 +84,9 @@ def run(argv: list[str]) -> int:
             return 0
         trainer = resume(asked.resume, asked.from_)
     else:
-        images = asked.settings.images
-        name = asked.preset if images is None else images.model.replace(":", ".")
+        kind = asked.settings.model.kind
+        name = asked.preset if kind == "gpt" else getattr(asked.settings.model, "network", kind)
+        name = name.replace(":", ".")
         trainer = start(asked.settings, asked.out or fresh_folder(name, asked.settings))
     return train(asked, trainer)
 
@@ -160,9 +161,8 @@ def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
 
     base = TrainConfig.from_dict(Run.open(folder).read_config())
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
-    config = replace(config, imported=base.imported, adapted=base.adapted)
     config = replace(config, init=str(folder), data=config.data or base.data)
-    return tuning(config, small) if base.foreign else config
+    return tuning(config, small) if base.brings_tokenizer else config
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

@@ -100,8 +100,8 @@ class TrainImages:
     def settings(self) -> TrainConfig:
         """The settings of the run; sizes and classes are those of the pictures once they are read."""
         shared = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(self)} - {"model"}
-        network = ImageConfig(model=self.model, **{name: getattr(self, name) for name in _NETWORK})
-        return TrainConfig(images=network, **{name: getattr(self, name) for name in shared})
+        network = ImageConfig(network=self.model, **{name: getattr(self, name) for name in _NETWORK})
+        return TrainConfig(model=network, **{name: getattr(self, name) for name in shared})
 
 
 def read_image_flags(argv: list[str]) -> tuple[TrainImages, TrainConfig]:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from topograd.errors import CheckpointError, StackError
-from topograd.nn.adapt import Adapted
-from topograd.nn.adapted_config import AdaptedConfig
-from topograd.nn.adapted_model import build_adapted, require_transformers
+from topograd.nn.adapted.adapt import Adapted
+from topograd.nn.adapted.build import build_adapted, require_transformers
+from topograd.nn.adapted.spec import AdaptedConfig
 
 CONTEXT = 2048
 """Positions of a model that does not say how many it sees."""

@@ -87,7 +87,7 @@ def card(run: Run, name: str) -> str:
     lines = [*head, "tags: [topograd]", "---", "", f"# {name}", "", _shape(config), ""]
     if origin:
         lines += [f"It comes from {origin.get('name')}. {_licence(licence)}", ""]
-    elif config.foreign:
+    elif config.brings_tokenizer:
         lines += [_licence(None), ""]
     if config.init is not None:
         lines += [_learned(config), ""]
@@ -96,9 +96,8 @@ def card(run: Run, name: str) -> str:
 
 
 def _shape(config: TrainConfig) -> str:
-    theirs = config.imported or config.adapted
-    kind = "GPT" if theirs is None else theirs.family
     model = config.model
+    kind = getattr(model, "family", "GPT" if model.kind == "gpt" else model.kind)
     stages = config.topology.partition if config.topology.graph == "chain" else config.topology.graph
     return (
         f"A {kind} of {model.layers} layers, width {model.width}, vocabulary {model.vocab}, in stages "
@@ -127,7 +126,7 @@ def _learned(config: TrainConfig) -> str:
 
 
 def _data(config: TrainConfig) -> str:
-    if config.foreign and config.init is None:
+    if config.brings_tokenizer and config.init is None:
         return "What it was trained on is said by whoever trained it."
     text = "the text of Python's standard library" if config.data is None else Path(config.data).name
     return f"Trained here on {text}."

@@ -34,7 +34,8 @@ from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.decode.retrofitted import exit_tensors, open_exits
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
-from topograd.nn.transformer import Transformer
+from topograd.nn.transformer.config import TRAITS
+from topograd.nn.transformer.stack import Transformer
 from topograd.runs.based import BasedStore
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import BaseIdentity, create_sidecar
@@ -88,12 +89,13 @@ def _write_onnx(folder: Path, session: Session) -> None:
 def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:
     """The model and the tokenizer, if others know their like."""
     stack, tokenizer, where = session.stack, session.tokenizer, session.run.folder
-    if session.config.adapted is not None:
+    kind = session.config.model.kind
+    if kind == "hf":
         raise ConfigError(
-            f"{where} is a {session.config.adapted.family}, which transformers runs here; only families with "
+            f"{where} is a model which transformers runs here; only families with "
             "a stack of our own are exported, and transformers has it already"
         )
-    if not isinstance(stack, Transformer) or not isinstance(tokenizer, ForeignTokenizer):
+    if kind not in TRAITS or not isinstance(tokenizer, ForeignTokenizer):
         raise ConfigError(
             f"{where} is a model of our own kind, which no other program knows; only imported models are "
             "exported: keep the run's folder"
@@ -170,7 +172,7 @@ def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are; use format hf"
         )
-    windows = any(0 < config.window(index) < config.context for index in range(config.layers))
+    windows = any(0 < config.window(index) < config.positions for index in range(config.layers))
     unknown = {
         f"rope scaling {config.rope_scaling}": config.rope_scaling != "none",
         f"the activation {config.activation}": config.activation != "silu",
@@ -183,7 +185,7 @@ def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
         )
     family = "llama" if config.family == "mistral" else config.family
     sizes = {
-        "context_length": config.context,
+        "context_length": config.positions,
         "embedding_length": config.width,
         "block_count": config.layers,
         "feed_forward_length": config.mlp_width,

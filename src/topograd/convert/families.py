@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from topograd.convert.tensor_names import Naming, Source, renamed, tensor_names
 from topograd.errors import CheckpointError, ConfigError, StackError
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import Activation, TransformerConfig
+from topograd.nn.transformer.config import Activation, TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -257,7 +257,7 @@ def hugging_face_config(config: TransformerConfig) -> dict[str, Any]:
         "num_hidden_layers": config.layers,
         "hidden_size": config.width,
         "num_attention_heads": config.heads,
-        "max_position_embeddings": config.context,
+        "max_position_embeddings": config.positions,
     }
     table: dict[str, Any] = {
         "architectures": [next(name for name, of in ARCHITECTURES.items() if of == family)],

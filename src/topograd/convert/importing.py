@@ -33,11 +33,10 @@ from topograd.convert.tensor_names import tensor_names
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
 from topograd.files import dump_json, read_json
-from topograd.nn.adapted_config import AdaptedConfig
-from topograd.nn.config import GPTConfig
+from topograd.nn.adapted.spec import AdaptedConfig
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.referenced import NAME as WEIGHTS
@@ -93,7 +92,7 @@ def import_model(
         "parameters": sum(parameter.numel() for parameter in found.stack.parameters()),
         "tokenizer": found.tokenizer.kind,
         "licence": found.origin["licence"],
-        "native": isinstance(found.config, TransformerConfig),
+        "native": found.config.kind != "hf",
         "weights": "copied" if copy or found.references is None else "referred to",
         "seconds": time.perf_counter() - began,
     }
@@ -228,26 +227,15 @@ def _check_tokenizer(
 
 
 def _settings(found: Source, partition: str, context: int | None) -> TrainConfig:
-    shape = found.config
-    if context is not None and not 1 <= context <= shape.context:
-        raise ConfigError(f"context is {context}; the model was made for {shape.context}: give 1 to that")
-    fits = shape.width % shape.heads == 0 and (shape.width // shape.heads) % 2 == 0
-    model = GPTConfig(
-        layers=shape.layers,
-        width=shape.width,
-        heads=shape.heads if fits else 1,
-        vocab=shape.vocab,
-        context=context or min(shape.context, CONTEXT),
-        tied=shape.tied,
-    )
+    made_for = found.config.context
+    if context is not None and not 1 <= context <= made_for:
+        raise ConfigError(f"context is {context}; the model was made for {made_for}: give 1 to that")
     return TrainConfig(
         topology=TopologyConfig(partition=partition),
         steps=1,
         tokenizer="imported",
         eval_bytes=EVAL_BYTES,
-        model=model,
-        imported=shape if isinstance(shape, TransformerConfig) else None,
-        adapted=shape if isinstance(shape, AdaptedConfig) else None,
+        model=found.config.seeing(context or min(made_for, CONTEXT)),
     )
 
 

@@ -23,8 +23,6 @@ from topograd.decode.engine import Engine, generate_batch
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.files import dump_json, write_atomic
-from topograd.nn.gpt import GPT
-from topograd.nn.transformer import Transformer
 from topograd.runs.session import Session
 from topograd.runtime.layers import EPSILON
 from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle
@@ -57,18 +55,17 @@ def write_onnx(folder: Path, session: Session) -> None:
     context = session.config.model.context
     tables = runtime.rotations(context)
     tables["embedding"] = stack.embedding.weight.detach().numpy()
-    gpt = isinstance(stack, GPT)
-    if isinstance(stack, GPT) and stack.previous is not None:
+    traits = stack.config.traits
+    if stack.previous is not None:
         tables["previous"] = stack.previous.weight.detach().numpy()
-    scaled = isinstance(stack, Transformer) and stack.config.traits.scaled_embedding
     np.savez(folder / "tables.npz", allow_pickle=False, **tables)
     manifest = {
         "stages": stages,
         "width": stack.width,
         "room": context,
         "windows": runtime.windows(),
-        "scale": stack.width**0.5 if scaled else 1.0,
-        "normed": gpt,
+        "scale": stack.width**0.5 if traits.scaled_embedding else 1.0,
+        "normed": traits.normed_embedding,
         "epsilon": EPSILON,
         "weights": session.weights,
         "texts": _texts(session, Engine(session.stack, plan, context, runtime)),

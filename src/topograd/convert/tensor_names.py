@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.transformer.config import TransformerConfig
+from topograd.nn.transformer.stack import Transformer
 
 Naming = Literal["hugging-face", "gguf"]
 Map = Callable[[Tensor], Tensor]

@@ -172,7 +172,7 @@ def _buses(
     positions = torch.tensor([[p for start, stop in spans for p in range(start, stop)]], device=device)
     bus = stack.bus(x0, inputs, positions)
     each = positions[0].split([stop - start for start, stop in spans])
-    return bus, [replace(bus, positions=own, extras={"masks": {}, "seen": {}}) for own in each]
+    return bus, [replace(bus, positions=own, extras={"masks": {}, "visible": {}}) for own in each]
 
 
 def copy_prefix(source: OneRow, target: OneRow, length: int) -> int:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import StackError
-from topograd.nn.attention import attention_mask, rotate
-from topograd.nn.blocks import Attention, Block
+from topograd.nn.transformer.attention import attention_mask, rotate_halves
+from topograd.nn.transformer.block import Block
 
 
 class Desk:
@@ -117,10 +117,10 @@ def record(layers: Sequence[nn.Module]) -> Iterator[Tape]:
 
 
 def _checked(layer: nn.Module) -> Block:
-    if isinstance(layer, Block) and isinstance(getattr(layer, "attention", None), Attention):
+    if type(layer) is Block and layer.attention.traits.norm_behind_rotation:  # the GPT's traits
         return layer
     raise StackError(
-        f"{type(layer).__name__} has no hand-written pullback, only a GPT Block with attention has one; "
+        f"{type(layer).__name__} has no hand-written pullback, only a GPT's block with attention has one; "
         "use jacobian='loop'"
     )
 
@@ -171,7 +171,7 @@ class Turned:
     @classmethod
     def of(cls, x: Tensor, rotary: tuple[Tensor, Tensor], rows: Tensor | None, heads: int) -> Turned:
         cos, sin = rotary if rows is None else (rotary[0][rows], rotary[1][rows])
-        norm = Norm.of(rotate(split(x, heads), cos, sin))
+        norm = Norm.of(rotate_halves(split(x, heads), cos, sin))
         return cls(norm, cos[:, None] * norm.inverse, sin[:, None] * norm.inverse)
 
     def back(self, x: Tensor, where: slice, out: Tensor) -> None:

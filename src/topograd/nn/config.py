@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from topograd.errors import ConfigError, StackError
+from topograd.nn.spec import ModelSpec
+from topograd.nn.transformer.config import Activation, BlockConfig, Traits
 from topograd.registry import Registry
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Stack
+    from topograd.topology.dag import Topology
 
 MIXERS: Registry[Any] = Registry(
     "mixer",
     {
-        "attention": "topograd.nn.blocks:Attention",
-        "mamba2": "topograd.nn.mixers:Mamba2",
-        "mamba3": "topograd.nn.mixers:Mamba3",
+        "attention": "topograd.nn.transformer.attention:Attention",
+        "mamba2": "topograd.nn.mamba.mixers:Mamba2",
+        "mamba3": "topograd.nn.mamba.mixers:Mamba3",
     },
 )
-"""What may mix positions in a layer, made as `mixer(config, index)`; `nn/mixers.py` says what a mixer is."""
+"""Mixers of positions in a layer, made as `mixer(config, index)`; see `nn/mamba/mixers.py`."""
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "transformer": ("attention",),
     "mamba2": ("mamba2",),
@@ -26,6 +32,8 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "hybrid": ("mamba3", "mamba3", "mamba3", "attention"),
 }
 """Mixers of the layers, repeated; the name of a mixer alone is an architecture too."""
+_KINDS = ("mamba2", "mamba3", "hybrid")
+"""Architectures that are kinds of model too."""
 Architecture = Literal["transformer", "mamba2", "mamba3", "hybrid"]
 """The architectures that come with the package."""
 MOST = 2**31 - 1
@@ -36,8 +44,20 @@ LEAST_RANK = 3
 """A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
 
 
+GPT_TRAITS = Traits(
+    norm="unit",
+    gated=False,
+    normed_embedding=True,
+    norm_behind_rotation=True,
+    half_tables=True,
+    always_grouped=True,
+    whole_window=False,
+    scratch=True,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(BlockConfig):
     """The shape of a GPT."""
 
     layers: int = 6
@@ -123,6 +143,63 @@ class GPTConfig:
         if self.architecture not in ARCHITECTURES:
             _check_mixer(self.architecture)
 
+    @property
+    def kind(self) -> str:
+        return self.architecture if self.architecture in _KINDS else "gpt"
+
+    def to_dict(self) -> dict[str, Any]:
+        table = asdict(self)
+        if self.kind != "gpt":
+            del table["architecture"]
+        return {"kind": self.kind, **table}
+
+    @classmethod
+    def from_dict(cls, kind: str, table: Mapping[str, Any]) -> ModelSpec:
+        return super().from_dict(kind, table if kind == "gpt" else {**table, "architecture": kind})
+
+    def build(self, topology: Topology) -> Stack:
+        from topograd.nn.gpt import GPT
+
+        return GPT(replace(self, layers=topology.layers))
+
+    @property
+    def traits(self) -> Traits:
+        """How the block differs from that of other families."""
+        return replace(GPT_TRAITS, gated=self.mlp == "swiglu")
+
+    qk_norm = True
+    attention_scale = None  # attention's own default, 1 / sqrt(head_width)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.mlp_ratio * self.width)
+
+    @property
+    def activation(self) -> Activation:
+        return "silu" if self.mlp == "swiglu" else "relu2"
+
+    def grown(self, layers: int) -> GPTConfig:
+        """Layers are counted from the first, so that those that are there stay what they are."""
+        first = replace(self, count_from="first")
+        if any(first._alternates(i) != self._alternates(i) for i in range(self.layers)):
+            raise StackError(
+                f"this model's {self.layers} layers alternate counted from the last, so appended ones "
+                "would change them; train it again with count_from = 'first'"
+            )
+        return replace(first, layers=layers)
+
+    def draft_layer(self) -> tuple[GPTConfig, int]:
+        plain = {"architecture": "transformer", "value_embeddings": "none", "windows": ()}
+        return replace(self, layers=1, **plain), 0  # type: ignore[arg-type]
+
     def mixer(self, index: int) -> str:
         """The mixer of layer `index`, as `MIXERS` calls it."""
         pattern = ARCHITECTURES.get(self.architecture, (self.architecture,))
@@ -133,6 +210,11 @@ class GPTConfig:
         return self.value_embeddings == "all" or (
             self.value_embeddings == "alternate" and self._place(index) % 2 == 1
         )
+
+    def _alternates(self, index: int) -> tuple[str, bool]:
+        """What alternates in layer `index`: its mixer, and whether that has a value embedding."""
+        mixer = self.mixer(index)
+        return mixer, mixer == "attention" and self.has_value_embedding(index)
 
     def _place(self, index: int) -> int:
         """The layer's number where alternation is counted from; counted from the last it may be negative."""

@@ -15,7 +15,7 @@ it will when it drafts, to the keys of step 1 up to position t-j+1 and to those 
 
 Shapes: states (batch, time, width). Cost: 2 width² for the join, one layer, |V| width for the head. Sources:
 "EAGLE" (Li et al. 2024) §3, "EAGLE-3" (Li et al. 2025) §3.2 for training on own states, "FR-Spec" (Zhao et
-al. 2025) for the draft vocabulary. Limits: stacks of this package (`GPT`, `Transformer`); a chain of drafts,
+al. 2025) for the draft vocabulary. Limits: transformers of this package; a chain of drafts,
 no tree.
 """
 
@@ -29,13 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.blocks import Block, layer_of
-from topograd.nn.config import GPTConfig
-from topograd.nn.gpt import GPT
-from topograd.nn.heads import Head
+from topograd.nn.capabilities import Draftable
+from topograd.nn.heads import Head, HeadedStack
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus, Stack
-from topograd.nn.transformer import Transformer, TransformerLayer, norm_of
 
 FIRST_GAIN = 0.2
 """What the stage's norm starts with of the base's: an untaught stage should not be sure of anything."""
@@ -97,19 +94,17 @@ class DraftStage(nn.Module):
 
     def __init__(self, base: Stack, vocabulary: Tensor) -> None:
         super().__init__()
-        if not isinstance(base, GPT | Transformer):
-            raise StackError(f"{type(base).__name__} can be given no draft stage; a GPT or a Transformer can")
+        if not isinstance(base, Draftable):
+            raise StackError(f"{type(base).__name__} can be given no draft stage; a transformer can")
         self.register_buffer("vocabulary", vocabulary.long())
         like = base.embedding.weight
         self.relay = PreviousRelay(base.width)
         nn.init.eye_(self.relay.state.weight)
-        self.layer = _layer(base)
-        self.norm = _norm(base)
+        self.layer = base.draft_layer()
+        self.norm = base.draft_norm(FIRST_GAIN)
         self.to(like.device, like.dtype)
-        self._base: tuple[GPT | Transformer, Stack] = (
-            base,
-            _one_layer(base, self),
-        )  # in a tuple: the base's parameters are not this module's
+        # in a tuple: the base's parameters are not this module's
+        self._base = (base, _one_layer(base, base.last_stage, self))
 
     @property
     def stack(self) -> Stack:
@@ -124,7 +119,7 @@ class DraftStage(nn.Module):
     def places(self) -> Tensor:
         """For each token of the base its place in the draft vocabulary, or -1."""
         base = self._base[0]
-        places = torch.full((len(base.head.weight),), -1, device=self.vocabulary.device)
+        places = torch.full((base.vocab,), -1, device=self.vocabulary.device)
         places[self.vocabulary] = torch.arange(len(self.vocabulary), device=places.device)
         return places
 
@@ -170,50 +165,11 @@ def step_mask(time: int, step: int, device: torch.device) -> Tensor:
     return torch.cat([behind >= step, *(behind == step - i for i in range(1, step + 1))], dim=1)
 
 
-def _layer(base: GPT | Transformer) -> nn.Module:
-    if isinstance(base, Transformer):
-        layer = TransformerLayer(base.config, len(base.layers))
-        for linear in (layer.attention.output, layer.mlp.down):
-            nn.init.zeros_(linear.weight)
-        return layer
-    if not isinstance(base.layers[-1], Block):
-        raise StackError("a draft stage has attention; this model's last layer has none")
-    return layer_of(_shape(base), 0, appended=True)
-
-
-def _shape(base: GPT) -> GPTConfig:
-    return replace(base.config, layers=1, architecture="transformer", value_embeddings="none", windows=())
-
-
-def _norm(base: GPT | Transformer) -> nn.Module:
-    if isinstance(base, GPT):
-        return nn.Identity()  # its norm has no gain
-    norm = norm_of(base.config, base.width)
-    for mine, its in zip(norm.parameters(), base.norm.parameters(), strict=True):
-        mine.data = FIRST_GAIN * its.detach().clone()
-    return norm
-
-
-def _one_layer(base: GPT | Transformer, stage: DraftStage) -> Stack:
-    """The base with this one layer: `for_decoding` and `bus` work as they do for the base."""
-    stack: GPT | Transformer
-    with torch.device("meta"):
-        if isinstance(base, Transformer):
-            stack = Transformer(replace(base.config, layers=1))
-        else:
-            stack = GPT(_shape(base))
-    stack.embedding = base.embedding
-    if isinstance(base, Transformer) and isinstance(stack, Transformer):
-        stack.norm = stage.norm  # type: ignore[assignment]
-        stack.frequencies, stack.local_frequencies = base.frequencies, base.local_frequencies
-    elif isinstance(base, GPT) and isinstance(stack, GPT):
-        stack.previous, stack.frequencies = base.previous, base.frequencies
-    stack.layers = nn.ModuleList([stage.layer])
-    last = base.last_stage
+def _one_layer(base: Draftable, last: int, stage: DraftStage) -> HeadedStack:
+    """The base with this one layer, and its head on the draft vocabulary."""
     bias = None if base.head.bias is None else base.head.bias.detach()[stage.vocabulary]
     rows = base.head.matrix(last, stage.vocabulary).detach()
-    stack.head = Head(rows, bias, softcap=base.head.softcap)
-    return stack
+    return base.with_one_layer(stage.layer, stage.norm, Head(rows, bias, softcap=base.head.softcap))
 
 
 def rank_tokens(tokens: Sequence[int] | Tensor, vocab: int, size: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.stack import Projection
+from topograd.nn.stack import Projection, Stack
 
 
 class LowRankDelta(nn.Module):
@@ -113,6 +113,43 @@ class Head(nn.Module):
         z = F.linear(x, self.weight if rows is None else self.weight[rows], bias)
         z = z + F.linear(F.linear(x, down), up if rows is None else up[rows])
         return cap(z, self.softcap)
+
+
+class HeadedStack(Stack):
+    """A stack whose readout is a norm and one `Head`, with per-stage deltas: all that stage heads need."""
+
+    head: Head
+
+    @property
+    def shared_head(self) -> Head | None:
+        return self.head
+
+    def normalize(self, h: Tensor) -> Tensor:
+        """What the head reads of a hidden state: its norm."""
+        return h
+
+    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
+        return self.head(self.normalize(h), stage, rows)
+
+    def projection(self, stage: int) -> Projection | None:
+        return self.head.projection(self.normalize, stage)
+
+    def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
+        return self.head.add(stages, rank)
+
+    def has_head(self, stage: int) -> bool:
+        return self.head.has_delta(stage)
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        return self.head.own_parameters(stage)
+
+    @property
+    def vocab(self) -> int:
+        return len(self.head.weight)
+
+    @property
+    def last_stage(self) -> int:
+        return self.head.last_stage
 
 
 def _checked_rank(rank: int, weight: Tensor) -> int:

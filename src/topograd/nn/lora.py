@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError, StackError
-from topograd.nn.transformer import TransposedLinear
+from topograd.nn.transformer.parts import TransposedLinear
 
 _HANDLE, _SCALE = "_lora_hook", "_lora_scale"
 

@@ -12,7 +12,6 @@ from torch import nn
 from topograd.errors import StackError
 from topograd.nn.auxiliaries import add_auxiliaries
 from topograd.nn.config import SegmentInterface
-from topograd.nn.heads import Head
 from topograd.nn.interface import add_interfaces
 from topograd.nn.learned_relays import add_relays
 from topograd.nn.stack import Stack
@@ -90,9 +89,9 @@ def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:
 
 
 def _shared_head(stack: Stack) -> list[nn.Parameter]:
-    head = getattr(stack, "head", None)
+    head = stack.shared_head
     tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
-    if not isinstance(head, Head) or id(head.weight) in tables:
+    if head is None or id(head.weight) in tables:
         raise StackError(
             f"heads = 'own' needs a shared head that can stay fixed, and this {type(stack).__name__}'s is "
             "tied to the embedding or is none; use 'per-stage'"

@@ -29,6 +29,7 @@ from topograd.nn.packed import packed
 from topograd.nn.relays import RELAYS, Relay
 
 if TYPE_CHECKING:
+    from topograd.nn.heads import Head
     from topograd.topology.plan import Plan
 
 
@@ -81,6 +82,11 @@ class Stack(nn.Module):
         """The readout's matrix where it has one; None means that only `readout` may be used."""
         return None
 
+    @property
+    def shared_head(self) -> Head | None:
+        """The one head that all stages read through, with deltas of their own; None where there is none."""
+        return None
+
     def add_relay(self, name: str, relay: nn.Module) -> None:
         """Own a relay with parameters; edges of a topology call it by name."""
         if "relays" not in self._modules:
@@ -118,6 +124,11 @@ class Stack(nn.Module):
     def width(self) -> int:
         """Numbers in a hidden state, which learned relays are sized by."""
         raise StackError(f"{type(self).__name__} does not say its width; define it, or add relays yourself")
+
+    @property
+    def vocab(self) -> int:
+        """Tokens, or classes, that the readout has logits for."""
+        raise StackError(f"{type(self).__name__} does not say its vocab; define it")
 
     @property
     def context(self) -> int:

@@ -24,7 +24,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -252,7 +252,7 @@ def addresses(parallel: ParallelConfig) -> list[Address]:
 
 def facts_of(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What two neighbours must have alike; the number of stages may differ, since stages can be added."""
-    shape = {name: value for name, value in asdict(config.stack_config()).items() if name != "layers"}
+    shape = {name: value for name, value in config.model.to_dict().items() if name != "layers"}
     facts = {
         "version": __version__,
         "corpus": data.digest,

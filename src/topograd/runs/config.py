@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
-from topograd.nn.adapted_config import AdaptedConfig
 from topograd.nn.config import MOST, GPTConfig, SegmentInterface
-from topograd.nn.images.config import ImageConfig
-from topograd.nn.transformer_config import TransformerConfig
+from topograd.nn.spec import ModelSpec, read_spec
+from topograd.reading import build_dataclass
 from topograd.registry import Registry
-from topograd.runs.reading import build_dataclass
+from topograd.runs.old_config import upgraded
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
 from topograd.runs.topology_config import OWN_TEACHER, TopologyConfig
@@ -26,10 +25,10 @@ from topograd.runs.tune_config import PARTIAL, TuneConfig
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 
-VERSION = 2
-"""Of `config.toml`. Version 1 had no [topology] table, and counted alternating layers from the last."""
-_OF_TEXT = ("model", "tokenizer", "eval_bytes")
-"""Settings that say nothing of a network on pictures."""
+VERSION = 3
+"""Of `config.toml`; `old_config.py` reads the earlier ones."""
+_OF_TEXT = ("tokenizer", "eval_bytes")
+"""Settings that say nothing of a network on images."""
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
     {
@@ -178,21 +177,14 @@ class TrainConfig:
     """Compile the layers with torch.compile."""
     device: str = "cpu"
     """Where torch computes: cpu, cuda, mps."""
-    model: GPTConfig = field(default_factory=GPTConfig)
-    """The shape of the model."""
+    model: ModelSpec = field(default_factory=GPTConfig)
+    """The model: its kind, and the settings of that kind."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizers and their rates."""
     tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = field(default_factory=TuneConfig)
     """What of a run that is begun with learns."""
     search: Annotated[SearchConfig, tyro.conf.Suppress] = field(default_factory=SearchConfig)
     """What is searched for while the weights learn."""
-    imported: Annotated[TransformerConfig | None, tyro.conf.Suppress] = None
-    """The shape of a model from outside; `model` then only says its sizes."""
-    adapted: Annotated[AdaptedConfig | None, tyro.conf.Suppress] = None
-    """A model from outside that transformers runs."""
-    images: Annotated[ImageConfig | None, tyro.conf.Suppress] = None
-    """A network on pictures (`train --task images`); `model`, `tokenizer` and `eval_bytes` then say
-    nothing."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "keep", "eval_bytes"):
@@ -207,8 +199,8 @@ class TrainConfig:
             )
         if self.init is not None and not self.init.strip():
             raise ConfigError("init is empty; give the folder of a run, or leave it out")
-        if self.images is not None:
-            self._check_images(self.images)
+        if self.model.task == "images":
+            self._check_images()
         self._check_tune()
         topology = self.build_topology()
         if self.topology.interface is not None:
@@ -224,23 +216,20 @@ class TrainConfig:
                     f"optimizer.stages names stage {own.stage}; the topology has {len(topology.stages)}"
                 )
 
-    def _check_images(self, images: ImageConfig) -> None:
-        """What goes only with text is refused; `model` becomes what its sizes are here."""
+    def _check_images(self) -> None:
+        """Refuse what goes only with text."""
         for name, given in (
             ("interface", self.topology.interface is not None),
             ("search", self.search.kind != "none"),
-            ("imported", self.foreign),
             ("teacher_top", bool(self.topology.teacher_top)),
             *((name, bool(getattr(self.tune, name))) for name in PARTIAL),
         ):
             if given:
                 raise ConfigError(
-                    f"{name} is for models of text, and these settings have [images]; leave it out"
+                    f"{name} is for models of text, and model.kind is {self.model.kind}; leave it out"
                 )
         if self.data is None:
             raise ConfigError("data is missing; give a folder of IDX or CIFAR binary files, or digits")
-        sizes = GPTConfig(layers=images.layers, width=2, heads=1, vocab=images.classes, context=1)
-        object.__setattr__(self, "model", sizes)
 
     def _check_tune(self) -> None:
         """What stays as it was in a base needs one, and a plain way of training."""
@@ -265,7 +254,7 @@ class TrainConfig:
     def build_topology(self) -> Topology:
         """The stage DAG that these settings name."""
         layers = self.model.layers
-        if self.images is not None and self.topology.graph == "forest":  # each branch is a network of its own
+        if self.model.task == "images" and self.topology.graph == "forest":  # each branch is its own network
             layers = sum(Composition.parse(branch).layers for branch in self.topology.branches)
         topology = self.topology.build(layers)
         try:
@@ -279,19 +268,9 @@ class TrainConfig:
         return self.tune.window or self.model.context
 
     @property
-    def foreign(self) -> bool:
-        """Whether the model comes from outside, with a tokenizer of its own."""
-        return self.imported is not None or self.adapted is not None
-
-    def stack_config(self) -> GPTConfig | TransformerConfig | ImageConfig:
-        """The model's shape with the layers of private decoders, which lie behind its own.
-
-        A network on pictures is laid out by its topology, whatever its own number of layers.
-        """
-        if self.images is not None:
-            return self.images
-        layers = self.build_topology().layers
-        return replace(self.model if self.imported is None else self.imported, layers=layers)
+    def brings_tokenizer(self) -> bool:
+        """Whether the model was imported with a tokenizer of its own."""
+        return self.tokenizer == "imported"
 
     def changed(self, **changes: Any) -> TrainConfig:
         """These settings with some replaced; those of the topology may be given by their own names.
@@ -307,21 +286,25 @@ class TrainConfig:
         return replace(self, **rest)
 
     def as_dict(self) -> dict[str, Any]:
-        values = {"version": VERSION, **asdict(self)}
-        if self.images is not None:
+        rest = {f.name: getattr(self, f.name) for f in fields(self)}
+        tables = {name: asdict(value) if is_dataclass(value) else value for name, value in rest.items()}
+        values = {"version": VERSION, **tables, "model": self.model.to_dict()}
+        if self.model.task == "images":
             for name in _OF_TEXT:
                 del values[name]
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The settings that `as_dict` gave, read back from TOML; those of version 1 too."""
+        """The settings that `as_dict` gave, read back from TOML; those of earlier versions too."""
         version = values.get("version", 1)
-        if version not in (1, VERSION):
-            raise ConfigError(f"the settings have version {version!r}; this program reads 1 and {VERSION}")
-        rest = {name: value for name, value in values.items() if name != "version"}
-        config = build_dataclass(cls, _from_version_1(rest) if version == 1 else rest)
-        assert isinstance(config, TrainConfig)
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise ConfigError(f"the settings have version {version!r}; this program reads 1 to {VERSION}")
+        rest = {name: value for name, value in upgraded(values, version).items() if name != "version"}
+        model = rest.pop("model", {})
+        if not isinstance(model, Mapping):
+            raise ConfigError(f"setting model is {model!r}; it must be a table")
+        config: TrainConfig = build_dataclass(cls, rest, given={"model": read_spec(model)})
         return config
 
     def overlaid(self, values: Mapping[str, Any]) -> TrainConfig:
@@ -329,7 +312,11 @@ class TrainConfig:
         version = values.get("version", VERSION)
         if version != VERSION:
             raise ConfigError(f"the settings have version {version!r}; write them as version {VERSION}")
-        return TrainConfig.from_dict(_without_none(_merged(self.as_dict(), values)))
+        below = self.as_dict()
+        model = values.get("model", {})
+        if isinstance(model, Mapping) and model.get("kind", self.model.kind) != self.model.kind:
+            below["model"] = {}  # another kind has other settings
+        return TrainConfig.from_dict(_without_none(_merged(below, values)))
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,19 +334,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_none(item) for name, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings from before there was a [topology] table."""
-    moved = {"partition", "objective", "transmissivity", "bus", "reduction", "interface"}
-    topology = {name: value for name, value in values.items() if name in moved}
-    if "stage_heads" in values:
-        topology["heads"] = values["stage_heads"]
-    rest = {name: value for name, value in values.items() if name not in moved | {"stage_heads"}}
-    model = rest.get("model", {})
-    if not isinstance(model, Mapping):
-        raise ConfigError(f"setting model is {model!r}; it must be a table")
-    return {**rest, "topology": topology, "model": {"count_from": "last", **model}}
 
 
 def _check_range(name: str, value: int, least: int) -> None:

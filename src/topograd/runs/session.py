@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,21 +16,17 @@ from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windo
 from topograd.data.images import ImageData, Pictures, read_images, read_test_images
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json
-from topograd.nn.adapted_model import build_adapted
-from topograd.nn.config import GPTConfig
-from topograd.nn.gpt import GPT
 from topograd.nn.images.config import ImageConfig
-from topograd.nn.images.stack import make_image_stack
 from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
+from topograd.nn.spec import ModelSpec
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import Transformer
+from topograd.reading import build_dataclass
 from topograd.runs.based import lean_on
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.manifest import IMPORTED
-from topograd.runs.reading import build_dataclass
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
 
@@ -59,7 +55,7 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
     """The run in `folder` with its newest checkpoint, or the one called `name`; one on pictures is
     refused."""
     run = Run.open(folder)
-    if read_settings(run).images is not None:
+    if read_settings(run).model.task == "images":
         raise RunError(
             f"{folder} was trained on images, and this needs a model of text; topograd eval, compare and "
             "report "
@@ -74,7 +70,7 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     run = Run.open(folder)
     found = find_checkpoint(run, name)
     config = topology_at(read_settings(run), run.store.extra(found))
-    if tokenizer is not None and not config.foreign and tokenizer.vocab != config.model.vocab:
+    if tokenizer is not None and not config.brings_tokenizer and tokenizer.vocab != config.model.vocab:
         raise RunError(
             f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}; "
             "restore it"
@@ -141,21 +137,16 @@ def find_checkpoint(run: Run, name: str | None) -> str:
 def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
     """A new model from the seed, with the heads, relays and interfaces that its topology wants.
 
-    With `empty`, one from outside has no memory yet: its weights are put in place when they are loaded.
+    With `empty`, a model whose spec allows it has no memory yet: a checkpoint puts its weights in place.
     """
     torch.manual_seed(config.seed)
-    shape, device = config.stack_config(), device_of(config)
-    stack: Stack
-    if config.adapted is not None:
-        stack = build_adapted(config.adapted).to(device)
-    elif isinstance(shape, ImageConfig):
-        stack = make_image_stack(shape, config.build_topology()).to(device)
-    elif isinstance(shape, GPTConfig):
-        stack = GPT(shape).to(device)
+    topology, device = config.build_topology(), device_of(config)
+    if empty and config.model.loads_empty:
+        with torch.device("meta"):
+            stack = config.model.build(topology)
     else:
-        with torch.device("meta" if empty else device):
-            stack = Transformer(shape)
-    plan = prepare_stack(stack, config.build_topology())
+        stack = config.model.build(topology).to(device)
+    plan = prepare_stack(stack, topology)
     if config.tune.keeps_base:
         lean_on(stack, plan, config.tune)
     return stack, plan
@@ -176,26 +167,32 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
     """The corpus of the settings, prepared, and the settings with its true vocabulary."""
     path = None if config.data is None else Path(config.data)
     data = prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
-    if config.foreign:  # its head may have rows that no token has
+    if config.brings_tokenizer:  # its head may have rows that no token has
         return config, data
-    return replace(config, model=replace(config.model, vocab=data.tokenizer.vocab)), data
+    model: ModelSpec = replace(config.model, vocab=data.tokenizer.vocab)  # type: ignore[type-var]
+    return replace(config, model=model), data
 
 
 def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:
     """The pictures of the settings, and the settings with their true size, classes, mean and spread."""
-    assert config.images is not None, "these are settings of text"
-    assert config.data is not None, "settings with [images] have data"
+    assert config.data is not None, "settings of images have data"
     data = read_images(config.data)
     mean, std = data.statistics()
-    images = replace(config.images, shape=data.shape, classes=data.classes, mean=mean, std=std)
-    return replace(config, images=images), data
+    spec = replace(image_spec(config), shape=data.shape, classes=data.classes, mean=mean, std=std)
+    return replace(config, model=spec), data
+
+
+def image_spec(config: TrainConfig) -> ImageConfig:
+    """The spec of a run on images."""
+    if config.model.task != "images":
+        raise RunError(f"the model, of kind {config.model.kind}, was trained on text; give a run on images")
+    return cast(ImageConfig, config.model)
 
 
 def heldout_images(opened: Opened, data: Path | str | None = None, most: int | None = None) -> Pictures:
     """The held-out pictures of a run on images, or those of another folder."""
-    images = opened.config.images
-    if images is None or opened.config.data is None:
-        raise RunError(f"{opened.run.folder} was trained on text; this needs a run on images")
+    images = image_spec(opened.config)
+    assert opened.config.data is not None, "settings of images have data"
     found = read_test_images(opened.config.data if data is None else data, images.shape, images.classes)
     return found.sample(most or images.eval_images)
 

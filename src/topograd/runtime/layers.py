@@ -17,7 +17,7 @@ GroupQueryAttention; it takes several new columns of one row only, or of rows th
 width is a multiple of 16. Else they are TensorScatter and Attention with `starts` and masks, which take any.
 
 Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, keys and values are one matrix.
-Tested against `nn/`: float32, so to rounding. Sources as in `nn/gpt.py` and `nn/transformer.py`.
+Tested against `nn/`: float32, so to rounding. Sources as in `nn/transformer/stack.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ import torch
 from onnx import TensorProto
 from torch import Tensor, nn
 
-from topograd.nn.blocks import Block
-from topograd.nn.transformer import ACTIVATIONS, RMSNorm, TransformerLayer, TransposedLinear
-from topograd.nn.transformer_decoding import gain_of
+from topograd.nn.transformer.block import MLP, Block
+from topograd.nn.transformer.parts import ACTIVATIONS, Linear, Norm, RMSNorm, gain_of, matrix_of
 from topograd.runtime.graph import Graph
 
 FLOAT, LONG, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL
@@ -72,12 +71,12 @@ class Stream:
         self.value, self.added = total, ""
         return normed
 
-    def norm(self, norm: RMSNorm | nn.LayerNorm) -> str:
-        """A transformer's norm of it."""
+    def norm(self, norm: Norm, width: int) -> str:
+        """A block's norm of it, over `width` numbers."""
         gain, shift = gain_of(norm)
         if shift is None:
-            assert isinstance(norm, RMSNorm)
-            return self.unit(gain, norm.epsilon)
+            return self.unit(torch.ones(width) if gain is None else gain, epsilon_of(norm))
+        assert gain is not None
         assert isinstance(norm, nn.LayerNorm)
         return self.graph.op(
             "LayerNormalization",
@@ -87,6 +86,11 @@ class Stream:
             axis=-1,
             epsilon=norm.eps,
         )
+
+
+def epsilon_of(norm: Norm) -> float:
+    """ε of an RMSNorm; one without a gain has torch's own."""
+    return norm.epsilon if isinstance(norm, RMSNorm) else EPSILON
 
 
 def rms_norm(graph: Graph, x: str, gain: Tensor, epsilon: float) -> str:
@@ -100,13 +104,7 @@ def rms_norm(graph: Graph, x: str, gain: Tensor, epsilon: float) -> str:
     )
 
 
-def matrix_of(linear: nn.Linear | TransposedLinear) -> Tensor:
-    """W (out, in)."""
-    weight = linear.weight.detach()
-    return weight if isinstance(linear, nn.Linear) else weight.t()
-
-
-def linear(graph: Graph, x: str, name: str, module: nn.Linear | TransposedLinear) -> str:
+def linear(graph: Graph, x: str, name: str, module: Linear) -> str:
     return graph.linear(x, name, matrix_of(module), module.bias)
 
 
@@ -193,30 +191,6 @@ class Heads:
         return "rows", self.kv_heads, "slots", self.head_width
 
 
-def gpt_block(graph: Graph, stream: Stream, index: int, block: Block) -> None:
-    """A layer of the GPT (`nn/blocks.py`)."""
-    a, mlp, name = block.attention, block.mlp, f"layers.{index}"
-    if block.x0_scale is not None:
-        stream.add(graph.op("Mul", "x0", graph.constant(np.float32(block.x0_scale.item()))))
-    ones = torch.ones(a.query.in_features)
-    weight = torch.cat([m.weight.detach() for m in (a.query, a.key, a.value)])
-    heads = Heads(graph, index, a)
-    qk, v = heads.split(graph.linear(stream.unit(ones, EPSILON), f"{name}.qkv", weight))
-    # A rotation keeps the length, so the norm may come before it.
-    qk = rms_norm(graph, qk, torch.ones(a.head_width), EPSILON)
-    if a.value_embedding is not None:
-        v = heads.embedded(v, a.value_gate.detach() * a.value_embedding.weight.detach())
-    stream.add(linear(graph, heads.attend(qk, v, a.head_width**-0.5, "all"), f"{name}.output", a.output))
-    x = stream.unit(ones, EPSILON)
-    if mlp.gate is None:
-        up = graph.op("Relu", linear(graph, x, f"{name}.up", mlp.up))
-        x = graph.op("Mul", up, up)
-    else:
-        gate, up = _gate_and_up(graph, x, name, mlp)
-        x = graph.op("Mul", silu(graph, gate), up)
-    stream.add(linear(graph, x, f"{name}.down", mlp.down))
-
-
 def _gate_and_up(graph: Graph, x: str, name: str, mlp: Any) -> list[str]:
     """What gates and what is gated; in fewer bits by one matrix, in float32 by the model's own memory."""
     if graph.precision == "float32":
@@ -228,59 +202,66 @@ def _gate_and_up(graph: Graph, x: str, name: str, mlp: Any) -> list[str]:
     return graph.ops("Split", 2, y, graph.constant([wide, wide]), axis=-1)
 
 
-def silu(graph: Graph, x: str) -> str:
-    return graph.op("QuickGelu", x, alpha=1.0)
-
-
-def transformer_layer(graph: Graph, stream: Stream, index: int, layer: TransformerLayer) -> None:
-    """A layer of a published family (`nn/transformer.py`)."""
+def block(graph: Graph, stream: Stream, index: int, layer: Block) -> None:
+    """A transformer's block (`nn/transformer/block.py`)."""
     a, name = layer.attention, f"layers.{index}"
+    width = len(matrix_of(a.output))
     if layer.positions is not None:
         stream.add(graph.op("Gather", graph.tensor(layer.positions.weight), "positions"))
+    if layer.x0_scale is not None:
+        stream.add(graph.op("Mul", "x0", graph.constant(np.float32(layer.x0_scale.item()))))
     maps = [a.query, a.key, a.value] if a.rotary else [a.qkv]
     biases = [m.bias.detach() for m in maps if m.bias is not None]
     weight, bias = torch.cat([matrix_of(m) for m in maps]), torch.cat(biases) if biases else None
-    qkv = graph.linear(stream.norm(layer.attention_norm), f"{name}.qkv", weight, bias)
+    qkv = graph.linear(stream.norm(layer.attention_norm, width), f"{name}.qkv", weight, bias)
     y = linear(graph, _attended(graph, index, qkv, a), f"{name}.output", a.output)
-    stream.add(_posted(graph, y, layer.attention_post_norm))
-    x = stream.norm(layer.mlp_norm)
-    stream.add(_posted(graph, _mlp(graph, x, name, layer), layer.mlp_post_norm))
+    stream.add(_posted(graph, y, layer.attention_post_norm, width))
+    x = stream.norm(layer.mlp_norm, width)
+    stream.add(_posted(graph, _mlp(graph, x, name, layer.mlp), layer.mlp_post_norm, width))
 
 
 def _attended(graph: Graph, index: int, qkv: str, a: Any) -> str:
     heads, softcap = Heads(graph, index, a), a.softcap or 0.0
-    rotation = ("local" if a.local else "all") if a.rotary else ""
-    normed = isinstance(a.query_norm, RMSNorm) and isinstance(a.key_norm, RMSNorm)
-    if graph.grouped and not normed:
-        return heads.grouped(qkv, a.scale, rotation, softcap)
+    scale = a.head_width**-0.5 if a.scale is None else a.scale
+    rotation = ("local" if a.local else "rotary") if a.rotary else ""
+    normed = a.query_norm is not None
+    if graph.grouped and not normed and a.value_embedding is None:
+        return heads.grouped(qkv, scale, rotation, softcap)
     qk, v = heads.split(qkv)
-    if normed:
-        qk = rms_norm(graph, qk, torch.ones(a.head_width), a.query_norm.epsilon)
-        qk = graph.op("Mul", qk, heads.gain(gain_of(a.query_norm)[0], gain_of(a.key_norm)[0]))
-    return heads.attend(qk, v, a.scale, rotation, softcap)
+    if normed:  # a rotation keeps the length, so a norm without a gain may come before it too
+        qk = rms_norm(graph, qk, torch.ones(a.head_width), epsilon_of(a.query_norm))
+        query, key = (gain_of(norm)[0] for norm in (a.query_norm, a.key_norm))
+        if query is not None and key is not None:
+            qk = graph.op("Mul", qk, heads.gain(query, key))
+    if a.value_embedding is not None:
+        v = heads.embedded(v, a.value_gate.detach() * a.value_embedding.weight.detach())
+    return heads.attend(qk, v, scale, rotation, softcap)
 
 
-def _posted(graph: Graph, y: str, norm: Any) -> str:
-    return y if norm is None else Stream(graph, y).norm(norm)
+def _posted(graph: Graph, y: str, norm: Norm | None, width: int) -> str:
+    return y if norm is None else Stream(graph, y).norm(norm, width)
 
 
-def _mlp(graph: Graph, x: str, name: str, layer: TransformerLayer) -> str:
-    mlp = layer.mlp
+def _mlp(graph: Graph, x: str, name: str, mlp: MLP) -> str:
+    kind = KINDS[mlp.activation]
     if mlp.gate is None:
-        x = activation(graph, linear(graph, x, f"{name}.up", mlp.up), KINDS[mlp.activation])
+        x = activation(graph, linear(graph, x, f"{name}.up", mlp.up), kind)
     else:
         gate, up = _gate_and_up(graph, x, name, mlp)
-        x = graph.op("Mul", activation(graph, gate, KINDS[mlp.activation]), up)
+        x = graph.op("Mul", activation(graph, gate, kind), up)
     return linear(graph, x, f"{name}.down", mlp.down)
 
 
 def activation(graph: Graph, x: str, kind: str) -> str:
     """A nonlinearity by its published name."""
     if kind == "silu":
-        return silu(graph, x)
-    return graph.op("Relu", x) if kind == "relu" else graph.op("Gelu", x, approximate=GELUS[kind])
+        return graph.op("QuickGelu", x, alpha=1.0)
+    if kind in ("relu", "relu2"):
+        x = graph.op("Relu", x)
+        return x if kind == "relu" else graph.op("Mul", x, x)
+    return graph.op("Gelu", x, approximate=GELUS[kind])
 
 
 Writer = Callable[[Graph, Stream, int, Any], None]
-WRITERS: dict[type[nn.Module], Writer] = {Block: gpt_block, TransformerLayer: transformer_layer}
+WRITERS: dict[type[nn.Module], Writer] = {Block: block}
 """Layers that can be written as operators; other kinds run in torch."""

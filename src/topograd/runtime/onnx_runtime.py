@@ -26,11 +26,10 @@ from torch import Tensor
 
 from topograd.errors import ConfigError
 from topograd.exec.forward import StageMemory
-from topograd.nn.gpt import GPT
-from topograd.nn.heads import cap
+from topograd.nn.capabilities import OperatorForm
+from topograd.nn.heads import HeadedStack, cap
 from topograd.nn.stack import Bus, Stack
-from topograd.nn.transformer import Transformer
-from topograd.nn.transformer_attention import check_reach, rotary_tables
+from topograd.nn.transformer.attention import check_reach
 from topograd.runtime.graph import Graph, Session, Settings
 from topograd.runtime.joined import Buffer, JoinedStage
 from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, Stream
@@ -71,7 +70,7 @@ def available_providers() -> list[str]:
 
 def obstacle(stack: Stack) -> str | None:
     """Why onnxruntime cannot run this model; None where it can."""
-    if not isinstance(stack, GPT | Transformer):
+    if not isinstance(stack, OperatorForm):
         return f"a stack of the kind {type(stack).__name__} is not written as ONNX operators"
     for layer in stack.layers:
         if type(layer) not in WRITERS:
@@ -119,12 +118,14 @@ class OnnxRuntime:
         if problem is not None:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
             raise ConfigError(f"{problem}, so onnxruntime cannot run it; {instead}")
-        assert isinstance(stack, GPT | Transformer)
+        assert isinstance(stack, OperatorForm)
+        assert isinstance(stack, HeadedStack)
         self.stack, self.precision = stack, precision
         self.settings = shared_settings(provider)
         self.made = {} if made is None else made
         """Matrices that are quantised, by name."""
-        tables = (stack.embedding, stack.previous) if isinstance(stack, GPT) else ()
+        self._normed = stack.config.traits.normed_embedding
+        tables = (stack.embedding, stack.previous)
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...], bool], Session] = {}
         self._buffers: dict[tuple[int, int, tuple[int, ...]], Buffer] = {}
@@ -135,17 +136,17 @@ class OnnxRuntime:
     # Stages
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        if not isinstance(self.stack, GPT):
+        if not self._normed:
             return self.stack.embed(inputs, previous)
         return torch.from_numpy(self._embed(inputs.numpy(), None if previous is None else previous.numpy()))
 
     def embed_row(self, tokens: Array, previous: int | None) -> Array:
-        if not isinstance(self.stack, GPT):
+        if not self._normed:
             return self.stack.embed(torch.from_numpy(tokens)).numpy()
         return self._embed(tokens, None if previous is None else np.array([previous]))
 
     def _embed(self, ids: Array, previous: Array | None) -> Array:
-        """A GPT's embedding, in fewer steps than torch takes for the few tokens of a round."""
+        """The norm of the embedding, in fewer steps than torch takes for the few tokens of a round."""
         x = self._tables[0][ids]
         if len(self._tables) > 1:
             x[:, 1:] += self._tables[1][ids[:, :-1]]
@@ -234,10 +235,9 @@ class OnnxRuntime:
         return width
 
     def _rotations(self) -> list[str]:
-        if isinstance(self.stack, GPT):
-            return ["all"]
-        assert isinstance(self.stack, Transformer)
-        return ["all"] if self.stack.local_frequencies is None else ["all", "local"]
+        """Kinds of rotation; learned positions have none, but their graphs take the tables all the same."""
+        local = self.stack.config.local_rope_base is not None
+        return ["rotary", "local"] if local else ["rotary"]
 
     def windows(self) -> list[int]:
         """The spans of attention that there are."""
@@ -245,22 +245,13 @@ class OnnxRuntime:
 
     def rotations(self, reach: int) -> dict[str, NDArray[np.float32]]:
         """Cosines and sines of the first `reach` positions, for each kind of rotation."""
-        where, half = torch.arange(reach), self._head_width() // 2
-        tables: dict[str, tuple[Tensor, Tensor]] = {}
-        if isinstance(self.stack, GPT):
-            angles = where[:, None] * self.stack.frequencies
-            tables["all"] = angles.cos(), -angles.sin()  # `rotate` turns the other way
-        else:
-            each = zip(
-                self._rotations(), (self.stack.frequencies, self.stack.local_frequencies), strict=False
-            )
-            for kind, frequencies in each:
-                assert frequencies is not None
-                cos, sin = rotary_tables(frequencies, where, torch.empty(0))
-                tables[kind] = cos.reshape(reach, -1)[:, :half], sin.reshape(reach, -1)[:, :half]
+        half = self._head_width() // 2
+        sign = -1 if self.stack.config.traits.half_tables else 1  # those turn the other way
+        tables = self.stack.rotations(torch.arange(reach), torch.empty(0))
+        each = {kind: (cos[:, :half], sign * sin[:, :half]) for kind, (cos, sin) in tables.items()}
         return {
             f"{turn}.{kind}": table.float().contiguous().numpy()
-            for kind, both in tables.items()
+            for kind, both in each.items()
             for turn, table in zip(("cos", "sin"), both, strict=True)
         }
 
@@ -270,15 +261,15 @@ class OnnxRuntime:
             self._reach = reach
             tables = self.rotations(reach).items()
             values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(table) for name, table in tables}
-            most = min(reach, self.stack.context) - 1 if self._learned() else reach - 1
+            most = min(reach, self.stack.config.positions) - 1 if self._learned() else reach - 1
             self._fixed = Fixed(values, self.windows(), most, self._check)
         return self._fixed
 
     def _learned(self) -> bool:
-        return isinstance(self.stack, Transformer) and self.stack.config.traits.learned_positions
+        return self.stack.config.traits.learned_positions
 
     def _check(self, inputs: Tensor, offset: int | Tensor) -> None:
-        if isinstance(self.stack, Transformer) and self._learned():
+        if self._learned():
             check_reach(self.stack.config, inputs, offset)
 
     # Heads
@@ -318,12 +309,7 @@ class OnnxRuntime:
         width = self.stack.width
         graph.input("h", FLOAT, "rows", width)
         stream = Stream(graph, "h")
-        if isinstance(self.stack, GPT):
-            x = stream.unit(torch.ones(width), EPSILON)
-        else:
-            assert isinstance(self.stack, Transformer)
-            x = stream.norm(self.stack.norm)
-        head = self.stack.head
+        x, head = stream.norm(self.stack.norm, width), self.stack.head
         z = graph.linear(x, self._head_name(stage), head.matrix(stage), head.bias)
         if head.softcap is not None:
             bound = graph.constant(np.float32(head.softcap))

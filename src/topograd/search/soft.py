@@ -73,7 +73,7 @@ def soft_run(config: TrainConfig, soft: SoftConfig) -> TrainConfig:
         graph="soft",
         transmissivities=(open_,) * (layers - 1),
         heads="low-rank",
-        head_rank=config.model.head_rank or min(HEAD_RANK, width),
+        head_rank=getattr(config.model, "head_rank", None) or min(HEAD_RANK, width),
         reduction="sum",
     )
     return config.changed(topology=table, search=SearchConfig(kind="soft", soft=soft))

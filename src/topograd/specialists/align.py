@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
-from topograd.nn.heads import FullDelta, Head, LowRankDelta
+from topograd.nn.heads import FullDelta, LowRankDelta
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
 from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar
@@ -54,8 +54,8 @@ WRITES = ("output", "down")
 
 def head_matrix(stack: Stack) -> Tensor:
     """W behind the gain of the last norm, in float64: (vocab, width)."""
-    head = stack.head
-    assert isinstance(head, Head)
+    head = stack.shared_head
+    assert head is not None, "a specialist's base has one"
     return head.weight.detach().double() * _last_gain(stack)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from topograd.errors import CheckpointError, ConfigError
 from topograd.limits import DEPTH, SIZE, check_numbers
-from topograd.nn.heads import Head
+from topograd.nn.capabilities import Growable
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.session import Session
@@ -106,8 +106,8 @@ class SpecialistPart(nn.Module):
     def __init__(self, stack: Stack, plan: Plan, stage: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([stack.layers[i] for i in plan.stages[stage].layers])
-        head = stack.head
-        assert isinstance(head, Head)
+        head = stack.shared_head
+        assert head is not None, "`copied` has checked it"
         self.head = head.deltas[str(plan.stages[stage].head)]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -199,8 +199,8 @@ def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
 
 def copied(stack: Stack) -> Stack:
     """The same weights in a stack whose lists of layers and heads can grow by themselves."""
-    head = getattr(stack, "head", None)
-    if not hasattr(stack, "append_layers") or not isinstance(head, Head):
+    head = stack.shared_head
+    if not isinstance(stack, Growable) or head is None:
         raise ConfigError(
             f"a stack of the kind {type(stack).__name__} has no place for new layers; specialists need a GPT "
             "or an imported model that topograd runs itself"
@@ -233,9 +233,7 @@ def _named(specialists: Sequence[Sidecar]) -> dict[str, Sidecar]:
 
 def _vocab(base: Session) -> int:
     """How many tokens the base's head knows."""
-    head = base.stack.head
-    assert isinstance(head, Head)
-    return len(head.weight)
+    return base.stack.vocab
 
 
 def card(name: str, base: Session, shape: Shape, lines: Sequence[str] = ()) -> str:

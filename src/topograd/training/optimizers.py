@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 
 from topograd.errors import ConfigError
 from topograd.nn.auxiliaries import auxiliary_name
-from topograd.nn.blocks import MLP
-from topograd.nn.heads import FullDelta, Head
+from topograd.nn.heads import FullDelta
 from topograd.nn.stack import Stack
+from topograd.nn.transformer.block import MLP
 from topograd.optim.conditioner import DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import CEShiftRowShift, Gauge, HeadShift, ReLURescale
@@ -235,8 +235,8 @@ def mlp_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
 
 def head_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
     """The shift of the output matrices: of every row by one vector, and between shared and own ones."""
-    head = getattr(stack, "head", None)
-    if not isinstance(head, Head) or head.softcap is not None or "head.weight" not in groups["head"]:
+    head = stack.shared_head
+    if head is None or head.softcap is not None or "head.weight" not in groups["head"]:
         return []
     deltas = [f"head.deltas.{stage}.weight" for stage in head.deltas]
     if not deltas:

@@ -13,6 +13,7 @@ from topograd.data.image_loader import ImageLoader
 from topograd.data.images import ImageData
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
+from topograd.runs.session import image_spec
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import evaluate
 from topograd.training.image_evaluation import evaluate_images
@@ -62,9 +63,8 @@ class ImageTask:
     unit = "images"
 
     def __init__(self, config: TrainConfig, data: ImageData) -> None:
-        assert config.images is not None
         self.loader = ImageLoader(data.train, config.batch, config.seed)
-        self.pictures = data.test.sample(config.images.eval_images)
+        self.pictures = data.test.sample(image_spec(config).eval_images)
         self.units = config.batch
 
     def evaluate(self, stack: Stack, plan: Plan) -> Reading:

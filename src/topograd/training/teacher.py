@@ -8,7 +8,7 @@ from topograd.data import Tokenizer
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import open_run, open_session
+from topograd.runs.session import image_spec, open_run, open_session
 from topograd.runs.topology_config import OWN_TEACHER
 from topograd.training.objectives import Distillation, Objective
 
@@ -48,8 +48,8 @@ def open_image_teacher(config: TrainConfig) -> Teacher | None:
     if folder is None:
         return None
     opened = open_run(folder)
-    theirs, ours = opened.config.images, config.images
-    assert ours is not None
+    ours = image_spec(config)
+    theirs = image_spec(opened.config) if opened.config.model.task == "images" else None
     if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
         raise ConfigError(
             f"teacher {folder} was not trained on pictures of {ours.shape} with {ours.classes} classes; "

@@ -81,21 +81,22 @@ def start(config: TrainConfig, folder: Path | str, make: Make | None = None) -> 
 
 
 def _begin(run: Run, config: TrainConfig, make: Make | None) -> Trainer:
-    if config.data is not None and not (config.images is not None and config.data == DIGITS):
+    if config.data is not None and not (config.model.task == "images" and config.data == DIGITS):
         config = replace(config, data=str(Path(config.data).absolute()))
     if config.topology.teacher not in (None, OWN_TEACHER):
         config = config.changed(teacher=str(Path(config.topology.teacher or "").absolute()))
     base = None
     if config.init is not None:
         base = open_run(Path(config.init).absolute())
-        if (base.config.images is None) != (config.images is None):
-            kinds = ("images", "text") if config.images is None else ("text", "images")
-            raise ConfigError(f"init is {config.init}, a run on {kinds[0]}; give one on {kinds[1]}")
+        if base.config.model.task != config.model.task:
+            raise ConfigError(
+                f"init is {config.init}, a run on {base.config.model.task}; give one on {config.model.task}"
+            )
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
         raise ConfigError("an imported model's tokenizer is asked for; give init, the run to begin with")
     config, data = _load(
-        config, None if base is None or config.images is not None else read_tokenizer(base.run)
+        config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
     )
     trainer = (make or TRAINERS[config.search.kind])(run, config, data)  # first: what does not fit is refused
     if base is not None:
@@ -132,7 +133,7 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
 
 def _load(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[TrainConfig, Data]:
     """What the settings train on, and the settings with what it says of itself."""
-    return load_images(config) if config.images is not None else load_data(config, tokenizer)
+    return load_images(config) if config.model.task == "images" else load_data(config, tokenizer)
 
 
 @torch.no_grad()
@@ -314,7 +315,7 @@ class Trainer:
         if self._keeps and self.states is None:
             self.states = open_kept_loader(self, self._layers, on_rows)
             self.states.seek(self._position)
-        if self.config.tune.keeps_base and self.config.images is None and self.step == 0:
+        if self.config.tune.keeps_base and self.config.model.task == "text" and self.step == 0:
             begin_exit_heads(self.stack, self.plan, partial(first_rows, self, TOKENS))
 
     def _source(self) -> Loader | ImageLoader | StateLoader:

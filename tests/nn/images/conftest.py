@@ -11,11 +11,11 @@ from topograd.nn.images.stack import ImageStack, make_image_stack
 from topograd.topology.dag import Topology
 
 SMALL: dict[str, ImageConfig] = {
-    "mlp": ImageConfig(model="mlp", widths=(12, 9), shape=(1, 8, 8), classes=3),
-    "vgg": ImageConfig(model="vgg", widths=(4, 4, 6), shape=(1, 8, 8), classes=3),
-    "resnet": ImageConfig(model="resnet8", widths=(4, 6, 8), shape=(1, 8, 8), classes=3),
-    "vit": ImageConfig(model="vit", widths=(8,), heads=2, depth=3, shape=(1, 8, 8), classes=3),
-    "forward-forward": ImageConfig(model="forward-forward", widths=(10, 7, 6), shape=(1, 8, 8), classes=3),
+    "mlp": ImageConfig(network="mlp", widths=(12, 9), shape=(1, 8, 8), classes=3),
+    "vgg": ImageConfig(network="vgg", widths=(4, 4, 6), shape=(1, 8, 8), classes=3),
+    "resnet": ImageConfig(network="resnet8", widths=(4, 6, 8), shape=(1, 8, 8), classes=3),
+    "vit": ImageConfig(network="vit", widths=(8,), heads=2, depth=3, shape=(1, 8, 8), classes=3),
+    "forward-forward": ImageConfig(network="forward-forward", widths=(10, 7, 6), shape=(1, 8, 8), classes=3),
 }
 """Three layers each."""
 

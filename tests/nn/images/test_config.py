@@ -13,7 +13,7 @@ from topograd.nn.images.config import ImageConfig
     [("mlp", 3), ("vgg", 6), ("resnet20", 9), ("resnet8", 3), ("vit", 6), ("forward-forward", 2)],
 )
 def test_layers(model: str, layers: int) -> None:
-    assert ImageConfig(model=model).layers == layers
+    assert ImageConfig(network=model).layers == layers
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_layer_is_torchs_own_encoder_layer() -> None:
 
 def test_patches_do_not_overlap() -> None:
     stack = make_image_stack(
-        ImageConfig(model="vit", widths=(8,), heads=2, shape=(1, 8, 8), patch=4)
+        ImageConfig(network="vit", widths=(8,), heads=2, shape=(1, 8, 8), patch=4)
     ).double()
     image = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     other = image.clone()

@@ -10,7 +10,7 @@ from torch import nn
 
 from papers.product_of_experts.controls import NAME, lora, read_by, single_head, train
 from topograd.exec.forward import Predictor
-from topograd.nn.transformer import TransposedLinear
+from topograd.nn.transformer.parts import TransposedLinear
 from topograd.runs.session import Session
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune

@@ -26,7 +26,7 @@ def test_arms_start_alike_and_the_better_rate_is_taken(idx_folder: Path) -> None
 
 def test_memory_of_a_step_is_that_of_the_largest_stage(idx_folder: Path) -> None:
     data = read_images(idx_folder)
-    group = replace(GROUP, network=ImageConfig(model="resnet14", widths=(4, 4, 4)))
+    group = replace(GROUP, network=ImageConfig(network="resnet14", widths=(4, 4, 4)))
     whole, cut = (
         step_memory(*build(group, Arm("", {"partition": p}), data, 0), data, 16) for p in ("6", "1,1,1,1,1,1")
     )

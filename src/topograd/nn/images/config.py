@@ -1,4 +1,4 @@
-"""The shapes of networks on pictures, as settings. Nothing here needs torch.
+"""Settings of networks on images. Imports no torch.
 
     mlp               784-256-128-10: a layer is a matrix and its activation, the last gives the logits itself
     vgg               3 × 3 convolutions, BatchNorm, ReLU; halved by a max-pooling where channels grow
@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from topograd.errors import StackError
 from topograd.limits import DEPTH, SIZE
+from topograd.nn.spec import ModelSpec, Task
 from topograd.registry import Registry
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Stack
+    from topograd.topology.dag import Topology
 
 NETWORKS: Registry[Any] = Registry(
     "model",
@@ -43,10 +49,11 @@ Activation = Literal["relu", "sigmoid", "log-odds"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageConfig:
-    """A network on pictures, and the pictures that it is for."""
+class ImageConfig(ModelSpec):
+    """A network on images, and the images that it is for."""
 
-    model: str = "mlp"
+    task: ClassVar[Task] = "images"
+    network: str = "mlp"
     """mlp, vgg, resnet20 (or 8, 14, 32, ...), vit, forward-forward, or package.module:attribute of your
     own."""
     widths: tuple[int, ...] = ()
@@ -93,9 +100,42 @@ class ImageConfig:
         self._check_vit()
 
     @property
+    def kind(self) -> str:
+        return self.network if self.family in WIDTHS else "image"
+
+    def to_dict(self) -> dict[str, Any]:
+        table = asdict(self)
+        if self.kind != "image":
+            del table["network"]
+        return {"kind": self.kind, **table}
+
+    @classmethod
+    def from_dict(cls, kind: str, table: Mapping[str, Any]) -> ModelSpec:
+        named = {} if kind == "image" else {"network": "resnet20" if kind == "resnet" else kind}
+        return super().from_dict(kind, {**table, **named})
+
+    def build(self, topology: Topology) -> Stack:
+        from topograd.nn.images.stack import make_image_stack
+
+        return make_image_stack(self, topology)
+
+    @property
+    def width(self) -> int:
+        """The last width that the settings name; layers have shapes of their own."""
+        return self.own_widths[-1] if self.own_widths else 1
+
+    @property
+    def vocab(self) -> int:
+        return self.classes
+
+    @property
+    def context(self) -> int:
+        return 1
+
+    @property
     def family(self) -> str:
         """mlp, vgg, resnet, vit, forward-forward, or what somebody else's network is called."""
-        return "resnet" if _RESNET.fullmatch(self.model) else self.model
+        return "resnet" if _RESNET.fullmatch(self.network) else self.network
 
     @property
     def layers(self) -> int:
@@ -112,7 +152,7 @@ class ImageConfig:
     @property
     def blocks(self) -> int:
         """Blocks of a ResNet at each of its widths."""
-        found = _RESNET.fullmatch(self.model)
+        found = _RESNET.fullmatch(self.network)
         return (int(found[1]) - 2) // 6 if found else 0
 
     @property
@@ -126,19 +166,19 @@ class ImageConfig:
         return max(min(self.shape[1:]) // 4, 1) if self.patch is None else self.patch
 
     def _check_network(self) -> None:
-        found = _RESNET.fullmatch(self.model)
+        found = _RESNET.fullmatch(self.network)
         if found and (int(found[1]) < 8 or (int(found[1]) - 2) % 6):
             raise StackError(
-                f"model {self.model!r} is unknown; a ResNet has 6n + 2 layers: resnet8, resnet20"
+                f"model {self.network!r} is unknown; a ResNet has 6n + 2 layers: resnet8, resnet20"
             )
         if not found:
-            NETWORKS.check(self.model)
+            NETWORKS.check(self.network)
         family = self.family
         foreign = family not in WIDTHS
         if foreign and self.depth is None:
-            raise StackError(f"model {self.model} is somebody's own; give depth, how many layers it has")
+            raise StackError(f"model {self.network} is somebody's own; give depth, how many layers it has")
         if self.depth is not None and not foreign and family != "vit":
-            raise StackError(f"depth is {self.depth}, and {self.model} has layers of its own; leave it out")
+            raise StackError(f"depth is {self.depth}, and {self.network} has layers of its own; leave it out")
         if family == "resnet" and self.widths and len(self.widths) != 3:
             raise StackError(f"widths are {self.widths}; a ResNet has three")
         if self.activation != "relu" and family != "mlp":

@@ -208,6 +208,10 @@ class ImageStack(Stack):
         return max((stage for stage in self._stage_widths if self.has_head(stage)), default=0)
 
     @property
+    def vocab(self) -> int:
+        return self.config.classes
+
+    @property
     def width(self) -> int:
         widths = {self.feature_width(shape) for _, shape in self.shapes}
         if len(widths) > 1 or any(len(given) > 1 for _, given in self.shapes):
@@ -232,6 +236,6 @@ def make_image_stack(
     config: ImageConfig, topology: Topology | Configuration | Composition | str | None = None
 ) -> ImageStack:
     """The network that the settings name, for a topology."""
-    name = "resnet20" if config.family == "resnet" else config.model
+    name = "resnet20" if config.family == "resnet" else config.network
     stack: ImageStack = NETWORKS[name](config, topology)
     return stack

@@ -18,17 +18,24 @@ _WORDS = {
 }
 
 
-def build_dataclass(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
-    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones are refused."""
+def build_dataclass(
+    kind: type, values: Mapping[str, Any], where: str = "", given: Mapping[str, Any] | None = None
+) -> Any:
+    """An instance of `kind`; lists become tuples, absent keys take the default, unknown ones are refused.
+
+    `given` are fields whose values need no reading.
+    """
+    given = given or {}
     hints = get_type_hints(kind)
-    known = {f.name: f for f in fields(kind)}
+    known = {f.name: f for f in fields(kind) if f.name not in given}
     unknown = sorted(set(values) - known.keys())
     if unknown:
         raise ConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(sorted(known))}")
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"setting {where}{name} is missing; it has no default")
-    return kind(**{name: _checked(hints[name], value, f"{where}{name}") for name, value in values.items()})
+    read = {name: _checked(hints[name], value, f"{where}{name}") for name, value in values.items()}
+    return kind(**read, **given)
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:

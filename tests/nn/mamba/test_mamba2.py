@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.oracles.recurrence import mamba2_by_steps
-from topograd.nn.mamba2 import GatedNorm, Mamba2Mixer
+from topograd.nn.mamba.mamba2 import GatedNorm, Mamba2Mixer
 
 
 def mixer(groups: int = 2, chunk: int = 4, heads: int = 4) -> Mamba2Mixer:

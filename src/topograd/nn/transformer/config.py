@@ -1,22 +1,27 @@
-"""The shape of a published transformer, as settings. Nothing here needs torch.
+"""Settings of transformers of published families, and the traits that tell blocks apart. Imports no torch.
 
 A family says what its models have in common (kind of norm, gated MLP, learned positions); the settings say in
-what they differ.
+what they differ. The GPT that is trained here (`nn/config.py`) is one more set of traits of the same block.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from topograd.errors import StackError
+from topograd.nn.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Stack
+    from topograd.topology.dag import Topology
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text"]
-Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"]
 RopeScaling = Literal["none", "linear", "llama3"]
-Norm = Literal["rms", "rms-around-one", "layer"]
+Norm = Literal["rms", "rms-around-one", "layer", "unit"]
 MOST_LAYERS = 4096
 MOST = 2**24
 """No width or vocabulary is larger than this: what is, is damage or a slip of the keyboard."""
@@ -28,7 +33,7 @@ class Traits:
     """What all models of a family have in common."""
 
     norm: Norm = "rms"
-    """RMSNorm, RMSNorm whose gain is 1 + weight, or LayerNorm."""
+    """RMSNorm, RMSNorm whose gain is 1 + weight, LayerNorm, or RMSNorm without a gain."""
     gated: bool = True
     """The MLP is down(act(gate x) ⊙ up x), or else down(act(up x))."""
     learned_positions: bool = False
@@ -41,6 +46,18 @@ class Traits:
     """Attention and MLP are normed again before they are added."""
     softcapped_attention: bool = False
     """Scores may be capped, so attention is written out instead of fused."""
+    normed_embedding: bool = False
+    """x0 is the norm of the embedding."""
+    norm_behind_rotation: bool = False
+    """Norms of queries and keys come after the rotation, not before it."""
+    half_tables: bool = False
+    """Rotations turn the other way, by tables of half a head's width (`attention.py`)."""
+    always_grouped: bool = False
+    """Shared keys and values are never repeated; transformers repeats them where there is a mask."""
+    whole_window: bool = True
+    """A window as long as the text makes a mask, as in transformers."""
+    scratch: bool = False
+    """Weights start for training: uniform matrices, output matrices at zero; else normal, for loading."""
 
 
 TRAITS: Mapping[str, Traits] = {
@@ -54,9 +71,86 @@ TRAITS: Mapping[str, Traits] = {
 }
 
 
+class BlockConfig(ModelSpec):
+    """What a transformer's block reads of its settings. Values here are those of a config that lacks them."""
+
+    norm_eps: float = 1e-6
+    local_rope_base: float | None = None
+    rope_scaling: RopeScaling = "none"
+    rope_factor: float = 1.0
+    rope_low_factor: float = 1.0
+    rope_high_factor: float = 4.0
+    rope_original_context: int = 8192
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_softcap: float | None = None
+    smear: bool = False
+    x0_blend: bool = False
+    head_rank: int | None = None
+    head_std: float = 0.0
+    windows: tuple[int, ...] = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def traits(self) -> Traits: ...
+        @property
+        def heads(self) -> int: ...
+        @property
+        def num_kv_heads(self) -> int: ...
+        @property
+        def head_width(self) -> int: ...
+        @property
+        def mlp_width(self) -> int: ...
+        @property
+        def activation(self) -> Activation: ...
+        @property
+        def rope_base(self) -> float: ...
+        @property
+        def tied(self) -> bool: ...
+        @property
+        def softcap(self) -> float | None: ...
+        @property
+        def attention_scale(self) -> float | None: ...
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model was made for; `context` is what a run sees of them."""
+        return self.context
+
+    def window(self, index: int) -> int:
+        """The attention span of layer `index`; 0 is the whole context."""
+        return self.windows[index % len(self.windows)] if self.windows else 0
+
+    def mixer(self, index: int) -> str:
+        """What mixes positions in layer `index`, as `MIXERS` calls it."""
+        return "attention"
+
+    def has_value_embedding(self, index: int) -> bool:
+        """Whether layer `index` adds an embedding of the token to its values."""
+        return False
+
+    def grown(self, layers: int) -> BlockConfig:
+        """With `layers` layers, of which those that were there stay what they are."""
+        return replace(self, layers=layers)  # type: ignore[type-var]
+
+    def draft_layer(self) -> tuple[BlockConfig, int]:
+        """Settings and index of one plain attention layer of this kind, for a draft stage."""
+        return replace(self, layers=1), self.layers  # type: ignore[type-var]
+
+    def build(self, topology: Topology) -> Stack:
+        from topograd.nn.transformer.stack import Transformer
+
+        return Transformer(replace(self, layers=topology.layers))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(BlockConfig):
     """The shape of a transformer of one of the families."""
+
+    loads_empty = True
 
     family: Family
     """llama, mistral, qwen2, qwen3, gpt2, gemma, gemma2 or gemma3_text."""
@@ -75,7 +169,9 @@ class TransformerConfig:
     vocab: int
     """Tokens that there are."""
     context: int
-    """Positions that the model was made for."""
+    """Positions that a run sees."""
+    trained_context: int | None = None
+    """Positions that the model was made for; None is context."""
     norm_eps: float = 1e-6
     """ε of every norm."""
     rope_base: float = 10_000.0
@@ -129,6 +225,8 @@ class TransformerConfig:
     def _check_sizes(self) -> None:
         most = {"layers": MOST_LAYERS, "context": MOST_POSITIONS, "rope_original_context": MOST_POSITIONS}
         sizes = ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab", "context")
+        if self.trained_context is not None and not self.context <= self.trained_context <= MOST_POSITIONS:
+            raise StackError(f"trained_context is {self.trained_context}; it must be at least the context")
         for name in (*sizes, "rope_original_context"):
             value, bound = getattr(self, name), most.get(name, MOST)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
@@ -166,15 +264,36 @@ class TransformerConfig:
             raise StackError(f"attention_softcap is for gemma2, and the family is {self.family}")
 
     @property
+    def kind(self) -> str:
+        return self.family
+
+    def to_dict(self) -> dict[str, Any]:
+        table = asdict(self)
+        return {"kind": table.pop("family"), **table}
+
+    @classmethod
+    def from_dict(cls, kind: str, table: Mapping[str, Any]) -> ModelSpec:
+        return super().from_dict(kind, {"family": kind, **table})
+
+    @property
     def traits(self) -> Traits:
         """What the family has in common."""
         return TRAITS[self.family]
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def positions(self) -> int:
+        return self.trained_context or self.context
+
+    def seeing(self, context: int) -> TransformerConfig:
+        """With fewer positions than the model was made for."""
+        trained = None if context == self.positions else self.positions
+        return replace(self, context=context, trained_context=trained)
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
         return (self.head_width if self.query_scalar is None else self.query_scalar) ** -0.5
-
-    def window(self, index: int) -> int:
-        """The attention span of layer `index`; 0 is the whole context."""
-        return self.windows[index % len(self.windows)] if self.windows else 0

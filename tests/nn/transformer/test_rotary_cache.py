@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from topograd.nn.attention import rotate
-from topograd.nn.decoding import RotaryCache, paired, rotate_pairs
+from topograd.nn.transformer.attention import rotate_halves
+from topograd.nn.transformer.decode import RotaryCache, paired, rotate_pairs
 
 FREQUENCIES = 10.0 ** -torch.arange(4, dtype=torch.float64)
 
@@ -21,7 +21,7 @@ def test_rotated_pairs_are_a_rotation(sign: int, ragged: bool) -> None:
     found = rotate_pairs(rows, bus, 8)
     positions = offset if isinstance(offset, torch.Tensor) else torch.arange(4, 7).expand(2, 3)
     angles = (positions[..., None] * FREQUENCIES)[:, :, None]
-    plain = rotate(x, angles.cos(), -sign * angles.sin())  # `rotate` turns clockwise
+    plain = rotate_halves(x, angles.cos(), -sign * angles.sin())  # `rotate` turns clockwise
     back = found.unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)  # pairs apart again
     torch.testing.assert_close(back, plain, rtol=0, atol=1e-14)
 

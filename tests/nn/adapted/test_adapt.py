@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
-from topograd.nn.adapt import Adapted, adapt
+from topograd.nn.adapted.adapt import Adapted, adapt
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.executor import train_step

@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.mamba2 import check_mixer, check_state, initial_dt_bias
-from topograd.nn.recurrent import RecurrentState, last_columns, real_columns
-from topograd.nn.ssd import decay_scan, working_dtype
+from topograd.nn.mamba.mamba2 import check_mixer, check_state, initial_dt_bias
+from topograd.nn.mamba.recurrent import RecurrentState, last_columns, real_columns
+from topograd.nn.mamba.ssd import decay_scan, working_dtype
 
 
 class Mamba3Mixer(nn.Module):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.heads import Head
+from topograd.nn.heads import Head, HeadedStack
 from topograd.nn.stack import Bus, Projection, Stack
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -192,12 +192,11 @@ class _Layer(nn.Module):
         return answer[0] if isinstance(answer, tuple) else answer
 
 
-class Adapted(Stack):
+class Adapted(HeadedStack):
     """The stack that `adapt` makes. Its parameters are the model's own, and per-stage heads if added."""
 
     chain: tuple[_Link, ...]
     norm: nn.Module
-    head: nn.Module
 
     def __init__(self, model: nn.Module, chain: Sequence[_Link], layers: int, head_rank: int | None) -> None:
         super().__init__()
@@ -209,12 +208,13 @@ class Adapted(Stack):
         self.chain = tuple(chain)
         self.__dict__["norm"] = chain[layers].module if len(chain) - layers == 2 else nn.Identity()
         head = chain[-1].module
-        linear = type(head) is nn.Linear  # a subclass may compute something else
-        if head_rank is not None and not linear:
+        self.linear = type(head) is nn.Linear  # a subclass may compute something else
+        if head_rank is not None and not self.linear:
             raise StackError(
                 f"head_rank needs an nn.Linear as head; {chain[-1].name} is a {type(head).__name__}"
             )
-        self.head = Head(head.weight, head.bias, rank=head_rank) if linear else head  # type: ignore[arg-type]
+        # A head that is no plain matrix is called as it is, and there are no per-stage heads.
+        self.head = Head(head.weight, head.bias, rank=head_rank) if self.linear else head  # type: ignore
         named = inspect.signature(model.forward).parameters
         self.settings = {"use_cache": False} if "use_cache" in named else {}
 
@@ -261,35 +261,38 @@ class Adapted(Stack):
         farthest = max(failures, key=lambda failure: failure[0])[1]
         raise StackError(f"{type(self.model).__name__} cannot be adapted: {' '.join(farthest.split())}")
 
+    def normalize(self, h: Tensor) -> Tensor:
+        return self.norm(h)
+
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
-        x = self.norm(h)
-        if isinstance(self.head, Head):
-            return self.head(x, stage, rows)
-        return self.head(x) if rows is None else self.head(x)[..., rows]
+        if self.shared_head is not None:
+            return super().readout(h, stage, rows)
+        logits: Tensor = self.head(self.norm(h))
+        return logits if rows is None else logits[..., rows]
+
+    @property
+    def shared_head(self) -> Head | None:
+        return self.head if self.linear else None
 
     def projection(self, stage: int) -> Projection | None:
-        if not isinstance(self.head, Head):
-            return None
-        return self.head.projection(self.norm, stage)
+        return super().projection(stage) if self.linear else None
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
-        if not isinstance(self.head, Head):
-            return super().add_heads(stages, rank)
-        return self.head.add(stages, rank)
+        return super().add_heads(stages, rank) if self.linear else Stack.add_heads(self, stages, rank)
 
     def has_head(self, stage: int) -> bool:
-        return isinstance(self.head, Head) and self.head.has_delta(stage)
+        return self.linear and super().has_head(stage)
+
+    def head_parameters(self, stage: int) -> list[nn.Parameter]:
+        return super().head_parameters(stage) if self.linear else []
 
     @property
     def width(self) -> int:
-        return self.head.weight.shape[1] if isinstance(self.head, Head) else super().width
-
-    def head_parameters(self, stage: int) -> list[nn.Parameter]:
-        return self.head.own_parameters(stage) if isinstance(self.head, Head) else []
+        return self.head.weight.shape[1] if self.linear else super().width
 
     @property
     def last_stage(self) -> int:
-        return self.head.last_stage if isinstance(self.head, Head) else 0
+        return self.head.last_stage if self.linear else 0
 
     @torch.no_grad()
     def verify(self, inputs: Tensor) -> None:
@@ -305,7 +308,7 @@ class Adapted(Stack):
         if len(self.chain) - len(self.layers) == 2:
             ours.append(self.norm(ours[-1]))
         shared = self.last_stage + 1  # a stage without a head of its own
-        ours.append(self.head(ours[-1], shared) if isinstance(self.head, Head) else self.head(ours[-1]))
+        ours.append(self.head(ours[-1], shared) if self.linear else self.head(ours[-1]))  # type: ignore[call-arg]
         chance.restore()
         places = [
             *(f"what {link.name} is given" for link in self.chain),

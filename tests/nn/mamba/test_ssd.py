@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracles.recurrence import scan_by_steps
 from topograd.errors import StackError
-from topograd.nn.ssd import decay_scan, ssd
+from topograd.nn.mamba.ssd import decay_scan, ssd
 
 
 def parts(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from topograd.exec.forward import StageStates, stage_outputs
+from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
-from topograd.nn.gpt_decoding import DecodingGPT, unit
 from topograd.nn.stack import Stack
+from topograd.nn.transformer.decode import DecodingTransformer, Unit
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -77,7 +78,7 @@ def logits(stack: Stack, inputs: Tensor, states: StageStates | None = None) -> T
 
 def test_the_whole_forward(gpt: GPT) -> None:
     fast, inputs = gpt.for_decoding(), tokens(3)
-    assert isinstance(fast, DecodingGPT)
+    assert isinstance(fast, DecodingTransformer)
     with torch.no_grad():
         close(fast(inputs), gpt(inputs))
         close(fast(inputs[:, :1]), gpt(inputs[:, :1]))
@@ -161,7 +162,7 @@ def test_readout_on_rows_and_any_leading_shape(gpt: GPT) -> None:
 @torch.no_grad()
 def test_a_shared_head() -> None:
     gpt = make({}, heads=0)
-    fast, inputs = DecodingGPT(gpt), tokens(2)
+    fast, inputs = DecodingTransformer(gpt), tokens(2)
     close(logits(fast, inputs), logits(gpt, inputs))
     assert len(fast._heads) == 1, "stages that share a matrix share its layout"
     assert fast.last_stage == gpt.last_stage == 0
@@ -190,5 +191,6 @@ def test_the_gpt_is_left_as_it_was_and_its_copy_records_no_gradient() -> None:
 
 def test_norm_is_the_direction_and_keeps_zero() -> None:
     x = torch.randn(3, 5, dtype=torch.float64)
+    unit = Unit(GPTConfig(), x)
     torch.testing.assert_close(unit(x), x / x.square().sum(-1, keepdim=True).sqrt(), rtol=1e-14, atol=0)
     assert torch.equal(unit(torch.zeros(2, 4)), torch.zeros(2, 4))

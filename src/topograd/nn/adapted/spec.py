@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from topograd.errors import ConfigError
 from topograd.nn.config import MOST
+from topograd.nn.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from topograd.nn.stack import Stack
+    from topograd.topology.dag import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptedConfig:
+class AdaptedConfig(ModelSpec):
     """What `nn.adapt` needs to make a stack of somebody else's model, and its sizes."""
 
     settings: str
@@ -26,19 +32,29 @@ class AdaptedConfig:
     vocab: int
     context: int
 
-    heads = 1
-    tied = False
-
     def __post_init__(self) -> None:
         try:
             whole = isinstance(json.loads(self.settings), dict)
         except ValueError:
             whole = False
         if not whole:
-            raise ConfigError("adapted.settings is no JSON object; restore the run's config.toml")
+            raise ConfigError("model.settings is no JSON object; restore the run's config.toml")
         for name in ("layers", "width", "vocab", "context"):
             if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"adapted.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+
+    def build(self, topology: Topology) -> Stack:
+        from topograd.nn.adapted.build import build_adapted
+
+        return build_adapted(self)
+
+    def seeing(self, context: int) -> AdaptedConfig:
+        """With fewer positions than the model was made for."""
+        return replace(self, context=context)
+
+    @property
+    def kind(self) -> str:
+        return "hf"
 
     @property
     def family(self) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.nn.attention import attention_mask, rotate
+from topograd.nn.transformer.attention import attention_mask, rotate_halves
 
 
 def by_loop(positions: Tensor, total: int, window: int) -> Tensor:
@@ -73,7 +73,7 @@ def test_both_forms_agree_where_rows_are_equally_long() -> None:
 def test_rotation_turns_pairs_and_keeps_their_length() -> None:
     torch.manual_seed(0)
     x, angles = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
-    turned = rotate(x, angles.cos(), angles.sin())
+    turned = rotate_halves(x, angles.cos(), angles.sin())
     expected = torch.complex(x[:, :4], x[:, 4:]) * torch.polar(torch.ones_like(angles), -angles)
     torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=1e-14)

@@ -10,7 +10,7 @@ from torch.func import functional_call, vmap
 
 from tests.oracles.recurrence import mamba3_by_steps
 from topograd.errors import StackError
-from topograd.nn.mamba3 import Mamba3Mixer, decay_rate, rotate_pairs
+from topograd.nn.mamba.mamba3 import Mamba3Mixer, decay_rate, rotate_pairs
 
 
 def mixer(groups: int = 2, fraction: float = 0.5, chunk: int = 4, heads: int = 4) -> Mamba3Mixer:

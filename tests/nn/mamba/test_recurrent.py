@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 
 from topograd.errors import StackError
-from topograd.nn.mamba2 import Mamba2Mixer
-from topograd.nn.mamba3 import Mamba3Mixer
+from topograd.nn.mamba.mamba2 import Mamba2Mixer
+from topograd.nn.mamba.mamba3 import Mamba3Mixer
+from topograd.nn.mamba.recurrent import KEPT, RecurrentState, last_columns, real_columns
 from topograd.nn.packed import packed
-from topograd.nn.recurrent import KEPT, RecurrentState, last_columns, real_columns
 
 Mixer = Mamba2Mixer | Mamba3Mixer
 NAMES = {Mamba2Mixer: ("columns", "S"), Mamba3Mixer: ("theta", "S", "B", "x")}

@@ -5,11 +5,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from topograd.nn.blocks import Block, MixerBlock
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
-from topograd.nn.mamba3 import Mamba3Mixer
-from topograd.nn.recurrent import RecurrentState
+from topograd.nn.mamba.mamba3 import Mamba3Mixer
+from topograd.nn.mamba.recurrent import RecurrentState
+from topograd.nn.transformer.block import Block, MixerBlock
 
 SIZES: dict[str, Any] = {"width": 16, "heads": 2, "vocab": 11, "context": 8, "ssm_state": 4}
 

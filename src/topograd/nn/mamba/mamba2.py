@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.recurrent import RecurrentState, last_columns, real_columns
-from topograd.nn.ssd import ssd, working_dtype
+from topograd.nn.mamba.recurrent import RecurrentState, last_columns, real_columns
+from topograd.nn.mamba.ssd import ssd, working_dtype
 
 KERNEL = 4
 """Taps of the convolution."""

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from topograd.nn.config import GPTConfig
 from topograd.nn.layer_state import LayerState
-from topograd.nn.mamba2 import Mamba2Mixer
-from topograd.nn.mamba3 import Mamba3Mixer
-from topograd.nn.recurrent import RecurrentState
+from topograd.nn.mamba.mamba2 import Mamba2Mixer
+from topograd.nn.mamba.mamba3 import Mamba3Mixer
+from topograd.nn.mamba.recurrent import RecurrentState
 
 if TYPE_CHECKING:
     from topograd.nn.stack import Bus

@@ -8,8 +8,8 @@ import json
 import torch
 
 from topograd.errors import ConfigError, StackError
-from topograd.nn.adapt import Adapted, adapt
-from topograd.nn.adapted_config import AdaptedConfig
+from topograd.nn.adapted.adapt import Adapted, adapt
+from topograd.nn.adapted.spec import AdaptedConfig
 
 
 def require_transformers(kind: str) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, StackError
 from topograd.exec.forward import StageStates, stage_outputs
-from topograd.nn.blocks import MixerBlock
 from topograd.nn.config import MIXERS, GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
+from topograd.nn.transformer.block import MixerBlock
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session

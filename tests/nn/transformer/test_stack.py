@@ -17,9 +17,10 @@ from topograd.errors import StackError
 from topograd.nn.heads import LowRankDelta
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
-from topograd.nn.transformer import RMSNorm, Transformer
-from topograd.nn.transformer_config import TRAITS, TransformerConfig
-from topograd.nn.transformer_decoding import DecodingTransformer
+from topograd.nn.transformer.config import TRAITS, TransformerConfig
+from topograd.nn.transformer.decode import DecodingTransformer
+from topograd.nn.transformer.parts import RMSNorm
+from topograd.nn.transformer.stack import Transformer
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan

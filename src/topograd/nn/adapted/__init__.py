@@ -1,0 +1,1 @@
+"""A module of another library as a stack."""

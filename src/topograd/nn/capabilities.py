@@ -1,0 +1,68 @@
+"""Capabilities of a stack beyond embed, layers and readout, as protocols that are asked for where needed.
+
+    per-stage heads    `Stack.add_heads`, `has_head`, `head_parameters`; `HeadedStack` implements all three
+    a shared head      `Stack.shared_head`: the one matrix that stages read through, or None
+    decoding           layers that are `Decodable`: they keep a state from token to token
+    a decoding form    `Stack.for_decoding`: the same function laid out for few rows
+    growth             `Growable`: layers can be appended behind the last one
+    a draft stage      `Draftable`: one more layer of the model's own kind can guess ahead
+    operators          `OperatorForm`: embedding, blocks, norm and head can be written for other runtimes
+
+A stack has a capability or has not; what needs one and does not find it says so in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from topograd.nn.heads import Head, HeadedStack
+from topograd.nn.layer_state import LayerState
+
+if TYPE_CHECKING:
+    from topograd.nn.transformer.config import BlockConfig
+    from topograd.nn.transformer.parts import Norm
+
+
+@runtime_checkable
+class Decodable(Protocol):
+    """A layer that decodes: `layer(h, bus, state)` continues from the positions that the state has seen."""
+
+    def new_state(self, batch: int, capacity: int) -> LayerState: ...
+
+
+@runtime_checkable
+class Growable(Protocol):
+    """A stack to which layers can be appended; they are the identity until they learn."""
+
+    def append_layers(self, count: int, index: int | None = None) -> None: ...
+
+
+@runtime_checkable
+class Draftable(Protocol):
+    """A stack that lends its embedding, head and one new layer to a draft stage."""
+
+    embedding: nn.Embedding
+    head: Head
+
+    def draft_layer(self) -> nn.Module: ...
+
+    def draft_norm(self, gain: float) -> nn.Module: ...
+
+    def with_one_layer(self, layer: nn.Module, last_norm: nn.Module, head: Head) -> HeadedStack: ...
+
+
+@runtime_checkable
+class OperatorForm(Protocol):
+    """A stack whose parts other runtimes read: tables, blocks, rotations, last norm, head."""
+
+    config: BlockConfig
+    embedding: nn.Embedding
+    previous: nn.Embedding | None
+    layers: nn.ModuleList
+    norm: Norm
+    head: Head
+
+    def rotations(self, positions: Tensor, like: Tensor) -> Mapping[str, Any]: ...

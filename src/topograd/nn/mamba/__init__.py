@@ -1,0 +1,1 @@
+"""Recurrent mixers: Mamba-2 and Mamba-3, their scan and their state."""

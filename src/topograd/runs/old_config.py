@@ -1,0 +1,58 @@
+"""Reads `config.toml` of earlier versions into today's tables.
+
+version 1   no [topology] table; alternating layers were counted from the last
+version 2   (0.2) [model] for a GPT, and beside it [imported], [adapted] or [images] for other models
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from topograd.errors import ConfigError
+
+
+def upgraded(values: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """The tables of settings of some version, as of version 3."""
+    tables = dict(values)
+    if version == 1:
+        tables = _from_version_1(tables)
+    if version <= 2:
+        tables = _from_version_2(tables)
+    return tables
+
+
+def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
+    moved = {"partition", "objective", "transmissivity", "bus", "reduction", "interface"}
+    topology = {name: value for name, value in values.items() if name in moved}
+    if "stage_heads" in values:
+        topology["heads"] = values["stage_heads"]
+    rest = {name: value for name, value in values.items() if name not in moved | {"stage_heads"}}
+    return {**rest, "topology": topology, "model": {"count_from": "last", **_table(rest, "model")}}
+
+
+def _from_version_2(values: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in values.items() if name not in ("imported", "adapted", "images")}
+    sizes = _table(values, "model")
+    if "images" in values:
+        table = dict(_table(values, "images"))
+        network = str(table.pop("model", "mlp"))
+        named = {"kind": "image", "network": network} if ":" in network else {"kind": network}
+        rest["model"] = {**named, **table}
+    elif "imported" in values:
+        table = dict(_table(values, "imported"))
+        family, trained = table.pop("family", "llama"), table.get("context")
+        context = sizes.get("context", trained)
+        own = {} if context == trained else {"trained_context": trained}
+        rest["model"] = {**table, **own, "kind": family, "context": context}
+    elif "adapted" in values:
+        table = dict(_table(values, "adapted"))
+        rest["model"] = {**table, "kind": "hf", "context": sizes.get("context", table.get("context"))}
+    return rest
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = values.get(name, {})
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"setting {name} is {table!r}; it must be a table")
+    return table
