@@ -14,6 +14,10 @@ A name is imported when it is first used, so that what needs no torch does not w
 
 from typing import TYPE_CHECKING
 
+from topograd import plugins as _plugins
+
+_plugins.declare_all()
+
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim, specialists
     from topograd.data.windows import Text
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from topograd.nn.preparation import prepare
     from topograd.nn.stack import Bus, Stack
     from topograd.pretrained import REFERENCE
-    from topograd.runs.config import OPTIMIZERS, OptimizerConfig, TrainConfig, preset
+    from topograd.runs.config import OptimizerConfig, TrainConfig, preset
     from topograd.runs.topology_config import TopologyConfig
     from topograd.search.properties import PROPERTIES
     from topograd.topology.composition import Composition
@@ -45,34 +49,34 @@ if TYPE_CHECKING:
     from topograd.training.linear_cross_entropy import linear_cross_entropy
     from topograd.training.loop import TrainingLoop
     from topograd.training.objectives import OBJECTIVES
-    from topograd.training.optimizers import make_optimizers
+    from topograd.training.optimizers import OPTIMIZERS, make_optimizers
     from topograd.training.trainer import Trainer, resume, start
 
     __version__: str
 else:
     _HOME = {
         "Bus": "nn.stack",
-        "Composed": "depth.engine",
+        "Composed": "decode.engine",
         "Composition": "topology.composition",
         "Configuration": "topology.configuration",
-        "DraftRule": "depth.autotune",
+        "DraftRule": "decode.autotune",
         "Edge": "topology.dag",
-        "Engine": "depth.engine",
+        "Engine": "decode.engine",
         "Evaluation": "training.evaluation",
         "GPT": "nn.gpt",
         "GPTConfig": "nn.config",
         "MIXERS": "nn.config",
-        "Model": "depth.model",
+        "Model": "decode.model",
         "OBJECTIVES": "training.objectives",
-        "OPTIMIZERS": "runs.config",
+        "OPTIMIZERS": "training.optimizers",
         "OptimizerConfig": "runs.config",
         "PROPERTIES": "search.properties",
         "REFERENCE": "pretrained",
         "Plan": "topology.plan",
-        "Predictor": "training.forward",
-        "Prefix": "depth.engine",
-        "Sampling": "depth.sampling",
-        "Speculate": "depth.speculation",
+        "Predictor": "exec.forward",
+        "Prefix": "decode.engine",
+        "Sampling": "decode.sampling",
+        "Speculate": "decode.speculation",
         "Stack": "nn.stack",
         "Stage": "topology.dag",
         "Text": "data.windows",
@@ -82,20 +86,20 @@ else:
         "TrainConfig": "runs.config",
         "Trainer": "training.trainer",
         "TrainingLoop": "training.loop",
-        "Wand": "depth.wand",
+        "Wand": "decode.wand",
         "adapt": "nn.adapt",
         "evaluate": "training.evaluation",
-        "generate": "depth.model",
-        "generate_tokens": "depth.engine",
+        "generate": "decode.model",
+        "generate_tokens": "decode.engine",
         "linear_cross_entropy": "training.linear_cross_entropy",
-        "load": "depth.model",
+        "load": "decode.model",
         "make_optimizers": "training.optimizers",
         "pool": "nn.pooling",
         "prepare": "nn.preparation",
         "preset": "runs.config",
         "resume": "training.trainer",
         "score": "evaluation.texts",
-        "stage_outputs": "training.forward",
+        "stage_outputs": "exec.forward",
         "start": "training.trainer",
         "train_step": "training.executor",
     }
