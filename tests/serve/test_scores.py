@@ -14,7 +14,7 @@ import torch
 from local_task import QUESTIONS, samples_of
 from topograd.evaluation.scoring import Scorer, TokenRow
 from topograd.evaluation.texts import score
-from topograd.serve.scores import scores
+from topograd.serve.scheduler import scores
 from topograd.serve.server import Running
 from topograd.serve.texts import Served
 

@@ -26,7 +26,6 @@ from topograd.training.hidden_states import (
     layer_states,
     open_states,
     packed_rows,
-    run_layers,
 )
 
 
@@ -62,7 +61,7 @@ def test_kept_states_are_those_of_the_layers(stack: GPT, rows: tuple[Tensor, Ten
         torch.testing.assert_close(batch.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
     assert torch.equal(batch.targets, rows[1][[0, 3, 10]])
     assert batch.mask[1].tolist() == [True] * 5 + [False] * 3
-    h = run_layers(stack, batch.states[2], batch.bus(stack), 2, 4)
+    h = stack.layers[3](stack.layers[2](batch.states[2], batch.bus(stack)), batch.bus(stack))
     torch.testing.assert_close(h, batch.states[4], rtol=1e-5, atol=1e-6)
     assert seen[-1] == (11, 11)
     assert sorted(p.name for p in tmp_path.iterdir()) == [

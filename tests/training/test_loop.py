@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD
 
-from topograd.errors import DivergenceError
+from topograd.errors import ConfigError, DivergenceError
+from topograd.exec.forward import Predictor
+from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
+from topograd.nn.interface import add_interfaces
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
@@ -24,7 +27,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.loop import Step, TrainingLoop
-from topograd.training.objectives import OBJECTIVES
+from topograd.training.objectives import OBJECTIVES, CrossEntropy, Distillation
 from topograd.training.optimizers import OptimizerSet, stage_parameters
 from topograd.training.trainer import OnStep, Trainer, resume, start
 
@@ -304,3 +307,63 @@ def test_a_stage_without_a_loss_keeps_no_training_alive(tiny: type[Tiny]) -> Non
     Breaking.broken = True
     with pytest.raises(DivergenceError, match="the loss of stage 2 is nan at step 7"):
         loop.step(Plan.of(topology, 4), [tiny.batch()], 7)
+
+
+# What another backward than the executor's own does not take
+
+
+def scanned(tiny: type[Tiny]) -> tuple[TrainingLoop, Plan]:
+    """A loop whose backward is a scan over interfaces."""
+    topology = Topology.regions("1,1,2")
+    stack = tiny.gpt(topology)
+    add_interfaces(stack, SegmentInterface(segments=4, rank=4), 3, tiny.width, 16)
+    loop = TrainingLoop(stack.double(), OptimizerSet.of(SGD(stack.parameters(), lr=0.1)), backward="scan")
+    return loop, Plan.of(topology, 4)
+
+
+@pytest.mark.parametrize("backward", ["scan", "hybrid"])
+@pytest.mark.parametrize("given", ["teacher", "own_teacher", "objectives", "dropout_rates", "wire"])
+def test_what_a_scan_does_not_take_is_refused(tiny: type[Tiny], backward: str, given: str) -> None:
+    loop, plan = scanned(tiny)
+    loop.backward = backward
+    values = {
+        "teacher": Predictor(loop.stack, plan),
+        "own_teacher": True,
+        "objectives": {"cross-entropy": CrossEntropy()},
+        "dropout_rates": [0.0, 0.5, 0.0, 0.0],
+        "wire": object(),
+    }
+    setattr(loop, given, values[given])
+    before = {name: p.clone() for name, p in loop.stack.named_parameters()}
+    with pytest.raises(ConfigError, match=f"backward is '{backward}', which takes no {given};") as caught:
+        loop.step(plan, [tiny.batch()])
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(p, before[name]) for name, p in loop.stack.named_parameters())
+    assert all(p.grad is None for p in loop.stack.parameters())
+
+
+def test_states_and_kept_logits_are_refused_with_a_batch(tiny: type[Tiny]) -> None:
+    loop, plan = scanned(tiny)
+    inputs, targets = tiny.batch()
+    states = {1: torch.zeros(2, 12, tiny.width)}
+    with pytest.raises(ConfigError, match="which takes no states"):
+        loop.gradients(plan, inputs, targets, 1.0, states)
+    with pytest.raises(ConfigError, match="which takes no teacher"):
+        loop.gradients(plan, inputs, targets, 1.0, None, tiny.teacher(inputs))
+
+
+def test_objectives_that_no_stage_asks_for_change_nothing(tiny: type[Tiny]) -> None:
+    """As a run's settings always give one for distillation."""
+    loop, plan = scanned(tiny)
+    loop.objectives = {"distillation": Distillation()}
+    loop.dropout_rates = [0.0] * 4
+    assert math.isfinite(loop.step(plan, [tiny.batch()]).losses[-1])
+
+
+def test_a_run_that_would_drop_its_teacher_is_refused_before_it_is_one(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    chosen = config.changed(partition="1,1", interface="S=4,r=4", backward="scan", teacher="self")
+    with pytest.raises(ConfigError, match="backward is 'scan', which takes no own_teacher"):
+        start(chosen, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

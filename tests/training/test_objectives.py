@@ -285,7 +285,7 @@ def test_an_objective_by_its_address_is_made_where_it_is_a_class(monkeypatch: py
 
 
 def test_a_registered_name_is_known_and_taken() -> None:
-    registry: Registry[Objective] = Registry("objective", {"old": Hinge()})
+    registry: Registry[Objective] = Registry("made-up objective", {"old": Hinge()})
     registry.register("new", ready := Hinge())
     assert registry["new"] is ready
     assert list(registry) == ["old", "new"]

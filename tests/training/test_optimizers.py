@@ -16,14 +16,20 @@ from topograd.errors import ConfigError
 from topograd.exec.forward import stage_logits
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.runs.config import OPTIMIZERS, OptimizerConfig, StageOptimizer, TrainConfig
+from topograd.runs.config import OptimizerConfig, StageOptimizer, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack, open_session
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.loop import TrainingLoop
-from topograd.training.optimizers import head_gauges, make_optimizers, mlp_gauges, parameter_groups
+from topograd.training.optimizers import (
+    OPTIMIZERS,
+    head_gauges,
+    make_optimizers,
+    mlp_gauges,
+    parameter_groups,
+)
 from topograd.training.trainer import resume, start
 
 PER_STAGE = Topology.chain(Configuration.parse("2,2", heads="per-stage"))

@@ -120,14 +120,14 @@ def _quantised(asked: Eval, session: Session, text: Text) -> dict[str, Any]:
     from topograd.decode.modes import engine_of
     from topograd.decode.precision import precision_cost
     from topograd.runtime.onnx_runtime import OnnxRuntime
-    from topograd.runtime.saved import save, weights_file
+    from topograd.runtime.quantize import save_weights, weights_file
 
     engine = engine_of(session, "onnx", asked.weights)
     cost = precision_cost(session, engine, text, counted(f"windows read in {asked.weights}"))
     if asked.keep_weights:
         assert isinstance(engine.runtime, OnnxRuntime)
         file = weights_file(session.run.folder, asked.weights)
-        save(file, engine.runtime.made, asked.weights, session.weights)
+        save_weights(file, engine.runtime.made, asked.weights, session.weights)
         note(f"kept in {file}")
     whole = asked.data is None and asked.from_ is None
     if whole and (folder := evaluations_folder(session.run.folder)) is not None:  # for the report

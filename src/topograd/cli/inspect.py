@@ -129,8 +129,8 @@ def _checkpoint(
 ) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
+    from topograd.convert import huggingface
     from topograd.geometry.checkpoint import read_checkpoint
-    from topograd.pretrained import huggingface
 
     loaded = huggingface.load(folder)
     for name in loaded.fresh:

@@ -103,9 +103,9 @@ def _dispatch(argv: list[str]) -> int:
         print(_overview())
         return 0
     if verb == "--version":
-        from topograd import __version__
+        from importlib.metadata import version
 
-        print(f"topograd {__version__}")
+        print(f"topograd {version('topograd')}")
         return 0
     if not verb:
         print(_overview(), file=sys.stderr)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from topograd import __version__
 from topograd.cli.console import note, print_json
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.train import Train, finished, show, train
@@ -31,7 +31,7 @@ def train_on_ranks(asked: Train, config: ParallelConfig) -> int:
 
     settings = {} if asked.resume is not None else asked.settings.as_dict()
     more = {"--stop-after": asked.stop_after, "--from": asked.from_, "--parallel": config}
-    ranks = join(config, facts_of(__version__, settings, **more), asked.settings.device)
+    ranks = join(config, facts_of(version("topograd"), settings, **more), asked.settings.device)
     try:
         return _train(asked, ranks, Path(folder))
     except (DivergenceError, CheckpointError):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from topograd.convert.huggingface import load
 from topograd.errors import CheckpointError, StackError
 from topograd.nn.adapted.adapt import Adapted
 from topograd.nn.adapted.build import build_adapted, require_transformers
@@ -33,8 +34,6 @@ _NORMS = ("norm", "ln_f", "layernorm", "layer_norm")
 def adapt_folder(folder: Path, settings: dict[str, Any]) -> tuple[AdaptedConfig, Adapted]:
     """The model of a folder as a stack with its weights, and what a run says of it."""
     require_transformers(str(settings.get("model_type")))
-    from topograd.pretrained.huggingface import load
-
     loaded = load(folder)
     if not loaded.causal:
         raise CheckpointError(

@@ -29,6 +29,7 @@ from torch import Tensor
 from topograd.convert.adapted import adapt_folder
 from topograd.convert.card import origin_of_folder, origin_of_gguf, write_card, write_origin
 from topograd.convert.families import config_of, is_native, load_tensors
+from topograd.convert.huggingface import without_weights
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
@@ -175,9 +176,7 @@ def _tensor_files(folder: Path, opened: ExitStack) -> tuple[list[Path], dict[str
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        others = sorted(path.name for kind in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(kind))
-        held = f"only {others[0]}, a pickle, which can run code" if others else "no weights"
-        raise CheckpointError(f"{folder} has {held}; give a folder with .safetensors")
+        raise without_weights(folder)
     where: dict[str, tuple[Path, Any]] = {}
     for file in files:
         if file.parent != folder or not file.is_file():

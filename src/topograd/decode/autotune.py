@@ -163,21 +163,6 @@ def choose(
     return best
 
 
-def expected_speedup(acceptance: float, longest: int, costs: RowCosts) -> float:
-    """Speedup over full depth when `longest` tokens are always drafted and each agrees independently.
-
-    `acceptance` is the chance that one draft agrees; the share of drafts kept (`Outcome.acceptance`) is
-    lower, since a right draft behind a wrong one is lost.
-    """
-    if not 0 <= acceptance <= 1 or longest < 1:
-        raise ConfigError(
-            f"acceptance is {acceptance} and longest is {longest}; "
-            "acceptance must lie in 0..1 and longest be at least 1"
-        )
-    tokens = sum(acceptance**i for i in range(longest + 1))  # (1 - a^{n+1}) / (1 - a), also at a = 1
-    return tokens * costs.full / costs.round_seconds(longest)
-
-
 def low(seconds: Sequence[float]) -> float:
     """The lower quartile: on a busy machine the slow moments are not the model's."""
     return sorted(seconds)[len(seconds) // 4]

@@ -3,7 +3,10 @@
     compose     log p = Σ_b w_b log p_b / Σ_b w_b - log Z     weighted geometric mean, Log-OP   §6.5.6, eq. 7
     product     log p = Σ_b w_b z_b - log Z                   product of experts                eq. 1, 2, 10
     shrunk      product with w_b = 1 - H(p_b) / log C         per token                         eq. 5
-    two_level   compose of z_b = W h_b + W_b h_b              shared and specific expert each   §6.5.8, eq. 11
+
+Where every branch has a head of its own, z_b = W h_b + W_b h_b, `compose` of the readouts is the two-level
+Log-OP of §6.5.8, eq. 11: a product within a branch, the mean across branches. A softcap on the head bends the
+sum of the two, so then it is not.
 
 z_b (..., vocab) are a branch's logits, p_b = softmax(z_b), C the vocabulary. Everything returns log p, which
 is normalised. Log p_b and z_b differ by a constant per token that the normalisation takes away, so the code
@@ -59,20 +62,6 @@ def shrunk(logits: Sequence[Tensor]) -> Tensor:
     """
     _check(len(logits), [1.0] * len(logits))
     return torch.log_softmax(pool(logits, "shrinkage"), dim=-1)
-
-
-def two_level(shared: Sequence[Tensor], specific: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Log-probabilities of the two-level Log-OP: within a branch a product, across branches the mean.
-
-    `shared` holds W h_b of each branch (with the bias, if there is one), `specific` W_b h_b; a branch without
-    a head of its own has zeros there. For a head without a softcap this is `compose` of the readouts; a
-    softcap bends the sum of the two, so then it is not.
-    """
-    if len(shared) != len(specific):
-        raise ConfigError(
-            f"{len(shared)} shared and {len(specific)} specific logits; give both for every branch"
-        )
-    return compose([s + own for s, own in zip(shared, specific, strict=True)], weights)
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,7 @@ from topograd.exec.forward import stage_outputs
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import is_sidecar
 from topograd.runtime.choice import runtime_of
-from topograd.runtime.quantize import check_precision
-from topograd.runtime.saved import load as load_weights
-from topograd.runtime.saved import weights_file
+from topograd.runtime.quantize import check_precision, load_weights, weights_file
 from topograd.topology.branches import parse_branches, parse_path
 
 PRUNING_VOCAB = 8192

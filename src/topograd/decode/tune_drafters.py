@@ -21,7 +21,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +37,6 @@ ROUNDS = 7
 TIMED_LENGTH = 256
 """Positions before the timed ones, where the context has them."""
 FIXED_POINT = 4
-
-
-class Recording(Protocol):
-    """A stepped drafter that can say what it would guess at every place of known texts."""
-
-    def record(self, inputs: Tensor, states: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """Tokens and scores (steps, rows, time) behind each position, by the number of guesses before."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from topograd import __version__
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.parallel.layout import Layout, keep_own, shed
@@ -331,7 +331,7 @@ def main(argv: list[str]) -> int:
     """`python -m topograd.parallel.benchmark_worker JSON`, on every rank."""
     settings = PipelineSettings(**json.loads(argv[0]))
     config = ParallelConfig(stages=settings.ranks, timeout=settings.timeout)
-    ranks = join(config, {"version": __version__, "settings": argv[0]})
+    ranks = join(config, {"version": version("topograd"), "settings": argv[0]})
     try:
         found = measure(settings, ranks)
     finally:

@@ -25,12 +25,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from topograd import __version__
 from topograd.errors import ConfigError, DivergenceError, ParallelError
 from topograd.files import dump_json
 from topograd.nn.interface import SegmentRelay
@@ -254,7 +254,7 @@ def facts_of(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What two neighbours must have alike; the number of stages may differ, since stages can be added."""
     shape = {name: value for name, value in config.model.to_dict().items() if name != "layers"}
     facts = {
-        "version": __version__,
+        "version": version("topograd"),
         "corpus": data.digest,
         "seed": config.seed,
         "steps": config.steps,

@@ -12,7 +12,7 @@ and the interfaces, which two ranks use, are added up with everything else that 
 
 Bytes of a micro-batch: B n for each boundary, P B (n² + n) for the gather; once a step the shared gradients.
 The paper's "56 KB" (r = 64, K = 7, bf16) is K r² without the batch, whose samples have a Jacobian each, and
-without the gradient of the canvas, which is most of it: `scan_bytes` has all three.
+without the gradient of the canvas, which is most of it.
 
 `recompute` keeps no graph between forward and backward: a region is run again from its message for its
 Jacobian and once more for its backward (appendix D.1); memory of one region at a time, two more forwards.
@@ -169,12 +169,3 @@ class _Seen:
     index: int
     message: Tensor
     visit: Visit | None
-
-
-def scan_bytes(batch: int, numbers: int, ranks: int, shared: int, size: int = 4) -> dict[str, int]:
-    """Bytes that all ranks send in a step of one batch, by kind; `numbers` is n, `shared` parameters."""
-    return {
-        "messages": (ranks - 1) * batch * numbers * size,
-        "products": ranks * (ranks - 1) * batch * numbers * (numbers + 1) * size,
-        "shared": 2 * (ranks - 1) * shared * size,
-    }

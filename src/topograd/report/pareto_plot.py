@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from topograd.report.drawing import GRID, INK, MUTED, look
 from topograd.report.markup import escape
 from topograd.report.tables import fixed
-from topograd.search.front import pareto_front
 
 Record = Mapping[str, Any]
 Trial = Mapping[str, Any]
@@ -219,8 +218,10 @@ def _scale(i: int, axis: Axis, side: str) -> str:
 
 def _staircase(done: Sequence[tuple[float, float]], across: Axis, up: Axis) -> str:
     """The edge of what the points beat: by way of their front, and on to the poor ends of the field."""
-    small = [(across.sign * x, up.sign * y) for x, y in done]
-    front = sorted({point for point, on in zip(small, pareto_front(small), strict=True) if on})
+    front: list[tuple[float, float]] = []
+    for x, y in sorted({(across.sign * x, up.sign * y) for x, y in done}):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
     steps = [(across.place(across.sign * x), up.place(up.sign * y)) for x, y in front]
     poor_x, poor_y = (100.0 if axis.sign == 1 else 0.0 for axis in (across, up))
     corners = [(steps[0][0], poor_y), steps[0]]

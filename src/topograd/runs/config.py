@@ -29,17 +29,8 @@ VERSION = 3
 """Of `config.toml`; `old_config.py` reads the earlier ones."""
 _OF_TEXT = ("tokenizer", "eval_bytes")
 """Settings that say nothing of a network on images."""
-OPTIMIZERS: Registry[Any] = Registry(
-    "optimizer",
-    {
-        "muon+adamw": "topograd.training.optimizers:muon_and_adamw",
-        "adamw": "topograd.training.optimizers:adamw",
-        "sgd": "topograd.training.optimizers:sgd",
-        "ddc-adam": "topograd.training.optimizers:ddc_adam",
-        "ddc-muon": "topograd.training.optimizers:ddc_muon",
-    },
-)
-"""Makers of optimizers: `make(groups, config, stack) -> {name: optimizer}` (`training/optimizers.py`)."""
+_OPTIMIZERS: Registry[Any] = Registry("optimizer")
+"""The names alone are checked here; `training/` makes what they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +50,7 @@ class StageOptimizer:
         if self.stage < 1:
             raise ConfigError(f"optimizer.stages names stage {self.stage}; stages are counted from 1")
         if self.name is not None:
-            OPTIMIZERS.check(self.name)
+            _OPTIMIZERS.check(self.name)
         if not 0 <= self.rate < math.inf:
             raise ConfigError(f"optimizer.stages has the rate {self.rate}; it must be finite and at least 0")
 
@@ -100,7 +91,7 @@ class OptimizerConfig:
     """Stages with an optimizer, rates or a schedule of their own."""
 
     def __post_init__(self) -> None:
-        OPTIMIZERS.check(self.name)
+        _OPTIMIZERS.check(self.name)
         for name in ("matrices", "embeddings", "head", "scalars", "relays", "weight_decay"):
             rate = getattr(self, name)
             if rate is not None and not 0 <= rate < math.inf:

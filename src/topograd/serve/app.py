@@ -37,7 +37,7 @@ from topograd.serve.fields import (
 )
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
-from topograd.serve.models import describe
+from topograd.serve.names import known_depths
 from topograd.serve.openapi import document
 from topograd.serve.texts import Served
 from topograd.serve.worker import Inbox, Worker
@@ -288,6 +288,29 @@ class Service:
         if size > AT_ONCE:
             return await asyncio.to_thread(_read_body, body, fields)
         return _read_body(body, fields)
+
+
+def describe(served: Served, chats: Chats) -> list[dict[str, Any]]:
+    """The model under its name, with what a page needs to know, and under name:depth."""
+    session = served.model.session
+    common = {"object": "model", "created": served.started, "owned_by": "topograd"}
+    exits = session.plan.predicting()
+    depths = known_depths(session)
+    about = {
+        "context": served.context,
+        "vocab": served.vocab,
+        "exits": [
+            {"exit": k, "stage": stage + 1, "layers": session.plan.stages[stage].stage.stop}
+            for k, stage in enumerate(exits, 1)
+        ],
+        "stages": len(session.plan.stages),
+        "depths": depths,
+        "default_depth": served.default_depth,
+        "chat": "template" if chats.template is not None else "plain",
+        "specialists": [] if served.specialists is None else served.specialists.names,
+    }
+    base = {"id": served.name, **common, "topograd": about}
+    return [base, *({"id": f"{served.name}:{depth}", **common} for depth in depths)]
 
 
 class EventStream(Response):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
-from topograd import __version__
 from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
 
 _JSON = "application/json"
@@ -46,7 +46,11 @@ def document() -> dict[str, Any]:
     tokens = {"tokens": {"type": "array", "items": {"type": "integer"}}, "count": {"type": "integer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "topograd", "version": __version__, "description": "OpenAI's API, with depth."},
+        "info": {
+            "title": "topograd",
+            "version": version("topograd"),
+            "description": "OpenAI's API, with depth.",
+        },
         "paths": {
             "/v1/models": {
                 "get": _get("The models, with their depths as ids.", _JSON, {"data": {"type": "array"}})

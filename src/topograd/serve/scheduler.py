@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from topograd.decode.engine import Emitted
 from topograd.decode.rows import Rows
@@ -33,7 +34,6 @@ from topograd.serve.jobs import Finish, Job, Progress, Scored, Written
 from topograd.serve.lanes import SCORED_AT_ONCE, Lane, Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.pool import Pool, Row
-from topograd.serve.scores import scores
 from topograd.serve.settings import Limits
 
 LATE = "the request took longer than the server allows; ask for less, or when there is less to do"
@@ -337,3 +337,19 @@ class Scheduler:
         self.counters.finished(finish, job.timings.drafted, job.timings.accepted)
         rest = job.stream.finish() if finish in ("stop", "length") else ""
         job.tell(Progress(tuple(written), rest, finish=finish, error=error, status=status))
+
+
+def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
+    """log p of each of n tokens, and of the `top` likeliest: log softmax of n rows of logits, temperature 1.
+
+    They are what `score` gives for the same model, and what `echo` with `logprobs` answers.
+    """
+    logp = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    logp = logp.log_softmax(-1)
+    chosen = logp[torch.arange(len(tokens)), torch.tensor(list(tokens), dtype=torch.long)].tolist()
+    if not top:
+        return [Scored(value) for value in chosen]
+    best = logp.topk(min(top, logp.shape[-1]))
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    likeliest = [tuple(zip(ids, values, strict=True)) for ids, values in rows]
+    return [Scored(value, pairs) for value, pairs in zip(chosen, likeliest, strict=True)]

@@ -9,7 +9,7 @@ Symbols: π `composition`, H `heads`, sh "shared", ps "per-stage", d_k the parts
 The properties are those of the hard chain, where stage k hears only stage k - 1, detached; `properties`
 has them for any stage DAG. Gradient depth is BP-descending (never grows under refinement, Def. 7.1);
 pipeline granularity and the number of projections never shrink (Def. 7.2).
-Cost: O(L) for each operation; enumeration is lazy.
+Cost: O(L) for each operation.
 Source: "Stage-Partitioned Learning" §2.2-2.3 (Def. 2.4-2.5, Prop. 2.6), §3.2-3.4 (Def. 3.4-3.7, Prop. 3.6,
 3.8), §7 (P2, P5, Def. 7.6).
 Limits: ((L), sh) and ((L), ps) compute the same functions (Corollary 5.4) but are two elements here, and do
@@ -18,7 +18,7 @@ not train alike: W and W_0 get the same gradient, so their sum moves by the sum 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -27,7 +27,6 @@ from topograd.errors import TopologyError
 from topograd.topology.composition import (
     Composition,
     count_compositions,
-    enumerate_compositions,
     positive_int,
     shown,
 )
@@ -173,16 +172,8 @@ class Configuration:
         return self.meet(other) if isinstance(other, Configuration) else NotImplemented
 
 
-def enumerate_configurations(
-    layers: int, stages: int | None = None, min_depth: int = 1
-) -> Iterator[Configuration]:
-    """Every configuration over `enumerate_compositions(...)`, lazily: shared heads, then per-stage."""
-    compositions = enumerate_compositions(layers, stages, min_depth)
-    return (Configuration(pi, heads) for pi in compositions for heads in Heads)
-
-
 def count_configurations(layers: int, stages: int | None = None, min_depth: int = 1) -> int:
-    """How many configurations `enumerate_configurations` gives; 2^L without restrictions (Prop. 2.6)."""
+    """Two for each composition; 2^L without restrictions (Prop. 2.6)."""
     return 2 * count_compositions(layers, stages, min_depth)
 
 

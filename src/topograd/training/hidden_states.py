@@ -8,7 +8,6 @@ layers, and never changes it. So an epoch needs only the layers behind k:
     loader = StateLoader(store, batch=8, seed=0)
     for batch in loader:                                # endless; loader.position and seek continue it
         batch.states[20], batch.inputs, batch.targets, batch.mask       # (B, T, width), then (B, T)
-        h = run_layers(stack, batch.states[20], batch.bus(stack), 20, 30)               # the rest by hand, or
         train_step(stack, plan, batch.inputs, batch.targets, states=batch.states)       # of any plan
 
 `train_step` leaves out the frozen stages whose outputs are given. x0 is not kept: `batch.bus(stack)` embeds
@@ -190,13 +189,6 @@ def layer_states(stack: Stack, inputs: Tensor, layers: Sequence[int]) -> dict[in
         if i + 1 in layers:
             found[i + 1] = h
     return found
-
-
-def run_layers(stack: Stack, h: Tensor, bus: Bus, start: int, stop: int) -> Tensor:
-    """The state after layer `stop`, from that after layer `start`; with its graph."""
-    for i in range(start, stop):
-        h = stack.layers[i](h, bus)
-    return h
 
 
 def compute_states(

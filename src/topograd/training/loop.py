@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from topograd.errors import DivergenceError
+from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import Predictor
 from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
@@ -33,14 +33,10 @@ from topograd.training.optimizers import OptimizerSet, stage_parameters
 Batch = tuple[Tensor, Tensor] | StateBatch
 """Inputs and targets; with hidden states, what is frozen before them does not run."""
 BACKWARDS: Registry[Callable[..., Tensor]] = Registry(
-    "backward engine",
-    {
-        "autograd": "topograd.training.executor:train_step",
-        "scan": "topograd.interfaces.engines:scan_step",
-        "hybrid": "topograd.interfaces.engines:hybrid_step",
-    },
+    "backward engine", {"autograd": "topograd.training.executor:train_step"}
 )
-"""Ways to a step's gradients: `step(stack, plan, inputs, targets, scale=1.0) -> losses`."""
+"""Ways to a step's gradients: `step(stack, plan, inputs, targets, scale=1.0) -> losses`; packages above
+declare more."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +140,7 @@ class TrainingLoop:
         kept: Logits | None = None,
     ) -> Tensor:
         """Add the gradients of one batch, times `scale`; `kept` are a teacher's logits that were kept."""
+        self.check_backward(plan, states, kept)
         if self.backward != "autograd":
             return BACKWARDS[self.backward](self.stack, plan, inputs, targets, scale=scale)
         taught = kept
@@ -162,6 +159,28 @@ class TrainingLoop:
                 scale=scale,
                 states=states,
                 wire=self.wire,
+            )
+
+    def check_backward(
+        self, plan: Plan, states: Mapping[int, Tensor] | None = None, kept: Logits | None = None
+    ) -> None:
+        """Raise ConfigError for what only the executor's own backward takes, with another one."""
+        if self.backward == "autograd":
+            return
+        replaced = {planned.stage.objective for planned in plan.stages}.intersection(self.objectives or ())
+        given = {
+            "teacher": self.teacher is not None or kept is not None,
+            "own_teacher": self.own_teacher,
+            "objectives": bool(replaced),
+            "states": states is not None,
+            "dropout_rates": any(self.dropout_rates),
+            "wire": self.wire is not None,
+        }
+        name = next((name for name, there in given.items() if there), None)
+        if name is not None:
+            raise ConfigError(
+                f"backward is {self.backward!r}, which takes no {name}; use backward 'autograd', or leave "
+                f"{name} out"
             )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:

@@ -13,8 +13,8 @@ of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): r
 is tied to the embedding counts as a head.
 
 An optimizer of your own is `make(groups, config, stack) -> {name: optimizer}`, named in the settings as
-`package.module:make` or registered in `runs.config.OPTIMIZERS`. `groups` has the parameters of each group by
-name. The learning rate that a param group is made with is its peak; the schedule multiplies it.
+`package.module:make` or registered in `OPTIMIZERS`. `groups` has the parameters of each group by name. The
+learning rate that a param group is made with is its peak; the schedule multiplies it.
 
 The gauges of the ddc optimizers are those of the GPT that hold by construction: the rescaling of each ReLU²
 MLP (degree 2), and the shift of the output matrices that no softmax sees. A rescaling needs a norm above
@@ -40,13 +40,16 @@ from topograd.nn.transformer.block import MLP
 from topograd.optim.conditioner import DDCMuon
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import CEShiftRowShift, Gauge, HeadShift, ReLURescale
-from topograd.runs.config import OPTIMIZERS, OptimizerConfig, StageOptimizer
+from topograd.registry import Registry
+from topograd.runs.config import OptimizerConfig, StageOptimizer
 from topograd.topology.plan import Plan
 from topograd.training.muon import Muon
 
 Groups = Mapping[str, Mapping[str, nn.Parameter]]
 """Parameters by group and by name."""
 Make = Callable[[Groups, OptimizerConfig, Stack], dict[str, Optimizer]]
+OPTIMIZERS: Registry[Make] = Registry("optimizer")
+"""Makers of optimizers by name; `topograd/plugins.py` lists those of this module."""
 GROUPS = ("matrices", "embeddings", "head", "scalars", "relays")
 KERNELS = "kernels"
 ADAM_RATE = 0.002
@@ -113,8 +116,7 @@ def _add(
     if not any(groups.values()):
         return
     prefix, rate = ("", 1.0) if own is None else (f"stage-{own.stage}.", own.rate)
-    make: Make = OPTIMIZERS[config.name]
-    for name, optimizer in make(groups, config, stack).items():
+    for name, optimizer in OPTIMIZERS[config.name](groups, config, stack).items():
         for group in optimizer.param_groups:
             group["peak"] = group["lr"] = group["lr"] * rate
         made.optimizers[prefix + name] = optimizer

@@ -55,15 +55,8 @@ from topograd.training.teacher import Teacher, objectives_of_config
 
 OnStep = Callable[[int, int, list[float], Reading | None], None]
 """Called after each step with (step, steps, losses, evaluation or None)."""
-TRAINERS: Registry[type[Trainer]] = Registry(
-    "search",
-    {
-        "none": "topograd.training.trainer:Trainer",
-        "soft": "topograd.search.soft:SoftTrainer",
-        "surgery": "topograd.search.surgery:SurgeryTrainer",
-    },
-)
-"""Who trains a run, by what it searches for while it learns."""
+TRAINERS: Registry[type[Trainer]] = Registry("search", {"none": "topograd.training.trainer:Trainer"})
+"""Trainers by what they search for while the weights learn; packages above declare more."""
 Make = Callable[[Run, TrainConfig, Data], "Trainer"]
 
 
@@ -179,6 +172,7 @@ class Trainer:
             dropout_rates=_dropout_rates(config, len(self.stack.layers)),
         )
         objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
+        self.loop.check_backward(self.plan)
         self.step = 0
         self.seconds = 0.0
         self._layers = kept_layers(config, self.plan)

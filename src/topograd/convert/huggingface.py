@@ -46,19 +46,12 @@ class Loaded:
         return found
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether this folder looks like one."""
-    return (folder / "config.json").is_file()
-
-
 def load(folder: Path) -> Loaded:
     """The model of a folder, or one line that says why not."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("a Hugging Face checkpoint needs transformers; install topograd[hf]")
     if not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for kind in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(kind))
-        held = f"only {others[0]}, a pickle, which can run code" if others else "no weights"
-        raise CheckpointError(f"{folder} has {held}; give a folder with .safetensors")
+        raise without_weights(folder)
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     local = {"local_files_only": True, "trust_remote_code": False}
@@ -83,6 +76,13 @@ def load(folder: Path) -> Loaded:
             raise CheckpointError(f"{folder} cannot be loaded ({reason})") from problem
     model.config.use_cache = False
     return Loaded(model.eval(), causal, config, tuple(sorted(info["missing_keys"])))
+
+
+def without_weights(folder: Path) -> CheckpointError:
+    """The error for a folder without .safetensors; it names a pickle that lies there instead."""
+    others = sorted(path.name for kind in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(kind))
+    held = f"only {others[0]}, a pickle, which can run code" if others else "no weights"
+    return CheckpointError(f"{folder} has {held}; give a folder with .safetensors")
 
 
 def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) -> tuple[Tensor, str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from topograd.convert import huggingface
 from topograd.errors import CheckpointError
-from topograd.pretrained import huggingface
 
 transformers = pytest.importorskip("transformers")
 TINY = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from topograd.cli.side_by_side import side_by_side
+from topograd.cli.demo_pair import side_by_side
 from topograd.errors import RunError
 
 

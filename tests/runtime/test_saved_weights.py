@@ -16,7 +16,7 @@ from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
 from topograd.runtime.onnx_runtime import OnnxRuntime
-from topograd.runtime.saved import load, save, weights_file
+from topograd.runtime.quantize import load_weights, save_weights, weights_file
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -28,7 +28,7 @@ def test_what_is_kept_is_used(tmp_path: Path, precision: str) -> None:
     (text,) = generate_batch(Prefix(engine), [[5, 6, 7]], 8)
     assert isinstance(engine.runtime, OnnxRuntime)
     file = weights_file(folder, precision)
-    save(file, engine.runtime.made, "int8" if precision == "int8" else "int4", session.weights)
+    save_weights(file, engine.runtime.made, "int8" if precision == "int8" else "int4", session.weights)
     again = engine_of(session, "onnx", precision)
     assert isinstance(again.runtime, OnnxRuntime)
     assert again.runtime.made.keys() == engine.runtime.made.keys()
@@ -39,9 +39,9 @@ def test_what_is_kept_is_used(tmp_path: Path, precision: str) -> None:
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     file = weights_file(tmp_path, "int8")
-    save(file, {}, "int8", "a")
+    save_weights(file, {}, "int8", "a")
     with pytest.raises(RunError, match=r"of other weights than this run's; delete it, or make it again"):
-        load(file, "int8", "b")
+        load_weights(file, "int8", "b")
     file.write_bytes(b"nothing")
     with pytest.raises(RunError, match="is damaged"):
-        load(file, "int8", "a")
+        load_weights(file, "int8", "a")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from topograd.parallel.encoding import decode, encode, room
 from topograd.parallel.settings import WIRES, WireKind
+from topograd.parallel.wire import decode, encode, room
 
 
 @pytest.mark.parametrize("kind", WIRES)
