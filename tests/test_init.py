@@ -14,6 +14,7 @@ import torch
 import topograd as tg
 
 NAMES = {
+    *("Head", "HeadedStack", "ModelSpec"),
     *("Composition", "Configuration", "Topology", "Edge", "Stage", "Plan", "TopologyConfig"),
     *("Stack", "Bus", "GPT", "GPTConfig", "adapt", "prepare", "pool"),
     *("train_step", "TrainingLoop", "make_optimizers", "linear_cross_entropy"),
@@ -22,7 +23,7 @@ NAMES = {
     *("Model", "load", "generate", "Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule"),
     *("Sampling", "generate_tokens", "TopogradError"),
 }
-VALUES = {"MIXERS", "OBJECTIVES", "OPTIMIZERS", "PROPERTIES", "REFERENCE", "__version__"}
+VALUES = {"MODELS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PROPERTIES", "REFERENCE", "__version__"}
 FOLDERS = {"fields", "geometry", "interfaces", "optim", "specialists"}
 
 
@@ -55,6 +56,7 @@ def test_type_checkers_see_the_same_names() -> None:
 
 def test_the_registries_are_open_by_name() -> None:
     assert {"attention", "mamba2", "mamba3"} <= set(tg.MIXERS)
+    assert {"gpt", "llama", "mamba2", "resnet", "hf"} <= set(tg.MODELS)
     assert {"cross-entropy", "residual", "distillation", "z-loss"} <= set(tg.OBJECTIVES)
     assert {"muon+adamw", "adamw", "sgd", "ddc-adam", "ddc-muon"} <= set(tg.OPTIMIZERS)
     assert len(set(tg.PROPERTIES)) >= 6
