@@ -108,5 +108,5 @@ def test_settings_are_checked() -> None:
     sizes: dict[str, Any] = {"layers": 2, "width": 4, "vocab": 9, "context": 8}
     with pytest.raises(TopogradError, match="no JSON object"):
         AdaptedConfig(settings="[", list="a", head="b", **sizes)
-    with pytest.raises(TopogradError, match=r"adapted\.width is 0"):
+    with pytest.raises(TopogradError, match=r"model\.width is 0"):
         AdaptedConfig(settings="{}", list="a", head="b", **{**sizes, "width": 0})

@@ -117,7 +117,8 @@ def record(layers: Sequence[nn.Module]) -> Iterator[Tape]:
 
 
 def _checked(layer: nn.Module) -> Block:
-    if type(layer) is Block and layer.attention.traits.norm_behind_rotation:  # the GPT's traits
+    traits = getattr(getattr(layer, "attention", None), "traits", None)
+    if type(layer) is Block and traits is not None and traits.norm_behind_rotation:  # the GPT's
         return layer
     raise StackError(
         f"{type(layer).__name__} has no hand-written pullback, only a GPT's block with attention has one; "
