@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -175,19 +176,14 @@ def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[i
 
     Specialists on a base without a template were trained on the plain one.
     """
-    from topograd.convert.chat import chat_template
-    from topograd.data.foreign_tokenizer import ForeignTokenizer
-
     tokenizer, pool = model.session.tokenizer, getattr(model, "pool", None)
     if pool is not None:
         from topograd.specialists.records import template_of
 
         vocabulary = pool.vocabulary
-        return template_of(vocabulary), getattr(tokenizer, "special_tokens", {}), vocabulary.encode_chat
-    template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
-    if template is None or not isinstance(tokenizer, ForeignTokenizer):
-        raise ConfigError(f"{model.session.run.folder} has no chat template; leave --chat out")
-    return template, tokenizer.special_tokens, tokenizer.encode_chat
+        return template_of(vocabulary), tokenizer.special_tokens, vocabulary.encode_chat
+    template = tokenizer.get_chat_template()
+    return template, tokenizer.special_tokens, partial(tokenizer.encode, kind="chat")
 
 
 def _typed(json: bool) -> Iterator[str]:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.windows import Text
 from topograd.decode.engine import Composed, Engine, Mode, Prefix, generate_tokens
 from topograd.decode.modes import default_depth, engine_of, mode_of
@@ -105,9 +104,8 @@ class Model:
         began = time.perf_counter()
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
-        ends = tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else ()
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for piece in continue_text(mode, begin, tokens, stream, ends):
+        for piece in continue_text(mode, begin, tokens, stream, tokenizer.stop_tokens):
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(piece)
@@ -122,11 +120,7 @@ class Model:
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
         tokenizer = self.session.tokenizer
-        if isinstance(tokenizer, ForeignTokenizer):
-            tokens = tokenizer.encode(prompt, special=True)
-        else:
-            tokens = tokenizer.encode(prompt)
-        return tokens or [tokenizer.separator]
+        return tokenizer.encode(prompt, "prompt") or [tokenizer.separator]
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windows
+from topograd.data import Prepared, Text, Tokenizer, load_tokenizer, prepare, read_corpus, windows
 from topograd.data.images import ImageData, Pictures, read_images, read_test_images
 from topograd.errors import CheckpointError, ConfigError, RunError
-from topograd.files import dump_json
 from topograd.nn.adapted_model import build_adapted
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
@@ -97,15 +96,13 @@ def read_settings(run: Run) -> TrainConfig:
 def read_tokenizer(run: Run) -> Tokenizer:
     """The tokenizer of a run, if it is its own."""
     run.manifest.verify(run.tokenizer_file.name)
-    return Tokenizer.load(run.tokenizer_file)
+    return load_tokenizer(run.tokenizer_file)
 
 
 def bind_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write a run's tokenizer; an imported model's comes with what it says of special tokens and chats."""
-    config = getattr(tokenizer, "config", None)
-    if config:
-        run.manifest.bind("tokenizer_config.json", dump_json(config, indent=2) + "\n")
-    run.manifest.bind(run.tokenizer_file.name, tokenizer.to_text())
+    for name, content in tokenizer.files().items():
+        run.manifest.bind(name, content)
 
 
 def topology_at(config: TrainConfig, extra: Mapping[str, Any]) -> TrainConfig:

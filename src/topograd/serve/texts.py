@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
@@ -48,8 +47,7 @@ class Served:
         self.context = session.config.model.context
         self.vocab = session.config.model.vocab
         self.fingerprint = f"topograd-{session.weights[:12]}"
-        foreign = isinstance(self.tokenizer, ForeignTokenizer)
-        self.ends = frozenset(self.tokenizer.stop_tokens) if foreign else frozenset()  # type: ignore[attr-defined]
+        self.ends = self.tokenizer.stop_tokens
 
     def depth(self, asked: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
@@ -106,18 +104,13 @@ class Served:
 
     def encode_bare(self, text: str) -> list[int]:
         """The same without what a tokenizer puts before a prompt."""
-        tokenizer = self.tokenizer
-        if isinstance(tokenizer, ForeignTokenizer):
-            return tokenizer.encode_chat(text)
-        return tokenizer.encode(text)
+        return self.tokenizer.encode(text, "chat")
 
     @property
     def special_tokens(self) -> dict[str, Any]:
         """The texts of the tokens with a role, where it has them, and how many tokens there are."""
-        tokenizer = self.tokenizer
-        named = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else {}
         roles = ("bos_token", "eos_token", "pad_token")
-        return {"vocab": self.vocab, **{name: named.get(name) for name in roles}}
+        return {"vocab": self.vocab, **{name: self.tokenizer.special_tokens.get(name) for name in roles}}
 
     def checked(self, tokens: list[int], field: str = "prompt", rows: int | None = None) -> list[int]:
         """Tokens, if the model has them, or the `rows` of it and its specialists."""
