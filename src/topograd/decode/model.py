@@ -97,11 +97,12 @@ class Model:
         """
         check_request(prompt, tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        usual = default_depth(self.session) if draft is None else "speculate"
-        named = usual if depth is None else depth
-        mode = mode_of(named, self.session, self.engine, sampling, draft)
         stream = TextStream(self.session.tokenizer, stop)
+        engine = self.engine  # laid out once for all texts, so it is not of this one's time
         began = time.perf_counter()
+        if depth is None:
+            depth = default_depth(self.session) if draft is None else "speculate"
+        mode = mode_of(depth, self.session, engine, sampling, draft)
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -115,7 +116,7 @@ class Model:
             if on_piece is not None:
                 on_piece(last._replace(text=rest))
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        return _generated(stream.text, text, named, mode, pieces, time.perf_counter() - began)
+        return _generated(stream.text, text, depth, mode, pieces, time.perf_counter() - began)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""

@@ -5,10 +5,11 @@ Nothing here trains: no optimizer is imported. What belongs to the run is verifi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +34,8 @@ from topograd.runs.reading import build_dataclass
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
 
+T = TypeVar("T")
+
 
 @dataclass(kw_only=True)
 class Opened:
@@ -45,6 +48,18 @@ class Opened:
     step: int
     weights: str
     """SHA-256 of the weights that were loaded."""
+
+    @cached_property
+    def remembered(self) -> dict[object, Any]:
+        """What `once` has read."""
+        return {}
+
+    def once(self, key: object, read: Callable[[], T]) -> T:
+        """What `read` gives: read when it is first asked for, and kept as long as the run is open."""
+        if key not in self.remembered:
+            self.remembered[key] = read()
+        found: T = self.remembered[key]
+        return found
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
 from topograd.serve.fields import RequestError
 from topograd.serve.jobs import Job, Progress
-from topograd.serve.names import model_name, split_id
+from topograd.serve.names import known_depths, model_name, split_id
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.tokens import Vocabulary
@@ -48,6 +48,8 @@ class Served:
         self.vocab = session.config.model.vocab
         self.fingerprint = f"topograd-{session.weights[:12]}"
         self.ends = self.tokenizer.stop_tokens
+        self.depths = known_depths(session)
+        """What /v1/models lists: a calibration is read here, and not while requests wait."""
 
     def depth(self, asked: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
