@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from topograd.cli.console import Json, RuntimeFlag, WeightsFlag, note, out, parse, print_json
+from topograd.cli.console import Json, RuntimeFlag, WeightsFlag, note, note_runtime, out, parse, print_json
 from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
@@ -92,7 +92,8 @@ def run(argv: list[str]) -> int:
     exits = len(model.session.plan.predicting())
     console = out()
     colours = _colours(console, exits) if asked.colour else {}
-    show = silent if asked.json else _coloured(console, colours) if colours else _plain
+    show = _coloured(console, colours) if colours else _plain
+    show = silent if asked.json else _after_runtime(show, model)
     try:
         if asked.chat:
             return _chat(asked, model, show, colours)
@@ -275,6 +276,20 @@ def writer(piece: Piece) -> str:
 
 def silent(text: str, who: str) -> None:
     """With --json, nothing but the one object is written."""
+
+
+def _after_runtime(show: Show, model: Model) -> Show:
+    """The same, with a line before the first text that says what runs the model."""
+    begun = False
+
+    def first(text: str, who: str) -> None:
+        nonlocal begun
+        if not begun:
+            note_runtime(model.engine)
+        begun = True
+        show(text, who)
+
+    return first
 
 
 def _plain(text: str, who: str) -> None:
