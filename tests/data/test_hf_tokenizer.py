@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from tests.support.hf_files import (
+from hf_files import (
     CONFIG,
     CORPUS,
     KINDS,

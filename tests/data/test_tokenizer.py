@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.hf_files import CONFIG, CORPUS, KINDS
+from hf_files import CONFIG, CORPUS, KINDS
 from topograd.data.bpe import BPETokenizer
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.data.tokenizer import TextKind, Tokenizer

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.file_reads import opened_below
-from tests.support.retrofits import retrofitted_copy
+from file_reads import opened_below
+from retrofits import retrofitted_copy
 from topograd.decode import model as module
 from topograd.decode import modes
 from topograd.decode.model import Model, load

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.retrofits import add_draft
+from retrofits import add_draft
 from topograd.decode.calibrate import heldout_readings, load, own_text, store, tune
 from topograd.decode.calibration import Calibration
 from topograd.decode.engine import generate_batch

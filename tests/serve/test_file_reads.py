@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.support.file_reads import opened_below
-from tests.support.retrofits import retrofitted_copy
+from file_reads import opened_below
+from retrofits import retrofitted_copy
 from topograd.runs.session import Session
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
