@@ -198,7 +198,7 @@ def peers_of(session: Session) -> dict[str, Callable[[list[int], int], list[int]
 def measure(session: Session, settings: Settings) -> dict[str, Any]:
     """Seconds and tallies of every way on every prompt."""
     engine = engine_of(session, settings.runtime)
-    ends = frozenset(getattr(session.tokenizer, "stop_tokens", {session.tokenizer.separator}))
+    ends = session.tokenizer.stop_tokens or frozenset({session.tokenizer.separator})
     prompts = prompts_of(session, settings.prompts)
     full = generate_batch(Prefix(engine), [p.tokens for p in prompts], settings.tokens)
     for prompt, text in zip(prompts, full, strict=True):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from papers.product_of_experts.facts import FRAMINGS, Fact, KnownFact, passage
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.exec.forward import predict, stage_outputs
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Weights, composed_terms
@@ -60,10 +59,9 @@ class Reader:
         return list(zip(found, targets, strict=True))
 
     def ids(self, text: str) -> list[int]:
-        tokenizer = self.attached.vocabulary.tokenizer
-        if isinstance(tokenizer, ForeignTokenizer):
-            return self.attached.vocabulary.encode_chat(text)
-        return [tokenizer.separator, *tokenizer.encode(text)]
+        vocabulary = self.attached.vocabulary
+        begin = vocabulary.tokenizer.start_tokens if vocabulary.tokenizer.chat_template is None else []
+        return [*begin, *vocabulary.encode_chat(text)]
 
     def log_probability(self, pairs: Sequence[Pair]) -> list[dict[str, float]]:
         """log P(answer | text) under each path."""
@@ -89,7 +87,7 @@ class Reader:
 def asked(attached: Attached, facts: Sequence[Fact], wording: int) -> list[str]:
     """Each fact as a question in a chat, with the beginning of the answer."""
     texts = spelled(attached.vocabulary, [fact.question(wording) for fact in facts])
-    plain = not isinstance(attached.vocabulary.tokenizer, ForeignTokenizer)
+    plain = attached.vocabulary.tokenizer.chat_template is None
     return [f"{text}{' ' if plain else ''}{fact.prompt}" for text, fact in zip(texts, facts, strict=True)]
 
 

@@ -10,7 +10,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from topograd.convert import chat
-from topograd.convert.chat import Renderer, chat_template, render_chat
+from topograd.convert.chat import Renderer, render_chat
 from topograd.errors import CheckpointError, ConfigError, TopogradError
 
 SMOLLM2 = (
@@ -157,15 +157,6 @@ def test_wrong_templates_and_messages_are_one_line() -> None:
         render_chat(SMOLLM2, [{"role": "user", "content": object()}])
     with pytest.raises(ConfigError, match="conversation has"):
         render_chat(SMOLLM2, [{"role": "user", "content": "a" * chat.MOST_MESSAGE_CHARACTERS}])
-
-
-def test_the_template_of_a_tokenizer_config() -> None:
-    assert chat_template({"chat_template": "a"}) == "a"
-    several = {"chat_template": [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}]}
-    assert chat_template(several) == "c"
-    assert chat_template(several, "tool_use") == "b"
-    assert chat_template({}) is None
-    assert chat_template({"chat_template": 3}) is None
 
 
 def test_a_renderer_gives_what_render_chat_gives_again_and_again() -> None:

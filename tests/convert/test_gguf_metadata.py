@@ -20,7 +20,7 @@ from topograd.convert.families import config_of
 from topograd.convert.gguf_config import config_dict
 from topograd.convert.gguf_file import GGUFFile, write_gguf
 from topograd.convert.gguf_tokenizer import tokenizer_config, tokenizer_json
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError
 
 METADATA: dict[str, Any] = {
@@ -176,20 +176,20 @@ def _metadata_of(tokenizer: tokenizers.Tokenizer, **more: Any) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=["gpt-2", "smollm", "llama-bpe", "qwen2"])
-def rebuilt(request: pytest.FixtureRequest) -> tuple[ForeignTokenizer, tokenizers.Tokenizer]:
+def rebuilt(request: pytest.FixtureRequest) -> tuple[HFTokenizer, tokenizers.Tokenizer]:
     original = _original(request.param)
     metadata = _metadata_of(original, pre=request.param)
-    return ForeignTokenizer(tokenizer_json(metadata), tokenizer_config(metadata)), original
+    return HFTokenizer(tokenizer_json(metadata), tokenizer_config(metadata)), original
 
 
 @settings(max_examples=80, deadline=None)
 @given(text=TEXTS)
 def test_byte_level_tokenizers_are_rebuilt(
-    rebuilt: tuple[ForeignTokenizer, tokenizers.Tokenizer], text: str
+    rebuilt: tuple[HFTokenizer, tokenizers.Tokenizer], text: str
 ) -> None:
     ours, original = rebuilt
     ids = original.encode(text).ids
-    assert ours.encode_chat(text) == ids
+    assert ours.encode(text, "chat") == ids
     assert ours.decode(ids) == original.decode(ids)
 
 
@@ -204,9 +204,9 @@ def test_roles_and_the_beginning_of_a_prompt() -> None:
         metadata = _metadata_of(original, pre=pre, **more) | {"tokenizer.chat_template": "{{ 1 }}"}
         config = tokenizer_config(metadata)
         assert config == {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": "{{ 1 }}"}
-        ours = ForeignTokenizer(tokenizer_json(metadata), config)
-        assert (ours.encode("The", special=True)[0] == ours.special("bos")) is begins
-        assert ours.stop_tokens == {ours.special("eos")}
+        ours = HFTokenizer(tokenizer_json(metadata), config)
+        assert (ours.encode("The", "prompt")[0] == ours.special_ids["bos"]) is begins
+        assert ours.stop_tokens == {ours.special_ids["eos"]}
 
 
 def _sentencepiece() -> dict[str, Any]:
@@ -275,13 +275,13 @@ def _merge_by_score(text: str, metadata: dict[str, Any]) -> list[int]:
 )
 def test_sentencepiece_tokenizers_are_rebuilt(prefix: bool, parts: list[str]) -> None:
     metadata = _sentencepiece() | {"tokenizer.ggml.add_space_prefix": prefix}
-    ours = ForeignTokenizer(tokenizer_json(metadata), tokenizer_config(metadata))
+    ours = HFTokenizer(tokenizer_json(metadata), tokenizer_config(metadata))
     text = "".join(parts)
-    ids = ours.encode(text, special=True)
+    ids = ours.encode(text, "prompt")
     assert ids[0] == ours.separator == 1
     assert ids[1:] == _merge_by_score((" " if prefix and text else "") + text, metadata)
     assert ours.decode(ids) == text
-    assert ours.encode_chat("<|end|>") == [2]
+    assert ours.encode("<|end|>", "chat") == [2]
 
 
 def _refused_tokenizers() -> dict[str, tuple[dict[str, Any], str]]:
@@ -347,18 +347,18 @@ def test_smollm2_opens(smollm2: GGUFFile) -> None:
 
 def test_smollm2_has_its_tokenizer_and_its_template(smollm2: GGUFFile) -> None:
     metadata = smollm2.metadata
-    ours = ForeignTokenizer(tokenizer_json(metadata), tokenizer_config(metadata))
+    ours = HFTokenizer(tokenizer_json(metadata), tokenizer_config(metadata))
     assert ours.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
     theirs = _gpt2_with_digits(metadata)
     for text in HOSTILE_TEXTS:
-        assert ours.encode(text, special=True) == theirs.encode(text)
+        assert ours.encode(text, "prompt") == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
-    assert ours.special("eos") == 2
+    assert ours.special_ids["eos"] == 2
     assert ours.stop_tokens == {0, 2}
     assert ours.separator == 0
-    text = render_chat(ours.config["chat_template"], [{"role": "user", "content": "Hi"}])
+    text = render_chat(ours.get_chat_template(), [{"role": "user", "content": "Hi"}])
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert ours.encode_chat(text)[:2] == [1, 9690]
+    assert ours.encode(text, "chat")[:2] == [1, 9690]
 
 
 def _gpt2_with_digits(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import topograd as tg
 from topograd.cli.main import main
-from topograd.convert.chat import chat_template
 from topograd.convert.export import export_model
 from topograd.convert.importing import import_model
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError, TopogradError
 from topograd.runs.session import open_session
 
@@ -129,9 +128,9 @@ def test_what_transformers_keeps_beside_a_tokenizer(source: Source, tmp_path: Pa
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9, 100000]}')
     import_model(folder, tmp_path / "run")
     tokenizer = tg.load(tmp_path / "run").session.tokenizer
-    assert isinstance(tokenizer, ForeignTokenizer)
-    assert chat_template(tokenizer.config) == "{{ messages[0]['content'] }}!"
-    assert tokenizer.stop_tokens >= {7, 9, tokenizer.special("eos")}
+    assert isinstance(tokenizer, HFTokenizer)
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}!"
+    assert tokenizer.stop_tokens >= {7, 9, tokenizer.special_ids["eos"]}
     export_model(tmp_path / "run", tmp_path / "out", "hf")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [7, 9]
 
@@ -143,7 +142,7 @@ def test_it_is_trained_on_in_stages(imported: Path, corpus: Path, tmp_path: Path
     result = tg.start(config, tmp_path / "tuned").train()
     assert len(result["bpb"]["prefix"]) == 2
     tuned = open_session(tmp_path / "tuned")
-    assert tuned.tokenizer.to_text() == base.tokenizer.to_text()
+    assert tuned.tokenizer.files() == base.tokenizer.files()
     before, after = (s.stack.get_parameter("layers.0.mlp.up.weight") for s in (base, tuned))
     assert not torch.equal(before, after)
     assert tg.resume(tmp_path / "tuned").step == 3

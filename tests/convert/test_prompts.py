@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from topograd.convert.prompts import Chat, Prompts
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
 
 
 def test_beginnings_lead_elsewhere(prompts: Prompts) -> None:
@@ -21,7 +21,7 @@ def test_beginnings_lead_elsewhere(prompts: Prompts) -> None:
 def test_chats_are_rendered_once(source: Callable[[str], tuple[Path, Any]]) -> None:
     """The turns around the questions, split off one rendering of the model's own template."""
     folder, _ = source("llama")
-    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json")
+    tokenizer = HFTokenizer.load(folder / "tokenizer.json")
     chat = Chat.of(tokenizer)
     assert chat is not None
     assert tokenizer.decode(chat.first).endswith("<|user|>")

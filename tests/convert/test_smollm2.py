@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import topograd as tg
-from topograd.convert.chat import chat_template, render_chat
+from topograd.convert.chat import render_chat
 from topograd.convert.export import export_model
 from topograd.convert.importing import import_model
 from topograd.specialists.records import spelled
@@ -41,11 +41,9 @@ def model(run: Path) -> tg.Model:
 def test_it_knows_something(model: tg.Model) -> None:
     assert model.generate("The capital of France is", tokens=2) == " Paris."
     tokenizer = model.session.tokenizer
-    template = chat_template(tokenizer.config)  # type: ignore[attr-defined]
-    assert template is not None
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    text = render_chat(template, question)
-    answer = model.generate(tokenizer.encode_chat(text), tokens=16)  # type: ignore[attr-defined]
+    text = render_chat(tokenizer.get_chat_template(), question)
+    answer = model.generate(tokenizer.encode(text, "chat"), tokens=16)
     assert "Paris" in answer
 
 

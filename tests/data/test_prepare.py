@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from topograd.data.bpe import BPETokenizer
 from topograd.data.prepare import Prepared, default_cache, prepare
-from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError, DataError
 
 LINES = [f"line {i} of a text that is long enough to be split and packed\n" for i in range(40)]
@@ -38,7 +38,7 @@ def test_shards_hold_the_text(tmp_path: Path, text: Path, kind: str, vocab: int)
 
 def test_second_time_nothing_is_built(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(text, "bpe", 280, tmp_path / "cache")
-    monkeypatch.setattr(Tokenizer, "train", None)
+    monkeypatch.setattr(BPETokenizer, "train", None)
     monkeypatch.setattr(import_module("topograd.data.prepare"), "write_shards", None)
     second = prepare(text, "bpe", 280, tmp_path / "cache")
     assert second.tokenizer.digest == first.tokenizer.digest
@@ -70,8 +70,8 @@ def test_entries_are_keyed_by_text_and_settings(tmp_path: Path, text: Path) -> N
 
 
 def test_given_tokenizer_is_used(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Tokenizer.train(["another text entirely, entirely another text"], 262)
-    monkeypatch.setattr(Tokenizer, "train", None)
+    own = BPETokenizer.train(["another text entirely, entirely another text"], 262)
+    monkeypatch.setattr(BPETokenizer, "train", None)
     prepared = prepare(text, "bpe", 280, tmp_path / "cache", tokenizer=own)
     assert prepared.tokenizer is own
     assert prepared.train.vocab == own.vocab

@@ -1,7 +1,6 @@
-"""Tokenizers: exact round trips, exact byte counts, and files that are refused when they are not whole."""
+"""What every tokenizer does, whoever made it."""
 
-import json
-import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -9,189 +8,145 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topograd.data import tokenizer as module
-from topograd.data.tokenizer import SEPARATOR, Tokenizer, _byte_alphabet, bytes_of
+from hf_files import CONFIG, CORPUS, KINDS
+from topograd.data.bpe import BPETokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
+from topograd.data.tokenizer import TextKind, Tokenizer
+from topograd.data.tokenizer_file import load_tokenizer
+from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, DataError
+from topograd.pretrained import REFERENCE
 
-small = settings(deadline=None, max_examples=60)
-
-TEXTS = [
-    "def encode(self, text):\n    return self.encode_batch([text])\n" * 3,
-    "class Tokenizer:\n\n\n    pass  # naïve café, 東京, 12345 <|doc|>\n" * 3,
-]
-BYTES = Tokenizer.bytes()
-BPE = Tokenizer.train(TEXTS, 300)
-KINDS = pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
-UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-CODE = st.lists(
-    st.sampled_from(["def ", "self", "\n", "    ", "\r\n", "\t", " ", "x", "é", "京", "'s", "\x1c"])
-)
+TEXT_KINDS: tuple[TextKind, ...] = ("document", "prompt", "chat")
+SPELLED = "a<|doc|>b</s>c<s><|im_end|>d"
+"""Text that spells special tokens."""
+TEXTS = st.lists(
+    st.sampled_from(
+        ["The capital", " of", "\n\n", "  ", "é", "日", "🙂", "12", "'s", "</s>", "<|doc|>", "x"]
+    ),
+    max_size=12,
+).map("".join)
 
 
-@KINDS
-@small
-@given(text=UNICODE | CODE.map("".join))
-def test_round_trip_and_byte_lengths(tokenizer: Tokenizer, text: str) -> None:
+@cache
+def made(name: str) -> Tokenizer:
+    if name == "ours: bytes":
+        return BPETokenizer.bytes()
+    if name == "ours: bpe":
+        return BPETokenizer.train(CORPUS, 300)
+    if name == "with a template":
+        config = {**CONFIG, "chat_template": "{{ messages[0].content }}", "stop_token_ids": [7]}
+        return HFTokenizer(KINDS["byte-level"]().to_str(), config)
+    return HFTokenizer(KINDS[name]().to_str(), CONFIG)
+
+
+NAMES = ["ours: bytes", "ours: bpe", "with a template", *KINDS]
+
+
+@pytest.fixture(params=NAMES)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return made(request.param)
+
+
+def test_sizes_fit_together(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab == len(tokenizer.pieces) == len(tokenizer.byte_lengths)
+    assert tokenizer.byte_lengths.tolist() == [len(piece) for piece in tokenizer.pieces]
+    special = {tokenizer.separator, *tokenizer.start_tokens, *tokenizer.special_ids.values()}
+    assert all(0 <= i < tokenizer.vocab and tokenizer.pieces[i] == b"" for i in special)
+    assert {f"{role}_token" for role in tokenizer.special_ids} == set(tokenizer.special_tokens)
+    for role, i in tokenizer.special_ids.items():
+        assert tokenizer.encode(tokenizer.special_tokens[f"{role}_token"], "chat") == [i]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS)
+def test_a_document_comes_back_and_has_no_special_token(name: str, text: str) -> None:
+    tokenizer = made(name)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
-    assert tokenizer.separator not in ids
+    if tokenizer.decode(ids) != text:  # only a space before a text may be dropped, as transformers does
+        assert name in ("prepend", "metaspace", "metaspace decoder")
+        assert tokenizer.decode(ids) == text.removeprefix(" ")
+    assert not set(ids) & {tokenizer.separator, *tokenizer.stop_tokens, *tokenizer.special_ids.values()}
+    stream = TextStream(tokenizer)
+    streamed = "".join(stream.feed(i) for i in ids) + stream.finish()
+    assert streamed.lstrip(" ") == text.lstrip(" ")
+    assert tokenizer.byte_lengths[ids].sum() == len(streamed.encode())
 
 
-@KINDS
-def test_text_that_spells_the_separator_stays_text(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(f"a{SEPARATOR}b")
-    assert tokenizer.separator not in ids
-    assert tokenizer.decode([*ids, tokenizer.separator, *ids]) == f"a{SEPARATOR}b" * 2
-    assert tokenizer.byte_lengths[tokenizer.separator] == 0
+def test_the_kinds_of_text(tokenizer: Tokenizer) -> None:
+    document, prompt, chat = (tokenizer.encode(SPELLED, kind) for kind in TEXT_KINDS)
+    assert tokenizer.encode(SPELLED) == document
+    assert tokenizer.decode(document) == SPELLED
+    recognised = [i for i in chat if i in tokenizer.special_ids.values()]
+    assert recognised == [tokenizer.special_ids[role] for role in ("eos", "bos") if tokenizer.special_ids]
+    added = len(prompt) - len(chat)
+    assert prompt[added:] == chat
+    assert prompt[:added] in ([], tokenizer.start_tokens), "nothing is put before a prompt of ours"
+    for kind in TEXT_KINDS:
+        assert tokenizer.encode("", kind) in ([], tokenizer.start_tokens)
 
 
-def test_sizes() -> None:
-    assert (BYTES.kind, BYTES.vocab, BYTES.separator) == ("bytes", 257, 256)
-    assert (BPE.kind, BPE.vocab, BPE.separator) == ("bpe", 300, 299)
-    assert Tokenizer.train(TEXTS, 257).digest == BYTES.digest
-    assert 257 < Tokenizer.train(["ab" * 9], 5000).vocab < 300
-    assert sum(len(BPE.encode(text)) for text in TEXTS) < 0.6 * sum(len(BYTES.encode(text)) for text in TEXTS)
-
-
-def test_encoding_applies_the_merges_in_order() -> None:
-    """Against plain byte pair encoding, on words that the split into words leaves whole."""
-    for word in ["encode", "Tokenizer", "selftext", "passreturn", "é"]:
-        ids = list(word.encode())
-        for left, right in BPE.merges:
-            joined = BPE.pieces.index(BPE.pieces[left] + BPE.pieces[right])
-            place = 0
-            while place + 1 < len(ids):
-                if (ids[place], ids[place + 1]) == (left, right):
-                    ids[place : place + 2] = [joined]
-                place += 1
-        assert BPE.encode(word) == ids
-
-
-@small
-@given(st.lists(st.sampled_from(["a", "\n", " ", "b\nc", "\n\n", "\x1c", "\u2028", "'s", "7"]), max_size=80))
-def test_long_texts_are_cut_without_a_trace(parts: list[str]) -> None:
-    text = "".join(parts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE_CHARACTERS", 5)
-        assert "".join(module._parts(text)) == text
-        cut = BPE.encode(text)
-    assert cut == BPE.encode(text)
-
-
-def test_long_texts_are_cut_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 5)
-    assert list(module._parts("one two\nthree\n\nfour\n five\nsix")) == [
-        "one two\n",
-        "three\n\nfour\n five\n",
-        "six",
-    ]
-
-
-def test_batch_is_each_text_alone() -> None:
-    texts = [*TEXTS, "", "x"]
-    batch = BPE.encode_batch(texts)
-    assert [array.tolist() for array in batch] == [BPE.encode(text) for text in texts]
+def test_a_batch_is_each_document_alone(tokenizer: Tokenizer) -> None:
+    texts = [*CORPUS, "", SPELLED]
+    batch = tokenizer.encode_batch(texts)
+    assert [array.tolist() for array in batch] == [tokenizer.encode(text) for text in texts]
     assert {array.dtype for array in batch} == {np.dtype(np.uint32)}
-    assert BPE.encode_batch([]) == BYTES.encode_batch([]) == []
+    assert tokenizer.encode_batch([]) == []
 
 
-def test_training_is_deterministic_and_samples_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Tokenizer.train(iter(TEXTS), 300).digest == BPE.digest
-    assert Tokenizer.train(TEXTS[:1], 300).digest != BPE.digest
-    monkeypatch.setattr(module, "_SAMPLE_CHARACTERS", 200)
-    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 10)
-    texts = ["".join(chr(0x4E00 + 100 * i + j) for j in range(95)) for i in range(10)]
-    blocks = list(module._sample(texts))
-    assert all(block in text for block, text in zip(blocks[::2], texts, strict=True))
-    assert len(blocks) == 20
-
-
-@KINDS
-def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="half a surrogate pair at character 1"):
-        tokenizer.encode("a\udc80")
-    with pytest.raises(DataError, match="half a surrogate"):
-        Tokenizer.train(["a\udc80"], 300)
-
-
-def test_decode_replaces_broken_characters_and_refuses_foreign_ids() -> None:
-    assert BYTES.decode([0xE6, 0x9D]) == "\ufffd"
-    assert BYTES.decode(np.array([104, 256, 105])) == "hi"
-    with pytest.raises(DataError, match="token 257 is not in this vocabulary: its ids are 0 to 256"):
-        BYTES.decode([257])
-
-
-def test_vocabulary_below_the_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 257"):
-        Tokenizer.train(TEXTS, 256)
-
-
-@KINDS
-def test_file_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_files_are_read_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("old")
     tokenizer.save(path)
-    loaded = Tokenizer.load(path)
-    assert (loaded.digest, loaded.pieces) == (tokenizer.digest, tokenizer.pieces)
-    assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
-    assert os.listdir(tmp_path) == ["tokenizer.json"]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == tokenizer.files()
+    again = load_tokenizer(path)
+    assert type(again) is type(tokenizer)
+    names = ("kind", "vocab", "pieces", "separator", "start_tokens", "stop_tokens", "special_ids", "digest")
+    for name in (*names, "special_tokens", "chat_template"):
+        assert getattr(again, name) == getattr(tokenizer, name)
+    assert again.files() == tokenizer.files()
+    for kind in TEXT_KINDS:
+        assert again.encode(SPELLED, kind) == tokenizer.encode(SPELLED, kind)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"format": "other"}, "is not a tokenizer of this package"),
-        ({"version": 2}, "has format version 2, not 1"),
-        ({"merges": [[97, 98]]}, "its digest does not fit"),
-        ({"merges": [[97, 400]]}, "bad merges"),
-        ({"merges": [[-1, 97]]}, "bad merges"),
-        ({"merges": [97]}, "bad merges"),
-        ({"merges": None}, "bad merges"),
-        ({"merges": [[float("inf"), 1]]}, "bad merges"),
-    ],
-)
-def test_foreign_or_damaged_file_is_refused(tmp_path: Path, change: dict, reason: str) -> None:
-    path = tmp_path / "tokenizer.json"
-    BPE.save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DataError, match=reason) as caught:
-        Tokenizer.load(path)
-    assert "\n" not in str(caught.value)
+def test_each_has_a_digest_of_its_own() -> None:
+    others = [name for name in NAMES if name != "with a template"]  # which changes nothing about encoding
+    assert len({made(name).digest for name in others}) == len(others)
+    assert made("with a template").digest == made("byte-level").digest
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b'{"format": "topograd-tok', b"\xff\xfe", b"[" * 100_000])
-def test_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json.* is (damaged|not a tokenizer)"):
-        Tokenizer.load(path)
-    with pytest.raises(DataError, match="cannot be read"):
-        Tokenizer.load(tmp_path / "missing.json")
+def test_what_one_lacks_it_says_in_one_line(tokenizer: Tokenizer) -> None:
+    if tokenizer.chat_template is None:
+        with pytest.raises(ConfigError, match="has no chat template") as caught:
+            tokenizer.get_chat_template()
+        assert "\n" not in str(caught.value)
+    else:
+        assert tokenizer.get_chat_template() == tokenizer.chat_template
+    if isinstance(tokenizer, BPETokenizer):
+        with pytest.raises(ConfigError, match="no other program reads") as caught:
+            tokenizer.to_hf()
+        assert "\n" not in str(caught.value)
+    else:
+        assert tokenizer.to_hf().digest == tokenizer.digest
 
 
-def test_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    BPE.encode_batch(TEXTS)
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    BPE.encode("x")
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+def test_what_cannot_be_encoded_or_decoded_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="kind is 'text'; a text is one of document, prompt, chat"):
+        tokenizer.encode("a", "text")  # type: ignore[arg-type]
+    for kind in TEXT_KINDS:
+        with pytest.raises(DataError, match="half a surrogate pair at character 1"):
+            tokenizer.encode("a\udc80", kind)
+    for wrong in (-1, tokenizer.vocab):
+        with pytest.raises(DataError, match=f"token {wrong} is not in this vocabulary"):
+            tokenizer.decode([wrong])
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_fork_after_use_prints_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    BPE.encode_batch(TEXTS * 4)
-    Tokenizer.train(TEXTS, 280)
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert "parallelism" not in capfd.readouterr().err
-
-
-def test_the_bytes_of_a_byte_level_token() -> None:
-    assert [bytes_of(name) for name in _byte_alphabet()] == [bytes([value]) for value in range(256)]
-    assert bytes_of("a\u0120b") == b"a b"
-    for token in ("a b", "\n", "\xad", "\u0144", "\uffff", "\u4e2d"):
-        assert bytes_of(token) is None
+def test_the_packaged_models_tokenizer_is_what_it_was() -> None:
+    path = REFERENCE / "tokenizer.json"
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.vocab, tokenizer.separator, tokenizer.stop_tokens) == (2048, 2047, frozenset())
+    assert tokenizer.digest == "7241d5895076d2928f2d9301948ef4cd77b689b40ebe2ef4e21362baa47fbe0e"
+    ids = [455, 878, 40, 273, 305, 272, 334, 288, 46, 120, 32, 316, 294, 97, 195, 175, 388, 10]
+    assert tokenizer.encode("def read(self):\n    return self.x  # naïve\n") == ids
+    assert tokenizer.files() == {"tokenizer.json": path.read_text()}

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topograd.data.bpe import BPETokenizer
 from topograd.data.loader import IGNORED
 from topograd.data.shards import write_shards
-from topograd.data.tokenizer import Tokenizer
 from topograd.data.windows import windows
 from topograd.errors import ConfigError, DataError
 
 small = settings(deadline=None, max_examples=60)
 
-BYTES = Tokenizer.bytes()
-BPE = Tokenizer.train(["evaluation windows, each token a target once; naïve café\n" * 4], 300)
+BYTES = BPETokenizer.bytes()
+BPE = BPETokenizer.train(["evaluation windows, each token a target once; naïve café\n" * 4], 300)
 TEXTS = st.lists(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=6
 ).filter(any)

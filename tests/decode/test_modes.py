@@ -260,5 +260,8 @@ def test_the_default_is_what_pays(session: Session, uncalibrated: Session) -> No
     assert default_depth(uncalibrated) == "full", "drafts do not pay"
     store(uncalibrated, replace(CALIBRATION, step=1), DRAFTS)
     assert default_depth(uncalibrated) == "full", "the weights are others"
+    store(uncalibrated, CALIBRATION, DRAFTS)
+    assert default_depth(uncalibrated) == "speculate"
     (uncalibrated.run.folder / "calibration.json").write_text("{")
-    assert default_depth(uncalibrated) == "full", "it is damaged"
+    assert default_depth(uncalibrated) == "speculate", "an open run remembers what it read"
+    assert default_depth(replace(uncalibrated)) == "full", "it is damaged"

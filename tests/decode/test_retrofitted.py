@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from retrofits import add_draft
 from topograd.decode.calibrate import heldout_readings, load, own_text, store, tune
 from topograd.decode.calibration import Calibration
 from topograd.decode.engine import generate_batch
@@ -20,7 +21,6 @@ from topograd.decode.retrofitted import KIND, open_exits, open_retrofit, retrofi
 from topograd.decode.sampling import Sampling
 from topograd.errors import RunError
 from topograd.nn.draft_stage import DraftStage, unit
-from topograd.nn.translator import Translator
 from topograd.runs.session import Session, heldout_text, open_session
 from topograd.runs.sidecar import BaseIdentity, create_sidecar
 
@@ -66,14 +66,7 @@ def three(make_session: Callable[..., Session]) -> Session:
 def with_exits(three: Session, tmp_path: Path) -> Session:
     """A run of three stages in float64 whose two exits have translators of their own."""
     session = open_session(shutil.copytree(three.run.folder, tmp_path / "run"))
-    translators = {}
-    for head in range(2):
-        translators[head] = Translator(session.stack.width)
-        nn.init.normal_(translators[head].affine.weight, std=0.5)
-    stage, table = DraftStage(session.stack, torch.arange(40)), NGramTable.of(np.array([[1, 2]]), least=1)
-    tensors = retrofit_tensors(stage, table, translators)
-    base, folder = BaseIdentity.of(session), session.run.folder / "draft"
-    create_sidecar(folder, kind=KIND, base=base, tensors=tensors, settings={}, card="")
+    add_draft(session, 0.5)
     session.stack.double()
     return session
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from topograd.data.tokenizer import Tokenizer
+from topograd.data.bpe import BPETokenizer
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 
@@ -38,7 +38,7 @@ def shown(stream: TextStream, tokens: list[int]) -> tuple[list[str], str]:
     return pieces, stream.finish()
 
 
-def split(data: bytes, ends: list[int]) -> tuple[Tokenizer, list[int]]:
+def split(data: bytes, ends: list[int]) -> tuple[BPETokenizer, list[int]]:
     """A tokenizer with a token for each part of `data`, cut at `ends`, and those tokens."""
     ends = sorted({0, len(data), *(end for end in ends if end < len(data))})
     parts = [data[start:end] for start, end in pairwise(ends)]
@@ -49,7 +49,7 @@ def split(data: bytes, ends: list[int]) -> tuple[Tokenizer, list[int]]:
             if part[:end] not in ids:
                 merges.append((ids[part[: end - 1]], part[end - 1]))
                 ids[part[:end]] = len(ids)
-    return Tokenizer(tuple(merges)), [ids[part] for part in parts]
+    return BPETokenizer(tuple(merges)), [ids[part] for part in parts]
 
 
 @few
@@ -58,7 +58,7 @@ def split(data: bytes, ends: list[int]) -> tuple[Tokenizer, list[int]]:
 @example("aaab", ["aab"])  # a beginning within a beginning
 @example("abab", ["c", "abab", "b"])
 def test_bytes_give_the_text_up_to_the_first_stop(text: str, stops: list[str]) -> None:
-    stream = TextStream(Tokenizer.bytes(), stops)
+    stream = TextStream(BPETokenizer.bytes(), stops)
     pieces, rest = shown(stream, list(text.encode()))
     # a byte completes one character at most: the text stops with the first character that ends a stop
     written = next((text[:n] for n in range(len(text) + 1) if holds(text[:n], stops)), text)
@@ -110,7 +110,7 @@ def test_any_bytes_any_tokens_and_any_stops_against_the_obvious_version(
 
 
 def test_only_what_may_begin_a_stop_is_held_back() -> None:
-    stream = TextStream(Tokenizer.bytes(), ["\n\nQ:", "END"])
+    stream = TextStream(BPETokenizer.bytes(), ["\n\nQ:", "END"])
     assert [stream.feed(token) for token in b"A\nB\n\nC E"] == ["A", "", "\nB", "", "", "\n\nC", " ", ""]
     assert [stream.feed(token) for token in b"EN\n\n\n"] == ["E", "", "EN", "", "\n"]
     assert not stream.stopped
@@ -137,23 +137,23 @@ def test_of_two_stops_the_one_that_starts_earlier_cuts(stops: list[str]) -> None
 
 
 def test_a_character_waits_for_its_last_byte() -> None:
-    stream = TextStream(Tokenizer.bytes())
+    stream = TextStream(BPETokenizer.bytes())
     assert [stream.feed(token) for token in "é€𝄞".encode()] == ["", "é", "", "", "€", "", "", "", "𝄞"]
     assert stream.finish() == ""
 
 
 def test_a_character_that_never_ends_is_replaced() -> None:
-    stream = TextStream(Tokenizer.bytes())
+    stream = TextStream(BPETokenizer.bytes())
     assert [stream.feed(token) for token in b"a\xe2\x82"] == ["a", "", ""]
     assert stream.finish() == "\ufffd"
-    stream = TextStream(Tokenizer.bytes(), ["\ufffd"])
+    stream = TextStream(BPETokenizer.bytes(), ["\ufffd"])
     assert [stream.feed(token) for token in b"a\xe2"] == ["a", ""]
     assert stream.finish() == ""
     assert stream.stopped
 
 
 def test_the_separator_is_no_text() -> None:
-    tokenizer = Tokenizer.bytes()
+    tokenizer = BPETokenizer.bytes()
     stream = TextStream(tokenizer, ["ab"])
     assert [stream.feed(token) for token in (ord("a"), tokenizer.separator, ord("b"))] == ["", "", ""]
     assert stream.stopped
@@ -170,12 +170,12 @@ def test_the_separator_is_no_text() -> None:
 )
 def test_stops_that_are_refused(stops: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        TextStream(Tokenizer.bytes(), stops)
+        TextStream(BPETokenizer.bytes(), stops)
 
 
 def test_the_most_that_may_be_asked() -> None:
     longest = "a" * 199 + "b"
-    stream = TextStream(Tokenizer.bytes(), [longest] * 16)
+    stream = TextStream(BPETokenizer.bytes(), [longest] * 16)
     pieces, rest = shown(stream, list(b"a" * 250 + b"bc"))
     assert "".join(pieces) == "a" * 51
     assert rest == ""

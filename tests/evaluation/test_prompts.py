@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from topograd.data.tokenizer import Tokenizer
+from topograd.data.bpe import BPETokenizer
 from topograd.evaluation.prompts import bundle_of, prompts, shared
 from topograd.evaluation.tasks import TASKS
 
-BYTES = Tokenizer.bytes()
+BYTES = BPETokenizer.bytes()
 CHOICE = {"query": "Q: 1+1?", "choices": ["two", "twelve"], "gold": 0}
 SCHEMA = {"context_options": ["Ann and Bo; Ann", "Ann and Bo; Bo"], "continuation": "ran.", "gold": 1}
 LANGUAGE = {"context": "The sky is ", "continuation": "blue"}

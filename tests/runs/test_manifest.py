@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from topograd import files
-from topograd.data import Tokenizer
+from topograd.data import BPETokenizer, load_tokenizer
 from topograd.errors import CheckpointError, RunError
 from topograd.runs import manifest
 from topograd.runs.checkpoint import digest
@@ -62,12 +62,13 @@ def test_a_foreign_tokenizer_of_another_size_is_refused(learned: Run, straight: 
 def test_a_foreign_tokenizer_of_the_same_size_is_refused(learned: Run, tmp_path: Path) -> None:
     """The last two merges exchanged: as many tokens, but others. Nothing but its digest could tell."""
     copy = Run(shutil.copytree(learned.folder, tmp_path / "run"))
-    before = Tokenizer.load(copy.tokenizer_file)
+    before = load_tokenizer(copy.tokenizer_file)
+    assert isinstance(before, BPETokenizer)
     text = copy.tokenizer_file.read_text()
     *merges, one, two = before.merges
-    copy.tokenizer_file.write_text(Tokenizer((*merges, two, one)).to_text())
+    copy.tokenizer_file.write_text(BPETokenizer((*merges, two, one)).files()["tokenizer.json"])
     assert copy.tokenizer_file.read_text() != text
-    assert Tokenizer.load(copy.tokenizer_file).vocab == before.vocab, "it can be read, and has the same size"
+    assert load_tokenizer(copy.tokenizer_file).vocab == before.vocab, "it can be read, and has the same size"
     refused(copy.folder, r"tokenizer\.json is not the file that this run wrote")
     copy.tokenizer_file.write_text(text)
     open_session(copy.folder)

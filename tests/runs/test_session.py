@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.data import Tokenizer
+from topograd.data import BPETokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError, RunError
 from topograd.nn.config import GPTConfig
 from topograd.nn.stack import Stack
@@ -185,6 +185,6 @@ def test_a_tokenizer_of_another_size_is_refused_without_a_manifest_too(
     """A run of version 0.1 has no digest of it, but its head has as many rows as it had tokens (R1)."""
     folder = shutil.copytree(trained.run.folder, tmp_path / "run")
     (folder / "manifest.json").unlink()
-    Tokenizer(((104, 101), (108, 108))).save(folder / "tokenizer.json")
+    BPETokenizer(((104, 101), (108, 108))).save(folder / "tokenizer.json")
     with pytest.raises(RunError, match=r"tokenizer\.json has 259 tokens and the model 257; restore it"):
         open_session(folder)

@@ -33,12 +33,11 @@ def served() -> Served:
 
 
 @pytest.fixture(scope="session")
-def start_server(served: Served) -> Callable[..., Any]:
+def serve() -> Callable[..., Any]:
     """Starts a server in a thread; returns it and how to stop it."""
 
-    def start(token: str | None = None, **limits: Any) -> tuple[Running, Callable[[], None]]:
-        own = Served(served.model, Limits(**limits)) if limits else served
-        running = Running(own, bind("127.0.0.1", 0), token)
+    def start(served: Served, token: str | None = None) -> tuple[Running, Callable[[], None]]:
+        running = Running(served, bind("127.0.0.1", 0), token)
         ready = threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
         thread.start()
@@ -52,6 +51,14 @@ def start_server(served: Served) -> Callable[..., Any]:
         return running, stop
 
     return start
+
+
+@pytest.fixture(scope="session")
+def start_server(served: Served, serve: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with the reference model, and other limits if there are any."""
+    return lambda token=None, **limits: serve(
+        Served(served.model, Limits(**limits)) if limits else served, token
+    )
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,8 @@ def test_a_stop_lets_running_texts_finish_and_a_kill_loses_nothing_else() -> Non
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]", "it was told to stop in the middle, and went on to the end"
         assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == "topograd: runtime onnx, weights float32\ntopograd: stopped\n"
     with (
         started() as (process, address),
         httpx.Client(base_url=address, timeout=60, trust_env=False) as client,

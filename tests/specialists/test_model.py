@@ -34,7 +34,7 @@ def folders(base: Session, place: Path) -> dict[str, Path]:
 def by_hand(pool: SpecialistPool, prompt: list[int], weights: dict[str, float], tokens: int) -> list[int]:
     """Greedy text up to its end, the whole sequence computed again for each token."""
     predictor = Predictor(pool.attached.stack, pool.model(weights).session.plan)
-    ends: frozenset[int] = getattr(pool.attached.base.tokenizer, "stop_tokens", frozenset())
+    ends = pool.attached.base.tokenizer.stop_tokens
     text: list[int] = []
     with torch.no_grad():
         while len(text) < tokens and not (text and text[-1] in ends):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
@@ -53,11 +53,11 @@ def test_what_users_write(gpt: Session) -> None:
 
 def test_a_prompt_keeps_what_the_base_puts_around_it(imported: Session) -> None:
     bos = {"bos_token": "<|endoftext|>", "add_bos_token": True}
-    tokenizer = ForeignTokenizer(imported.tokenizer.to_text(), bos)
+    tokenizer = HFTokenizer(imported.tokenizer.files()["tokenizer.json"], bos)
     vocabulary = Vocabulary(tokenizer, 400, [NewToken("<|a|>", "x")])
-    assert vocabulary.encode("def x") == tokenizer.encode("def x", special=True)
-    assert vocabulary.encode("<|a|>") == [tokenizer.special("bos"), 400]
-    assert vocabulary.encode("") == [tokenizer.special("bos")]
+    assert vocabulary.encode("def x") == tokenizer.encode("def x", "prompt")
+    assert vocabulary.encode("<|a|>") == [tokenizer.special_ids["bos"], 400]
+    assert vocabulary.encode("") == [tokenizer.special_ids["bos"]]
     assert Vocabulary(imported.tokenizer, 400).encode("") == [imported.tokenizer.separator]
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
@@ -22,6 +22,9 @@ from rich.console import Console
 from topograd.cli.flags import Flag, as_typed, check_known, check_words, flags_of
 from topograd.errors import ConfigError, RunError, TopogradError
 from topograd.files import naming
+
+if TYPE_CHECKING:
+    from topograd.decode.engine import Engine
 
 T = TypeVar("T")
 Json = Annotated[
@@ -144,6 +147,11 @@ def make_folder(folder: Path) -> None:
 def note(text: str) -> None:
     """A line for a person, beside the result."""
     print(f"topograd: {text}", file=sys.stderr, flush=True)
+
+
+def note_runtime(engine: Engine) -> None:
+    """Which runtime computes: what is installed decides it, and it decides how numbers are rounded."""
+    note(f"runtime {engine.runtime.name}, weights {engine.runtime.precision}")
 
 
 def out() -> Console:

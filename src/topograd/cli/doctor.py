@@ -80,6 +80,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": _cpus(),
         "torch": _torch(problems),
+        "runtime": _or_none(_runtime),
         "packages": {need.name: need.version for need in required},
         "extras": _extras(needed),
         "cache": _cache(),
@@ -168,6 +169,13 @@ def _torch(problems: list[str]) -> dict[str, Any] | None:
         return None
 
 
+def _runtime() -> str:
+    """What `generate` and `serve` run a model with, where it can and nothing else is asked for."""
+    from topograd.runtime.choice import installed
+
+    return "onnx" if installed() else "torch"
+
+
 def _cache() -> dict[str, Any] | None:
     """Where prepared corpora lie, how many there are, and whether there can be more."""
     try:
@@ -232,6 +240,7 @@ def doctor_table(found: Mapping[str, Any]) -> Table:
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch["cuda"])), *(["mps"] if torch["mps"] else [])]
         table.add_row("threads", str(torch["threads"]))
         table.add_row("devices", ", ".join(devices))
+    table.add_row("runtime", f"{found['runtime'] or DASH}, unless --runtime or the model says otherwise")
     table.add_section()
     for extra in found["extras"]:
         lacks = f"not installed, lacks {', '.join(extra['missing'])}" if extra["missing"] else "installed"

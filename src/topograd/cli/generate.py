@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from topograd.cli.console import Json, RuntimeFlag, WeightsFlag, note, out, parse, print_json
+from topograd.cli.console import Json, RuntimeFlag, WeightsFlag, note, note_runtime, out, parse, print_json
 from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
@@ -91,7 +92,8 @@ def run(argv: list[str]) -> int:
     exits = len(model.session.plan.predicting())
     console = out()
     colours = _colours(console, exits) if asked.colour else {}
-    show = silent if asked.json else _coloured(console, colours) if colours else _plain
+    show = _coloured(console, colours) if colours else _plain
+    show = silent if asked.json else _after_runtime(show, model)
     try:
         if asked.chat:
             return _chat(asked, model, show, colours)
@@ -175,19 +177,14 @@ def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[i
 
     Specialists on a base without a template were trained on the plain one.
     """
-    from topograd.convert.chat import chat_template
-    from topograd.data.foreign_tokenizer import ForeignTokenizer
-
     tokenizer, pool = model.session.tokenizer, getattr(model, "pool", None)
     if pool is not None:
         from topograd.specialists.records import template_of
 
         vocabulary = pool.vocabulary
-        return template_of(vocabulary), getattr(tokenizer, "special_tokens", {}), vocabulary.encode_chat
-    template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
-    if template is None or not isinstance(tokenizer, ForeignTokenizer):
-        raise ConfigError(f"{model.session.run.folder} has no chat template; leave --chat out")
-    return template, tokenizer.special_tokens, tokenizer.encode_chat
+        return template_of(vocabulary), tokenizer.special_tokens, vocabulary.encode_chat
+    template = tokenizer.get_chat_template()
+    return template, tokenizer.special_tokens, partial(tokenizer.encode, kind="chat")
 
 
 def _typed(json: bool) -> Iterator[str]:
@@ -279,6 +276,20 @@ def writer(piece: Piece) -> str:
 
 def silent(text: str, who: str) -> None:
     """With --json, nothing but the one object is written."""
+
+
+def _after_runtime(show: Show, model: Model) -> Show:
+    """The same, with a line before the first text that says what runs the model."""
+    begun = False
+
+    def first(text: str, who: str) -> None:
+        nonlocal begun
+        if not begun:
+            note_runtime(model.engine)
+        begun = True
+        show(text, who)
+
+    return first
 
 
 def _plain(text: str, who: str) -> None:

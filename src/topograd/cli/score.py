@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Folder, Json, note, out, parse, print_json
+from topograd.cli.console import Folder, Json, note, note_runtime, out, parse, print_json
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ def run(argv: list[str]) -> int:
         note(f"the context is longer than the model reads; its first {cut} tokens were left out")
     names = depth_names(model, asked.specialists) if asked.depth is None else [asked.depth]
     if asked.json:
-        print_json(_answer(scored) | {"depths": names})
+        ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
+        print_json(_answer(scored) | {"depths": names} | ran)
     else:
+        note_runtime(model.engine)
         console = out()
         for each in scored:
             console.print(_table(each, names))

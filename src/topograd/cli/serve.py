@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from topograd.cli.console import WeightsFlag, note, parse
+from topograd.cli.console import WeightsFlag, note, note_runtime, parse
 from topograd.cli.main import INTERRUPTED
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
@@ -69,6 +69,7 @@ def run(argv: list[str]) -> int:
         running = Running(served, sock, token)
 
         def ready() -> None:
+            note_runtime(served.model.engine)
             print(f"serving {running.served.name} at {running.address()} (playground: the same)", flush=True)
 
         ended = asyncio.run(running.run(ready))

@@ -3,7 +3,7 @@
 A template is a Jinja program that comes with a model, so it is treated as a stranger's: it is rendered in
 Jinja's immutable sandbox, as transformers does, and in a process of its own (`chat_worker`) whose time,
 memory and output are bounded. The text is that of transformers' `apply_chat_template`; it is to be encoded
-with `ForeignTokenizer.encode_chat`, since it spells the special tokens itself.
+with `Tokenizer.encode(text, "chat")`, since it spells the special tokens itself.
 
 Cost. One process for each rendering, which imports Jinja: little beside an answer. `render_chats` renders
 many conversations in one process. A `Renderer` starts the next process before it is asked for.
@@ -103,15 +103,6 @@ def _text_of(answer: Mapping[str, str]) -> str:
     if "error" in answer:
         raise _failed(_line(answer["error"]))
     return answer["text"]
-
-
-def chat_template(config: Mapping[str, Any], name: str = "default") -> str | None:
-    """The template in a tokenizer_config.json, which may have several by name; None if it has none."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == name]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
 
 
 def _request(template: str, many: Sequence[Mapping[str, Any]]) -> bytes:

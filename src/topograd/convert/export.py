@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from topograd.convert.card import card
-from topograd.convert.chat import chat_template
 from topograd.convert.families import hugging_face_config
 from topograd.convert.gguf_tokenizer import tokenizer_json
 from topograd.convert.tensor_names import tensor_names
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
+from topograd.data.tokenizer import FILE
 from topograd.decode.retrofitted import exit_tensors, open_exits
 from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
@@ -86,16 +86,16 @@ def _write_onnx(folder: Path, session: Session) -> None:
     write_onnx(folder, session)
 
 
-def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:
+def _plain(session: Session) -> tuple[Transformer, HFTokenizer]:
     """The model and the tokenizer, if others know their like."""
-    stack, tokenizer, where = session.stack, session.tokenizer, session.run.folder
+    stack, where = session.stack, session.run.folder
     kind = session.config.model.kind
     if kind == "hf":
         raise ConfigError(
             f"{where} is a model which transformers runs here; only families with "
             "a stack of our own are exported, and transformers has it already"
         )
-    if kind not in TRAITS or not isinstance(tokenizer, ForeignTokenizer):
+    if kind not in TRAITS or not session.config.brings_tokenizer:
         raise ConfigError(
             f"{where} is a model of our own kind, which no other program knows; only imported models are "
             "exported: keep the run's folder"
@@ -106,7 +106,7 @@ def _plain(session: Session) -> tuple[Transformer, ForeignTokenizer]:
             f"{where} has a last head or relays of its own, or predicts by several stages, which these "
             "formats cannot say; keep the run's folder"
         )
-    return stack, tokenizer
+    return stack, session.tokenizer.to_hf()
 
 
 def _write_sidecar(folder: Path, session: Session, stack: Transformer) -> None:
@@ -147,10 +147,10 @@ def _tensors(stack: Transformer, naming: Any) -> dict[str, Tensor]:
     }
 
 
-def _write_folder(folder: Path, stack: Transformer, tokenizer: ForeignTokenizer) -> None:
+def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> None:
     settings = hugging_face_config(stack.config)
     for role in ("bos", "eos", "pad"):
-        settings[f"{role}_token_id"] = tokenizer.special(role)
+        settings[f"{role}_token_id"] = tokenizer.special_ids.get(role)
     if ends := tokenizer.declared_ends:
         settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     save_file(_tensors(stack, "hugging-face"), folder / "model.safetensors", metadata={"format": "pt"})
@@ -158,7 +158,7 @@ def _write_folder(folder: Path, stack: Transformer, tokenizer: ForeignTokenizer)
     tokenizer.save(folder / "tokenizer.json")
 
 
-def _write_gguf(file: Path, stack: Transformer, tokenizer: ForeignTokenizer, kind: str, name: str) -> None:
+def _write_gguf(file: Path, stack: Transformer, tokenizer: HFTokenizer, kind: str, name: str) -> None:
     from topograd.convert.gguf_file import write_gguf
 
     metadata = {**gguf_metadata(stack, name), **gguf_tokenizer(tokenizer, stack.config.vocab)}
@@ -203,9 +203,9 @@ def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
     }
 
 
-def gguf_tokenizer(tokenizer: ForeignTokenizer, vocab: int) -> dict[str, Any]:
+def gguf_tokenizer(tokenizer: HFTokenizer, vocab: int) -> dict[str, Any]:
     """A byte-level tokenizer in GGUF's words; rows of the head that no token has are named as unused."""
-    content = json.loads(tokenizer.to_text())
+    content = json.loads(tokenizer.files()[FILE])
     model, added = content["model"], content.get("added_tokens", [])
     if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(content.get("decoder")):
         raise ConfigError("only byte-level BPE tokenizers are written as GGUF; use format hf")
@@ -224,22 +224,21 @@ def gguf_tokenizer(tokenizer: ForeignTokenizer, vocab: int) -> dict[str, Any]:
         "tokenizer.ggml.merges": merges,
     }
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        index = tokenizer.special(role)
-        if index is not None:
-            found[f"tokenizer.ggml.{key}_token_id"] = index
+        if role in tokenizer.special_ids:
+            found[f"tokenizer.ggml.{key}_token_id"] = tokenizer.special_ids[role]
     for role, place in (("bos", 0), ("eos", -1)):
-        put = tokenizer.encode(SAMPLE, special=True)[place] == tokenizer.special(role)
+        put = tokenizer.encode(SAMPLE, "prompt")[place] == tokenizer.special_ids.get(role)
         found[f"tokenizer.ggml.add_{role}_token"] = put
     _check_split(tokenizer, found)
-    template = chat_template(tokenizer.config)
+    template = tokenizer.chat_template
     return found if template is None else found | {"tokenizer.chat_template": template}
 
 
-def _check_split(tokenizer: ForeignTokenizer, found: Mapping[str, Any]) -> None:
+def _check_split(tokenizer: HFTokenizer, found: Mapping[str, Any]) -> None:
     """Refuse to write a tokenizer that its readers would take for another."""
     kinds = np.array(found["tokenizer.ggml.token_type"], dtype=np.int32)
-    back = ForeignTokenizer(tokenizer_json({**found, "tokenizer.ggml.token_type": kinds}))
-    if back.encode(SAMPLE, special=True) != tokenizer.encode(SAMPLE, special=True):
+    back = HFTokenizer(tokenizer_json({**found, "tokenizer.ggml.token_type": kinds}))
+    if back.encode(SAMPLE, "prompt") != tokenizer.encode(SAMPLE, "prompt"):
         raise ConfigError(
             "the tokenizer splits texts in a way that GGUF has no name for: its readers would split them "
             "otherwise; use format hf"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from topograd.data.foreign_tokenizer import MOST_TOKENS
+from topograd.data.hf_tokenizer import MOST_TOKENS
 from topograd.errors import CheckpointError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # GGUF's types of token that are not made by merging

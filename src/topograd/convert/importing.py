@@ -31,7 +31,7 @@ from topograd.convert.card import origin_of_folder, origin_of_gguf, write_card, 
 from topograd.convert.families import config_of, is_native, load_tensors
 from topograd.convert.huggingface import without_weights
 from topograd.convert.tensor_names import tensor_names
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
 from topograd.files import dump_json, read_json
 from topograd.nn.adapted.spec import AdaptedConfig
@@ -56,7 +56,7 @@ class Source:
     """A model from outside, opened and checked."""
 
     config: TransformerConfig | AdaptedConfig
-    tokenizer: ForeignTokenizer
+    tokenizer: HFTokenizer
     stack: Stack
     """With its weights in place, as views of the files where they need no change."""
     references: dict[str, Any] | None
@@ -141,14 +141,14 @@ def _open_adapted(folder: Path, settings: dict[str, Any]) -> Source:
 
 def _read_tokenizer(
     folder: Path, settings: dict[str, Any], config: TransformerConfig | AdaptedConfig
-) -> ForeignTokenizer:
+) -> HFTokenizer:
     """The folder's tokenizer, with the tokens that the model says it ends with, as transformers does."""
     generation = folder / "generation_config.json"
     said = _read_settings(generation) if generation.is_file() else settings
     ends = said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     known = [end for end in ends if type(end) is int and 0 <= end < config.vocab]
-    tokenizer = ForeignTokenizer.load(folder / "tokenizer.json", known)
+    tokenizer = HFTokenizer.load(folder / "tokenizer.json", known)
     _check_tokenizer(tokenizer, config, folder / "tokenizer.json")
     return tokenizer
 
@@ -199,7 +199,7 @@ def _open_gguf(file: Path) -> Source:
 
     gguf = GGUFFile(file)
     config = config_of(config_dict(gguf))
-    tokenizer = ForeignTokenizer(tokenizer_json(gguf.metadata), tokenizer_config(gguf.metadata))
+    tokenizer = HFTokenizer(tokenizer_json(gguf.metadata), tokenizer_config(gguf.metadata))
     _check_tokenizer(tokenizer, config, file)
     names = [name for name in gguf.tensors if name != "rope_freqs.weight"]  # read into the config
     stack = _filled(config, gguf.tensor, names, "gguf")
@@ -215,9 +215,7 @@ def _filled(
     return stack
 
 
-def _check_tokenizer(
-    tokenizer: ForeignTokenizer, config: TransformerConfig | AdaptedConfig, where: Path
-) -> None:
+def _check_tokenizer(tokenizer: HFTokenizer, config: TransformerConfig | AdaptedConfig, where: Path) -> None:
     if tokenizer.vocab > config.vocab:
         raise DataError(
             f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}; it is the tokenizer of "

@@ -34,7 +34,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from topograd.convert.prompts import Prompts, Row
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
 from topograd.files import hold_lock, read_json, sync, write_json
@@ -188,9 +187,7 @@ def _save(file: Path, tensors: dict[str, Tensor]) -> None:
 @torch.inference_mode()
 def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number: int) -> dict[str, Tensor]:
     tokenizer = prompts.tokenizer
-    ends = (
-        tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else frozenset({tokenizer.separator})
-    )
+    ends = tokenizer.stop_tokens or frozenset({tokenizer.separator})
     first = number * config.rows
     rows = [_Writer(prompts.row(first + i, config.length), ends) for i in range(config.rows)]
     begun = min(config.length, min(len(row.given) for row in rows))

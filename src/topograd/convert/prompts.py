@@ -16,9 +16,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topograd.convert.chat import chat_template, render_chat
+from topograd.convert.chat import render_chat
 from topograd.data.corpus import Document
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.tokenizer import Tokenizer
 
 SHORTEST, LONGEST = 8, 64
@@ -101,26 +100,23 @@ class Chat:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Chat | None:
         """The model's way of chatting; None where it has none."""
-        if not isinstance(tokenizer, ForeignTokenizer):
-            return None
-        template = chat_template(tokenizer.config)
-        if template is None:
+        if tokenizer.chat_template is None:
             return None
         marks = ("@first@", "@answer@", "@second@")
         messages = [
             {"role": role, "content": mark}
             for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
         ]
-        text = render_chat(template, messages, special_tokens=tokenizer.special_tokens)
+        text = render_chat(tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens)
         parts = []
         for mark in marks:
             before, found, text = text.partition(mark)
             if not found:
                 return None
-            parts.append(tokenizer.encode_chat(before))
+            parts.append(tokenizer.encode(before, "chat"))
         # the answer's end is the model's own token, so the turn after it begins behind that
         later = parts[2][1:] if parts[2] and parts[2][0] in tokenizer.stop_tokens else parts[2]
-        return cls(parts[0], later, tokenizer.encode_chat(text))
+        return cls(parts[0], later, tokenizer.encode(text, "chat"))
 
 
 class Prompts:

@@ -114,6 +114,7 @@ def retrofit(
         settings={"found": found, "config": asdict(config), "init": None if init is None else str(init)},
         card=_card(session, found),
     )
+    session.remembered.clear()  # it may be of a sidecar that was there before
     if text is None:
         shutil.rmtree(work)
     return {"run": str(session.run.folder), "sidecar": str(sidecar.folder), **found} | {

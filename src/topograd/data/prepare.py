@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from topograd.data.bpe import BPETokenizer
 from topograd.data.cache import InUse, default_cache, prune, warn_unusable
 from topograd.data.corpus import Corpus, Document, read_corpus
 from topograd.data.shards import Shards, shards_in_memory, write_shards
 from topograd.data.tokenizer import Tokenizer
+from topograd.data.tokenizer_file import load_tokenizer
 from topograd.errors import ConfigError, DataError
 
 _VERSION = 1
@@ -79,14 +81,14 @@ def prepare(
 
 def _tokenizer(corpus: Corpus, kind: str, vocab: int, folder: Path, problems: list[OSError]) -> Tokenizer:
     if kind == "bytes":
-        return Tokenizer.bytes()
+        return BPETokenizer.bytes()
     path = folder / f"{_key(corpus.digest, kind, vocab)}.json"
     try:
-        tokenizer = Tokenizer.load(path)
+        tokenizer = load_tokenizer(path)
         with contextlib.suppress(OSError):  # a cache that is read-only keeps its times
             os.utime(path)
     except DataError:
-        tokenizer = Tokenizer.train((document.text for document in corpus.train), vocab)
+        tokenizer = BPETokenizer.train((document.text for document in corpus.train), vocab)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer.save(path)

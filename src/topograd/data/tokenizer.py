@@ -1,262 +1,113 @@
-"""Tokenizers: between text and token ids.
+"""Tokenizers: between text and token ids. What every one has, whoever made it.
 
-One class, two kinds. Both are byte-level: ids 0..255 are the bytes, and the last id is the separator
-`<|doc|>`, which stands before each document and is never made from text, even from text that spells it.
+    BPETokenizer    bpe.py            ours: bytes, or byte pair encoding trained on a corpus
+    HFTokenizer     hf_tokenizer.py   a tokenizer.json of Hugging Face's
 
-- "bytes": 256 bytes and the separator, 257 ids.
-- "bpe": byte pair encoding. Merge j joins two earlier tokens into a token; what may be joined is bounded by
-  GPT-2's split into words, numbers, punctuation and runs of space (`ByteLevel` of the `tokenizers` library,
-  which also trains the merges and applies them).
+`load_tokenizer` (tokenizer_file.py) reads the file of either. Three kinds of text are encoded:
 
-A tokenizer is therefore its list of merges, and that is all that its file holds.
+    document    nothing is added, and text that spells a special token is text
+    prompt      as transformers does by default: special tokens that it spells are recognised, and those that
+                the tokenizer puts around a text are added
+    chat        what a chat template gave: special tokens are recognised, and none is added
 
-Cost. Training reads about 4 million characters at most, in blocks spaced evenly over all the text: with 1024
-ids on the embedded corpus that gives 0.1% more tokens than training on all of it, in a third of the time.
-Encoding runs in one thread per core. They are our own threads: once the library's pool has run, every later
-fork of the process prints a warning.
+Ours has no special tokens that text can spell, so there the three are the same.
 """
 
-import hashlib
-import json
+from __future__ import annotations
+
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
-import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
 
 from topograd.errors import ConfigError, DataError
-from topograd.files import dump_json, read_json, write_atomic
+from topograd.files import write_atomic
 
-SEPARATOR = "<|doc|>"
-_FORMAT = "topograd-tokenizer"
-_VERSION = 1
-_SAMPLE_CHARACTERS = 2**22
-_BLOCK_CHARACTERS = 2**14
-_PIECE_CHARACTERS = 2**18
-# A line break alone between two visible characters is a token boundary on both of its sides: GPT-2's split
-# joins nothing but a blank to what follows. A text cut behind it is encoded as if it had not been cut.
-_SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
-_Bytes = bytes  # the class below has a method of that name
+if TYPE_CHECKING:
+    from topograd.data.hf_tokenizer import HFTokenizer
+
+FILE = "tokenizer.json"
+TextKind = Literal["document", "prompt", "chat"]
 
 
-@dataclass(frozen=True, eq=False)
-class Tokenizer:
-    """A byte-level tokenizer given by its merges, pairs of ids. Make one with `bytes`, `train` or `load`.
+class Tokenizer(Protocol):
+    """What the rest of the program asks of a tokenizer. A subclass gets the methods that are written here."""
 
-    The token that a merge makes gets the next free id, unless an earlier merge made the same bytes.
-    """
-
-    merges: tuple[tuple[int, int], ...]
-    pieces: tuple[_Bytes, ...] = field(init=False, repr=False)
-    """What each id decodes to; the separator, which is last, to nothing."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pieces", (*_pieces(self.merges), b""))
-
-    @classmethod
-    def bytes(cls) -> "Tokenizer":
-        """The tokenizer without merges: one token for each byte."""
-        return cls(())
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
-        """Learn merges until there are `vocab` ids, separator included; fewer, if no pair is seen twice."""
-        if vocab < 257:
-            raise ConfigError(
-                f"a vocabulary of {vocab} is too small: 256 bytes and the separator need at least 257"
-            )
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab - 1,
-            min_frequency=2,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        learner = _byte_level(models.BPE())
-        with without_pool():
-            learner.train_from_iterator(_sample([_checked(text) for text in texts]), trainer)
-        return cls(_renumber(json.loads(learner.to_str())["model"]["merges"]))
+    kind: str
+    """Its kind of model: "bytes", "bpe", "unigram"."""
+    pieces: tuple[bytes, ...]
+    """What each id decodes to; a special token to nothing."""
+    separator: int
+    """The id that stands before each document."""
+    start_tokens: list[int]
+    """What stands before a text that is scored whole; nothing, where the model was trained without it."""
+    stop_tokens: frozenset[int]
+    """The ids behind which generation ends; none where the model goes on with the next document."""
+    special_ids: dict[str, int]
+    """The ids of the tokens that have a role: {"eos": 2}."""
+    special_tokens: dict[str, str]
+    """The texts of the same, by their names in chat templates: {"eos_token": "</s>"}."""
+    chat_template: str | None
 
     @property
-    def kind(self) -> str:
-        """Either "bytes" or "bpe"."""
-        return "bpe" if self.merges else "bytes"
+    def digest(self) -> str:
+        """The SHA-256 (hex) of all that decides how it encodes."""
+        ...
+
+    def encode(self, text: str, kind: TextKind = "document") -> list[int]:
+        """The ids of a text; a document has no separator."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each document as a uint32 array."""
+        ...
+
+    def files(self) -> dict[str, str]:
+        """The files that it is saved as: the content of each by its name. One is tokenizer.json."""
+        ...
+
+    def to_hf(self) -> HFTokenizer:
+        """The same as Hugging Face's, for those who write files for other programs."""
+        ...
 
     @property
     def vocab(self) -> int:
-        """The number of ids, separator included."""
+        """The number of ids."""
         return len(self.pieces)
-
-    @property
-    def separator(self) -> int:
-        """The id that stands before each document: the last one."""
-        return self.vocab - 1
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """(vocab,) int64: the number of bytes that each id decodes to, 0 for the separator."""
+        """(vocab,) int64: the number of bytes that each id decodes to, 0 for special tokens."""
         return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
-    @cached_property
-    def digest(self) -> str:
-        """The SHA-256 (hex) of the merges: equal exactly for tokenizers that encode alike."""
-        return hashlib.sha256(json.dumps(self.merges).encode()).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without a separator."""
-        ids: list[int] = self.encode_batch([text])[0].tolist()
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text as a uint32 array. Long texts are encoded in parts, with the same result."""
-        if not self.merges:
-            return [np.frombuffer(utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]
-        parts = [(index, part) for index, text in enumerate(texts) for part in _parts(_checked(text))]
-        with without_pool():
-            if len(parts) <= 1:
-                arrays = [self._encode_part(part) for _, part in parts]
-            else:
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
-                    arrays = list(pool.map(self._encode_part, [part for _, part in parts]))
-        found: list[list[np.ndarray]] = [[] for _ in texts]
-        for (index, _), array in zip(parts, arrays, strict=True):
-            found[index].append(array)
-        return [np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for pieces in found]
-
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; the separator becomes nothing."""
+        """The text of `ids`, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         given = [int(i) for i in ids]
         wrong = next((i for i in given if not 0 <= i < self.vocab), None)
         if wrong is not None:
             raise DataError(f"token {wrong} is not in this vocabulary: its ids are 0 to {self.vocab - 1}")
         return b"".join(self.pieces[i] for i in given).decode("utf-8", "replace")
 
+    def get_chat_template(self) -> str:
+        """The chat template, refused where there is none."""
+        if self.chat_template is None:
+            raise ConfigError("the model's tokenizer has no chat template; give a prompt instead of a chat")
+        return self.chat_template
+
     def save(self, path: Path) -> None:
-        """Write one JSON file, atomically."""
-        write_atomic(path, self.to_text())
-
-    def to_text(self) -> str:
-        """What `save` writes; equal for equal tokenizers."""
-        content = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "vocab": self.vocab,
-            "digest": self.digest,
-            "merges": self.merges,
-        }
-        return dump_json(content) + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
-        """Read what `save` wrote, or Hugging Face's tokenizer.json."""
-        content = read_json(path, DataError)
-        from topograd.data.foreign_tokenizer import (
-            ForeignTokenizer,
-            is_foreign,
-        )  # which builds on this module
-
-        if is_foreign(content):
-            return ForeignTokenizer.load(path)
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise _refused(path, "is not a tokenizer of this package")
-        if content.get("version") != _VERSION:
-            raise _refused(path, f"has format version {content.get('version')!r}, not {_VERSION}")
-        try:
-            tokenizer = cls(tuple((int(left), int(right)) for left, right in content["merges"]))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _refused(path, "is damaged (bad merges)") from error
-        if tokenizer.digest != content.get("digest"):
-            raise _refused(path, "is damaged (its digest does not fit its merges)")
-        return tokenizer
-
-    @cached_property
-    def _encoder(self) -> tokenizers.Tokenizer:
-        names = [_printable(piece) for piece in self.pieces[:-1]]
-        pairs = [(names[left], names[right]) for left, right in self.merges]
-        return _byte_level(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs))
-
-    def _encode_part(self, part: str) -> np.ndarray:
-        [encoding] = self._encoder.encode_batch_fast([part], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
+        """Write tokenizer.json as `path`, and the other files beside it, each atomically."""
+        for name, content in self.files().items():
+            write_atomic(path if name == FILE else path.with_name(name), content)
 
 
-def _pieces(merges: Iterable[tuple[int, int]]) -> list[bytes]:
-    pieces = [bytes([value]) for value in range(256)]
-    known = set(pieces)
-    for left, right in merges:
-        if not (0 <= left < len(pieces) and 0 <= right < len(pieces)):
-            raise DataError(f"merge ({left}, {right}) joins a token that does not exist yet")
-        joined = pieces[left] + pieces[right]
-        if joined not in known:
-            known.add(joined)
-            pieces.append(joined)
-    return pieces
-
-
-def _renumber(pairs: Iterable[Sequence[str]]) -> tuple[tuple[int, int], ...]:
-    """The library's merges, pairs of printable names, as pairs of our ids."""
-    ids = {_printable(bytes([value])): value for value in range(256)}
-    merges = []
-    for left, right in pairs:
-        merges.append((ids[left], ids[right]))
-        ids.setdefault(left + right, len(ids))
-    return tuple(merges)
-
-
-def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer
-
-
-def _byte_alphabet() -> tuple[str, ...]:
-    """The visible character by which the library names each byte: itself, or the next from U+0100 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = iter(range(256, 512))
-    return tuple(chr(value) if value in visible else chr(next(others)) for value in range(256))
-
-
-_ALPHABET = _byte_alphabet()
-_LATIN = dict.fromkeys(range(256), "\uffff") | {ord(name): chr(v) for v, name in enumerate(_ALPHABET)}
-
-
-def bytes_of(token: str) -> bytes | None:
-    """The bytes that the characters of a byte-level token stand for; None if one stands for none."""
-    try:
-        return token.translate(_LATIN).encode("latin-1")
-    except UnicodeEncodeError:
-        return None
-
-
-def _printable(piece: bytes) -> str:
-    return "".join(_ALPHABET[value] for value in piece)
-
-
-def _sample(texts: Sequence[str]) -> Iterator[str]:
-    """Blocks of the texts, spaced evenly, about `_SAMPLE_CHARACTERS` in all (everything, if that is less)."""
-    total = sum(len(text) for text in texts)
-    seen = kept = 0
-    for text in texts:
-        for start in range(0, len(text), _BLOCK_CHARACTERS):
-            block = text[start : start + _BLOCK_CHARACTERS]
-            if kept * total <= seen * _SAMPLE_CHARACTERS:
-                kept += len(block)
-                yield block
-            seen += len(block)
-
-
-def _parts(text: str) -> Iterator[str]:
-    start = 0
-    while cut := _SAFE_CUT.search(text, start + _PIECE_CHARACTERS):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
+def check_kind(kind: str) -> None:
+    """Refuse a kind of text that there is not."""
+    if kind not in get_args(TextKind):
+        raise ConfigError(f"kind is {kind!r}; a text is one of {', '.join(get_args(TextKind))}")
 
 
 def utf8(text: str) -> bytes:
@@ -269,14 +120,9 @@ def utf8(text: str) -> bytes:
         ) from error
 
 
-def _checked(text: str) -> str:
-    utf8(text)
-    return text
-
-
 @contextmanager
 def without_pool() -> Iterator[None]:
-    """Keep the library from starting its thread pool, and leave the environment as it was."""
+    """Keep the `tokenizers` library from starting its thread pool, and leave the environment as it was."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -287,7 +133,3 @@ def without_pool() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
-
-
-def _refused(path: Path, reason: str) -> DataError:
-    return DataError(f"tokenizer file {str(path)!r} {reason}: remove it, or give one that `save` wrote")

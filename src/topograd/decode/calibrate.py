@@ -38,6 +38,8 @@ OWN_ROWS, OWN_TOKENS = 24, 64
 """Texts that the model writes to be tuned on. Longer ones would mostly repeat themselves."""
 OWN_PROMPT = 128
 """What they go on from is no longer than this."""
+CALIBRATION = "calibration"
+"""What an open run remembers it by."""
 
 
 @dataclass(frozen=True)
@@ -191,22 +193,18 @@ def store(session: Session, calibration: Calibration, tuning: Tuning) -> None:
         "exits": exits_digest(session),
     }
     session.run.manifest.bind(session.run.calibration_file.name, dump_json(values))
+    session.remembered.pop(CALIBRATION, None)
 
 
 def load(session: Session) -> tuple[Calibration, Tuning]:
-    """The run's calibration; one of other weights, or none, is refused with what to do."""
-    file = session.run.calibration_file
+    """The run's calibration; one of other weights, or none, is refused with what to do.
+
+    The file is read once for an open run.
+    """
     again = f"run: topograd calibrate {session.run.folder}"
-    if not file.exists():
+    if not session.run.calibration_file.exists():
         raise RunError(f"{session.run.folder} is not calibrated; {again}")
-    session.run.manifest.verify(file.name)
-    try:
-        values = read_json(file)
-        if not isinstance(values, dict):
-            raise RunError("it is no JSON object")
-        calibration, tuning = Calibration.from_dict(values.get("calibration")), _tuning_of(values["tuning"])
-    except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
-        raise RunError(f"{file} is damaged ({problem}); {again}") from None
+    values, calibration, tuning = session.once(CALIBRATION, lambda: _read(session, again))
     exits = len(session.plan.predicting())
     if calibration.step != session.step or calibration.stages != exits:
         raise RunError(
@@ -218,6 +216,19 @@ def load(session: Session) -> tuple[Calibration, Tuning]:
     if values.get("exits") != exits_digest(session):
         raise RunError(f"the calibration of {session.run.folder} is of other exits (draft/); {again}")
     return calibration, tuning
+
+
+def _read(session: Session, again: str) -> tuple[dict[str, Any], Calibration, Tuning]:
+    """The file's values, and what they say."""
+    file = session.run.calibration_file
+    session.run.manifest.verify(file.name)
+    try:
+        values = read_json(file)
+        if not isinstance(values, dict):
+            raise RunError("it is no JSON object")
+        return values, Calibration.from_dict(values.get("calibration")), _tuning_of(values["tuning"])
+    except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
+        raise RunError(f"{file} is damaged ({problem}); {again}") from None
 
 
 def _tuning_dict(tuning: Tuning) -> dict[str, Any]:

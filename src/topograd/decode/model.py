@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.windows import Text
 from topograd.decode.engine import Composed, Engine, Mode, Prefix, generate_tokens
 from topograd.decode.modes import default_depth, engine_of, mode_of
@@ -98,16 +97,16 @@ class Model:
         """
         check_request(prompt, tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        usual = default_depth(self.session) if draft is None else "speculate"
-        named = usual if depth is None else depth
-        mode = mode_of(named, self.session, self.engine, sampling, draft)
         stream = TextStream(self.session.tokenizer, stop)
+        engine = self.engine  # laid out once for all texts, so it is not of this one's time
         began = time.perf_counter()
+        if depth is None:
+            depth = default_depth(self.session) if draft is None else "speculate"
+        mode = mode_of(depth, self.session, engine, sampling, draft)
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
-        ends = tokenizer.stop_tokens if isinstance(tokenizer, ForeignTokenizer) else ()
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for piece in continue_text(mode, begin, tokens, stream, ends):
+        for piece in continue_text(mode, begin, tokens, stream, tokenizer.stop_tokens):
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(piece)
@@ -117,16 +116,12 @@ class Model:
             if on_piece is not None:
                 on_piece(last._replace(text=rest))
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        return _generated(stream.text, text, named, mode, pieces, time.perf_counter() - began)
+        return _generated(stream.text, text, depth, mode, pieces, time.perf_counter() - began)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
         tokenizer = self.session.tokenizer
-        if isinstance(tokenizer, ForeignTokenizer):
-            tokens = tokenizer.encode(prompt, special=True)
-        else:
-            tokens = tokenizer.encode(prompt)
-        return tokens or [tokenizer.separator]
+        return tokenizer.encode(prompt, "prompt") or [tokenizer.separator]
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:

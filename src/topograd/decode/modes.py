@@ -25,7 +25,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,7 +40,7 @@ from topograd.decode.engine import Composed, Engine, Mode, Prefix
 from topograd.decode.exit_rules import Rule, check_exits, thresholds
 from topograd.decode.lookup import LookupDrafter, TableDrafter
 from topograd.decode.policy import MOST_STEPS, Paying
-from topograd.decode.retrofitted import Retrofitted, has_retrofit, open_exits, open_retrofit
+from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
 from topograd.decode.sampling import Sampling
 from topograd.decode.speculation import Speculate
 from topograd.decode.tune_drafters import Choice, choose_drafters, known_texts, measure_rows
@@ -56,8 +55,6 @@ from topograd.topology.branches import parse_branches, parse_path
 
 PRUNING_VOCAB = 8192
 """From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""
-_OPENED: WeakKeyDictionary[Engine, dict[str, Retrofitted | Engine]] = WeakKeyDictionary()
-"""What was opened to draft for an engine, by folder: a second text need not read it again."""
 
 
 def engine_of(session: Session, runtime: str | None = None, weights: str = "float32") -> Engine:
@@ -117,7 +114,7 @@ def tune_drafting(session: Session, engine: Engine, text: Text, tuning: Tuning) 
     steps: DraftStageDrafter | None = None
     if has_retrofit(session):
         names.append("table")
-        steps = DraftStageDrafter(engine, _retrofitted(session, engine, None).stage)
+        steps = DraftStageDrafter(engine, _retrofitted(session, None).stage)
     costs = measure_rows(engine, steps)
 
     def best(rows: list[list[int]], start: int) -> Choice | None:
@@ -186,7 +183,7 @@ def _drafter(
     if word == "lookup":
         return LookupDrafter(engine)
     if word in ("table", "draft"):
-        found = _retrofitted(session, engine, draft)
+        found = _retrofitted(session, draft)
         return (
             TableDrafter(engine, found.table) if word == "table" else DraftStageDrafter(engine, found.stage)
         )
@@ -194,36 +191,29 @@ def _drafter(
         check_exits(session.plan)
         return PrefixDrafter(engine, _rule(depth, word))
     if is_sidecar(word):
-        return DraftStageDrafter(engine, _retrofitted(session, engine, word).stage)
+        return DraftStageDrafter(engine, _retrofitted(session, word).stage)
     if not word or not Path(word).is_dir():
         raise ConfigError(
             f"depth {depth!r} names the drafter {word!r}, which is unknown; use lookup, table, draft, a "
             "number of tokens, or the folder of a smaller run"
         )
-    return ModelDrafter(engine, _small(session, engine, Path(word)), Path(word).name)
+    small = session.once(("run", word), lambda: _small(session, Path(word)))
+    return ModelDrafter(engine, small, Path(word).name)
 
 
-def _retrofitted(session: Session, engine: Engine, folder: Path | str | None) -> Retrofitted:
-    opened = _OPENED.setdefault(engine, {})
-    found = opened.get(str(folder))
-    if not isinstance(found, Retrofitted):
-        found = opened[str(folder)] = open_retrofit(session, folder)
-    return found
+def _retrofitted(session: Session, folder: Path | str | None) -> Retrofitted:
+    return session.once((KIND, str(folder)), lambda: open_retrofit(session, folder))
 
 
-def _small(session: Session, engine: Engine, folder: Path) -> Engine:
+def _small(session: Session, folder: Path) -> Engine:
     """A run that drafts for another."""
-    opened = _OPENED.setdefault(engine, {})
-    found = opened.get(f"run {folder}")
-    if not isinstance(found, Engine):
-        other = open_session(folder)
-        if other.tokenizer.digest != session.tokenizer.digest:
-            raise ConfigError(
-                f"the draft model {folder} has another tokenizer than {session.run.folder}; give a run with "
-                "the same"
-            )
-        found = opened[f"run {folder}"] = engine_of(other)
-    return found
+    other = open_session(folder)
+    if other.tokenizer.digest != session.tokenizer.digest:
+        raise ConfigError(
+            f"the draft model {folder} has another tokenizer than {session.run.folder}; give a run with "
+            "the same"
+        )
+    return engine_of(other)
 
 
 def _rule(depth: str, rest: str) -> DraftRule:

@@ -58,18 +58,19 @@ def has_retrofit(session: Session) -> bool:
 
 def open_retrofit(session: Session, folder: Path | str | None = None) -> Retrofitted:
     """The draft stage and the table of a run, from its own folder or another."""
-    place = retrofit_folder(session) if folder is None else Path(folder)
-    if folder is None and not is_sidecar(place):
+    sidecar = own_sidecar(session) if folder is None else open_sidecar(folder, KIND)
+    if sidecar is None:
         raise ConfigError(
             f"{session.run.folder} has no draft stage; make one with: topograd retrofit {session.run.folder}"
         )
-    sidecar = open_sidecar(place, KIND)
     sidecar.check_base(session)
     try:
         stage = stage_of(session, sidecar.tensors)
         table = NGramTable.from_tensors(sidecar.tensors)
     except (KeyError, RuntimeError, ValueError, IndexError) as problem:
-        raise RunError(f"{place} does not fit its base ({_line(problem)}); retrofit it again") from None
+        raise RunError(
+            f"{sidecar.folder} does not fit its base ({_line(problem)}); retrofit it again"
+        ) from None
     return Retrofitted(stage, table, sidecar)
 
 
@@ -102,11 +103,16 @@ def exits_digest(session: Session) -> str | None:
     return None if sidecar is None else sidecar.digest
 
 
-def _exits_sidecar(session: Session) -> Sidecar | None:
+def own_sidecar(session: Session) -> Sidecar | None:
+    """The run's own sidecar, read once for an open run; None where it has none."""
     if not has_retrofit(session):
         return None
-    sidecar = open_sidecar(retrofit_folder(session), KIND)
-    return sidecar if any(name.startswith("exit.") for name in sidecar.tensors) else None
+    return session.once(KIND, lambda: open_sidecar(retrofit_folder(session), KIND))
+
+
+def _exits_sidecar(session: Session) -> Sidecar | None:
+    sidecar = own_sidecar(session)
+    return sidecar if sidecar and any(name.startswith("exit.") for name in sidecar.tensors) else None
 
 
 def _translators(session: Session, tensors: Mapping[str, Tensor]) -> dict[int, Translator]:

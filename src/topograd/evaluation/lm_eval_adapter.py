@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.data.tokenizer import TextKind
 from topograd.decode.model import Model, load
 from topograd.errors import ConfigError
 from topograd.evaluation.scoring import BATCH_TOKENS, Scorer, TokenRow
@@ -54,14 +54,11 @@ class RunLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """What stands before a text that has no context."""
         tokenizer = self.model.session.tokenizer
-        bos = tokenizer.special("bos") if isinstance(tokenizer, ForeignTokenizer) else None
-        return tokenizer.separator if bos is None else bos
+        return tokenizer.special_ids.get("bos", tokenizer.separator)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        tokenizer = self.model.session.tokenizer
-        if add_special_tokens is False or not isinstance(tokenizer, ForeignTokenizer):
-            return tokenizer.encode(string)
-        return tokenizer.encode(string, special=True)
+        kind: TextKind = "document" if add_special_tokens is False else "prompt"
+        return self.model.session.tokenizer.encode(string, kind)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **more: object

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.tokenizer import Tokenizer
 from topograd.evaluation.scoring import TokenRow
 from topograd.evaluation.tasks import Item, Task
@@ -54,8 +53,7 @@ def bundle_of(
 ) -> tuple[list[TokenRow], int]:
     """The sequences of an item with what is scored of each, and how many of them had to be cut."""
     texts = prompts(task, item, shown)
-    begin = beginning(tokenizer)
-    tokens = [[*begin, *tokenizer.encode(text)] for text in texts]
+    tokens = [[*tokenizer.start_tokens, *tokenizer.encode(text)] for text in texts]
     if task.kind == "multiple_choice":
         start = min(shared(tokens), min(map(len, tokens)) - 1)
         rows = [TokenRow(each, max(start, 1)) for each in tokens]
@@ -75,10 +73,3 @@ def shared(sequences: Sequence[Sequence[int]]) -> int:
         if len(set(tokens)) > 1:
             return place
     return min(map(len, sequences))
-
-
-def beginning(tokenizer: Tokenizer) -> list[int]:
-    """What stands before a text: what a model's own tokenizer puts there, or the separator of training."""
-    if isinstance(tokenizer, ForeignTokenizer):
-        return tokenizer.encode("", special=True)
-    return [tokenizer.separator]

@@ -5,17 +5,17 @@ Nothing here trains: no optimizer is imported. What belongs to the run is verifi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from topograd.data import Prepared, Text, Tokenizer, prepare, read_corpus, windows
+from topograd.data import Prepared, Text, Tokenizer, load_tokenizer, prepare, read_corpus, windows
 from topograd.data.images import ImageData, Pictures, read_images, read_test_images
 from topograd.errors import CheckpointError, ConfigError, RunError
-from topograd.files import dump_json
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
@@ -30,6 +30,8 @@ from topograd.runs.manifest import IMPORTED
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
 
+T = TypeVar("T")
+
 
 @dataclass(kw_only=True)
 class Opened:
@@ -42,6 +44,18 @@ class Opened:
     step: int
     weights: str
     """SHA-256 of the weights that were loaded."""
+
+    @cached_property
+    def remembered(self) -> dict[object, Any]:
+        """What `once` has read."""
+        return {}
+
+    def once(self, key: object, read: Callable[[], T]) -> T:
+        """What `read` gives: read when it is first asked for, and kept as long as the run is open."""
+        if key not in self.remembered:
+            self.remembered[key] = read()
+        found: T = self.remembered[key]
+        return found
 
 
 @dataclass(kw_only=True)
@@ -93,15 +107,13 @@ def read_settings(run: Run) -> TrainConfig:
 def read_tokenizer(run: Run) -> Tokenizer:
     """The tokenizer of a run, if it is its own."""
     run.manifest.verify(run.tokenizer_file.name)
-    return Tokenizer.load(run.tokenizer_file)
+    return load_tokenizer(run.tokenizer_file)
 
 
 def bind_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write a run's tokenizer; an imported model's comes with what it says of special tokens and chats."""
-    config = getattr(tokenizer, "config", None)
-    if config:
-        run.manifest.bind("tokenizer_config.json", dump_json(config, indent=2) + "\n")
-    run.manifest.bind(run.tokenizer_file.name, tokenizer.to_text())
+    for name, content in tokenizer.files().items():
+        run.manifest.bind(name, content)
 
 
 def topology_at(config: TrainConfig, extra: Mapping[str, Any]) -> TrainConfig:

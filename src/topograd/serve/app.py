@@ -37,7 +37,6 @@ from topograd.serve.fields import (
 )
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
-from topograd.serve.names import known_depths
 from topograd.serve.openapi import document
 from topograd.serve.texts import Served
 from topograd.serve.worker import Inbox, Worker
@@ -295,7 +294,6 @@ def describe(served: Served, chats: Chats) -> list[dict[str, Any]]:
     session = served.model.session
     common = {"object": "model", "created": served.started, "owned_by": "topograd"}
     exits = session.plan.predicting()
-    depths = known_depths(session)
     about = {
         "context": served.context,
         "vocab": served.vocab,
@@ -304,13 +302,13 @@ def describe(served: Served, chats: Chats) -> list[dict[str, Any]]:
             for k, stage in enumerate(exits, 1)
         ],
         "stages": len(session.plan.stages),
-        "depths": depths,
+        "depths": served.depths,
         "default_depth": served.default_depth,
         "chat": "template" if chats.template is not None else "plain",
         "specialists": [] if served.specialists is None else served.specialists.names,
     }
     base = {"id": served.name, **common, "topograd": about}
-    return [base, *({"id": f"{served.name}:{depth}", **common} for depth in depths)]
+    return [base, *({"id": f"{served.name}:{depth}", **common} for depth in served.depths)]
 
 
 class EventStream(Response):

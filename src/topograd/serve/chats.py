@@ -14,8 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from topograd.convert.chat import Renderer, chat_template
-from topograd.data.foreign_tokenizer import ForeignTokenizer
+from topograd.convert.chat import Renderer
 from topograd.errors import CheckpointError, ConfigError
 from topograd.serve.fields import RequestError
 from topograd.serve.texts import Served
@@ -28,8 +27,7 @@ class Chats:
 
     def __init__(self, served: Served) -> None:
         self.served = served
-        tokenizer = served.tokenizer
-        self.template = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
+        self.template = served.tokenizer.chat_template
         self._lock = threading.Lock()
         rendered = self.template is not None or served.specialists is not None
         self._renderer = Renderer() if rendered else None
@@ -46,10 +44,9 @@ class Chats:
         if template is None or self._renderer is None:
             return self.served.encode("\n\n".join(message["content"] for message in plain))
         tokenizer = self.served.tokenizer
-        special = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else None
         try:
             with self._lock:
-                text = self._renderer.render(template, plain, special_tokens=special)
+                text = self._renderer.render(template, plain, special_tokens=tokenizer.special_tokens)
         except (ConfigError, CheckpointError) as error:
             raise RequestError(str(error), "messages") from None
         encode = self.served.encode_bare if vocabulary is None else vocabulary.encode_chat

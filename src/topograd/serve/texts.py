@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
 from topograd.serve.fields import RequestError
 from topograd.serve.jobs import Job, Progress
-from topograd.serve.names import model_name, split_id
+from topograd.serve.names import known_depths, model_name, split_id
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.tokens import Vocabulary
@@ -48,8 +47,9 @@ class Served:
         self.context = session.config.model.context
         self.vocab = session.config.model.vocab
         self.fingerprint = f"topograd-{session.weights[:12]}"
-        foreign = isinstance(self.tokenizer, ForeignTokenizer)
-        self.ends = frozenset(self.tokenizer.stop_tokens) if foreign else frozenset()  # type: ignore[attr-defined]
+        self.ends = self.tokenizer.stop_tokens
+        self.depths = known_depths(session)
+        """What /v1/models lists: a calibration is read here, and not while requests wait."""
 
     def depth(self, asked: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
@@ -106,18 +106,13 @@ class Served:
 
     def encode_bare(self, text: str) -> list[int]:
         """The same without what a tokenizer puts before a prompt."""
-        tokenizer = self.tokenizer
-        if isinstance(tokenizer, ForeignTokenizer):
-            return tokenizer.encode_chat(text)
-        return tokenizer.encode(text)
+        return self.tokenizer.encode(text, "chat")
 
     @property
     def special_tokens(self) -> dict[str, Any]:
         """The texts of the tokens with a role, where it has them, and how many tokens there are."""
-        tokenizer = self.tokenizer
-        named = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else {}
         roles = ("bos_token", "eos_token", "pad_token")
-        return {"vocab": self.vocab, **{name: named.get(name) for name in roles}}
+        return {"vocab": self.vocab, **{name: self.tokenizer.special_tokens.get(name) for name in roles}}
 
     def checked(self, tokens: list[int], field: str = "prompt", rows: int | None = None) -> list[int]:
         """Tokens, if the model has them, or the `rows` of it and its specialists."""

@@ -106,7 +106,7 @@ class SpecialistPool:
         model = self.model()
         begun = [model.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         written: list[list[int]] = [[] for _ in prompts]
-        ends: frozenset[int] = getattr(self.attached.base.tokenizer, "stop_tokens", frozenset())
+        ends = self.attached.base.tokenizer.stop_tokens
         mode = self.mode(rows, sampling)
         for row, emitted in generate_tokens(mode, begun, tokens, lambda _, e: e.token in ends):
             written[row].append(emitted.token)

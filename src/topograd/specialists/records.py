@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topograd.convert.chat import chat_template, render_chats
+from topograd.convert.chat import render_chats
 from topograd.data.corpus import read_corpus
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.loader import IGNORED
 from topograd.data.packing import pack
 from topograd.errors import ConfigError, DataError
@@ -56,8 +55,7 @@ class Record:
 
 def template_of(vocabulary: Vocabulary) -> str:
     """The base's own chat template, or the plain one."""
-    tokenizer = vocabulary.tokenizer
-    found = chat_template(tokenizer.config) if isinstance(tokenizer, ForeignTokenizer) else None
+    found = vocabulary.tokenizer.chat_template
     return PLAIN_TEMPLATE if found is None else found
 
 
@@ -75,10 +73,8 @@ def read_records(path: Path, vocabulary: Vocabulary, template: str | None = None
 
 def spelled(vocabulary: Vocabulary, questions: Sequence[str], template: str | None = None) -> list[str]:
     """Each question as a conversation of one message, ready for the answer."""
-    tokenizer = vocabulary.tokenizer
-    special = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else None
     chats = [([{"role": "user", "content": question}], True) for question in questions]
-    return render_chats(template or template_of(vocabulary), chats, special)
+    return render_chats(template or template_of(vocabulary), chats, vocabulary.tokenizer.special_tokens)
 
 
 def chat_records(
@@ -94,9 +90,7 @@ def chat_records(
         for i, message in enumerate(chat):
             if message["role"] == "assistant":
                 wanted += [(chat[:i], True), (chat[: i + 1], False)]
-    tokenizer = vocabulary.tokenizer
-    special = tokenizer.special_tokens if isinstance(tokenizer, ForeignTokenizer) else None
-    texts = iter(render_chats(template, wanted, special))
+    texts = iter(render_chats(template, wanted, vocabulary.tokenizer.special_tokens))
     records = []
     for number, chat in enumerate(chats):
         pairs = [(next(texts), next(texts)) for message in chat if message["role"] == "assistant"]

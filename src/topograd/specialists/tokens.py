@@ -22,7 +22,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from topograd.data.foreign_tokenizer import ForeignTokenizer
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
@@ -72,7 +71,7 @@ class Vocabulary:
             if part in self.ids:
                 ids.append(self.ids[part])
             elif part:
-                ids.extend(self._plain(part))
+                ids.extend(self.tokenizer.encode(part, "chat"))
         return ids
 
     def encode(self, text: str) -> list[int]:
@@ -83,9 +82,7 @@ class Vocabulary:
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """What the base's tokenizer puts before and behind a prompt."""
-        if not isinstance(self.tokenizer, ForeignTokenizer):
-            return [], []
-        bare, whole = self.tokenizer.encode_chat("a"), self.tokenizer.encode("a", special=True)
+        bare, whole = self.tokenizer.encode("a", "chat"), self.tokenizer.encode("a", "prompt")
         places = range(len(whole) - len(bare) + 1)
         start = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
         return whole[:start], whole[start + len(bare) :]
@@ -96,13 +93,8 @@ class Vocabulary:
         if worst >= self.size or min(ids, default=0) < 0:
             raise ConfigError(f"token {worst} is unknown to the base, which has {self.size} tokens")
 
-    def _plain(self, text: str) -> list[int]:
-        if isinstance(self.tokenizer, ForeignTokenizer):
-            return self.tokenizer.encode_chat(text)
-        return self.tokenizer.encode(text)
-
     def _source(self, token: NewToken) -> list[int]:
-        ids = self._plain(token.source)
+        ids = self.tokenizer.encode(token.source, "chat")
         if not ids or max(ids) >= self.rows:
             raise ConfigError(
                 f"new token {token.text!r} is to begin as {token.source!r}, which the base has no token for; "

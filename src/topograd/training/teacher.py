@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from topograd.data import Tokenizer
+from topograd.data.tokenizer import FILE
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
 from topograd.runs.config import TrainConfig
@@ -28,7 +29,7 @@ def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
     if folder is None or folder == OWN_TEACHER:
         return None
     session = open_session(folder)
-    if session.tokenizer.to_text() != tokenizer.to_text():
+    if session.tokenizer.files()[FILE] != tokenizer.files()[FILE]:
         raise ConfigError(
             f"teacher {folder} has another tokenizer than the text is given here, so its logits are of other "
             "tokens; train it and its student on the same text"

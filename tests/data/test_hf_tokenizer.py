@@ -11,21 +11,24 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from topograd.data.foreign_tokenizer import MOST_TOKENS, ForeignTokenizer
+from hf_files import (
+    CONFIG,
+    CORPUS,
+    KINDS,
+    SPECIALS,
+    byte_level,
+    fallback,
+    normalised_byte_level,
+)
+from topograd.data.hf_tokenizer import MOST_TOKENS, HFTokenizer
 from topograd.data.shards import Shards, write_shards
-from topograd.data.tokenizer import Tokenizer
+from topograd.data.tokenizer_file import load_tokenizer
 from topograd.decode.text import TextStream
 from topograd.errors import DataError
 
-CORPUS = [
-    "The capital of France is Paris. It's 1234567 times as old as you think, they've said.",
-    "def f(x):\n    return x ** 2  # naïve café, œuvre\n\n\n\tif x:\r\n        pass",
-    "Привет, мир! 日本語のテキスト。 안녕하세요 🙂👩‍👩‍👧‍👦 e\u0301 \u00e9",
-] * 3
-SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 FRAGMENTS = [
     "<s>", "</s>", "<|im_start|>", "<|im_", "<tool>", "▁", "▁▁", " ", "   ", "\n\n", "\r\n", "\t", "\0",
     "e\u0301", "\u200d", "\u202e", "\ufeff", "\ufffd", "<0x41>", "<0xE2>", "Ġ", "🙂", "１２", "'RE", "'s",
@@ -40,90 +43,13 @@ HOSTILE = st.lists(
 ).map("".join)
 
 
-def _specials(tokenizer: tokenizers.Tokenizer) -> None:
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
-    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-
-
-def _byte_level(vocab: int = 400) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
-    )
-    _specials(tokenizer)
-    return tokenizer
-
-
-def _normalised_byte_level() -> tokenizers.Tokenizer:
-    """In the manner of Qwen2: NFC, and a pattern of its own."""
-    tokenizer = _byte_level()
-    pattern = tokenizers.Regex(r"(?i:'s|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    return tokenizer
-
-
-def _fallback(prefix: str) -> tokenizers.Tokenizer:
-    """In the manner of Llama 2 ("prepend"), its later form ("metaspace") and Gemma ("none")."""
-    trained = tokenizers.Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(
-        CORPUS[:2] * 3, trainers.BpeTrainer(vocab_size=200, show_progress=False, limit_alphabet=60)
-    )
-    content = json.loads(trained.to_str())["model"]
-    first = ["<unk>", *(f"<0x{value:02X}>" for value in range(256))]
-    vocab = {token: i for i, token in enumerate([*first, *content["vocab"]])}
-    merges: Any = [tuple(pair) for pair in content["merges"]]  # its annotation lacks pairs
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix == "prepend":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    elif prefix == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    if prefix != "none":
-        steps.append(decoders.Strip(" ", 1, 0))
-    tokenizer.decoder = decoders.Sequence(steps)
-    _specials(tokenizer)
-    bos = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    return tokenizer
-
-
-def _metaspace_decoder() -> tokenizers.Tokenizer:
-    tokenizer = _fallback("metaspace")
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    return tokenizer
-
-
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "byte-level": _byte_level,
-    "nfc": _normalised_byte_level,
-    "prepend": lambda: _fallback("prepend"),
-    "metaspace": lambda: _fallback("metaspace"),
-    "no prefix": lambda: _fallback("none"),
-    "metaspace decoder": _metaspace_decoder,
-}
-CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
-
-
 @cache
-def _pair(kind: str) -> tuple[ForeignTokenizer, PreTrainedTokenizerFast]:
+def _pair(kind: str) -> tuple[HFTokenizer, PreTrainedTokenizerFast]:
     text = KINDS[kind]().to_str()
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(text), bos_token="<s>", eos_token="</s>"
     )
-    return ForeignTokenizer(text, CONFIG), theirs
+    return HFTokenizer(text, CONFIG), theirs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,9 +57,9 @@ def _pair(kind: str) -> tuple[ForeignTokenizer, PreTrainedTokenizerFast]:
 @given(text=HOSTILE)
 def test_encodes_and_decodes_as_transformers(kind: str, text: str) -> None:
     ours, theirs = _pair(kind)
-    ids = ours.encode(text, special=True)
+    ids = ours.encode(text, "prompt")
     assert ids == theirs.encode(text)
-    assert ours.encode_chat(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text, "chat") == theirs.encode(text, add_special_tokens=False)
     document = ours.encode(text)
     assert document == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
     theirs.backend_tokenizer.encode_special_tokens = False
@@ -150,8 +76,8 @@ QWEN2 = (
 
 
 @cache
-def _qwen2() -> tuple[ForeignTokenizer, Any]:
-    tokenizer = _normalised_byte_level()
+def _qwen2() -> tuple[HFTokenizer, Any]:
+    tokenizer = normalised_byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(QWEN2), "isolated"),
@@ -160,7 +86,7 @@ def _qwen2() -> tuple[ForeignTokenizer, Any]:
     )
     content = json.loads(tokenizer.to_str())["model"]
     merges: Any = [tuple(pair) for pair in content["merges"]]  # its annotation lacks pairs
-    return ForeignTokenizer(tokenizer.to_str(), CONFIG), Qwen2Tokenizer(content["vocab"], merges)
+    return HFTokenizer(tokenizer.to_str(), CONFIG), Qwen2Tokenizer(content["vocab"], merges)
 
 
 @settings(max_examples=150, deadline=None)
@@ -212,17 +138,17 @@ def test_byte_lengths_are_those_of_the_text(text: str) -> None:
 
 
 def test_what_the_rest_of_the_program_reads(tmp_path: Path) -> None:
-    text = json.dumps(json.loads(_byte_level().to_str()), indent=3).replace("\n", "\r\n")
+    text = json.dumps(json.loads(byte_level().to_str()), indent=3).replace("\n", "\r\n")
     path = tmp_path / "tokenizer.json"
     path.write_bytes(text.encode())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(CONFIG))
-    ours = Tokenizer.load(path)
-    assert isinstance(ours, ForeignTokenizer)
+    ours = load_tokenizer(path)
+    assert isinstance(ours, HFTokenizer)
     ids = {name: i for i, name in enumerate(SPECIALS, ours.vocab - 5)}
     assert ours.kind == "bpe"
-    assert ours.special("bos") == ids["<s>"]
-    assert ours.special("eos") == ids["</s>"]
-    assert ours.special("pad") is None
+    assert ours.special_ids["bos"] == ids["<s>"]
+    assert ours.special_ids["eos"] == ids["</s>"]
+    assert ours.special_ids.get("pad") is None
     assert ours.stop_tokens == {ids["</s>"], ids["<|im_end|>"]}
     assert ours.separator == ids["</s>"]
     assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
@@ -233,47 +159,54 @@ def test_what_the_rest_of_the_program_reads(tmp_path: Path) -> None:
     other.mkdir()
     ours.save(other / "tokenizer.json")
     assert (other / "tokenizer.json").read_bytes() == text.encode()
-    again = Tokenizer.load(other / "tokenizer.json")
-    assert isinstance(again, ForeignTokenizer)
-    assert (again.digest, again.config, again.to_text()) == (ours.digest, ours.config, ours.to_text())
-    assert again.digest != ForeignTokenizer(text).digest
-    with pytest.raises(DataError, match="no role"):
-        ours.special("end")
-    with pytest.raises(DataError, match="is not in this vocabulary"):
-        ours.decode([ours.vocab])
-    with pytest.raises(DataError, match="surrogate"):
-        ours.encode("\ud800")
+    again = load_tokenizer(other / "tokenizer.json")
+    assert isinstance(again, HFTokenizer)
+    assert (again.digest, again.config, again.files()) == (ours.digest, ours.config, ours.files())
+    assert again.digest != HFTokenizer(text).digest
 
 
 def test_the_separator_is_what_the_tokenizer_puts_before_a_text() -> None:
     llama, _ = _pair("prepend")
-    assert llama.separator == llama.special("bos") == llama.encode("", special=True)[0]
-    without = json.loads(_byte_level().to_str())
+    assert llama.separator == llama.special_ids["bos"] == llama.encode("", "prompt")[0]
+    without = json.loads(byte_level().to_str())
     without["added_tokens"] = [token for token in without["added_tokens"] if not token["special"]]
     with pytest.raises(DataError, match="no special token"):
-        ForeignTokenizer(json.dumps(without))
+        HFTokenizer(json.dumps(without))
 
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 def test_the_config_decides_on_bos_and_eos(bos: bool, eos: bool) -> None:
-    text = _fallback("prepend").to_str()
+    text = fallback("prepend").to_str()
     config = CONFIG | {"add_bos_token": bos, "add_eos_token": eos}
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(text),
         bos_token="<s>", eos_token="</s>", add_bos_token=bos, add_eos_token=eos,
     )  # fmt: skip
-    ours = ForeignTokenizer(text, config)
-    assert ours.encode("The capital", special=True) == theirs.encode("The capital")
-    assert ours.separator == ours.special("bos" if bos else "eos")
+    ours = HFTokenizer(text, config)
+    assert ours.encode("The capital", "prompt") == theirs.encode("The capital")
+    assert ours.separator == ours.special_ids["bos" if bos else "eos"]
+
+
+def test_the_template_may_be_one_of_several() -> None:
+    text = byte_level().to_str()
+    several = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}]
+    for config, template in (
+        ({"chat_template": "a"}, "a"),
+        ({"chat_template": several}, "c"),
+        ({"chat_template": several[:1]}, None),
+        ({"chat_template": 3}, None),
+        ({}, None),
+    ):
+        assert HFTokenizer(text, config).chat_template == template
 
 
 def test_cutting_and_padding_in_the_file_are_ignored() -> None:
-    tokenizer = _byte_level()
+    tokenizer = byte_level()
     whole = tokenizer.encode(CORPUS[0]).ids
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=500)
-    assert ForeignTokenizer(tokenizer.to_str()).encode(CORPUS[0]) == whole
+    assert HFTokenizer(tokenizer.to_str()).encode(CORPUS[0]) == whole
 
 
 def _refusals() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
@@ -297,9 +230,9 @@ def _refusals() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
 def test_what_cannot_be_used_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     change, message = _refusals()[case]
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(change(json.loads(_byte_level().to_str()))))
+    path.write_text(json.dumps(change(json.loads(byte_level().to_str()))))
     with pytest.raises(DataError, match=message) as caught:
-        Tokenizer.load(path)
+        load_tokenizer(path)
     assert "\n" not in str(caught.value)
 
 
@@ -317,7 +250,7 @@ def _places(content: Any) -> list[tuple[Any, Any]]:
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_damaged_files_are_refused_or_work(data: st.DataObject) -> None:
-    content = json.loads(_pair(data.draw(st.sampled_from(sorted(KINDS))))[0].to_text())
+    content = json.loads(_pair(data.draw(st.sampled_from(sorted(KINDS))))[0].files()["tokenizer.json"])
     junk: st.SearchStrategy[Any] = st.sampled_from(
         [None, "", "▁", -1, 2**40, 1e300, [], {}, True, "ByteLevel", "Sequence", "Strip"]
     )
@@ -328,8 +261,8 @@ def test_damaged_files_are_refused_or_work(data: st.DataObject) -> None:
         else:
             del container[key]
     try:
-        ours = ForeignTokenizer(json.dumps(content), CONFIG)
-        ours.decode([*ours.encode("The é 日 <s>"), *ours.encode("The é 日 <s>", special=True)])
+        ours = HFTokenizer(json.dumps(content), CONFIG)
+        ours.decode([*ours.encode("The é 日 <s>"), *ours.encode("The é 日 <s>", "prompt")])
     except DataError as error:
         lines = str(error).splitlines()
     else:

@@ -1,16 +1,9 @@
 """Tokenizers of other people's models: Hugging Face's tokenizer.json, run by the `tokenizers` library.
 
-`ForeignTokenizer` has the interface of `Tokenizer`. Its file is the given tokenizer.json, byte for byte; what
-that file does not say (which token ends a text, whether one is put before it, the chat template) is in
-tokenizer_config.json, which is read and saved beside it where there is one. A chat_template.jinja, where
-transformers keeps the template today, is read too and wins.
-
-Three ways to encode:
-
-    encode(text)                  a document: nothing is added, and text that spells a special token is text
-    encode(text, special=True)    a prompt: as transformers does by default; the special tokens that it spells
-                                  are recognised, and those that the tokenizer adds are added
-    encode_chat(text)             what a chat template gave: recognised, none added
+Its file is the given tokenizer.json, byte for byte; what that file does not say (which token ends a text,
+whether one is put before it, the chat template) is in tokenizer_config.json, which is read and saved beside
+it where there is one. A chat_template.jinja, where transformers keeps the template today, is read too and
+wins.
 
 `pieces` are the bytes of each token, so a text can be decoded token by token. They exist for tokenizers whose
 decoder takes each token by itself: byte-level, and SentencePiece's "▁" with bytes as a fallback. The decoder
@@ -38,9 +31,10 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
-from topograd.data.tokenizer import Tokenizer, bytes_of, utf8, without_pool
+from topograd.data.bpe import bytes_of
+from topograd.data.tokenizer import FILE, TextKind, Tokenizer, check_kind, utf8, without_pool
 from topograd.errors import DataError
-from topograd.files import dump_json, read_json, write_atomic
+from topograd.files import dump_json, read_json
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -55,61 +49,31 @@ _ENDS = (
 )  # fmt: skip
 
 
-class ForeignTokenizer(Tokenizer):
+class HFTokenizer(Tokenizer):
     """A tokenizer given by the text of a tokenizer.json and the content of a tokenizer_config.json."""
 
-    config: dict[str, Any]
-    """What tokenizer_config.json holds; empty where there is none."""
-
     def __init__(self, text: str, config: Mapping[str, Any] | None = None) -> None:
-        # The base is a frozen dataclass of merges: this one has none of its own, and sets what it has once.
-        put = object.__setattr__
-        put(self, "merges", ())
-        put(self, "_text", text)
-        put(self, "config", dict(config or {}))
-        put(self, "_prompts", _built(text, self.config))
+        self._text = text
+        self.config = dict(config or {})
+        """What tokenizer_config.json holds; empty where there is none."""
+        self._prompts = _built(text, self.config)
         content = json.loads(text)
-        put(self, "_kind", str(content["model"].get("type") or "BPE").lower())
-        put(self, "_decoder", _Decoder(content.get("decoder")))
-        put(self, "pieces", _pieces(self._prompts, self._decoder))
-        put(self, "_separator", self._find_separator())
-
-    # Set above; declared for those who read and for mypy.
-    _text: str
-    _kind: str
-    _prompts: tokenizers.Tokenizer
-    _decoder: "_Decoder"
-    _separator: int
-
-    @property
-    def kind(self) -> str:
-        """The library's kind of model: "bpe" mostly."""
-        return self._kind
-
-    @property
-    def separator(self) -> int:
-        """The id before each document: what the tokenizer itself puts there, or else what ends a text."""
-        return self._separator
-
-    def special(self, role: str) -> int | None:
-        """The id of the token with a role, such as "eos"; None if the model has none."""
-        if role not in ROLES:
-            raise DataError(f"a tokenizer has no role {role!r}; the roles are {', '.join(ROLES)}")
-        token = _token(self.config, role)
-        return None if token is None else self._prompts.token_to_id(token)
-
-    @cached_property
-    def special_tokens(self) -> dict[str, str]:
-        """The texts of the tokens with a role, as chat templates know them: {"eos_token": "</s>", ...}."""
-        ids = {f"{role}_token": self.special(role) for role in ROLES}
-        return {name: str(self._prompts.id_to_token(i)) for name, i in ids.items() if i is not None}
-
-    @cached_property
-    def stop_tokens(self) -> frozenset[int]:
-        """The ids behind which generation ends: what the model says, eos, and what known models end with."""
-        ends = [self._special_ids[name] for name in _ENDS if name in self._special_ids]
-        eos = self.special("eos")
-        return frozenset([*self.declared_ends, *ends, *([] if eos is None else [eos])])
+        self.kind = str(content["model"].get("type") or "BPE").lower()
+        self._decoder = _Decoder(content.get("decoder"))
+        self.pieces = _pieces(self._prompts, self._decoder)
+        tokens = {role: token for role in ROLES if (token := _token(self.config, role)) is not None}
+        ids = {role: self._prompts.token_to_id(token) for role, token in tokens.items()}
+        self.special_ids = {role: i for role, i in ids.items() if i is not None}
+        texts = {role: str(self._prompts.id_to_token(i)) for role, i in self.special_ids.items()}
+        self.special_tokens = {f"{role}_token": text for role, text in texts.items()}
+        self.chat_template = _template(self.config)
+        self.start_tokens = _ids(self._prompts, "", add=True)
+        added = self._prompts.get_added_tokens_decoder()
+        special = {token.content: i for i, token in sorted(added.items()) if token.special}
+        ends = [special[name] for name in _ENDS if name in special]
+        ends += [self.special_ids["eos"]] if "eos" in self.special_ids else []
+        self.stop_tokens = frozenset([*self.declared_ends, *ends])
+        self.separator = self._find_separator(special, ends)
 
     @property
     def declared_ends(self) -> list[int]:
@@ -124,15 +88,13 @@ class ForeignTokenizer(Tokenizer):
         settings = json.dumps([what, self.special_tokens], sort_keys=True)
         return hashlib.sha256(f"{settings}\n{self._text}".encode()).hexdigest()
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a document, or with `special` of a prompt, as transformers gives them by default."""
+    def encode(self, text: str, kind: TextKind = "document") -> list[int]:
+        """The ids of a text; of a prompt as transformers gives them by default."""
+        check_kind(kind)
         with without_pool():
-            return _ids(self._prompts, text, add=True) if special else _ids(self._documents, text)
-
-    def encode_chat(self, text: str) -> list[int]:
-        """The ids of what a chat template gave: special tokens are recognised, and none is added."""
-        with without_pool():
-            return _ids(self._prompts, text)
+            if kind == "document":
+                return _ids(self._documents, text)
+            return _ids(self._prompts, text, add=kind == "prompt")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each document as a uint32 array."""
@@ -147,18 +109,17 @@ class ForeignTokenizer(Tokenizer):
         first = next((i for i in given if 0 <= i < self.vocab and self.pieces[i]), None)
         return text if first is None else self._decoder.begin(text, str(self._prompts.id_to_token(first)))
 
-    def to_text(self) -> str:
-        """The tokenizer.json, byte for byte as it was given."""
-        return self._text
+    def files(self) -> dict[str, str]:
+        """The tokenizer.json as it was given, and a tokenizer_config.json if it has one."""
+        config = {CONFIG_FILE: dump_json(self.config, indent=2) + "\n"} if self.config else {}
+        return config | {FILE: self._text}
 
-    def save(self, path: Path) -> None:
-        """Write the tokenizer.json, and its tokenizer_config.json beside it if it has one."""
-        if self.config:
-            write_atomic(path.with_name(CONFIG_FILE), dump_json(self.config, indent=2) + "\n")
-        write_atomic(path, self._text)
+    def to_hf(self) -> "HFTokenizer":
+        """Itself."""
+        return self
 
     @classmethod
-    def load(cls, path: Path, stop_token_ids: Sequence[int] = ()) -> "ForeignTokenizer":
+    def load(cls, path: Path, stop_token_ids: Sequence[int] = ()) -> "HFTokenizer":
         """Read a tokenizer.json, and the config and the chat template beside it if they are there.
 
         `stop_token_ids` are what the model's own settings say that a text ends with.
@@ -180,18 +141,11 @@ class ForeignTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True  # the library's name for: spelled ones are encoded as text
         return tokenizer
 
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        added = self._prompts.get_added_tokens_decoder()
-        return {token.content: i for i, token in sorted(added.items()) if token.special}
-
-    def _find_separator(self) -> int:
-        before = _ids(self._prompts, "", add=True)
-        if before and before[0] in self._special_ids.values():
-            return before[0]
-        ends = [self._special_ids[name] for name in _ENDS if name in self._special_ids]
-        roles = [i for role in ("eos", "bos") if (i := self.special(role)) is not None]
-        found = next(iter([*ends, *roles, *self._special_ids.values()]), None)
+    def _find_separator(self, special: Mapping[str, int], ends: Sequence[int]) -> int:
+        """What the tokenizer itself puts before a text, or else what ends one."""
+        before = [i for i in self.start_tokens[:1] if i in special.values()]
+        bos = [self.special_ids["bos"]] if "bos" in self.special_ids else []
+        found = next(iter([*before, *ends, *bos, *special.values()]), None)
         if found is None:
             raise _refused("it has no special token that could stand between documents")
         return found
@@ -227,7 +181,7 @@ def _library() -> Iterator[None]:
         raise _refused(" ".join(str(problem).split())[:200]) from None
 
 
-def is_foreign(content: object) -> bool:
+def is_tokenizer_json(content: object) -> bool:
     """Whether the content of a JSON file is that of a tokenizer.json."""
     return isinstance(content, dict) and isinstance(content.get("model"), dict) and "added_tokens" in content
 
@@ -320,6 +274,15 @@ def _token(config: Mapping[str, Any], role: str) -> str | None:
     given = config.get(f"{role}_token")
     content = given.get("content") if isinstance(given, dict) else given
     return content if isinstance(content, str) else None
+
+
+def _template(config: Mapping[str, Any]) -> str | None:
+    """The chat template, which may be one of several by name."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
 
 
 def _refused(reason: str) -> DataError:

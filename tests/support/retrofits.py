@@ -1,0 +1,43 @@
+"""A run with all that decoding may read beside weights: a draft stage, a table, exits, a calibration."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from topograd.decode.autotune import RowCosts
+from topograd.decode.calibrate import Tuning, heldout_readings, store
+from topograd.decode.calibration import Calibration
+from topograd.decode.lookup import NGramTable
+from topograd.decode.policy import Paying
+from topograd.decode.retrofitted import KIND, retrofit_tensors
+from topograd.decode.tune_drafters import Choice
+from topograd.nn.draft_stage import DraftStage
+from topograd.nn.translator import Translator
+from topograd.runs.session import Session, heldout_text, open_session
+from topograd.runs.sidecar import BaseIdentity, create_sidecar
+
+
+def add_draft(session: Session, std: float) -> None:
+    """A draft stage, a table, a translator for every exit but the last, as `topograd retrofit` does."""
+    translators = {}
+    for head in range(len(session.plan.predicting()) - 1):
+        translators[head] = Translator(session.stack.width)
+        nn.init.normal_(translators[head].affine.weight, std=std)
+    stage, table = DraftStage(session.stack, torch.arange(40)), NGramTable.of(np.array([[1, 2]]), least=1)
+    tensors = retrofit_tensors(stage, table, translators)
+    base, folder = BaseIdentity.of(session), session.run.folder / "draft"
+    create_sidecar(folder, kind=KIND, base=base, tensors=tensors, settings={}, card="")
+
+
+def retrofitted_copy(source: Path, folder: Path) -> Path:
+    """A copy of a run with drafts and a calibration that says that all drafters together pay."""
+    session = open_session(shutil.copytree(source, folder))
+    add_draft(session, 0.1)
+    readings = heldout_readings(session, heldout_text(session, None, 300))
+    choice = Choice(("lookup", "table", "draft"), Paying(), 2.0)
+    costs = RowCosts(0.1, {1: 0.5, 4: 0.75}, 1.0)
+    store(session, Calibration.of(readings, session.step), Tuning(0, None, 1.0, None, costs, choice, choice))
+    return folder
