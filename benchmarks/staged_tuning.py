@@ -97,7 +97,7 @@ def config_of(settings: Settings, base: Session, way: str, steps: int, data: Pat
         optimizer=replace(whole.optimizer, matrices=RATES[way], head=RATES[way]),
         eval_bytes=2_000,
         save_every=20,
-        model=replace(whole.model, context=min(256, whole.model.context)),
+        model=whole.model.changed(context=min(256, whole.model.context)),
         tune=replace(whole.tune, window=settings.window, **WAYS[way]),
     )
     topology = TOPOLOGIES[way]
@@ -133,7 +133,7 @@ def texts(settings: Settings, base: Session) -> dict[str, Text]:
     """Held-out text of the embedded corpus, most of it code; prose, the pages of docs/; own text."""
     limit, context = settings.eval_bytes, min(256, base.config.model.context)
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-    small = replace(base, config=replace(base.config, model=replace(base.config.model, context=context)))
+    small = replace(base, config=replace(base.config, model=base.config.model.changed(context=context)))
 
     def cut(documents: list[str]) -> Text:
         return Text(*windows(base.tokenizer.encode_batch(documents), base.tokenizer, context, limit))

@@ -278,7 +278,7 @@ def train_arm(
 ) -> tuple[GPT, Plan, Tensor]:
     """The arm's model after its training, and the losses of its stages at every step."""
     torch.manual_seed(config.seed)
-    stack = GPT(config.model)
+    stack = GPT(config.gpt)
     plan = prepare(stack, arm.topology)
     if arm.start is not None:
         arm.start(stack)

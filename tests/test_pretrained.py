@@ -64,7 +64,7 @@ def test_its_manifest_binds_all_that_belongs_to_it(session: Session, tmp_path: P
 
 def test_it_is_of_version_01_and_its_layers_are_counted_from_the_last(session: Session) -> None:
     assert "topology" not in session.run.read_config()
-    assert session.config.model.count_from == "last"
+    assert session.config.gpt.count_from == "last"
     assert session.config.topology.partition == "2,2,2,2"
     assert (session.plan.prediction.kind, session.plan.last) == ("last", 3)
 

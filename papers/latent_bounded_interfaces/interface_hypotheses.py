@@ -165,7 +165,7 @@ def measure(model: Model, config: TrainConfig) -> Row:
 def build(model: Model, config: TrainConfig) -> tuple[GPT, Plan]:
     """The model before its training; all of a seed have the same layers at first."""
     torch.manual_seed(config.seed)
-    stack = GPT(replace(config.model, layers=model.layers, smear=model.smear))
+    stack = GPT(config.gpt.changed(layers=model.layers, smear=model.smear))
     if model.kind is None:
         return stack, prepare(stack, Topology.chain(str(model.layers)))
     width, context = config.model.width, config.model.context

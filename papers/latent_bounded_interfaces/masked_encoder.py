@@ -123,7 +123,7 @@ def build(model: Model, config: GPTConfig, seed: int) -> tuple[Encoder, Plan]:
 def measure(model: Model, config: TrainConfig) -> Row:
     """Train a model; its loss on hidden bytes, with another row's messages too, and the scan's error."""
     config, data = load_data(config)
-    stack, plan = build(model, config.model, config.seed)
+    stack, plan = build(model, config.gpt, config.seed)
     token, draw = config.model.vocab, torch.Generator().manual_seed(config.seed)
     loader = Loader(data.train, config.model.context, config.batch, config.seed)
     batches: Iterator[tuple[Tensor, Tensor]] = (hide(inputs, token, draw) for inputs, _ in loader)

@@ -94,7 +94,7 @@ def lora(base: Session, parameters: int, seed: int = 0) -> Attached:
 
 def head_of(stack: Stack) -> Head:
     """A stack's head."""
-    head = stack.head
+    head = stack.shared_head
     assert head is not None
     return head
 

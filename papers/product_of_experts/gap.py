@@ -109,7 +109,7 @@ def config_of(asked: Asked, seed: int) -> TrainConfig:
     """The settings of a training but for its topology."""
     if asked.preset == "demo":
         config = preset("small", seed=seed, steps=asked.steps, eval_every=0)
-        return replace(config, model=replace(config.model, width=asked.width))
+        return replace(config, model=config.model.changed(width=asked.width))
     return bytes_config(asked, seed, batch=8, tiny_batch=4, eval_bytes=60_000)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -53,7 +52,7 @@ class Training:
         self.arm, self.config = arm, config
         torch.manual_seed(config.seed)
         width = int(config.model.width * arm.width)
-        self.stack = GPT(replace(config.model, layers=arm.topology.layers, width=width))
+        self.stack = GPT(config.gpt.changed(layers=arm.topology.layers, width=width))
         self.plan = prepare(self.stack, arm.topology)
         settings = config.optimizer if arm.settings is None else arm.settings(config.optimizer)
         average = copy.deepcopy(self.stack) if arm.taught == "average" else None

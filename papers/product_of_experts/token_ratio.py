@@ -121,7 +121,7 @@ def config_of(asked: Asked, seed: int) -> TrainConfig:
 
 def parameters(config: TrainConfig) -> int:
     """Numbers in a model of backprop's size."""
-    return sum(p.numel() for p in GPT(config.model).parameters())
+    return sum(p.numel() for p in GPT(config.gpt).parameters())
 
 
 def steps_of(config: TrainConfig, ratio: float) -> int:

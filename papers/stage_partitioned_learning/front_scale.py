@@ -72,7 +72,7 @@ class Scale:
             eval_bytes=600 if tiny else 60_000,
             seeds=1,
         ).config(seed)
-        return replace(config, model=replace(config.model, layers=self.layers))
+        return replace(config, model=config.model.changed(layers=self.layers))
 
 
 FIXED = (2, 4)

@@ -128,7 +128,7 @@ def test_flags_override_the_preset_and_reach_the_run(size: list[str], call: Any,
         1.5,
         (0.7, 0.8),
     )
-    assert (config.model.windows, config.model.smear, config.model.mlp) == ((4, 0), False, "swiglu")
+    assert (config.gpt.windows, config.gpt.smear, config.gpt.mlp) == ((4, 0), False, "swiglu")
     assert (config.accumulate, config.bf16) == (2, True)
     assert config.save_every == PRESETS["tiny"]().save_every, "the rest is the preset's"
 

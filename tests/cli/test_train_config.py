@@ -125,7 +125,7 @@ def test_file_and_flags_need_fit_only_together(
     assert answer.json["steps"] == 2
     found = settings(tmp_path / "run")
     assert (found.model.layers, found.topology.partition) == (layers, partition)
-    assert found.model.smear == ("--model.no-smear" not in flags)
+    assert found.gpt.smear == ("--model.no-smear" not in flags)
 
 
 @pytest.mark.parametrize(

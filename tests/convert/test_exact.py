@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.convert.families import config_of, hugging_face_config, load_tensors, stack_of
+from topograd.convert.families import config_of, family_config, hugging_face_config, load_tensors, stack_of
 from topograd.convert.tensor_names import Naming, tensor_names
 from topograd.errors import ConfigError
 from topograd.nn.transformer.stack import Transformer
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_transformers(make_model: Make, variant: str) -> 
     model.zero_grad()
     F.cross_entropy(model(inputs, use_cache=False).logits.flatten(0, 1), targets).backward()
     theirs = dict(model.named_parameters())
-    sources = tensor_names(stack.config)
+    sources = tensor_names(family_config(stack))
     assert len(own) == len(theirs) == len(sources)
     for name, source in sources.items():
         expected, found = theirs[source.name].grad, own[name]
@@ -222,7 +222,7 @@ def test_the_config_goes_back_to_transformers(make_model: Make, variant: str) ->
 @torch.no_grad()
 def test_tensors_go_out_and_come_back(make_model: Make, variant: str, naming: Naming) -> None:
     stack = stack_of(make_model(variant))
-    own, sources = dict(stack.named_parameters()), tensor_names(stack.config, naming)
+    own, sources = dict(stack.named_parameters()), tensor_names(family_config(stack), naming)
     assert own.keys() == sources.keys()
     assert len({source.name for source in sources.values()}) == len(sources)
     out = {

@@ -38,7 +38,7 @@ def small_cases(few_words: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def config(self: interfaces.Case, steps: int = 3) -> TrainConfig:
         found = whole(self, steps)
-        return replace(found, data=few_words, batch=2, model=replace(found.model, width=16))
+        return replace(found, data=few_words, batch=2, model=found.model.changed(width=16))
 
     monkeypatch.setattr(interfaces.Case, "config", config)
 

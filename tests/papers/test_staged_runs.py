@@ -88,7 +88,7 @@ def test_the_first_weights_of_relays_may_be_set(sizes: Sizes) -> None:
 
 
 def test_no_way_around_the_stage_before(sizes: Sizes) -> None:
-    model = sizes.config(0).model
+    model = sizes.config(0).gpt
     assert not model.smear
     assert not model.x0_blend
     assert model.value_embeddings == "none"

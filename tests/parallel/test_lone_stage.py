@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ STAGES = 3
 
 @pytest.fixture(scope="module")
 def alone(config: TrainConfig) -> TrainConfig:
-    model = replace(config.model, layers=3, x0_blend=False)
+    model = config.model.changed(layers=3, x0_blend=False)
     more: dict[str, Any] = {"partition": "1,1,1", "heads": "own", "bus": "detached"}
     return config.changed(model=model, steps=24, save_every=3, eval_every=0, accumulate=2, **more)
 
@@ -193,7 +192,7 @@ def test_a_stage_that_needs_more_of_the_others_is_refused(name: str, alone: Trai
     changes, line = REFUSED[name]
     blend = changes.get("x0_blend", False)
     rest = {key: value for key, value in changes.items() if key != "x0_blend"}
-    config = alone.changed(model=replace(alone.model, x0_blend=blend), **rest)
+    config = alone.changed(model=alone.model.changed(x0_blend=blend), **rest)
     stack, plan = build_stack(config)
     with pytest.raises(ConfigError, match=line):
         check_alone(stack, plan, ParallelConfig(stages=len(plan.stages), stage=2))

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -176,7 +175,7 @@ def test_huge_numbers_are_slips_of_the_keyboard(name: str) -> None:
 )
 def test_a_model_that_cannot_be_built(change: dict[str, Any], words: str) -> None:
     with pytest.raises(StackError, match=words) as caught:
-        dataclasses.replace(preset("tiny").model, **change)
+        preset("tiny").model.changed(**change)
     assert "\n" not in str(caught.value)
 
 
@@ -286,7 +285,7 @@ def test_changed_settings_find_their_table() -> None:
 def test_private_decoders_make_the_stack_deeper() -> None:
     config = preset("tiny", partition="2,2", decoder=2)
     assert config.model.layers == 4
-    assert build_stack(config)[0].config == dataclasses.replace(config.model, layers=8)
+    assert build_stack(config)[0].config == config.model.changed(layers=8)
 
 
 def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
@@ -303,7 +302,7 @@ def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
     )
     expected = base.changed(steps=7, graph="forest", branches=("2", "2"))
     expected = expected.changed(
-        model=dataclasses.replace(base.model, width=32),
+        model=base.model.changed(width=32),
         search=SearchConfig(kind="soft", soft=SoftConfig(stages=2, hot=4.0)),
     )
     assert found == expected
@@ -354,12 +353,12 @@ def test_settings_of_version_1_are_read() -> None:
 @pytest.mark.parametrize("layers", [2, 3, 4, 5])
 def test_version_1_alternates_from_the_last_layer(layers: int) -> None:
     """The last layer had a value embedding, whatever the number of layers; hybrids ended with attention."""
-    old = TrainConfig.from_dict({"model": {"layers": layers}}).model
+    old = TrainConfig.from_dict({"model": {"layers": layers}}).gpt
     valued = [old.has_value_embedding(i) for i in range(layers)]
     assert valued == [(layers - 1 - i) % 2 == 0 for i in range(layers)]
-    new = TrainConfig.from_dict({"version": 2, "model": {"layers": layers}}).model
+    new = TrainConfig.from_dict({"version": 2, "model": {"layers": layers}}).gpt
     assert [new.has_value_embedding(i) for i in range(layers)] == [i % 2 == 1 for i in range(layers)]
-    hybrid = TrainConfig.from_dict({"model": {"layers": layers, "architecture": "hybrid"}}).model
+    hybrid = TrainConfig.from_dict({"model": {"layers": layers, "architecture": "hybrid"}}).gpt
     assert hybrid.mixer(layers - 1) == "attention"
 
 
@@ -367,4 +366,4 @@ def test_the_reference_runs_settings_are_read() -> None:
     """Of version 1, as they were written; its model has the layers that its weights are of."""
     found = TrainConfig.from_dict(Run.open(REFERENCE).read_config())
     assert (found.topology.partition, found.topology.heads) == ("2,2,2,2", "shared")
-    assert (found.model.layers, found.model.count_from) == (8, "last")
+    assert (found.model.layers, found.gpt.count_from) == (8, "last")

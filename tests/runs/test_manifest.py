@@ -31,7 +31,7 @@ STEPS = 20
 def learned(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run whose tokenizer was learned from its text."""
     folder = tmp_path_factory.mktemp("learned") / "run"
-    small = replace(config, tokenizer="bpe", steps=2, model=replace(config.model, vocab=280))
+    small = replace(config, tokenizer="bpe", steps=2, model=config.model.changed(vocab=280))
     start(small, folder).train()
     return Run.open(folder)
 

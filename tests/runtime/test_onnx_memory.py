@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def runtime(stack_of: Callable[[str], Stack]) -> OnnxRuntime:
     small = stack_of("llama")
     assert isinstance(small, Transformer)
     torch.manual_seed(0)
-    return OnnxRuntime(Transformer(replace(small.config, context=300)).eval())
+    return OnnxRuntime(Transformer(small.config.changed(context=300)).eval())
 
 
 PLAN = Plan.of("2,2", 4)

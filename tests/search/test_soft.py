@@ -24,9 +24,7 @@ from topograd.training.trainer import resume, start
 
 def boundaries_of(layers: int, config: SoftConfig, steps: int) -> SoftBoundaries:
     """As a run of so many layers begins."""
-    run = soft_run(
-        TrainConfig(steps=steps).changed(model=replace(TrainConfig().model, layers=layers)), config
-    )
+    run = soft_run(TrainConfig(steps=steps).changed(model=TrainConfig().model.changed(layers=layers)), config)
     return SoftBoundaries(run.topology.transmissivities, config, steps)
 
 
@@ -212,7 +210,7 @@ def test_bad_settings(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="2 stages of at least 3 layers each"):
         soft_run(config, SoftConfig(stages=2, min_depth=3))
     with pytest.raises(ConfigError, match="one layer has no place"):
-        soft_run(replace(config, model=replace(config.model, layers=1)), SoftConfig(stages=1))
+        soft_run(replace(config, model=config.model.changed(layers=1)), SoftConfig(stages=1))
     with pytest.raises(ConfigError, match="let it fall"):
         SoftConfig(hot=0.1, cold=1.0)
     with pytest.raises(ConfigError, match="rewards every boundary; set min_depth to 2"):

@@ -72,7 +72,7 @@ def settings(name: str, config: TrainConfig, teacher: Run) -> TrainConfig:
     if engine is not None and not hasattr(engines, f"{engine}_step"):
         pytest.skip(f"topograd.interfaces.engines has no {engine}_step")
     base = config.changed(partition="L", steps=STEPS, save_every=2, eval_every=0, keep=3)
-    return base.changed(model=replace(config.model, layers=4), **table)
+    return base.changed(model=config.model.changed(layers=4), **table)
 
 
 def final(run: Run) -> dict[str, Any]:
@@ -141,10 +141,10 @@ def test_a_teacher_that_learned_on_is_refused(config: TrainConfig, straight: Run
 
 def test_a_teacher_of_other_tokens_is_refused(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
     chosen = settings("distillation", config, straight)
-    other = replace(chosen, tokenizer="bpe", model=replace(chosen.model, vocab=270))
+    other = replace(chosen, tokenizer="bpe", model=chosen.model.changed(vocab=270))
     with pytest.raises(ValueError, match=r"teacher .* has another tokenizer"):
         start(other, tmp_path / "run")
-    long = replace(chosen, model=replace(chosen.model, context=32))
+    long = replace(chosen, model=chosen.model.changed(context=32))
     with pytest.raises(ValueError, match="sees 16 tokens and the student 32; give the student a smaller"):
         start(long, tmp_path / "run")
     assert not (tmp_path / "run" / "config.toml").exists()

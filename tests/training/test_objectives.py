@@ -69,7 +69,7 @@ def random_logits(seed: int, rows: int = 7) -> Tensor:
 class WithoutProjection(GPT):
     """A GPT that hides the matrix of its readout, so that only the generic path is left."""
 
-    def projection(self, stage: int) -> Projection | None:  # type: ignore[override]
+    def projection(self, stage: int) -> Projection | None:
         return None
 
 

@@ -31,7 +31,7 @@ def test_a_run_leaves_everything_in_its_folder(straight: Run, config: TrainConfi
         "manifest.json",
     }
     saved = TrainConfig.from_dict(straight.read_config())
-    assert saved == replace(config, model=replace(config.model, vocab=257)), "the vocabulary is the true one"
+    assert saved == replace(config, model=config.model.changed(vocab=257)), "the vocabulary is the true one"
     assert sorted(path.name for path in straight.checkpoints.iterdir()) == ["step-00000016", "step-00000020"]
     first, last = losses(straight)[0][1], losses(straight)[-1][1]
     assert len(first) == 2
@@ -162,7 +162,7 @@ def test_a_folder_in_use_is_refused(config: TrainConfig, straight: Run, tmp_path
 def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfig, tmp_path: Path) -> None:
     small = tmp_path / "small.txt"
     small.write_text("x" * 300)
-    long = replace(config.model, context=500)
+    long = config.model.changed(context=500)
     for bad, error in (
         (replace(config, data=str(small), model=long), DataError),
         (replace(config, data=str(tmp_path / "nowhere")), DataError),
@@ -172,7 +172,7 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
         (config.changed(objective="math:no_such_objective"), ConfigError),
         (config.changed(objective="residual", prediction="last"), TopologyError),
         (config.changed(heads="low-rank", head_rank=99), StackError),
-        (replace(config, model=replace(config.model, architecture="nowhere:mixer")), ConfigError),
+        (replace(config, model=config.model.changed(architecture="nowhere:mixer")), ConfigError),
     ):
         with pytest.raises(error):
             start(bad, tmp_path / "run")

@@ -336,7 +336,7 @@ def test_a_relative_data_path_is_found_again_from_elsewhere(
 def test_other_topologies_and_tokenizers_resume_too(
     change: dict[str, Any], config: TrainConfig, tmp_path: Path
 ) -> None:
-    model = replace(config.model, vocab=270, head_rank=4)
+    model = config.model.changed(vocab=270, head_rank=4)
     config = config.changed(steps=6, save_every=2, model=model, **change)
     whole = start(config, tmp_path / "whole")
     whole.train()

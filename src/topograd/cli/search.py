@@ -66,7 +66,7 @@ class Size:
         """The settings of a training, with `more` of them changed."""
         base = preset(self.preset)
         shape = {n: getattr(self, n) for n in ("layers", "width", "heads", "context")}
-        model = replace(base.model, **{n: v for n, v in shape.items() if v is not None})
+        model = base.model.changed(**{n: v for n, v in shape.items() if v is not None})
         given = {n: getattr(self, n) for n in ("steps", "batch", "eval_bytes", "data")}
         given = {n: v for n, v in given.items() if v is not None}
         return base.changed(model=model, seed=self.seed, device=self.device, **given, **more)

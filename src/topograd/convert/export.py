@@ -19,14 +19,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
 from topograd.convert.card import card
-from topograd.convert.families import hugging_face_config
+from topograd.convert.families import family_config, hugging_face_config
 from topograd.convert.gguf_tokenizer import tokenizer_json
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
@@ -106,7 +106,7 @@ def _plain(session: Session) -> tuple[Transformer, HFTokenizer]:
             f"{where} has a last head or relays of its own, or predicts by several stages, which these "
             "formats cannot say; keep the run's folder"
         )
-    return stack, session.tokenizer.to_hf()
+    return cast(Transformer, stack), session.tokenizer.to_hf()
 
 
 def _write_sidecar(folder: Path, session: Session, stack: Transformer) -> None:
@@ -143,12 +143,12 @@ def _tensors(stack: Transformer, naming: Any) -> dict[str, Tensor]:
     own = dict(stack.named_parameters())
     return {
         there.name: (own[name] if there.write is None else there.write(own[name])).detach().contiguous()
-        for name, there in tensor_names(stack.config, naming).items()
+        for name, there in tensor_names(family_config(stack), naming).items()
     }
 
 
 def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> None:
-    settings = hugging_face_config(stack.config)
+    settings = hugging_face_config(family_config(stack))
     for role in ("bos", "eos", "pad"):
         settings[f"{role}_token_id"] = tokenizer.special_ids.get(role)
     if ends := tokenizer.declared_ends:
@@ -167,7 +167,7 @@ def _write_gguf(file: Path, stack: Transformer, tokenizer: HFTokenizer, kind: st
 
 def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
     """The sizes of a model in GGUF's words."""
-    config = stack.config
+    config = family_config(stack)
     if config.family not in GGUF_FAMILIES:
         raise ConfigError(
             f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are; use format hf"

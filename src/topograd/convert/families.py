@@ -320,6 +320,12 @@ def _rope_table(config: TransformerConfig) -> dict[str, Any]:
     return {"full_attention": table, "sliding_attention": local}
 
 
+def family_config(stack: Transformer) -> TransformerConfig:
+    """The settings of a stack of a published family."""
+    assert isinstance(stack.config, TransformerConfig), "a stack of a published family"
+    return stack.config
+
+
 def load_tensors(
     stack: Transformer,
     get: Callable[[str], Tensor],
@@ -333,15 +339,16 @@ def load_tensors(
     have are refused; a head beside a tied embedding is left out, as transformers does.
     """
     available = None if available is None else set(available)
-    sources = tensor_names(stack.config, naming, available or ())
+    config = family_config(stack)
+    sources = tensor_names(config, naming, available or ())
     if available is not None:
-        _refuse_others(sources, available, stack.config, naming)
+        _refuse_others(sources, available, config, naming)
     for name, source in sources.items():
         path, _, leaf = name.rpartition(".")
         module = stack.get_submodule(path)
         value = _checked(get, source, module.get_parameter(leaf))
         setattr(module, leaf, value)
-    if stack.config.tied:
+    if config.tied:
         stack.head.weight = stack.embedding.weight
 
 

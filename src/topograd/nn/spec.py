@@ -14,8 +14,8 @@ serving) asks the stack for what it can do (`capabilities.py`) and never for its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from topograd.errors import ConfigError
 from topograd.reading import build_dataclass
@@ -56,6 +56,10 @@ class ModelSpec:
     def kind(self) -> str:
         """The name under which `MODELS` finds this spec's class."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    def changed(self, **changes: Any) -> Self:
+        """This spec with some fields replaced."""
+        return replace(self, **changes)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
         """The `[model]` table."""

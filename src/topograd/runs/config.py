@@ -263,6 +263,13 @@ class TrainConfig:
         """Whether the model was imported with a tokenizer of its own."""
         return self.tokenizer == "imported"
 
+    @property
+    def gpt(self) -> GPTConfig:
+        """The model's settings, for code that is about a GPT alone."""
+        if not isinstance(self.model, GPTConfig):
+            raise ConfigError(f"model.kind is {self.model.kind}; this needs a gpt")
+        return self.model
+
     def changed(self, **changes: Any) -> TrainConfig:
         """These settings with some replaced; those of the topology may be given by their own names.
 
@@ -278,8 +285,9 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         rest = {f.name: getattr(self, f.name) for f in fields(self)}
-        tables = {name: asdict(value) if is_dataclass(value) else value for name, value in rest.items()}
-        values = {"version": VERSION, **tables, "model": self.model.to_dict()}
+        rest["model"] = self.model.to_dict()
+        tables = (name for name, value in rest.items() if is_dataclass(value))
+        values = {"version": VERSION, **rest, **{name: asdict(rest[name]) for name in tables}}
         if self.model.task == "images":
             for name in _OF_TEXT:
                 del values[name]

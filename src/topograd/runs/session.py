@@ -19,7 +19,6 @@ from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
-from topograd.nn.spec import ModelSpec
 from topograd.nn.stack import Stack
 from topograd.reading import build_dataclass
 from topograd.runs.based import lean_on
@@ -181,8 +180,7 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
     data = prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
     if config.brings_tokenizer:  # its head may have rows that no token has
         return config, data
-    model: ModelSpec = replace(config.model, vocab=data.tokenizer.vocab)  # type: ignore[type-var]
-    return replace(config, model=model), data
+    return replace(config, model=config.model.changed(vocab=data.tokenizer.vocab)), data
 
 
 def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import onnxruntime
@@ -27,7 +27,7 @@ from torch import Tensor
 from topograd.errors import ConfigError
 from topograd.exec.forward import StageMemory
 from topograd.nn.capabilities import OperatorForm
-from topograd.nn.heads import HeadedStack, cap
+from topograd.nn.heads import cap
 from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer.attention import check_reach
 from topograd.runtime.graph import Graph, Session, Settings
@@ -36,6 +36,9 @@ from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, St
 from topograd.runtime.onnx_memory import Array, Fixed, Frame, OnnxStage, taps_of
 from topograd.runtime.quantize import Precision, Quantized, dequantize
 from topograd.topology.plan import Plan, PlannedStage
+
+if TYPE_CHECKING:
+    from topograd.nn.transformer.stack import Transformer
 
 HEAD_MULTIPLE = 16
 """What GroupQueryAttention wants a head's width to be a multiple of."""
@@ -118,14 +121,12 @@ class OnnxRuntime:
         if problem is not None:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
             raise ConfigError(f"{problem}, so onnxruntime cannot run it; {instead}")
-        assert isinstance(stack, OperatorForm)
-        assert isinstance(stack, HeadedStack)
-        self.stack, self.precision = stack, precision
+        self.stack, self.precision = cast("Transformer", stack), precision
         self.settings = shared_settings(provider)
         self.made = {} if made is None else made
         """Matrices that are quantised, by name."""
-        self._normed = stack.config.traits.normed_embedding
-        tables = (stack.embedding, stack.previous)
+        self._normed = self.stack.config.traits.normed_embedding
+        tables = (self.stack.embedding, self.stack.previous)
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...], bool], Session] = {}
         self._buffers: dict[tuple[int, int, tuple[int, ...]], Buffer] = {}
@@ -282,7 +283,7 @@ class OnnxRuntime:
     def _logits(self, flat: Tensor, stage: int) -> Tensor:
         if (factors := self._factors(stage)) is not None:  # W x + U (V x): all of them share W
             up, down = factors
-            x = self.stack.projection(stage).normalize(flat)
+            x = self.stack.normalize(flat)
             return self._product(flat, -1).addmm_(F.linear(x, down), up.t())
         return self._product(flat, stage if self.stack.has_head(stage) else -1)
 
@@ -326,7 +327,7 @@ class OnnxRuntime:
         packed = self.made.get("head" if factors is not None else self._head_name(stage))
         if packed is None:
             return self.stack.readout(flat, stage, rows)
-        head, x = self.stack.head, self.stack.projection(stage).normalize(flat)
+        head, x = self.stack.head, self.stack.normalize(flat)
         matrix = torch.from_numpy(dequantize(packed.rows(rows.numpy()), flat.shape[-1]))
         z = F.linear(x, matrix, None if head.bias is None else head.bias[rows])
         if factors is not None:

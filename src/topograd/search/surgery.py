@@ -172,7 +172,7 @@ class SurgeryTrainer(Trainer):
             heads=self.plan.topology.heads,
             vocab=model.vocab,
             width=model.width,
-            rank=self.plan.topology.head_rank or model.head_rank,
+            rank=self.plan.topology.head_rank or getattr(model, "head_rank", None),
             min_depth=config.min_depth,
             floor=config.floor,
         )

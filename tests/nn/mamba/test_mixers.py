@@ -176,7 +176,7 @@ def test_it_learns_in_stages(model: GPT) -> None:
 
 
 def test_a_run_of_it_trains_resumes_and_opens(module: str, config: TrainConfig, tmp_path: Path) -> None:
-    shape = replace(config.model, architecture=f"{module}:Decay")
+    shape = config.model.changed(architecture=f"{module}:Decay")
     chosen = replace(config, steps=6, save_every=3, eval_every=0, model=shape)
     start(chosen, tmp_path / "whole").train()
     start(chosen, tmp_path / "parts").train(stop_after=4)
@@ -184,7 +184,7 @@ def test_a_run_of_it_trains_resumes_and_opens(module: str, config: TrainConfig, 
     ends = [Run.open(tmp_path / name).store.weights("step-00000006") for name in ("whole", "parts")]
     assert ends[0] == ends[1]
     session = open_session(tmp_path / "parts")
-    assert session.config.model.architecture == f"{module}:Decay"
+    assert session.config.gpt.architecture == f"{module}:Decay"
     assert all(isinstance(layer, MixerBlock) for layer in session.stack.layers)
 
 

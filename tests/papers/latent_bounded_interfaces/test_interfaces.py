@@ -61,7 +61,7 @@ def test_every_case_can_be_built_and_run(architecture: Architecture, monkeypatch
     inputs = torch.randint(257, (1, context), generator=torch.Generator().manual_seed(0))
     for case in (case for case in CASES if case.architecture == architecture):
         stack, plan = build_stack(case.config())
-        assert case.config().model.architecture == architecture
+        assert case.config().gpt.architecture == architecture
         parts = [len(planned.layers) for planned in plan.stages]
         if case.interface is None:
             assert parts == [{"dense": 8, "shallow": 2, "4 layers alone": 4}[case.name]]

@@ -29,7 +29,7 @@ def test_hidden_bytes_are_the_targets() -> None:
 
 
 def test_all_positions_are_seen(sizes: Sizes) -> None:
-    config = replace(sizes.config(0).model, context=8)
+    config = sizes.config(0).gpt.changed(context=8)
     for model in MODELS:
         stack, plan = build(model, config, 0)
         for p in stack.parameters():
@@ -47,7 +47,7 @@ def test_all_positions_are_seen(sizes: Sizes) -> None:
 def test_the_scan_is_exact_both_ways_and_its_error_is_seen(
     sizes: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack, plan = build(MODELS[2], replace(sizes.config(0).model, context=8), 0)
+    stack, plan = build(MODELS[2], sizes.config(0).gpt.changed(context=8), 0)
     for p in stack.parameters():
         torch.nn.init.normal_(p, std=0.3)
     inputs, targets = hide(torch.randint(256, (2, 8)), 257, torch.Generator().manual_seed(1))

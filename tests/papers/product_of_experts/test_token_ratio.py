@@ -72,14 +72,14 @@ def test_a_gap_that_tokens_close_and_heads_widen() -> None:
 def test_steps_are_of_tokens_a_parameter() -> None:
     config = config_of(asked("token-ratio", "small"), 0)
     tokens = config.batch * config.model.context * steps_of(config, 10.0)
-    parameters = sum(p.numel() for p in GPT(config.model).parameters())
+    parameters = sum(p.numel() for p in GPT(config.gpt).parameters())
     assert tokens == pytest.approx(10 * parameters, rel=0.01)
 
 
 def test_a_factor_is_of_every_rate_that_is_used() -> None:
     """The usual rates, spelt out, are what an optimizer without them has."""
     config = config_of(asked("token-ratio", "tiny"), 0)
-    stack = GPT(config.model)
+    stack = GPT(config.gpt)
     plan = prepare(stack, token_ratio.topologies()[OWN_HEADS])
 
     def rates(settings: OptimizerConfig) -> list[float]:

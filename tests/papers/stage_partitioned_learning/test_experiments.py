@@ -68,7 +68,7 @@ def test_b_adds_a_detached_source_and_no_other_difference(invent: Any) -> None:
 
 
 def test_b_opens_its_learned_bus_and_chooses_its_rate(sizes: Sizes) -> None:
-    stack = GPT(sizes.config(0).model)
+    stack = GPT(sizes.config(0).gpt)
     arm = experiment_b.with_bus(SHALLOW, "r0")
     prepare(stack, arm.topology)
     buses = [relay for relay in stack.own_relays().values() if isinstance(relay, LowRank)]
@@ -149,7 +149,7 @@ def test_c_compares_by_prediction_and_by_one_pooling(invent: Any) -> None:
 def test_disagreement_counts_other_first_choices(sizes: Sizes) -> None:
     arm = experiment_c.FORESTS[1]
     torch.manual_seed(0)
-    stack = GPT(sizes.config(0).model)
+    stack = GPT(sizes.config(0).gpt)
     plan = prepare(stack, arm.topology)
     tokens = torch.randint(257, (3, 16))
     text = Text(tokens, tokens.clone().masked_fill(tokens < 60, -100), 48)
@@ -179,7 +179,7 @@ def test_e_changes_the_relay_behind_the_first_stage_alone(sizes: Sizes) -> None:
         assert relays == ["identity", f"{kind}-1", "identity"]
     arm = experiment_e.RELAYED[0]
     torch.manual_seed(0)
-    stack = GPT(sizes.config(0).model)
+    stack = GPT(sizes.config(0).gpt)
     prepare(stack, arm.topology)
     with torch.no_grad():
         stack.head.weight.normal_()

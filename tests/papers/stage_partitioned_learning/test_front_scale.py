@@ -70,7 +70,7 @@ def test_tokens_are_in_proportion_to_parameters(preset: str) -> None:
     for scale in SCALES[preset]:
         config = scale.config(preset, 0)
         assert (config.model.layers, config.model.width) == (scale.layers, scale.width)
-        sizes.append(sum(p.numel() for p in GPT(config.model).parameters()))
+        sizes.append(sum(p.numel() for p in GPT(config.gpt).parameters()))
         tokens = steps_of(config, RATIOS[preset]) * config.batch * config.model.context
         assert abs(tokens - RATIOS[preset] * sizes[-1]) <= config.batch * config.model.context / 2
     assert sizes == sorted(sizes)

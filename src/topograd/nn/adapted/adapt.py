@@ -308,7 +308,7 @@ class Adapted(HeadedStack):
         if len(self.chain) - len(self.layers) == 2:
             ours.append(self.norm(ours[-1]))
         shared = self.last_stage + 1  # a stage without a head of its own
-        ours.append(self.head(ours[-1], shared) if self.linear else self.head(ours[-1]))  # type: ignore[call-arg]
+        ours.append(self.head(ours[-1], shared) if self.linear else self.head(ours[-1]))
         chance.restore()
         places = [
             *(f"what {link.name} is given" for link in self.chain),

@@ -134,16 +134,16 @@ class BlockConfig(ModelSpec):
 
     def grown(self, layers: int) -> BlockConfig:
         """With `layers` layers, of which those that were there stay what they are."""
-        return replace(self, layers=layers)  # type: ignore[type-var]
+        return self.changed(layers=layers)
 
     def draft_layer(self) -> tuple[BlockConfig, int]:
         """Settings and index of one plain attention layer of this kind, for a draft stage."""
-        return replace(self, layers=1), self.layers  # type: ignore[type-var]
+        return self.changed(layers=1), self.layers
 
     def build(self, topology: Topology) -> Stack:
         from topograd.nn.transformer.stack import Transformer
 
-        return Transformer(replace(self, layers=topology.layers))  # type: ignore[type-var]
+        return Transformer(self.changed(layers=topology.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
