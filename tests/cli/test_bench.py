@@ -1,11 +1,8 @@
-import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 from scan import Settings
 from topograd.cli import bench as module
@@ -65,13 +62,6 @@ def test_tables_for_people_and_the_reference_by_default(
     for way in ways:
         assert f"│ {way}" in answer.out
     assert "Leaving early: speedup against teacher-forced agreement" in answer.out
-
-
-def shown(table: Table) -> str:
-    """A table on a terminal of 80 columns."""
-    file = io.StringIO()
-    Console(file=file, width=80).print(table)
-    return file.getvalue()
 
 
 def test_the_curve_fits_a_terminal() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from papers.listing import run_study
 from papers.outcome import asked
 from papers.product_of_experts import continual, continual_methods
 from papers.product_of_experts.continual import NAMES, Scale
+from papers.run import run_study
 from topograd.cli.main import main
 from topograd.errors import ConfigError
 
