@@ -1,4 +1,4 @@
-"""torch's own pipeline of backprop, `torch.distributed.pipelining`, as a peer of `reference/pipeline.py`.
+"""torch's own pipeline of backprop, `torch.distributed.pipelining`, as a peer of `plain_schedules.py`.
 
 The same layers, copies of the embedding, micro-batches and loss; the schedule, its messages and its buffers
 are torch's (`ScheduleGPipe`, `Schedule1F1B`). Gradients and loss equal those of our own schedule
