@@ -213,3 +213,7 @@ def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
     settings = Settings()
     assert (settings.regions, settings.region_layers, settings.width, settings.context) == (6, 2, 256, 256)
     assert (settings.rank, settings.segments, settings.causal_rank, settings.batch) == (16, 8, 8, 1)
+
+
+def test_large_models_that_fit_are_allowed() -> None:
+    Settings(width=1024, context=1024, batch=8)

@@ -56,3 +56,36 @@ def test_the_module_exits_with_the_code_and_a_reader_may_leave_early() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 1
+
+
+NUMBERS = ["0", "-1", str(10**30), "nan", "inf", "", "1e400", "0x10"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check catalogue --seed",
+        "check ladder --depth --width --seed",
+        "check equivariance --steps --lr --seed",
+        "check cells --steps --seeds",
+        "check kernel --depth --width --examples --seed",
+        "check simulate --depth --width --examples --steps --eta --seed",
+        "run experiment-a --steps --width --seeds",
+    ],
+)
+def test_no_number_makes_a_traceback(
+    line: str, call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every numeric flag with every hostile number: refused in one line, before any work."""
+    words = [word for word in line.split() if not word.startswith("--")]
+    for kind in CHECKS.values():
+        monkeypatch.setattr(kind, "answer", lambda self: {"cells": []})
+    monkeypatch.setattr("papers.run.run_study", lambda study: pytest.fail("it worked"))
+    out = ("--out", tmp_path) if words[0] == "run" else ()
+    for flag in (word for word in line.split() if word.startswith("--")):
+        for number in NUMBERS:
+            answer = call(*words, *out, flag, number, "--json")
+            if answer.code != 0:
+                assert flag in answer.refusal
+            else:
+                assert number in ("0", "-1") or flag == "--eta", f"{flag} {number} was taken"

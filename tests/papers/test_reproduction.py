@@ -91,6 +91,15 @@ def test_a_verdict_of_a_finished_claim_has_a_number_or_a_test() -> None:
             assert one.command.startswith(("pytest", "topograd", "python -m papers")), ident(one)
 
 
+def test_a_claim_that_ours_differs_from_is_not_reproduced() -> None:
+    """As the page defines it: *corrected* is where something else is true than the text says."""
+    differs = re.compile(r"(less|more|fewer|not|never|only)\b")
+    assert [ident(one) for one in chosen(state="reproduced") if differs.match(one.ours)] == []
+    states = {one.claim: one.state for one in claims()}
+    assert states["A step takes 1.33 times backprop's with four stages"] == "corrected"
+    assert states["Every prefix of stages is the model that would have been trained alone"] == "corrected"
+
+
 def test_choosing() -> None:
     assert chosen() == list(claims())
     failed = chosen(paper="gram-metrics", state="failed")
