@@ -86,8 +86,7 @@ def test_a_long_run_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("check", "nothing was given to optim; choose one of equivariance, cells"),
-        ("sweep", "'sweep' was given to optim; choose one of equivariance, cells"),
+        ("sweep", "'sweep' was given to check; choose one of catalogue, ladder, families, equivariance"),
         ("equivariance --steps 0", "topograd: --steps is 0; it must be at least 1"),
         ("equivariance --lr -1", "topograd: --lr is -1.0; it must be at least 1e-12"),
         ("equivariance --lr fast", "--lr was given 'fast'; it must be a number"),
