@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import papers
 from papers.latent_bounded_interfaces import interfaces
 from papers.outcome import asked
 from papers.presets import SIZES
@@ -108,3 +110,15 @@ def test_what_a_row_depends_on() -> None:
     assert setting_of(other)["steps"] == [7]
     assert setting_of(usual) != setting_of(other)
     assert asked_for(asked("elastic", "tiny", seeds=5))["seeds"] == 5
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_readme_of_its_folder_has_a_study_with_its_minutes(name: str) -> None:
+    folder = Path(papers.__file__).parent / STUDIES[name].module.partition(".")[0]
+    rows = [
+        line
+        for line in (folder / "README.md").read_text(encoding="utf-8").splitlines()
+        if f"| `{name}` |" in line
+    ]
+    assert len(rows) == 1
+    assert rows[0].endswith(f"| {SIZES[name]['small'].minutes:g} |")
