@@ -115,10 +115,7 @@ def test_what_a_row_depends_on() -> None:
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_readme_of_its_folder_has_a_study_with_its_minutes(name: str) -> None:
     folder = Path(papers.__file__).parent / STUDIES[name].module.partition(".")[0]
-    rows = [
-        line
-        for line in (folder / "README.md").read_text(encoding="utf-8").splitlines()
-        if f"| `{name}` |" in line
-    ]
+    lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if f"| `{name}` |" in line]
     assert len(rows) == 1
     assert rows[0].endswith(f"| {SIZES[name]['small'].minutes:g} |")
