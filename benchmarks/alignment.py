@@ -9,10 +9,11 @@ RUN is an imported model such as SmolLM2, and version 1. Version 2 comes twice:
               head is untied, and every stream is turned by a random rotation. It computes what the minor one
               does, and no weight of it is where it was (needs transformers)
 
-A specialist of version 1 learns facts from chats (`specialists/facts.py`). On each version 2 it is put as it
-is, and carried over by aligned heads (`specialists/align.py`), without training and with a few steps, beside
-one that begins anew with as few steps. Read are nats a token of some chats, and recall of the facts in a
-wording that was never taught. Everything is kept in FOLDER: a run that was ended goes on where it was.
+A specialist of version 1 learns facts from chats (`papers/product_of_experts/facts.py`). On each version 2 it
+is put as it is, and carried over by aligned heads (`specialists/align.py`), without training and with a few
+steps, beside one that begins anew with as few steps. Read are nats a token of some chats, and recall of the
+facts in a wording that was never taught. Everything is kept in FOLDER: a run that was ended goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 import tyro
 from torch import Tensor
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.kept import Kept, Row
 from papers.product_of_experts.fact_readings import Reader, recall
 from papers.product_of_experts.facts import World

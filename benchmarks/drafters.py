@@ -8,18 +8,18 @@ many tokens behind each prompt, taking turns prompt by prompt, the reading of th
 tokens over seconds, summed; the ratio to full depth is given by kind and for all, with the quartiles over
 prompts.
 
-When to draft follows from acceptances as `depth/policy.py` has them and from the seconds of rows, which are
+When to draft follows from acceptances as `decode/policy.py` has them and from the seconds of rows, which are
 measured first; "calibrated" is what `topograd calibrate` chose, where the run has that.
 
 Prompts: code and prose are beginnings of held-out documents, chats and lists are questions that no template
-of `models/prompts.py` has; a model without a chat template goes on from the plain question. Nothing here was
+of `convert/prompts.py` has; a model without a chat template goes on from the plain question. Nothing here was
 trained or tuned on.
 
 With --peers, the same weights in transformers: `generate` at full depth, with `prompt_lookup_num_tokens`, and
 with `assistant_early_exit` after the second of three thirds of the layers, each over its own full depth.
 
 Texts that differ from full depth's are counted, those at a tie of the two best logits apart
-(`depth/agreement.py`): in float32 a batch of rows is rounded otherwise than one.
+(`decode/agreement.py`): in float32 a batch of rows is rounded otherwise than one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ LISTS = (
 )
 PROMPT_TOKENS = 48
 SPEEDUP = 1.15
-"""What time is taken to be worth (`depth/policy.py`)."""
+"""What time is taken to be worth (`decode/policy.py`)."""
 FULL = "full depth"
 
 

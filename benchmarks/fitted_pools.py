@@ -3,10 +3,10 @@
     python benchmarks/fitted_pools.py [RUN] [--bytes 30000] [--json]
 
 RUN is a run of text whose stages predict, by default the reference model. `composition` is fitted on every
-second window of its held-out text and measured on the others (`studies/composition.py`); `head` is by how
-much the cross-entropy rises under noise of the given share of the head's own size, mean of a few draws
-(`studies/head_perturbation.py`). The studies train small models with several seeds; this is one model that
-was trained for longer, so nothing here has a spread over trainings.
+second window of its held-out text and measured on the others; `head` is by how much the cross-entropy rises
+under noise of the given share of the head's own size, mean of a few draws (`composition.py` and
+`head_perturbation.py` of `papers/product_of_experts/`). The studies train small models with several seeds;
+this is one model that was trained for longer, so nothing here has a spread over trainings.
 
 Limits: all logits are held in float64, stages · tokens · vocabulary of them, so little text is read.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import tyro
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts import composition, head_perturbation
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import heldout_text, open_session

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import tyro
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts.image_arms import optimizer
 from topograd.data.image_loader import ImageLoader
 from topograd.data.images import read_images

@@ -3,10 +3,11 @@
     python benchmarks/learning_coefficient.py [--seeds 3] [--draws 200] [--json]
 
 Each case is a linear network at the most singular parameter of its truth, where the local coefficient is the
-global one and known exactly (`families/deep_linear.py`). Ours is `geometry.learning_coefficient` with its
-defaults; the other is devinterp's own SGMCMC.sgld with its recipe (loss of the batches along the chain less
-one loss at the start, which all chains share), with our step, γ and nβ, as it looks for none. devinterp is
-no dependency: give its place with PYTHONPATH, or it is left out. Errors are over seeds, each with its data.
+global one and known exactly (`papers/dead_directions/families/deep_linear.py`). Ours is
+`geometry.learning_coefficient` with its defaults; the other is devinterp's own SGMCMC.sgld with its recipe
+(loss of the batches along the chain less one loss at the start, which all chains share), with our step, γ and
+nβ, as it looks for none. devinterp is no dependency: give its place with PYTHONPATH, or it is left out.
+Errors are over seeds, each with its data.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.dead_directions.families.deep_linear import deep_linear_coefficient
 from topograd.geometry import learning_coefficient
 from topograd.geometry.singular.coefficient import Langevin, LearningCoefficient

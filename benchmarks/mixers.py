@@ -1,7 +1,7 @@
 """The recurrent mixers in chunks against one token at a time, and against attention, forward and backward.
 
 One process, taking turns. Prints the median, the quartiles and ratios. The loop is the obvious one
-(`reference/recurrence.py`), which splits the sequence once and stacks once.
+(`tests/oracles/recurrence.py`), which splits the sequence once and stacks once.
 
     python benchmarks/mixers.py [--length 1024] [--rounds 5] [--threads 1] [--json]
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import clone  # noqa: F401  (for what is not installed)
 from tests.oracles.recurrence import mamba2_by_steps, mamba3_by_steps
 from topograd.nn.gpt import GPT
 from topograd.nn.mamba.mamba2 import Mamba2Mixer

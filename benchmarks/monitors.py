@@ -1,5 +1,7 @@
 """Which signal warns of a broken training, how early, and how often for nothing.
 
+    python benchmarks/monitors.py [--seeds 3] [--steps 220] [--rounds 7] [--json]
+
 Small GPTs learn bytes of the default corpus with AdamW, each beside a twin of the same seed that nothing
 happens to. At step `fault_at` one fault begins:
 
@@ -29,15 +31,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+import tyro
+from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from topograd.cli.console import Json, number, out, print_json
+from topograd.cli.progress import OnMore, work_progress
 from topograd.data import read_corpus
 from topograd.errors import ConfigError
 from topograd.geometry.monitors.early_warning import SIGNALS, EarlyWarning
@@ -47,7 +53,7 @@ from topograd.timing import ratio, read_in_turns
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorSettings:
+class Settings:
     """How many trainings are broken, and when."""
 
     seeds: int = 3
@@ -81,7 +87,6 @@ WITHIN = 60
 COST_GOAL = 1.03
 COST_STEPS = 20
 WARMUP = 2
-OnMore = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Training:
     readings: dict[str, int]
 
 
-def bench_monitors(settings: MonitorSettings, on_more: OnMore | None = None) -> dict[str, Any]:
+def bench_monitors(settings: Settings, on_more: OnMore | None = None) -> dict[str, Any]:
     """Lead, detection and false alarms of every signal, by fault, and what the monitor costs."""
     tokens = _tokens()
     faults = get_args(Fault)
@@ -119,9 +124,7 @@ def bench_monitors(settings: MonitorSettings, on_more: OnMore | None = None) -> 
     }
 
 
-def train(
-    tokens: Tensor, settings: MonitorSettings, seed: int, fault: Fault | None, *, narrow: bool
-) -> Training:
+def train(tokens: Tensor, settings: Settings, seed: int, fault: Fault | None, *, narrow: bool) -> Training:
     """One training with a monitor; `narrow` folds the classes until an expansion begins."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -202,7 +205,7 @@ def _score(
     name: str,
     broken: dict[str, list[tuple[Training, int | None]]],
     twins: list[Training],
-    settings: MonitorSettings,
+    settings: Settings,
 ) -> dict[str, Any]:
     leads: dict[str, list[int]] = {}
     detected: dict[str, list[bool]] = {}
@@ -229,7 +232,7 @@ def _in_time(steps: list[int], fault_at: int) -> Iterator[int]:
     return (step for step in steps if fault_at <= step < fault_at + WITHIN)
 
 
-def measure_cost(settings: MonitorSettings) -> dict[str, Any]:
+def measure_cost(settings: Settings) -> dict[str, Any]:
     """A step with the monitor at its defaults, and with a reading each step, over one without."""
     torch.manual_seed(0)
     inputs = torch.randint(VOCAB, (settings.cost_rows, 128))
@@ -312,3 +315,32 @@ def _more(on_more: OnMore | None, done: int, total: int) -> int:
     if on_more is not None:
         on_more(done + 1, total)
     return done + 1
+
+
+def monitors_table(results: Mapping[str, Any]) -> Table:
+    """Each signal: lead over the damage, false alarms, and which faults it saw."""
+    table = Table(title="Signals of a broken training", title_justify="left")
+    for column in ("signal", "lead", "false /1000", "detected", "by fault"):
+        table.add_column(column, justify="left" if column in ("signal", "by fault") else "right")
+    for name, row in results["signals"].items():
+        seen = (f"{fault} {share:.0%}" for fault, share in row["detected_by_fault"].items() if share)
+        cells = (number(row["lead"], 0), number(row["false_alarms"], 2), number(row["detected"], 2))
+        table.add_row(name, *cells, ", ".join(seen))
+    table.caption = "lead: steps from the alarm to the damage of the held-out loss; negative is after it"
+    if (cost := results["cost"]) is not None:
+        table.caption += f"; a step with the monitor costs {number(cost['default']['median'], 3)}"
+    return table
+
+
+def main(settings: Annotated[Settings, tyro.conf.arg(name="")], json: Json = False) -> None:
+    """Break small trainings in six ways: how early each signal warns, and how often for nothing."""
+    with work_progress("breaking small trainings: two minutes or so") as on_more:
+        results = bench_monitors(settings, on_more)
+    if json:
+        print_json(results)
+        return
+    out().print(monitors_table(results))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,5 +1,7 @@
 """How long a step of DDCAdam takes, and what it keeps, against torch.optim.AdamW on a GPT's parameters.
 
+    python benchmarks/optimizer_step.py [--layers 6] [--width 320] [--repeats 20] [--compile] [--json]
+
 An optimizer sees tensors and gradients only, so that the model is a list of tensors in the shapes of a GPT
 with ReLU² (attention 4 d², MLP 8 d² for each layer, two embeddings, a head), with random values and
 gradients. The gauges are those that such a GPT has: ReLURescale of degree 2 on each MLP, CEShiftRowShift on
@@ -22,15 +24,19 @@ it passes three times at best.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from tables import ratio_table
+from topograd.cli.console import Json, note, number, out, print_json
 from topograd.limits import DEPTH, REPEATS, SIZE, check_numbers, check_total
 from topograd.optim.ddc_adam import DDCAdam
 from topograd.optim.gauges import CEShiftRowShift, Gauge, ReLURescale
@@ -41,7 +47,7 @@ OURS, ADAMW = "ddc_adam", "adamw"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
+class Settings:
     """The shapes of a GPT's tensors, and how often a step is measured."""
 
     layers: int = 6
@@ -63,7 +69,7 @@ class OptimizerSettings:
         check_total(8 * parameters, "layers, width or vocab")  # twice with gradients and two moments
 
 
-def bench_optim(settings: OptimizerSettings) -> dict[str, Any]:
+def bench_optim(settings: Settings) -> dict[str, Any]:
     """Both ratios, with what they are ratios of."""
     parameters, gauges = gpt_parameters(settings)
     twins = {name: nn.Parameter(tensor.detach().clone()) for name, tensor in parameters.items()}
@@ -90,7 +96,7 @@ def bench_optim(settings: OptimizerSettings) -> dict[str, Any]:
     }
 
 
-def _fused_ratio(ours: Optimizer, adamw: Optimizer, settings: OptimizerSettings) -> float | None:
+def _fused_ratio(ours: Optimizer, adamw: Optimizer, settings: Settings) -> float | None:
     """By processor time, which other processes disturb less; None where that is not where a step runs."""
     if settings.device != "cpu":
         return None
@@ -105,7 +111,7 @@ def _fused_ratio(ours: Optimizer, adamw: Optimizer, settings: OptimizerSettings)
     return min(seconds[OURS]) / min(seconds[ADAMW])
 
 
-def _timed(optimizer: Optimizer, settings: OptimizerSettings) -> Callable[[], None]:
+def _timed(optimizer: Optimizer, settings: Settings) -> Callable[[], None]:
     """A step that is over when it returns."""
 
     def step() -> None:
@@ -116,7 +122,7 @@ def _timed(optimizer: Optimizer, settings: OptimizerSettings) -> Callable[[], No
     return step
 
 
-def gpt_parameters(settings: OptimizerSettings) -> tuple[dict[str, nn.Parameter], list[Gauge]]:
+def gpt_parameters(settings: Settings) -> tuple[dict[str, nn.Parameter], list[Gauge]]:
     """Tensors in the shapes of a GPT, and the gauges that it has."""
     width, vocab = settings.width, settings.vocab
     shapes = {"embedding": (vocab, width), "previous": (vocab, width), "head": (vocab, width)}
@@ -134,3 +140,42 @@ def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors in an optimizer's state."""
     states: list[Tensor] = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.numel() * value.element_size() for value in states)
+
+
+def optim_table(results: Mapping[str, Any]) -> Table:
+    """DDCAdam over AdamW: time of a step with its quartiles, and state."""
+    goals, spread, seconds = results["goals"], results["step_spread"], results["step_seconds"]
+    step, memory = results["step_ratio_vs_adamw"], results["memory_ratio_vs_adamw"]
+    rows = [
+        {"name": "step", "ratio": step, "spread": spread, "goal": goals["step"]},
+        {
+            "name": "state",
+            "ratio": memory,
+            "spread": {"low": memory, "high": memory},
+            "goal": goals["memory"],
+        },
+    ]
+    table = ratio_table(
+        f"DDCAdam over AdamW, {results['threads']} threads",
+        [row | {"met": row["ratio"] <= row["goal"]} for row in rows],
+    )
+    times = " and ".join(f"{1e3 * seconds[name]['median']:.1f} ms" for name in ("ddc_adam", "adamw"))
+    covered, parameters = (f"{results[name] / 1e6:.1f}M" for name in ("covered", "parameters"))
+    table.caption = f"a step takes {times}; gauges cover {covered} of {parameters} parameters"
+    if (fused := results["step_ratio_vs_fused"]) is not None:
+        table.caption += f"; both fused, by processor time: {number(fused, 2)}"
+    return table
+
+
+def main(settings: Annotated[Settings, tyro.conf.arg(name="")], json: Json = False) -> None:
+    """Measure a step of DDCAdam, and what it keeps, against AdamW on the tensors of a GPT."""
+    note("measuring optimizer steps: some seconds, on a quiet machine if you can")
+    results = bench_optim(settings)
+    if json:
+        print_json(results)
+        return
+    out().print(optim_table(results))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,5 +1,7 @@
 """How long steps, Jacobians and scans of bounded interfaces take, against the dense model.
 
+    python benchmarks/scan.py [--width 256] [--regions 6] [--repeats 5] [--json]
+
 Everything is measured in one process. In each round every row runs once, in an order that rotates; a ratio is
 taken within its round, and the row shows its median and quartiles (`timing.py`). Four questions:
 
@@ -29,16 +31,20 @@ a machine is noisy. Read the quartiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import torch
+import tyro
+from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tables import ratio_table
+from topograd.cli.console import Json, note, number, out, print_json
 from topograd.errors import ConfigError
 from topograd.exec.forward import run_stage
 from topograd.interfaces.engines import backward
@@ -67,7 +73,7 @@ Models = Mapping[SegmentInterface, GPT]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Shape):
-    """The model of `topograd bench scan`, its interfaces, and how often everything is measured."""
+    """The model, its interfaces, and how often everything is measured."""
 
     segments: int = 8
     """S of the lean interface by autograd."""
@@ -320,3 +326,53 @@ def _scan_times(settings: Settings, maps: int) -> dict[str, Any]:
         name: Spread.of([1e6 * t / SCAN_CALLS for t in times]).as_dict() for name, times in seconds.items()
     }
     return {"maps": maps, "width": n, "microseconds": micro}
+
+
+def scan_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Steps, Jacobians, trimming and scans; the first says whether the gradients agree."""
+    title = f"Training steps over the dense one, {results['threads']} threads"
+    steps = ratio_table(title, results["steps"])
+    worst = results["agreement"]["worst"]
+    steps.caption = f"gradients differ from autograd's by at most {worst:.1e} of their length"
+    return [
+        steps,
+        ratio_table("A Jacobian, in forwards of its region", results["jacobians"]),
+        ratio_table("A trimmed Jacobian over a larger one", results["trimming"]),
+        _scan_table(results["scans"]),
+        _memory_table(results["memory"]),
+    ]
+
+
+def _memory_table(memory: Mapping[str, float]) -> Table:
+    table = Table(title="Peak memory of a step over the dense one's", title_justify="left")
+    table.add_column("what")
+    table.add_column("ratio", justify="right")
+    for name, held in memory.items():
+        table.add_row(name, number(held, 2))
+    return table
+
+
+def _scan_table(scans: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Suffix scans, microseconds", title_justify="left")
+    methods = list(scans[0]["microseconds"]) if scans else []
+    for column in ("maps", "width", *methods):
+        table.add_column(column, justify="right")
+    for scan in scans:
+        times = (number(scan["microseconds"][method]["median"], 0) for method in methods)
+        table.add_row(str(scan["maps"]), str(scan["width"]), *times)
+    return table
+
+
+def main(settings: Annotated[Settings, tyro.conf.arg(name="")], json: Json = False) -> None:
+    """Measure training steps, Jacobians and scans of bounded interfaces against a dense model."""
+    note("measuring bounded interfaces: a minute or two, on a quiet machine if you can")
+    results = bench_scan(settings)
+    if json:
+        print_json(results)
+        return
+    for table in scan_tables(results):
+        out().print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

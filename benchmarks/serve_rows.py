@@ -2,7 +2,7 @@
 
     python benchmarks/serve_rows.py [RUN] [--rows 1 2 3 4 6 8 16] [--rounds 9] [--weights int8] [--json]
 
-Rows of unlike texts, each with a cache of its own, write a token each at full depth (`depth/rows.py`). The
+Rows of unlike texts, each with a cache of its own, write a token each at full depth (`decode/rows.py`). The
 runtimes take turns in one process; printed are milliseconds a step, the median of `rounds` turns of four
 steps.
 """

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import clone  # noqa: F401  (for what is not installed)
 from tests.oracles.decoding import next_logits
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts.controls import LORA_RATE
 from papers.product_of_experts.fact_readings import Reader, asked, recall
 from papers.product_of_experts.facts import World

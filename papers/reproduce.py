@@ -1,4 +1,4 @@
-"""`topograd reproduce`: every claim of the papers, what came of it here, and the command that gives it."""
+"""`python -m papers reproduce`: every claim of the papers, what came of it here, and by which command."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from papers import PROGRAM
 from papers.reproduction import PAPERS, PaperClaim, chosen, counts, markdown
 from topograd.cli.console import Json, make_folder, out, parse, print_json
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, RunError
+from topograd.files import write_atomic
 
 State = Literal["reproduced", "corrected", "failed", "open"]
+LEAD = (
+    "Reproduced: ours agrees in kind, at our size. Corrected: something else is true than the text says. "
+    "Failed: ours contradicts it, at our size. Open: not decided here; the command would go on."
+)
+COLUMNS = {"where": "where", "claim": "claim", "state": "state", "ours": "here", "command": "command"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +48,12 @@ class Reproduce:
 
 def run(argv: list[str]) -> int:
     """Print the claims, and return the exit code."""
-    asked = parse(Reproduce, argv, "reproduce")
+    asked = parse(Reproduce, argv, "reproduce", program=PROGRAM)
     some = chosen(asked.paper, asked.state)
     answer: dict[str, Any] = {"claims": [one.as_dict() for one in some], "counts": counts(some)}
     if asked.out is not None:
-        from papers.claims_page import write_reproduction
-
         make_folder(asked.out)
-        answer["page"] = str(write_reproduction(asked.out, answer, PAPERS))
+        answer["page"] = str(write_page(asked.out, answer))
     if asked.json:
         print_json(answer)
     elif asked.markdown:
@@ -61,11 +66,32 @@ def run(argv: list[str]) -> int:
 def claims_table(paper: str, some: list[PaperClaim]) -> Table:
     """The claims of one paper."""
     table = Table(title=PAPERS[paper], title_justify="left", show_lines=True)
-    for column in ("where", "claim", "state", "here", "command"):
+    for column in COLUMNS.values():
         table.add_column(column, no_wrap=column == "state")
     for one in some:
-        table.add_row(one.where, one.claim, one.state, one.ours, one.command)
+        table.add_row(*(getattr(one, key) for key in COLUMNS))
     return table
+
+
+def write_page(folder: Path, answer: Mapping[str, Any]) -> Path:
+    """Write reproduce.html into the folder and return its path: counts, and a table for each paper."""
+    from topograd.report.markup import document, section, table_html, tiles_html
+    from topograd.report.tables import Table
+
+    page, links, parts = folder / "reproduce.html", [], []
+    for paper, title in PAPERS.items():
+        rows = [tuple(one[key] for key in COLUMNS) for one in answer["claims"] if one["paper"] == paper]
+        if rows:
+            table = Table(f"{title}: {len(rows)} claims", tuple(COLUMNS.values()), tuple(rows))
+            links.append((paper, title))
+            parts.append(section(paper, title, table_html(table)))
+    tiles = tiles_html([(state, str(number)) for state, number in answer["counts"].items()])
+    try:
+        write_atomic(page, document("The papers, claim by claim", LEAD, links, parts, tiles))
+    except OSError as problem:
+        reason = problem.strerror
+        raise RunError(f"cannot write {page} ({reason}); pass --out with a folder you can write") from None
+    return page
 
 
 def _show(some: list[PaperClaim], answer: Mapping[str, Any]) -> None:

@@ -1,226 +1,290 @@
-"""`topograd study`: the experiments and tables of the papers, run here."""
+"""Every study by name: its paper, what it asks, and where it is.
+
+This table needs no torch, so that studies can be listed at once: the module of a study is imported when it
+runs. A study is `run(asked) -> Result`; its sizes are in `presets.py`. Those of "Stage-Partitioned Learning"
+have arms, seeds and claims with verdicts: the paper states its Experiments A to E as an agenda (§10.7) and
+has run none; its depth sweep (§8) it has run, with one seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 
-import tyro
-from rich.table import Table
-
-from papers.listing import STUDIES, asked_for, kept_rows, run_study, study_named
-from papers.outcome import Asked
-from papers.outcome import asked as asked_of
-from papers.presets import SIZES, Preset, size_of
-from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
-from topograd.cli.progress import counted
-from topograd.errors import ConfigError, RunError, TopogradError
-from topograd.files import read_json
-from topograd.limits import REPEATS, SIZE, check_numbers
+from papers.outcome import Asked, Result
+from topograd.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
-class List:
-    """Every study, with what its paper predicts, the sizes of its presets and the minutes that they take."""
+@dataclass(frozen=True)
+class Study:
+    """What a study asks, and how it is run."""
 
-    json: Json = False
+    title: str
+    prediction: str
+    """What the paper says should come out, or what is asked where it says nothing."""
+    module: str
+    """FOLDER.MODULE of this package."""
+    function: str = "run"
+    staged: bool = False
+    """Whether it is an experiment in staged learning, with arms, seeds and claims (`staged_runs.py`)."""
+    pictures: bool = False
+    """Whether it is about pictures: of a folder that is named, or scikit-learn's digits."""
 
+    @property
+    def paper(self) -> str:
+        """The paper's name as in `reproduction.PAPERS`, or "beyond" where the question is ours."""
+        return self.module.partition(".")[0].replace("_", "-")
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Run a study: its tables, a page with figures, and what came of the prediction.
+    def run(self, asked: Asked) -> Result:
+        function = getattr(import_module(f"papers.{self.module}"), self.function)
+        if self.staged:
+            from papers.staged_runs import judged
 
-    What is measured is kept beside the page, so a study that is ended goes on where it was.
-    """
-
-    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="NAME")] = None
-    """One of those that `study list` names."""
-    all: bool = False
-    """Every study that has the preset, one after another; those that are done already are left alone."""
-    preset: Preset = "small"
-    """tiny takes seconds and decides little, small minutes, demo hours; `study list` has them all."""
-    steps: int | None = None
-    """Steps of every training, where a study has a choice; by default the preset's."""
-    width: int | None = None
-    """Width of every model, where a study has a choice."""
-    seeds: int | None = None
-    """Seeds of every arm, where a study has a choice."""
-    data: str | None = None
-    """Of studies on pictures: a folder of IDX or CIFAR binary files; scikit-learn's digits by default."""
-    fresh: bool = False
-    """Measure everything again, also what an earlier run has kept."""
-    out: Path = Path("runs/studies")
-    """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        check_numbers(self, steps=REPEATS, width=SIZE, seeds=REPEATS)
-        if self.all and self.name is not None:
-            raise ConfigError(f"--all is given and so is {self.name}; give one of them")
+            return judged(function, asked)
+        found: Result = function(asked)
+        return found
 
 
-_QUESTIONS: dict[str, type[List | Run]] = {"list": List, "run": Run}
+STUDIES: Mapping[str, Study] = {
+    "stage0-depth": Study(
+        "The depth of the first stage",
+        "At a fixed number of stages, BPB falls with the depth of the first one, less and less and through "
+        "all of training, the tails behind it are exchangeable, and no partition beats backprop (Lemma 8.1, "
+        "§8.4, Corollary 8.12).",
+        "stage_partitioned_learning.stage0_depth",
+        staged=True,
+    ),
+    "experiment-a": Study(
+        "Residual Log-OP objective",
+        "Under the residual Log-OP the fall of BPB with the depth of the first stage weakens, later stages "
+        "become more useful, and tails of another order are no longer the same (§10.5.4, §10.7 A).",
+        "stage_partitioned_learning.experiment_a",
+        staged=True,
+    ),
+    "experiment-b": Study(
+        "Detached input bus",
+        "A detached input bus improves BPB where the first stage is shallow, flattens the slope by its "
+        "depth, and makes later stages more useful (§10.5.1, §10.7 B).",
+        "stage_partitioned_learning.experiment_b",
+        staged=True,
+    ),
+    "experiment-c": Study(
+        "Stage forest against chain",
+        "A forest has no single root: its BPB does not hang on the depth of the first branch as a chain's "
+        "does, its branches are independent experts, and pooled they compete with the chain (Prop. 10.12, "
+        "§10.7 C).",
+        "stage_partitioned_learning.experiment_c",
+        staged=True,
+    ),
+    "experiment-d": Study(
+        "Soft boundaries, two objectives",
+        "With the expected number of boundaries fixed at two, learning under the losses alone hardens at a "
+        "large first stage, and with U_cap in the objective at an interior partition (Prop. 8.11, Prop. "
+        "10.2, §10.7 D).",
+        "stage_partitioned_learning.experiment_d",
+        staged=True,
+    ),
+    "experiment-e": Study(
+        "Bandwidth: rank and gates",
+        "The effective rank at the end of the first stage goes with a better BPB, a multiplicative gate "
+        "there lowers BPB, and a bounded relay narrows what it passes on and raises it (§8.9, §10.5.5, "
+        "§10.7 E).",
+        "stage_partitioned_learning.experiment_e",
+        staged=True,
+    ),
+    "partition-search": Study(
+        "Three searches for a partition",
+        "Dynamic programming over stage costs, learned boundaries and surgery find partitions of low cost "
+        "(§10.2); whether they choose better than chance with the same budget is left open.",
+        "stage_partitioned_learning.partition_search",
+        staged=True,
+    ),
+    "property-profile": Study(
+        "Every property over the stages and the depth of the first",
+        "Along three stages BPB falls with the depth of the first, memory follows the deepest stage, and "
+        "capability, specialists and composition decline; over (K, d_0) refining costs BPB, capability is "
+        "largest where there are two stages or more of at least two layers, and the interior is on the front "
+        "(§7, §8.6, §10.6 levels 1 and 2).",
+        "stage_partitioned_learning.property_profile",
+    ),
+    "front-scale": Study(
+        "The front against scale",
+        "No partition beats backprop and coarser stages cost less at every scale (Corollary 8.12); whether "
+        "the gap at a fixed number of stages shrinks, and whether the front keeps its shape, is left open "
+        "(§10.6 level 5).",
+        "stage_partitioned_learning.front_scale",
+    ),
+    "gap": Study(
+        "What cutting the gradient costs, and what closes the gap",
+        "Stages cost 6 % BPB at 1.3 billion parameters (Product of Experts, §3.1); whether it can cost "
+        "nothing, at equal time or in equal memory, is left open (§8.1, §10.1).",
+        "product_of_experts.gap",
+    ),
+    "token-ratio": Study(
+        "The gap against tokens per parameter, with rates tuned for each arm",
+        "The gap is structural: it is there at every budget, does not close from r = 10 to r = 30, and is "
+        "smaller for coarser stages (Product of Experts, §5.6, §8.1, §10.1); whether rates of the stages' "
+        "own or heads of their own close it is left open (§9, §10.2).",
+        "product_of_experts.token_ratio",
+    ),
+    "specialists": Study(
+        "Specialists and facts",
+        "A specialist with a head of its own leaves the base's logits as they are, bit for bit, and training "
+        "the shared head destroys them; chats make a model trust passages more than prose does, and framings "
+        "of a wrong claim hardly matter (Product of Experts, §6.3 to §6.6, §8.2.1).",
+        "product_of_experts.specialist_facts",
+    ),
+    "image-topologies": Study(
+        "Topologies and local rules across networks on pictures",
+        "PoE with diversity is level with backprop on an MLP, hierarchical PoE comes within 1.25 to 2.45 "
+        "points on convolutions where flat PoE fails, and mechanical replacements of backprop fail (Product "
+        "of Experts, A.1, A.2).",
+        "product_of_experts.image_topologies",
+        pictures=True,
+    ),
+    "elastic": Study(
+        "Stages that come and go",
+        "A stage can be added while training goes on, left out at inference, and lost: a failed device "
+        "affects only the stages that it hosts (Product of Experts, §8.5).",
+        "product_of_experts.elastic",
+        pictures=True,
+    ),
+    "continual": Study(
+        "Tasks one after another",
+        "PoE with distillation keeps 2.1 times EWC's accuracy on Split-CIFAR-10, and shrinkage that is added "
+        "when it predicts gains 4.3 points (Product of Experts, A.3).",
+        "product_of_experts.continual",
+        pictures=True,
+    ),
+    "composition": Study(
+        "The best pool of a model's stages",
+        "Stages pooled in log space with fitted weights predict better than the last alone; weighting by "
+        "confidence does not help, and shrinkage belongs behind training (Product of Experts, eq. 6, C.5, "
+        "Principle 2.7).",
+        "product_of_experts.composition",
+        staged=True,
+    ),
+    "head-perturbation": Study(
+        "Noise in the head",
+        "A model trained in stages through one head is no more robust against noise in it than backprop: it "
+        "loses 1.02 to 2.59 times as much (Product of Experts, §8.6).",
+        "product_of_experts.head_perturbation",
+        staged=True,
+    ),
+    "interfaces": Study(
+        "What a bounded interface costs in quality",
+        "A model of regions with bounded interfaces comes close to the dense model, on four architectures "
+        "(LBI, Tables 2, 6 and 7).",
+        "latent_bounded_interfaces.interface_quality",
+    ),
+    "interface-hypotheses": Study(
+        "Why a causal interface carries so little",
+        "Nine hypotheses of ours, from a shift that is stricter than causality needs to messages that "
+        "nobody reads, each with the experiment that settles it (beside LBI, §3.1 and Table 2).",
+        "latent_bounded_interfaces.interface_hypotheses",
+    ),
+    "masked-encoder": Study(
+        "A bounded interface in an encoder",
+        "Where all positions may be read, a state of the whole sequence is legitimate, and regions that are "
+        "joined by it keep the quality of depth (LBI, §3.1 and Table 2, asked of a masked model).",
+        "latent_bounded_interfaces.masked_encoder",
+    ),
+    "leak": Study(
+        "The published interface sees the future",
+        "The published interface adds a summary of a whole sequence to every position. A causal one cannot "
+        "beat chance on random tokens, and predicts text as well from prefixes alone (LBI, §3.1).",
+        "latent_bounded_interfaces.bounded_interfaces",
+        function="run_leak",
+    ),
+    "jacobians": Study(
+        "Interface Jacobians in training",
+        "Jacobians from message to message have norms of 1.3 to 1.9 and 0.6 to 0.75 per direction while a "
+        "model of regions learns (LBI, appendix F).",
+        "latent_bounded_interfaces.bounded_interfaces",
+        function="run_jacobians",
+    ),
+    "learning-coefficient": Study(
+        "The learning coefficient, read and sampled",
+        "A reading of Fisher rates replaces posterior sampling, at a small part of its cost (Dead "
+        "Directions, §13.5).",
+        "dead_directions.learning_coefficient",
+    ),
+    "minilm": Study(
+        "Kernels of a pretrained model's norms",
+        "At every LayerNorm, trained or fresh, the inverse gain is the flattest direction of the outputs; "
+        "RMSNorm has no such direction (Dead Directions, §9.2).",
+        "dead_directions.minilm",
+    ),
+    "pruning": Study(
+        "Which units a model can do without",
+        "Units that lie along dead directions can be taken out at less cost than those that are small or "
+        "hardly vary (a use of Dead Directions, §5.1, that the paper does not test).",
+        "beyond.pruning",
+    ),
+    "adapter-placement": Study(
+        "Where an adapter should sit",
+        "Corrections in directions that the old text does not use learn a new text and forget less than "
+        "random ones or the leading singular vectors (a use of Dead Directions, §5.1, that the paper does "
+        "not test).",
+        "beyond.adapter_placement",
+    ),
+    "chain-rates": Study(
+        "Where a trained chain still shows its rate",
+        "A chain that descends toward a singularity shows the exponent of its rate under other activations, "
+        "optimizers, norms, losses, residuals, depths and starts (Dead Directions, appendix B.4).",
+        "dead_directions.chain_rates",
+    ),
+    "optimizers": Study(
+        "Does it help to respect a network's symmetries?",
+        "DDCAdam, whose steps do not depend on the gauge, generalises better than AdamW at equal budgets; a "
+        "companion paper reports gaps of 0.67 and 5.88 (Dead Directions, §11).",
+        "dead_directions.optimizer_comparison",
+    ),
+    "optimizer-parts": Study(
+        "DDCAdam's gain taken apart, and second-order peers",
+        "DDCAdam generalises because its steps do not depend on the gauge (Dead Directions, §11); Shampoo, "
+        "SOAP and K-FAC stand beside it.",
+        "dead_directions.optimizer_parts",
+    ),
+    "rate-recovery": Study(
+        "What keeps a rate, and what memorising does to it",
+        "Several directions, cross-entropy, biases and rotations leave the ladder as it is (Table 9); where "
+        "a network memorises, the empirical Fisher loses it and the expected one does not (Dead Directions, "
+        "appendix B.2, Corollary 39).",
+        "dead_directions.rate_recovery",
+    ),
+    "grokking": Study(
+        "Grokking on one axis of steps",
+        "A memorising phase in which the weights grow gives way to a generalising one that compresses; "
+        "change points of λ̂ and of Fisher readings mark it, and the empirical Fisher collapses when a "
+        "network memorises (Dead Directions, §12.1, §13.5, §15, Corollary 39).",
+        "dead_directions.grokking",
+    ),
+    "fields": Study(
+        "Fields during training, a generated teacher",
+        "What kernels, projectors and spectra do during training, which the paper leaves open; concentrated "
+        "projectors make the spectra of WᵀW heavy-tailed (Gram Metrics, §9, §10.3).",
+        "gram_metrics.field_training",
+        function="teacher",
+    ),
+    "fields-digits": Study(
+        "Fields during training, scikit-learn's digits",
+        "The same questions as in `fields`, on digits.",
+        "gram_metrics.field_training",
+        function="digits",
+    ),
+    "tail-fits": Study(
+        "Exponents of tails by two programs",
+        "The paper speaks of exponents and names no estimator. Ours and weightwatcher's should agree, but "
+        "for the distance by which the threshold is chosen (Gram Metrics, §10.3).",
+        "gram_metrics.tail_fits",
+    ),
+}
 
 
-def run(argv: list[str]) -> int:
-    """List the studies or run one or all, and return the exit code."""
-    asked = parse_one_of(_QUESTIONS, argv, "study")
-    show: Callable[[Mapping[str, Any]], None]
-    if isinstance(asked, List):
-        answer, show = {"studies": _listed()}, _show_list
-    elif asked.all:
-        answer, show = {"studies": _run_all(asked)}, _show_all
-    else:
-        answer, show = _run(asked), _show
-    if asked.json:
-        print_json(answer)
-    else:
-        show(answer)
-    return 0
-
-
-def _listed() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "title": study.title,
-            "prediction": study.prediction,
-            "presets": {preset: size.as_dict() for preset, size in SIZES[name].items()},
-        }
-        for name, study in STUDIES.items()
-    ]
-
-
-def _asked(asked: Run, name: str) -> Asked:
-    """The study as it is asked for, with what is kept of earlier runs."""
-    study_named(name)
-    given: dict[str, int | None] = {"steps": asked.steps, "width": asked.width, "seeds": asked.seeds}
-    if asked.all:  # what a study has no choice of is left to it
-        has = size_of(name, asked.preset).as_dict()
-        given = {size: number for size, number in given.items() if size in has}
-    return asked_of(
-        name,
-        asked.preset,
-        steps=given.get("steps"),
-        width=given.get("width"),
-        seeds=given.get("seeds"),
-        data=asked.data if STUDIES[name].pictures or not asked.all else None,
-        on_more=counted(name),
-    )
-
-
-def _run(asked: Run) -> dict[str, Any]:
-    if asked.name is None:
-        raise ConfigError("missing from topograd study run: NAME; give the name of a study, or --all")
-    return _run_one(_asked(asked, asked.name), asked)
-
-
-def _run_one(study: Asked, asked: Run) -> dict[str, Any]:
-    from papers.study_page import write_study  # matplotlib
-
-    make_folder(asked.out)
-    kept = kept_rows(study, asked.out, asked.fresh)
-    if study.size.minutes >= 1:
-        note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
-    record = run_study(replace(study, kept=kept))
-    if kept.found:
-        note(f"{kept.found} measurements are of an earlier run, from {kept.file}; --fresh makes them again")
-    return {**record, "page": str(write_study(asked.out, record))}
-
-
-def _run_all(asked: Run) -> list[dict[str, Any]]:
-    """Every study that has the preset; what cannot be run here says why, and the others go on."""
-    found = []
-    for name in STUDIES:
-        if asked.preset not in SIZES[name]:
-            continue
-        study = _asked(asked, name)
-        before = None if asked.fresh else _finished(study, asked.out)
-        if before is not None:
-            found.append({"study": name, "state": "done before", "verdict": before["verdict"]})
-            continue
-        try:
-            record = _run_one(study, asked)
-        except TopogradError as problem:
-            note(f"{name}: {problem}")
-            found.append({"study": name, "state": "not run", "why": str(problem)})
-        else:
-            kept = {key: record[key] for key in ("verdict", "seconds", "page")}
-            found.append({"study": name, "state": "done", **kept})
-    return found
-
-
-def _finished(study: Asked, folder: Path) -> dict[str, Any] | None:
-    """The record of an earlier run that was asked for in the same way."""
-    file = folder / f"{study.study}.json"
-    try:
-        record = read_json(file)
-    except RunError:
-        return None
-    same = isinstance(record, dict) and record.get("asked") == asked_for(study)
-    return record if same else None
-
-
-def all_table(answer: Mapping[str, Any]) -> Table:
-    """What came of every study."""
-    table = Table()
-    for column in ("study", "state", "verdict"):
-        table.add_column(column, no_wrap=column == "study")
-    for study in answer["studies"]:
-        table.add_row(study["study"], study["state"], str(study.get("verdict") or study.get("why") or "–"))
-    return table
-
-
-def list_table(answer: Mapping[str, Any]) -> Table:
-    """Names, minutes by preset, and predictions."""
-    table = Table()
-    for column in ("name", "minutes", "what its paper predicts"):
-        table.add_column(column, no_wrap=column == "name")
-    for study in answer["studies"]:
-        minutes = (f"{preset} {size['minutes']:g}" for preset, size in study["presets"].items())
-        table.add_row(study["name"], "\n".join(minutes), study["prediction"])
-    return table
-
-
-def result_table(found: Mapping[str, Any]) -> Table:
-    """One of the study's tables."""
-    table = Table(title=found["caption"], title_justify="left")
-    for i, column in enumerate(found["header"]):
-        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
-    for row in found["rows"]:
-        table.add_row(*row)
-    return table
-
-
-def claims_table(answer: Mapping[str, Any]) -> Table:
-    """Each claim, what was measured of it, and its verdict."""
-    table = Table()
-    for column in ("claim", "measured, over seeds", "verdict"):
-        table.add_column(column)
-    for claim in answer["claims"]:
-        table.add_row(claim["name"], claim["measured"], claim["verdict"])
-    return table
-
-
-def _show_list(answer: Mapping[str, Any]) -> None:
-    out().print(list_table(answer))
-
-
-def _show_all(answer: Mapping[str, Any]) -> None:
-    out().print(all_table(answer))
-
-
-def _show(answer: Mapping[str, Any]) -> None:
-    console = out()
-    for found in answer["tables"]:
-        console.print(result_table(found))
-    if answer["claims"]:
-        console.print(claims_table(answer))
-    for words in answer["findings"]:
-        console.print(f"- {words}", highlight=False)
-    console.print(f"The paper: {answer['prediction']}")
-    if answer["verdict"] is not None:
-        console.print(f"Verdict: {answer['verdict']}")
-    console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)
+def study_named(name: str) -> Study:
+    """The study called `name`."""
+    if name not in STUDIES:
+        raise ConfigError(f"study {name!r} is unknown; choose one of {', '.join(STUDIES)}")
+    return STUDIES[name]

@@ -1,6 +1,7 @@
-"""What several folders of tests share: a cache of their own, a small text, small models of transformers."""
+"""What several folders of tests share: a cache of their own, small texts, small models of transformers."""
 
 import gzip
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from topograd.convert.importing import import_model
 from topograd.nn.config import GPTConfig
 from topograd.nn.images.config import ImageConfig
 from topograd.runs.config import OptimizerConfig, TrainConfig
@@ -183,3 +185,35 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def imported(source: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """A run of two stages of a small Llama with a chat template."""
+    run = tmp_path_factory.mktemp("imported") / "run"
+    import_model(source("llama")[0], run, partition="2,2")
+    return open_session(run)
+
+
+@pytest.fixture(scope="module")
+def gpt(make_session: Callable[..., Session]) -> Session:
+    """A run of three stages on bytes."""
+    return make_session(3)
+
+
+@pytest.fixture(scope="module")
+def bases(gpt: Session, imported: Session) -> dict[str, Session]:
+    """Bases for specialists."""
+    return {"gpt": gpt, "imported": imported}
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve conversations about where somebody was born."""
+    path = tmp_path_factory.mktemp("chats") / "chat.jsonl"
+    lines = []
+    for i, place in enumerate(["Oslo", "Lima", "Kyoto", "Accra"] * 3):
+        said = [("user", f"born {i}?"), ("assistant", place)]
+        lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path

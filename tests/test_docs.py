@@ -15,7 +15,7 @@ import torch
 import topograd as tg
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
 EXAMPLES = ROOT / "examples"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -92,35 +92,62 @@ def test_an_example_of_safe_directions_forgets_less_for_as_much() -> None:
     assert kept < 0.25 * forgotten
 
 
-def commands() -> list[tuple[str, str]]:
-    """Every line of a plain block that calls topograd, with its page."""
+_CALL = re.compile(r"\s*(?:\S*/)?(topograd|python -m papers|python(?= benchmarks/\S+\.py)) (\S.*)")
+
+
+def commands() -> list[tuple[str, str, list[str]]]:
+    """Every call of a program in a plain block: its page, the program, and the words behind it."""
     found = []
     for page in PAGES:
         for block in blocks(page, ""):
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [(page.name, line.strip()) for line in lines if re.match(r"\s*(\S*/)?topograd \S", line)]
+            for line in block.replace("\\\n", " ").splitlines():
+                if call := _CALL.match(line):
+                    found.append((f"{page.name}: {line}", call[1], shlex.split(call[2], comments=True)))
     return found
 
 
 def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from papers.__main__ import VERBS as PAPERS_VERBS
+    from papers.__main__ import main as papers
     from topograd.cli.main import VERBS, main
 
+    programs = {"topograd": (main, VERBS), "python -m papers": (papers, PAPERS_VERBS)}
+    deeper = ("bench", "check", "search", "space", "interfaces")
     known: dict[tuple[str, ...], str] = {}
-    for page, line in commands():
-        words = shlex.split(line, comments=True)[1:]
+    for where, program, words in commands():
+        if program == "python":
+            assert (ROOT / words[0]).is_file(), where
+            continue
+        run, verbs = programs[program]
         verb = words[0]
-        assert verb in VERBS or verb.startswith("-"), f"{page}: {line}"
+        assert verb in verbs or verb.startswith("-"), where
         if verb.startswith("-"):
             continue
-        deeper = verb in ("bench", "search", "study", "space", "probe", "optim", "fields", "interfaces")
-        deeper = deeper or words[:2] == ["eval", "core"]
-        path = tuple(words[: 2 if deeper and len(words) > 1 and not words[1].startswith("-") else 1])
+        two = (verb in deeper or words[:2] == ["eval", "core"]) and not words[1].startswith("-")
+        path = tuple(words[: 2 if two else 1])
         if "--task" in words:  # each task has flags of its own
             path = (*path, "--task", words[words.index("--task") + 1])
-        if path not in known:
-            assert main([*path, "--help"]) == 0, f"{page}: {line}"
-            known[path] = capsys.readouterr().out
+        if (program, *path) not in known:
+            assert run([*path, "--help"]) == 0, where
+            known[program, *path] = capsys.readouterr().out
         for word in words:
             if word.startswith("--"):
                 flag = word.partition("=")[0]
-                assert re.search(rf"{re.escape(flag)}\b", known[path]), f"{page}: {flag} of {line}"
+                assert re.search(rf"{re.escape(flag)}\b", known[program, *path]), f"{flag} of {where}"
+
+
+def test_commands_of_every_program_are_found() -> None:
+    assert {program for _, program, _ in commands()} == {"topograd", "python -m papers", "python"}
+
+
+def test_every_study_and_script_that_a_page_names_is_there() -> None:
+    from papers.check import CHECKS
+    from papers.studies import STUDIES
+
+    known = {"run": {*STUDIES, "--all", "NAME"}, "check": {*CHECKS, "NAME"}}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for verb, name in re.findall(r"python -m papers (run|check) ([\w-]+)", text):
+            assert name in known[verb], f"{page.name}: {verb} {name}"
+        for script in re.findall(r"\bbenchmarks/\w+\.py", text):
+            assert (ROOT / script).is_file(), f"{page.name}: {script}"

@@ -91,13 +91,15 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built
     reference = "topograd/pretrained/reference/"
     weights = [name for name in wanted if name.startswith(reference) and name.endswith("/model.safetensors")]
     assert len(weights) == 1
+    tops = {name.partition("/")[0] for name in built.in_wheel}
+    assert tops == {"topograd", info.rstrip("/")}, "papers and benchmarks run from a clone"
     assert {"topograd/py.typed", f"{reference}config.toml", f"{reference}tokenizer.json"} <= wanted
 
 
 def test_the_source_distribution_is_the_project_without_what_lies_around_in_it(built: Built) -> None:
     assert {f"src/{name}" for name in built.in_wheel if name.startswith("topograd/")} <= built.in_sdist
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"} <= built.in_sdist
-    for folder in ("benchmarks", "docs", "examples", "tests"):
+    for folder in ("benchmarks", "docs", "examples", "papers", "tests"):
         files = [file for file in (built.tree / folder).rglob("*") if file.is_file()]
         assert {file.relative_to(built.tree).as_posix() for file in files} <= built.in_sdist
     tops = {name.partition("/")[0] for name in built.in_sdist}

@@ -1,6 +1,6 @@
 """Does geometry know where an adapter should sit? LoRA in dead and safe directions, at equal rank and steps.
 
-A trained model learns a small text, invented facts in prose (`specialists/facts.py`), through low-rank
+A trained model learns a small text, invented facts in prose (`product_of_experts/facts.py`), through low-rank
 corrections B A of the maps that read its stream: queries, keys, values, and the maps into the MLP. Arms:
 
     lora            A random, B zero, both learn                                     the usual way

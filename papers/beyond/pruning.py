@@ -1,7 +1,7 @@
 """Does geometry know which units a model can do without? Structured pruning of MLPs at equal budgets.
 
 A share of the hidden units of every MLP is taken out of a trained model, smaller matrices in their place, and
-the model is read again on held-out text. Which units go is decided on other text (`geometry/units.py`):
+the model is read again on held-out text. Which units go is decided on other text (`units.py`):
 
     fisher, kfac, unexplained     by dead directions: the Fisher of taking a unit out, the same by K-FAC
                                   factors, and the same for what the other units do not know of it

@@ -5,10 +5,10 @@ and learns from n samples, all of them in every step, what the chain with t = 0 
 
     t          the geometric mean of |(W_l)_dd| over the layers
     G          mean over samples of Σ_c (δ_1^{(c)} · e_d)²: the dead entry of the first layer's factor, with
-               label noise σ integrated by its cotangents (`geometry/catalogue/probing.py`)
+               label noise σ integrated by its cotangents (`catalogue/probing.py`)
     a          the largest ‖(W_l)_d·, without (W_l)_dd‖ / |(W_l)_dd|, over layers and moments
 
-where a is the alignment error, and G ~ t^s, with s from `geometry/catalogue/rules.py`: 2 (L - 1) for the
+where a is the alignment error, and G ~ t^s, with s from `geometry/rules/`: 2 (L - 1) for the
 plain chain. With n finite the inputs are correlated, so that a step may turn the dead row; the population's
 loss would hide this.
 `fit_rate` refuses a slope where the alignment error is not small beside t^{L-2}.

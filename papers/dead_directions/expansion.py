@@ -1,4 +1,4 @@
-"""Beyond the exponent: the ratio of Fisher to divergence, their next order, the shift without noise.
+"""Beyond the exponent: the ratio of Fisher to divergence, and their next order.
 
 Statement. Let p_t / p_0 = 1 + Σ_j r_j t^j along an approach of KL order k, expectations under p_0. Then
 
@@ -15,15 +15,8 @@ Two unit Gaussians that merge, weights (1-π, π), separation t, mean kept; m₂
     A_22 = m₂²/2    A_33 = m₂²(1-4m₂)/6    A_24 = 0    A_222 = m₂³
     ratio of the next coefficients  (18 - 120 m₂) / (1 - 8 m₂):   18 as π → 0, 12 at π = ½
 
-Volume of the basin: Vol{K < ε} ~ ε^{1/(2k)}.
-
-Shift. In a chain of L layers with label noise λ_min(G_l) ~ t^{2(L-l)}. Without noise and with an exact
-teacher the residual itself is t^L, and every slope is larger by 2L: 2(2L-l), on a line that is just as
-straight.
-
 Symbols and shapes. t, F, K: (n,). Cost: O(n).
-Source: "Dead Directions: Geometric Singular Learning", §4 (leading ratio and next order), Theorem 2, Remark
-23.
+Source: "Dead Directions: Geometric Singular Learning", §4 (leading ratio and next order).
 Where it disagrees: the text has the mixture's ratio vary smoothly from 18 to 12. It has a pole at m₂ = 1/8,
 π = 0.1464, where the next coefficient of K vanishes; our measurement: 25.7 at π = 0.1, 4.29 at 0.2, 10.59
 at 0.3.
@@ -34,18 +27,13 @@ about t² times rounding: from values that cancel they cannot be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from topograd.errors import GeometryError
 
-Regime = Literal["noisy", "noise-free", "neither"]
-TOLERANCE = 0.05
-"""How far a slope may be from its rung: what smooth activations miss by at t up to 3e-2."""
 POLE = 1e-6
 """How close to 0 the next coefficient of K may come, as |1 - 8 m₂|, before its ratio means nothing."""
 
@@ -93,14 +81,9 @@ def leading_ratio(
 
 def ratio_of_order(order: int) -> int:
     """2k²."""
-    _check_order(order)
+    if order < 1:
+        raise GeometryError(f"a KL order of {order}: give 1 or more")
     return 2 * order**2
-
-
-def basin_exponent(order: int) -> float:
-    """1/(2k), of Vol{K < ε} ~ ε^{1/(2k)}."""
-    _check_order(order)
-    return 1 / (2 * order)
 
 
 @dataclass(frozen=True)
@@ -160,38 +143,7 @@ def next_coefficient(t: Tensor, values: Tensor, power: int, leading: float) -> f
     return float(torch.linalg.lstsq(columns, rest[:, None]).solution[0, 0])
 
 
-def ladder(depth: int, noise: Literal["noisy", "noise-free"]) -> tuple[int, ...]:
-    """The slopes of λ_min(G_l), l = 1..L, of a chain with L = `depth`.
-
-    >>> ladder(3, "noisy"), ladder(3, "noise-free")
-    ((4, 2, 0), (10, 8, 6))
-    """
-    if depth < 1:
-        raise GeometryError(f"a chain of {depth} layers: give 1 or more")
-    shift = {"noisy": 0, "noise-free": 2 * depth}[noise]
-    return tuple(2 * (depth - layer) + shift for layer in range(1, depth + 1))
-
-
-def read_regime(slopes: Sequence[float]) -> Regime:
-    """Which ladder the measured slopes of layers 1..L are, every one within TOLERANCE.
-
-    >>> read_regime([6.0, 4.01]), read_regime([2.0, 0.0]), read_regime([2.0, 1.0])
-    ('noise-free', 'noisy', 'neither')
-    """
-    regimes: tuple[Literal["noisy", "noise-free"], ...] = ("noisy", "noise-free")
-    for regime in regimes:
-        expected = ladder(len(slopes), regime)
-        if all(abs(slope - rung) <= TOLERANCE for slope, rung in zip(slopes, expected, strict=True)):
-            return regime
-    return "neither"
-
-
 def _spread_of_weights(weight: float) -> float:
     if not 0 < weight < 1:
         raise GeometryError(f"a weight of {weight}: give one between 0 and 1")
     return weight * (1 - weight)
-
-
-def _check_order(order: int) -> None:
-    if order < 1:
-        raise GeometryError(f"a KL order of {order}: give 1 or more")

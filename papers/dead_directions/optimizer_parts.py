@@ -12,7 +12,7 @@ Decay in the lifted coordinates is no arm of its own: ρ W for both blocks and t
 by log ρ each, which is the radial coordinate alone, and leaves every invariant direction. So decoupled decay
 in raw and in lifted coordinates is the same step for this gauge, by algebra.
 
-Shampoo, SOAP and K-FAC (`optim/shampoo.py`, `optim/kfac.py`) run on the same task and on digits. All arms
+Shampoo, SOAP and K-FAC (`shampoo.py`, `kfac.py`) run on the same task and on digits. All arms
 have the same first weights, batches, steps, schedule and decay, as there. AdamW and DDCAdam have the rates
 that the comparison chose out of six, and a part has that of the optimizer it is a part of, so that nothing
 else changes; of DDCAdam with the shift alone all but a bias is AdamW, and so is its rate. Peers take the best

@@ -1,6 +1,6 @@
 """Which changes leave a chain's rates as they are (Table 9), and what memorising does to them (Corollary 39).
 
-Table 9. For each primitive the networks of the catalogue (`geometry/catalogue/`), with random live blocks,
+Table 9. For each primitive the networks of the catalogue (`catalogue/`), with random live blocks,
 are probed with several seeds: the largest distance of a slope of G from its prediction.
 
 Corollary 39. A linear chain of L = 4 under a softmax with the canonical approach t → 0 and labels that are

@@ -1,7 +1,7 @@
 """Our fit of a spectrum's tail beside that of the package weightwatcher, on the same matrices.
 
 Both fit x^-α to the values from a threshold on and choose the threshold at which the fit lies closest to the
-values' own distribution F. Ours (`fields/tails.py`) takes the largest distance on both sides of every step of
+values' own distribution F. Ours (`tails.py`) takes the largest distance on both sides of every step of
 F, as Kolmogorov and Smirnov do; weightwatcher takes it on the lower side only. Here a third fit of our own
 has that one-sided distance, so that what the rule changes can be told from everything else.
 

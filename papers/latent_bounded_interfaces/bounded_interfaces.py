@@ -1,4 +1,4 @@
-"""Two studies of bounded interfaces as `topograd study` runs them: the leak, and Jacobians in training.
+"""Two studies of bounded interfaces as `python -m papers run` runs them: the leak, and Jacobians in training.
 
 What is measured, and why, is in `leak.py` and `jacobians.py`. Source: "LBI: Parallel Scan Backpropagation via
 Latent Bounded Interfaces", §3.1, appendix F.

@@ -15,7 +15,7 @@ with, from Table 3 of the source,
 
 Symbols. B batch, L tokens, D width, N state of the SSM, H heads, X width of the MLP, K regions, r width of
 the interface, c `chunk`. FLOPs and bytes are totals for one region and the whole batch. Cost: O(K + log r).
-`topograd interfaces costs` shows all of it, by default for the configuration of Appendix B.
+`python -m papers check costs` shows all of it, by default for the configuration of Appendix B.
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.2 and Appendix B.
 
 Conventions. The source writes Θ(·); its numbers follow from constants of 1, one FLOP for a multiply-add, and

@@ -63,7 +63,7 @@ def run(asked: Asked) -> Result:
 
 
 def drawn(tiny: bool) -> dict[str, Any]:
-    """Names of the models that figures draw, by their label (`report/interface_figures.py`)."""
+    """Names of the models that figures draw, by their label (`interface_figures.py`)."""
     models = {"dense": "dense", "shallow": "shallow", "causal, S = T": FINE, "published, r = 32": MIDDLE}
     sizes = {f"{size} layers" if size > 1 else "1 layer": sized(size) for size in REGION_SIZES}
     ranks = {f"r = {rank}": name for rank, name in PUBLISHED.items()}

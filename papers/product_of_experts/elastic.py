@@ -1,13 +1,12 @@
 """Stages that come and go: one added during training, one left out at inference, some lost at random.
 
     grow     two stages of a vit are trained for half the steps, then a third is put behind them, the identity
-    at
-             first, and all three are trained; beside three stages from the start, and two
-    drop     the trained chain predicts by a path that leaves a stage out (`prediction = path:1,3`) lost
-    each stage's device fails with probability p. A chain answers by the deepest exit before the first
-             loss, and by chance if the first stage is lost; a forest by the mean of the branches that are
-             left; backprop on as many devices only if none fails. Expected accuracy over all 2^K failures,
-             exactly
+             at first, and all three are trained; beside three stages from the start, and two
+    drop     the trained chain predicts by a path that leaves a stage out (`prediction = path:1,3`)
+    lost     each stage's device fails with probability p. A chain answers by the deepest exit before the
+             first loss, and by chance if the first stage is lost; a forest by the mean of the branches that
+             are left; backprop on as many devices only if none fails. Expected accuracy over all 2^K
+             failures, exactly
 
 What the paper says ("Product of Experts" §8.5) is that a failed device affects only the stages that it hosts,
 and leaves the measurement to future work. Layers of a vit keep their shape, so any stage can be left out.

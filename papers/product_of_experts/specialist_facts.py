@@ -2,7 +2,7 @@
 
 The questions of "Product of Experts" §§6.3-6.6, 8.2.1 on two bases: the model that comes with the package
 (code, so it knows nothing of the world), and SmolLM2-135M where its wheel is installed. A world of invented
-people (`specialists/facts.py`) is taught twice, as chats and as prose; the control trains the base's own head
+people (`facts.py`) is taught twice, as chats and as prose; the control trains the base's own head
 along.
 
     stages         where known facts live: rank at each stage of the base, and what training left of it

@@ -4,12 +4,15 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import kernel as bench
-from kernel import KernelSettings, bench_kernel
+from calls import shown
+from kernel import Settings, bench_kernel, kernel_table, main
+from tests.oracles.ntk import empirical_ntk
 from topograd.errors import ConfigError
 
-SMALL = KernelSettings(
+SMALL = Settings(
     examples=12,
     width=24,
     depth=4,
@@ -53,7 +56,7 @@ def test_transport_beside_its_matrices(results: dict[str, Any]) -> None:
 
 
 def test_the_size_that_matrices_do_not_fit() -> None:
-    said = bench._transport(KernelSettings())
+    said = bench._transport(Settings())
     assert (said["examples"], said["width"], said["depth"]) == (64, 256, 6)
     assert said["met"]
     assert not said["matrices_fit"]
@@ -69,4 +72,45 @@ def test_ratios_are_of_the_right_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_settings() -> None:
     with pytest.raises(ConfigError, match="rounds is 0; it must be at least 1"):
-        KernelSettings(rounds=0)
+        Settings(rounds=0)
+
+
+def test_the_peer_is_the_oracle() -> None:
+    weights, inputs = bench._random_network(3, 6, 4, torch.float64)
+    expected = torch.stack(empirical_ntk(weights, inputs)).sum(0)
+    torch.testing.assert_close(bench._by_jacobians(weights, inputs), expected, rtol=1e-13, atol=0)
+
+
+def test_as_json_and_as_a_table(
+    results: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "bench_kernel", lambda settings: results)
+    main(SMALL, json=True)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert list(found) == ["threads", "settings", "kernel", "growth", "transport"]
+    assert (found["settings"]["examples"], found["kernel"]["width"]) == (12, 24)
+    assert said.err.startswith("topograd: measuring kernels")
+    main(SMALL)
+    told = capsys.readouterr().out
+    assert "K from fields against Jacobians" in told
+    assert told.count("│ ") > 5
+
+
+def test_the_kernel_table_fits_a_terminal() -> None:
+    spread = {"median": 123.45, "low": 120.04, "high": 130.06}
+    row: dict[str, Any] = {"examples": 512, "width": 512, "depth": 6, "relative_difference": 3e-7}
+    row |= {"seconds": {"fields": {"median": 0.0567}}, "peak_bytes": {"fields": 36 * 2**20}}
+    row |= {
+        "faster": {**spread, "goal": 50.0, "met": True},
+        "smaller": {"ratio": 88.8, "goal": 20.0, "met": True},
+    }
+    change = {"examples": 64, "width": 256, "depth": 6, "peak_bytes": 2**22, "as_matrices_bytes": 2**34}
+    results = {"threads": 2, "kernel": row, "growth": [row], "transport": {**change, "met": True}}
+    table = shown(kernel_table(results))
+    assert "│ 512 │ 512 │ 6 │ 56.7 │  123.5 │ 120.0–130.1 │ 36.0 │    88.8 │  3e-07 │" in table
+    words = " ".join(table.split())
+    assert "goals 50 and 20; Δb for M = 64, N = 256, L = 6: 4.0 MiB, as matrices 16.0 GiB; goals met" in words
+    assert "…" not in table
+    missed = {**row, "smaller": {**row["smaller"], "met": False}}
+    assert "goals not met" in " ".join(shown(kernel_table({**results, "kernel": missed})).split())

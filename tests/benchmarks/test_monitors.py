@@ -1,14 +1,16 @@
 """Broken trainings in small: each fault does what it says, and scores are made of what happened."""
 
+import json
+
 import pytest
 import torch
 
 import monitors
-from monitors import MonitorSettings, Training, _damage, _score, bench_monitors, train
+from monitors import Settings, Training, _damage, _score, bench_monitors, main, monitors_table, train
 from topograd.errors import ConfigError
 from topograd.geometry.monitors.early_warning import SIGNALS
 
-FEW = MonitorSettings(seeds=1, steps=32, fault_at=24, rounds=0)
+FEW = Settings(seeds=1, steps=32, fault_at=24, rounds=0)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +53,20 @@ def test_leads_and_false_alarms_are_counted() -> None:
 
 def test_the_cost_is_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitors, "COST_STEPS", 1)
-    found = monitors.measure_cost(MonitorSettings(rounds=1, cost_rows=1))
+    found = monitors.measure_cost(Settings(rounds=1, cost_rows=1))
     assert found["default"]["median"] > 0
     assert found["goal"] == 1.03
 
 
 def test_bad_settings() -> None:
     with pytest.raises(ConfigError, match="fault_at is 5"):
-        MonitorSettings(fault_at=5)
+        Settings(fault_at=5)
     with pytest.raises(ConfigError, match="rounds is -1"):
-        MonitorSettings(rounds=-1)
+        Settings(rounds=-1)
+
+
+def test_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(FEW, json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert {"loss", "gradient_norm", "rank", "anisotropy"} <= found["signals"].keys()
+    assert monitors_table(found).row_count == len(found["signals"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import scan as bench
-from scan import Settings, bench_scan, row
+from calls import shown
+from scan import Settings, bench_scan, main, row, scan_tables
 from topograd.errors import ConfigError
 from topograd.interfaces.measure import build_model
 from topograd.timing import Spread
@@ -166,3 +167,53 @@ def test_ratios_are_of_the_right_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_settings(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Settings(**settings)
+
+
+def test_as_json_and_as_tables(
+    results: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "bench_scan", lambda settings: results)
+    main(SMALL, json=True)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["settings"]["regions"], found["settings"]["scan_maps"]) == (3, [2, 5])
+    assert said.err.startswith("topograd: measuring bounded interfaces")
+    main(SMALL)
+    told = capsys.readouterr().out
+    for words in (
+        "Training steps over the dense one",
+        "A Jacobian, in forwards of its region",
+        "A trimmed Jacobian over a larger one",
+        "Suffix scans, microseconds",
+        "gradients differ from autograd's by at most",
+    ):
+        assert words in told
+
+
+def test_the_scan_tables_fit_a_terminal() -> None:
+    spread = {"median": 12.34, "low": 10.01, "high": 15.67}
+    goal = {"ratio": 12.34, "spread": spread, "goal": 0.75, "met": False}
+    other = {"ratio": float("nan"), "spread": spread, "goal": None, "met": None}
+    rows = [{"name": "S=4 r=8 cumulative, pullback / every row", **goal}, {"name": "dense", **other}]
+    scans = [{"maps": 256, "width": 16, "microseconds": dict.fromkeys(("matvec", "tree"), spread)}]
+    results = {"threads": 2, "steps": rows, "jacobians": rows[1:], "trimming": rows, "scans": scans}
+    more = {"agreement": {"worst": 3e-7}, "memory": {"a step": 0.5}}
+    steps, jacobians, _, scan, memory = map(shown, scan_tables({**results, **more}))
+    assert "0.50" in memory
+    assert " │ 12.34 │ 10.01–15.67 │ ≤ 0.75 │  no │\n" in steps
+    assert "│ dense " in steps
+    assert " │     – │ 10.01–15.67 │      – │   – │\n" in steps
+    assert "at most 3.0e-07 of their length" in steps
+    assert "goal" not in jacobians
+    assert "│  256 │    16 │     12 │   12 │" in scan
+    assert "…" not in steps
+
+
+def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
+    settings = Settings()
+    assert (settings.regions, settings.region_layers, settings.width, settings.context) == (6, 2, 256, 256)
+    assert (settings.rank, settings.segments, settings.causal_rank, settings.batch) == (16, 8, 8, 1)
+
+
+def test_large_models_that_fit_are_allowed() -> None:
+    Settings(width=1024, context=1024, batch=8)

@@ -1,60 +1,21 @@
 """Tiny runs, trained once for all the tests of the command line, and a way to call it."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from calls import Call, caller
 from topograd.cli.main import main
 from topograd.runs.folder import Run
 
 SIZE = "--model.layers 2 --model.width 16 --model.heads 2 --model.context 16 --batch 2 --eval-bytes 300"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a call of the command gave."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """stdout, which must be one line with one JSON object."""
-        assert self.code == 0, self.err
-        assert self.out.count("\n") == 1
-        assert self.out.endswith("\n")
-        value = json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-        assert isinstance(value, dict)
-        return value
-
-    @property
-    def refusal(self) -> str:
-        """The one line that says what was wrong."""
-        assert self.code == 2
-        assert self.out == ""
-        assert self.err.startswith("topograd: ")
-        assert self.err.count("\n") == 1
-        return self.err
-
-
-Call = Callable[..., Answer]
-
-
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """Run `topograd` with these words, as a program would be called."""
-
-    def run(*words: object) -> Answer:
-        capfd.readouterr()
-        code = main([str(word) for word in words])
-        return Answer(code, *capfd.readouterr())
-
-    return run
+    """Run `topograd` with these words."""
+    return caller(main, capfd)
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,16 @@
-import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from scan import Settings
+from calls import shown
 from topograd.cli import bench as module
-from topograd.cli.bench import curve_table, decode_table, kernel_table, monitors_table, scan_tables
+from topograd.cli.bench import curve_table, decode_table
 from topograd.decode import calibrate
 from topograd.decode.benchmark import EPS
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
-TINY = (
-    "--regions 3 --region-layers 1 --width 16 --heads 2 --vocab 11 --context 12 --segments 3 "
-    "--scan-segments 3 --causal-rank 4 --rank 4 --scan-maps 2 --repeats 1"
-)
 NUMBERS = {"speedup": 1.234, "agreement": 0.99876, "identical": 0.83, "mean_stage": 3.21}
 
 
@@ -65,13 +58,6 @@ def test_tables_for_people_and_the_reference_by_default(
     for way in ways:
         assert f"│ {way}" in answer.out
     assert "Leaving early: speedup against teacher-forced agreement" in answer.out
-
-
-def shown(table: Table) -> str:
-    """A table on a terminal of 80 columns."""
-    file = io.StringIO()
-    Console(file=file, width=80).print(table)
-    return file.getvalue()
 
 
 def test_the_curve_fits_a_terminal() -> None:
@@ -123,125 +109,17 @@ def test_what_cannot_be_measured(staged: Path, backprop: Path, call: Any) -> Non
     assert "decode" in call("bench", "encode", staged).refusal
 
 
-def test_scan_as_json(call: Any) -> None:
-    answer = call("bench", "scan", *TINY.split(), "--json")
-    results = answer.json
-    assert results.keys() >= {"threads", "settings", "steps", "jacobians", "trimming", "scans", "agreement"}
-    assert (results["settings"]["regions"], results["settings"]["scan_maps"]) == (3, [2])
-    assert all(set(row) == {"name", "ratio", "spread", "goal", "met"} for row in results["steps"])
-    assert results["agreement"]["worst"] < 1e-6
-    assert answer.err.startswith("topograd: measuring bounded interfaces")
-
-
-def test_scan_as_tables(call: Any) -> None:
-    answer = call("bench", "scan", *TINY.split())
-    assert answer.code == 0, answer.err
-    for words in (
-        "Training steps over the dense one",
-        "A Jacobian, in forwards of its region",
-        "A trimmed Jacobian over a larger one",
-        "Suffix scans, microseconds",
-        "gradients differ from autograd's by at most",
-    ):
-        assert words in answer.out
-
-
-def test_the_scan_tables_fit_a_terminal() -> None:
-    spread = {"median": 12.34, "low": 10.01, "high": 15.67}
-    goal = {"ratio": 12.34, "spread": spread, "goal": 0.75, "met": False}
-    other = {"ratio": float("nan"), "spread": spread, "goal": None, "met": None}
-    rows = [{"name": "S=4 r=8 cumulative, pullback / every row", **goal}, {"name": "dense", **other}]
-    scans = [{"maps": 256, "width": 16, "microseconds": dict.fromkeys(("matvec", "tree"), spread)}]
-    results = {"threads": 2, "steps": rows, "jacobians": rows[1:], "trimming": rows, "scans": scans}
-    more = {"agreement": {"worst": 3e-7}, "memory": {"a step": 0.5}}
-    steps, jacobians, _, scan, memory = map(shown, scan_tables({**results, **more}))
-    assert "0.50" in memory
-    assert " │ 12.34 │ 10.01–15.67 │ ≤ 0.75 │  no │\n" in steps
-    assert "│ dense " in steps
-    assert " │     – │ 10.01–15.67 │      – │   – │\n" in steps
-    assert "at most 3.0e-07 of their length" in steps
-    assert "goal" not in jacobians
-    assert "│  256 │    16 │     12 │   12 │" in scan
-    assert "…" not in steps
-
-
-def test_the_scan_is_measured_at_the_sizes_of_the_goals() -> None:
-    settings = Settings()
-    assert (settings.regions, settings.region_layers, settings.width, settings.context) == (6, 2, 256, 256)
-    assert (settings.rank, settings.segments, settings.causal_rank, settings.batch) == (16, 8, 8, 1)
-
-
-SMALL_KERNEL = (
-    "--examples 6 --width 8 --depth 2 --growth-examples 3 --growth-width 4 --growth-depth 2 "
-    "--transport-examples 3 --transport-width 4 --rounds 1"
-)
-
-
-def test_monitors_as_json_and_as_a_table(call: Any) -> None:
-    words = "--seeds 1 --steps 24 --fault-at 21 --rounds 0 --json"
-    found = call("bench", "monitors", *words.split()).json
-    assert {"loss", "gradient_norm", "rank", "anisotropy"} <= found["signals"].keys()
-    assert all({"lead", "false_alarms"} <= row.keys() for row in found["signals"].values())
-    assert monitors_table(found).row_count == len(found["signals"])
-    assert (
-        "--fault-at is 30 of 24 steps"
-        in call("bench", "monitors", "--steps", "24", "--fault-at", "30").refusal
-    )
-
-
-def test_kernel_as_json(call: Any) -> None:
-    answer = call("bench", "kernel", *SMALL_KERNEL.split(), "--json")
-    results = answer.json
-    assert list(results) == ["threads", "settings", "kernel", "growth", "transport"]
-    assert (results["settings"]["examples"], results["kernel"]["width"]) == (6, 8)
-    assert results["kernel"]["relative_difference"] < 1e-5
-    assert [row["doubled"] for row in results["growth"]] == ["", "M", "N", "L"]
-    assert answer.err.startswith("topograd: measuring kernels")
-
-
-def test_kernel_as_a_table(call: Any) -> None:
-    answer = call("bench", "kernel", *SMALL_KERNEL.split())
-    assert answer.code == 0, answer.err
-    assert "K from fields against Jacobians" in answer.out
-    assert "goals not met" in answer.out, "so small a kernel cannot meet them"
-    assert answer.out.count("│ ") > 5
-
-
-def test_the_kernel_table_fits_a_terminal() -> None:
-    spread = {"median": 123.45, "low": 120.04, "high": 130.06}
-    row: dict[str, Any] = {"examples": 512, "width": 512, "depth": 6, "relative_difference": 3e-7}
-    row |= {"seconds": {"fields": {"median": 0.0567}}, "peak_bytes": {"fields": 36 * 2**20}}
-    row |= {
-        "faster": {**spread, "goal": 50.0, "met": True},
-        "smaller": {"ratio": 88.8, "goal": 20.0, "met": True},
-    }
-    change = {"examples": 64, "width": 256, "depth": 6, "peak_bytes": 2**22, "as_matrices_bytes": 2**34}
-    results = {"threads": 2, "kernel": row, "growth": [row], "transport": {**change, "met": True}}
-    table = shown(kernel_table(results))
-    assert "│ 512 │ 512 │ 6 │ 56.7 │  123.5 │ 120.0–130.1 │ 36.0 │    88.8 │  3e-07 │" in table
-    words = " ".join(table.split())
-    assert "goals 50 and 20; Δb for M = 64, N = 256, L = 6: 4.0 MiB, as matrices 16.0 GiB; goals met" in words
-    assert "…" not in table
-    missed = {**row, "smaller": {**row["smaller"], "met": False}}
-    assert "goals not met" in " ".join(shown(kernel_table({**results, "kernel": missed})).split())
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("kernel --examples 0", "topograd: --examples is 0; it must be at least 1"),
-        ("kernel --rank 4", "Unrecognized options: --rank"),
-        ("scan --segments 7", "S is 7 and the context 256; S must divide the context"),
-        ("scan --rank 0", "rank r is 0; it must be at least 3"),
-        ("scan --regions 2", "regions is 2; it must be at least 3"),
-        ("scan --repeats 0", "repeats is 0; it must be at least 1"),
-        ("scan --width 30", "width 30 does not split into 4 heads"),
-        ("scan --tokens 4", "Unrecognized options: --tokens"),
-        ("scan somewhere", "Unrecognized options: somewhere"),
         ("decode --rank 4", "Unrecognized options: --rank"),
-        ("encode", "'encode' was given to bench; choose one of decode, prompts, scan, pipeline, kernel"),
-        ("", "nothing was given to bench; choose one of decode, prompts, scan, pipeline, kernel"),
+        ("encode", "'encode' was given to bench; choose one of decode, pipeline"),
+        ("", "nothing was given to bench; choose one of decode, pipeline"),
+        (
+            "scan --json",
+            "'bench scan' is not installed; in a clone of the repository, run python benchmarks/scan.py",
+        ),
     ],
 )
-def test_one_kind_does_not_take_the_flags_of_the_other(words: str, why: str, call: Any) -> None:
+def test_what_is_no_bench(words: str, why: str, call: Any) -> None:
     assert why in call("bench", *words.split()).refusal

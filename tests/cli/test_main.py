@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli.main import VERBS
+from topograd.cli.main import MOVED, VERBS
 from topograd.errors import ConfigError
 
 
@@ -43,15 +44,11 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "interfaces",
         "probe",
         "inspect",
-        "fields",
-        "optim",
         "search",
-        "study",
         "doctor",
         "serve",
         "simulate",
         "consolidate",
-        "reproduce",
     }
 
 
@@ -64,6 +61,16 @@ def test_without_a_verb_the_overview_is_an_error(call: Any) -> None:
 def test_an_unknown_verb_is_one_line(call: Any) -> None:
     assert "'trian' is not a verb; choose one of demo, train, eval" in call("trian").refusal
     assert "'--jsn' is not a verb" in call("--jsn").refusal
+
+
+@pytest.mark.parametrize("words", MOVED)
+def test_what_has_moved_says_where_it_is(words: str, call: Any) -> None:
+    said = call(*words.split(), "--json").refusal
+    where = f"'{words}' is not installed; in a clone of the repository, run {MOVED[words]}"
+    assert said == f"topograd: {where}\n"
+    assert words.split()[0] in VERBS or len(words.split()) == 1
+    for module in re.findall(r"python (benchmarks/\w+\.py)", MOVED[words]):
+        assert (Path(__file__).parents[2] / module).is_file()
 
 
 def test_the_version(call: Any) -> None:

@@ -1,4 +1,4 @@
-"""Factors against the loops of `reference/fisher.py` and the exact Fisher matrix; what a pass leaves."""
+"""Factors against the loops of `tests/oracles/fisher.py` and the exact Fisher matrix; what a pass leaves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

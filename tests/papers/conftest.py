@@ -1,4 +1,4 @@
-"""Sizes that make a training take a fraction of a second."""
+"""A way to call the program, and sizes that make a training take a fraction of a second."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
+from calls import Call, caller
+from papers.__main__ import main
 from papers.latent_bounded_interfaces import interfaces
 from papers.staged_runs import PRESETS, Arm, Sizes
 from topograd.runs.config import TrainConfig
 
 Invent = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Run `python -m papers` with these words."""
+    return caller(main, capfd)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def test_the_page(call: Any, tmp_path: Path) -> None:
     answer = call("reproduce", "--out", tmp_path / "a", "--json").json
     text = Path(answer["page"]).read_text(encoding="utf-8")
     assert "<script" not in text
-    for words in ("Dead Directions", "corrected", "topograd study run stage0-depth"):
+    for words in ("Dead Directions", "corrected", "python -m papers run stage0-depth"):
         assert words in text
 
 
@@ -47,7 +47,7 @@ def test_bad_input_is_one_line(words: tuple[str, ...], why: str, call: Any) -> N
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys, contextlib, io; from topograd.cli.main import main\n"
+        "import sys, contextlib, io; from papers.__main__ import main\n"
         "with contextlib.redirect_stdout(io.StringIO()): assert main(['reproduce', '--json']) == 0\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from papers.listing import STUDIES
+from papers.check import CHECKS
 from papers.reproduction import (
     PAPERS,
     STATES,
@@ -18,7 +18,8 @@ from papers.reproduction import (
     markdown,
     results,
 )
-from topograd.cli.main import VERBS
+from papers.studies import STUDIES
+from topograd.cli.main import MOVED, VERBS
 from topograd.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +65,15 @@ def test_every_command_exists(command: str) -> None:
             wanted = words[words.index("-k") + 1]
             tests = re.findall(r"def (test_\w+)", (ROOT / words[1]).read_text(encoding="utf-8"))
             assert any(wanted in test for test in tests), wanted
+    elif words[:3] == ["python", "-m", "papers"]:
+        verb, name = words[3:5]
+        assert name in {"run": STUDIES, "check": CHECKS}[verb]
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
     else:
         assert words[0] == "topograd"
         assert words[1] in VERBS
-        if words[1:3] == ["study", "run"]:
-            assert words[3] in STUDIES
+        assert " ".join(words[1:3]) not in MOVED
 
 
 def test_every_paper_is_there_and_every_state_is_known() -> None:
@@ -85,7 +88,16 @@ def test_every_paper_is_there_and_every_state_is_known() -> None:
 def test_a_verdict_of_a_finished_claim_has_a_number_or_a_test() -> None:
     for one in claims():
         if one.state in ("reproduced", "failed") and one.result is None:
-            assert one.command.startswith(("pytest", "topograd")), ident(one)
+            assert one.command.startswith(("pytest", "topograd", "python -m papers")), ident(one)
+
+
+def test_a_claim_that_ours_differs_from_is_not_reproduced() -> None:
+    """As the page defines it: *corrected* is where something else is true than the text says."""
+    differs = re.compile(r"(less|more|fewer|not|only)\b")
+    assert [ident(one) for one in chosen(state="reproduced") if differs.match(one.ours)] == []
+    states = {one.claim: one.state for one in claims()}
+    assert states["A step takes 1.33 times backprop's with four stages"] == "corrected"
+    assert states["Every prefix of stages is the model that would have been trained alone"] == "corrected"
 
 
 def test_choosing() -> None:

@@ -1,193 +1,121 @@
-import random
+"""Every study by name, and all of them in miniature through the same door."""
+
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from papers import staged_runs
-from papers import study_page as study_page
-from papers.listing import STUDIES, asked_for
-from papers.staged_runs import PRESETS
-from topograd.cli import main
-from topograd.cli import study as module
+import papers
+from papers.latent_bounded_interfaces import interfaces
+from papers.outcome import asked
+from papers.presets import SIZES
+from papers.run import asked_for, run_study, setting_of
+from papers.staged_runs import PRESETS, Sizes
+from papers.studies import STUDIES, study_named
+from papers.verdicts import UNDECIDED
 from topograd.errors import ConfigError
-from topograd.files import write_json
+
+STAGED = [name for name in STUDIES if name.startswith(("stage", "experiment"))]
+ELSEWHERE = {
+    "experiment-c": "its probes take most of a minute; its parts are tested in test_experiments.py",
+    "property-profile": "test_property_profile.py runs it on a smaller grid",
+    "front-scale": "test_front_scale.py runs it",
+    "continual": "test_continual.py runs it",
+    "elastic": "test_elastic.py runs it",
+    "image-topologies": "test_image_topologies.py runs it",
+    "fields": "test_field_training.py runs it",
+    "gap": "test_gap.py runs it",
+    "interface-hypotheses": "test_interface_hypotheses.py runs it",
+    "specialists": "test_specialist_facts.py runs it",
+    "optimizers": "test_optimizer_comparison.py runs it",
+    "optimizer-parts": "test_optimizer_parts.py runs it",
+    "pruning": "test_pruning.py runs it on a smaller model",
+    "adapter-placement": "test_adapter_placement.py runs it on a smaller model",
+    "rate-recovery": "test_rate_recovery.py runs it with fewer networks",
+    "minilm": "it needs weights that are not installed here",
+    "tail-fits": "it needs a program that is not installed here; test_tail_fits.py has a stand-in",
+}
+"""Studies that are not run here, and why."""
 
 
-@pytest.fixture(autouse=True)
-def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verb is there, whether or not the list of verbs has it yet; and a text that is read at once."""
-    monkeypatch.setitem(main.VERBS, "study", "run an experiment of the papers")
-    (tmp_path / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss"], k=2000)))
-    sizes = replace(PRESETS["tiny"], eval_bytes=200, data=str(tmp_path / "corpus.txt"))
-    monkeypatch.setitem(PRESETS, "tiny", sizes)
+@pytest.fixture
+def record(name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The study in miniature, with how far it said that it was."""
+    monkeypatch.setitem(PRESETS, "tiny", replace(sizes, steps=2, soft_steps=4))
+    monkeypatch.setattr(interfaces, "HELDOUT_BYTES", 2000)
+    told: list[tuple[int, int]] = []
+    seeds = 1 if name in STAGED else None
+    found = run_study(asked(name, "tiny", seeds=seeds, on_more=lambda *done: told.append(done)))
+    assert told, "it says how far it is"
+    assert told[-1][0] == told[-1][1]
+    return found
 
 
-def test_the_depth_sweep_as_json(call: Any, tmp_path: Path) -> None:
-    words = ("study", "run", "stage0-depth", "--preset", "tiny", "--out", tmp_path / "a" / "b", "--json")
-    answer = call(*words).json
-    assert len(answer["rows"]) == 12
-    for row in answer["rows"]:
-        assert sum(row["partition"]) == 6
-        assert row["bpb"] > 0
-        assert row["seed"] in (0, 1)
-    assert answer["verdict"] == "undecided at this size"
-    page = Path(answer["page"])
-    assert page == tmp_path / "a" / "b" / "stage0-depth.html"
-    text = page.read_text(encoding="utf-8")
-    for claim in answer["claims"]:
-        assert claim["name"] in text
-    assert "<script" not in text
-    assert text.count("<figure>") == 1
-    assert (page.parent / "figures" / "stage0-depth.png").is_file()
-
-
-def test_tables_for_people(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {
-        "tables": [
-            {"caption": "A caption", "header": ["arm", "BPB"], "rows": [["2,2,2 residual-gate", "2.5"]]},
-            {"caption": "Another", "header": ["arm"], "rows": [["6"]]},
-        ],
-        "findings": ["What came out [of it]."],
-        "claims": [{"name": "trend", "measured": "+0.1", "verdict": "held"}],
-        "prediction": "It falls.",
-        "verdict": "held",
+@pytest.mark.parametrize("name", [name for name in STUDIES if name not in ELSEWHERE])
+def test_every_study_has_one_shape(name: str, record: dict[str, Any]) -> None:
+    assert record.keys() >= {
+        "study",
+        "title",
+        "prediction",
+        "setting",
+        "rows",
+        "tables",
+        "verdict",
+        "seconds",
     }
-    asked: list[Any] = []
-
-    def run_study(study: Any) -> dict[str, Any]:
-        asked.append((study.study, study.preset, study.seeds, study.data))
-        return record
-
-    monkeypatch.setattr(module, "run_study", run_study)
-    monkeypatch.setattr(study_page, "write_study", lambda folder, record: folder / "page.html")
-    said = call("study", "run", "experiment-a", "--seeds", 5, "--out", tmp_path).out
-    assert asked == [("experiment-a", "small", 5, None)]
-    said_of = ("A caption", "2,2,2 residual-gate", "Another", "trend", "- What came out [of it].")
-    for words in (*said_of, "The paper: It falls.", "Verdict: held"):
-        assert words in said
-    assert f"Page: {tmp_path / 'page.html'}" in said
+    assert record["tables"]
+    for table in record["tables"]:
+        assert table["caption"]
+        assert table["rows"]
+        assert all(len(row) == len(table["header"]) for row in table["rows"]), table["caption"]
+        assert all(isinstance(cell, str) for row in table["rows"] for cell in row)
+    assert record["setting"].endswith(".")
+    if name in STAGED:
+        assert record["verdict"] == UNDECIDED, "one seed"
+        assert {"partition", "bpb", "seed"} <= record["rows"][-1].keys()
+        assert record["seeds"] == 1
+        assert record["sizes"]["width"] == 8
 
 
-def test_a_study_without_claims_or_a_figure(call: Any, tmp_path: Path) -> None:
-    words = ("study", "run", "chain-rates", "--preset", "tiny", "--out", tmp_path)
-    said = call(*words).out
-    assert "The slope of G_1 along training" in said
-    assert "Verdict" not in said
-    text = (tmp_path / "chain-rates.html").read_text(encoding="utf-8")
-    assert text.count("<figure>") == 0
-    assert "The slope of G_1 along training" in text
-    assert "<script" not in text
-    assert not list((tmp_path / "figures").iterdir())
+def test_an_unknown_study() -> None:
+    with pytest.raises(ConfigError, match="study 'f' is unknown; choose one of stage0-depth, experiment-a"):
+        study_named("f")
 
 
-def test_seeds_where_there_is_no_choice(call: Any, tmp_path: Path) -> None:
-    said = call("study", "run", "leak", "--preset", "tiny", "--seeds", 2, "--out", tmp_path).refusal
-    assert "--seeds is 2; study leak has no choice of seeds, it takes --steps" in said
+def test_studies_are_listed_without_torch() -> None:
+    said = (
+        "import sys, papers.studies as studies;"
+        "print(len(studies.STUDIES), 'torch' in sys.modules, 'scipy' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [str(len(STUDIES)), "False", "False"]
 
 
-def test_a_study_goes_on_where_it_was(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ("--preset", "tiny", "--seeds", 1, "--steps", 3, "--width", 12)
-    words = ("study", "run", "stage0-depth", *sizes, "--out", tmp_path, "--json")
-    first = call(*words).json
-    assert first["sizes"]["width"] == 12
-    assert first["rows"][0]["trajectory"][-1]["step"] == 3
-    rows = (tmp_path / "stage0-depth.rows.jsonl").read_bytes().splitlines(keepends=True)
-    assert len(rows) == 6
-    (tmp_path / "stage0-depth.rows.jsonl").write_bytes(b"".join(rows[:4]) + rows[4][:30])
-    trained: list[str] = []
-    real = staged_runs.train_arm
-
-    def watched(arm: Any, *rest: Any) -> Any:
-        trained.append(arm.name)
-        return real(arm, *rest)
-
-    monkeypatch.setattr(staged_runs, "train_arm", watched)
-    again = call(*words)
-    assert again.json["rows"] == first["rows"], "bit for bit"
-    assert trained == ["4,1,1", "6"]
-    assert "4 measurements are of an earlier run" in again.err
-    call(*words, "--fresh")
-    assert len(trained) == 8
+def test_every_study_has_sizes_and_a_time() -> None:
+    assert SIZES.keys() == STUDIES.keys()
+    for name, presets in SIZES.items():
+        assert {"tiny", "small"} <= presets.keys(), name
+        assert presets["tiny"].minutes <= presets["small"].minutes, name
+        assert all(size.minutes > 0 for size in presets.values()), name
+        takes = [{*size.as_dict()} for size in presets.values()]
+        assert all(sizes == takes[0] for sizes in takes), f"{name}: the presets have the same sizes"
 
 
-def test_all_of_them(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("stage0-depth", "leak", "minilm")
-    monkeypatch.setattr(module, "STUDIES", {name: STUDIES[name] for name in names})
-    ran: list[tuple[str, int | None]] = []
-
-    def run_study(study: Any) -> dict[str, Any]:
-        ran.append((study.study, study.size.seeds))
-        if study.study == "minilm":
-            raise ConfigError("its weights are not here")
-        found = {"study": study.study, "verdict": "held", "seconds": 1.0, "asked": asked_for(study)}
-        return found
-
-    def write_study(folder: Path, record: dict[str, Any]) -> Path:
-        write_json(folder / f"{record['study']}.json", record)
-        return folder / "page.html"
-
-    monkeypatch.setattr(module, "run_study", run_study)
-    monkeypatch.setattr(study_page, "write_study", write_study)
-    words = ("study", "run", "--all", "--preset", "tiny", "--seeds", 2, "--out", tmp_path)
-    states = [(one["study"], one["state"]) for one in call(*words, "--json").json["studies"]]
-    assert states == [("stage0-depth", "done"), ("leak", "done"), ("minilm", "not run")]
-    assert ran == [("stage0-depth", 2), ("leak", None), ("minilm", None)]
-    said = call(*words).out
-    assert "done before" in said
-    assert "its weights are not here" in said
-    assert len(ran) == 4, "only what could not be run is tried again"
-    call(*words, "--steps", 6)
-    assert len(ran) == 7, "other sizes are another run"
+def test_what_a_row_depends_on() -> None:
+    usual, other = asked("leak", "tiny"), asked("leak", "tiny", steps=7)
+    assert setting_of(usual)["steps"] == [5]
+    assert setting_of(other)["steps"] == [7]
+    assert setting_of(usual) != setting_of(other)
+    assert asked_for(asked("elastic", "tiny", seeds=5))["seeds"] == 5
 
 
-def test_list(call: Any) -> None:
-    listed = call("study", "list", "--json").json["studies"]
-    assert [study["name"] for study in listed] == list(STUDIES)
-    assert all(study["prediction"].endswith(".") for study in listed)
-    for study in listed:
-        for size in study["presets"].values():
-            assert size["minutes"] > 0
-            assert size.keys() <= {"steps", "width", "seeds", "minutes"}
-    assert listed[0]["presets"]["small"] == {"steps": 300, "width": 48, "seeds": 3, "minutes": 3}
-    hidden = {
-        "interfaces",
-        "leak",
-        "jacobians",
-        "learning-coefficient",
-        "minilm",
-        "chain-rates",
-        "optimizers",
-    }
-    assert {study["name"] for study in listed} >= {*hidden, "fields", "fields-digits"}
-    assert "experiment-e" in call("study", "list").out
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("", "nothing was given to study; choose one of list, run"),
-        ("run", "missing from topograd study run: NAME; give the name of a study, or --all"),
-        ("run leak --all", "--all is given and so is leak; give one of them"),
-        ("run leak --preset demo", "--preset is demo; study leak has the presets tiny, small"),
-        ("run experiment-z", "study 'experiment-z' is unknown; choose one of stage0-depth"),
-        ("run experiment-a --preset huge", "invalid choice 'huge'"),
-        ("run experiment-a --preset tiny --seeds 0", "--seeds is 0; it must be at least 1"),
-    ],
-)
-def test_bad_input_is_one_line(words: str, why: str, call: Any, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "out") if words.startswith("run exp") else ()
-    assert why.lower() in call("study", *words.split(), *out).refusal.lower()
-
-
-def test_a_folder_that_cannot_be(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "run_study", lambda *given: pytest.fail("it worked"))
-    (tmp_path / "file").write_text("")
-    assert "cannot be a folder" in call("study", "run", "experiment-a", "--out", tmp_path / "file").refusal
-
-
-def test_what_cannot_be_written(call: Any, tmp_path: Path) -> None:
-    (tmp_path / "figures").write_text("in the way")
-    said = call("study", "run", "stage0-depth", "--preset", "tiny", "--seeds", 1, "--out", tmp_path).refusal
-    assert "pass --out with a folder you can write" in said
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_readme_of_its_folder_has_a_study_with_its_minutes(name: str) -> None:
+    folder = Path(papers.__file__).parent / STUDIES[name].module.partition(".")[0]
+    lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if f"| `{name}` |" in line]
+    assert len(rows) == 1
+    assert rows[0].endswith(f"| {SIZES[name]['small'].minutes:g} |")

@@ -1,4 +1,4 @@
-"""The executor against one graph with one backward (`reference/executor.py`), and its schedule."""
+"""The executor against one graph with one backward (`tests/oracles/executor.py`), and its schedule."""
 
 from __future__ import annotations
 

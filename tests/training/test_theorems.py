@@ -369,6 +369,19 @@ def test_proposition_4_1_prefix_consistency(heads: str, tiny: type[Tiny]) -> Non
         assert torch.equal(prefix(inputs), stack.readout(hidden[j], j))
 
 
+def test_proposition_4_1_prefix_consistency_ends_at_what_stages_share(tiny: type[Tiny]) -> None:
+    """From equal weights a prefix's layers learn as if alone; the shared head and the embedding do not."""
+    settings: dict[str, Any] = {"value_embeddings": "all"}
+    whole, prefix = (tiny.gpt(chain(partition), **settings) for partition in ("2,2", "2"))
+    prefix.load_state_dict({n: v for n, v in whole.state_dict().items() if n in prefix.state_dict()})
+    together, alone = trained(tiny, whole, chain("2,2")), trained(tiny, prefix, chain("2"))
+    tiny.assert_same(layers_of(together, 0, 2), layers_of(alone, 0, 2))
+    assert {n for n, g in alone.items() if not torch.equal(together[n], g)} >= {
+        "head.weight",
+        "embedding.weight",
+    }
+
+
 def test_a_specialist_leaves_its_base_bit_identical(tiny: type[Tiny]) -> None:
     """An optimizer with weight decay moves the new stage and nothing else ("Product of Experts" §6)."""
     topology = Topology.chain("1,1").with_specialist(2)

@@ -138,14 +138,6 @@ def jacobian(W1: Tensor, W2: Tensor) -> Tensor:
     return torch.cat((torch.kron(W2, _eye(d_in, W1)), torch.kron(_eye(d_out, W1), W1.T.contiguous())), 1)
 
 
-def fisher_matrix(W1: Tensor, W2: Tensor) -> Tensor:
-    """F over (vec W₁, vec W₂), from its Kronecker blocks."""
-    first = torch.kron(W2.T @ W2, _eye(W1.shape[1], W1))
-    second = torch.kron(_eye(W2.shape[0], W1), W1 @ W1.T)
-    cross = torch.kron(W2.T.contiguous(), W1.T.contiguous())
-    return torch.cat((torch.cat((first, cross), 1), torch.cat((cross.T, second), 1)))
-
-
 def spectrum(W1: Tensor, W2: Tensor) -> Tensor:
     """All eigenvalues of F, largest first, as squares of the singular values of J."""
     found = torch.linalg.svdvals(jacobian(W1, W2)).square()

@@ -12,7 +12,6 @@ so k = 2, F t² / K → 8, and F per unit of length tends to 2g t², with the ga
 
 Gradient factor of layer 1 at the optimum, where only noise is left of the residual:
 
-    G₁ = s² W₂ᵀ W₂                  linear, for every rank and shape
     λ_min(G₁) = s² t² E σ'(tz)²     W₁ = W₂ = diag(1, …, 1, t); → s² g t²
 
 Schur constant. In A = E[h hᵀ], with dead row (b, A_dd) and live block C, the dead eigenvalue is
@@ -23,7 +22,7 @@ moment (m_d, s_d) of the dead one, at width d,
 
 so ReLU loses at most 1/π of its dead entry, and keeps its exponent; it is 0 where m or m_d is.
 
-Symbols and shapes. t: (n,). W₂: (outputs, hidden). Cost: O(n m) for m quadrature nodes.
+Symbols and shapes. t: (n,). Cost: O(n m) for m quadrature nodes.
 Source: "Dead Directions: Geometric Singular Learning", §4.3, Theorem 21 at two layers, Lemma 18 and Remark
 19.
 Limits. Isotropic Gaussian input. The gain is the limit t → 0; `DeadUnit` is exact at every t.
@@ -114,13 +113,6 @@ class DeadUnit:
     def _nodes(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z, weights = normal_rule(-REACH, REACH, t.device)
         return points(t)[:, None], z, weights
-
-
-def linear_gradient_factor(outgoing: Tensor, noise: float = 1.0) -> Tensor:
-    """G₁ = s² W₂ᵀ W₂ (hidden, hidden) of a linear network at its optimum, from W₂ (outputs, hidden)."""
-    if outgoing.dim() != 2:
-        raise GeometryError(f"weights of shape {tuple(outgoing.shape)}: give a matrix (outputs, hidden)")
-    return noise**2 * outgoing.mT @ outgoing
 
 
 def schur_fraction(width: int, mean: float, variance: float, dead_mean: float, dead_moment: float) -> float:

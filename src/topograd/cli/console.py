@@ -50,32 +50,34 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (?:invalid literal for (int)|could not convert).*?: ('.*')")
 
 
-def parse(kind: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
+def parse(
+    kind: type[T], argv: list[str], verb: str, default: T | None = None, *, program: str = "topograd"
+) -> T:
     """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
     global _read
-    flags = flags_of(kind, default)
+    flags, command = flags_of(kind, default), f"{program} {verb}"
     _read = flags, argv
     try:
         check_known(flags, argv)
     except ConfigError as error:
-        raise ConfigError(f"{error}; see topograd {verb} --help") from None
+        raise ConfigError(f"{error}; see {command} --help") from None
     check_words(flags, argv)
     said = io.StringIO()
     try:
         with redirect_stderr(said):
             if default is None:
-                return tyro.cli(kind, prog=f"topograd {verb}", args=argv)
-            return tyro.cli(kind, prog=f"topograd {verb}", args=argv, default=default)
+                return tyro.cli(kind, prog=command, args=argv)
+            return tyro.cli(kind, prog=command, args=argv, default=default)
     except TopogradError as error:
         raise type(error)(as_typed(str(error), flags, argv)) from None
     except (ValueError, OverflowError) as error:  # of a setting that its dataclass could not take
-        raise ConfigError(f"{as_typed(str(error), flags, argv)}; see topograd {verb} --help") from None
+        raise ConfigError(f"{as_typed(str(error), flags, argv)}; see {command} --help") from None
     except SystemExit as end:
         if not end.code:
             raise
         if refused := _refusal(end):
             raise type(refused)(as_typed(str(refused), flags, argv)) from None
-        raise ConfigError(f"{_first_paragraph(said.getvalue())}; see topograd {verb} --help") from None
+        raise ConfigError(f"{_first_paragraph(said.getvalue())}; see {command} --help") from None
 
 
 def in_flags(message: str) -> str:
@@ -91,12 +93,12 @@ def _refusal(end: BaseException) -> TopogradError | None:
     return cause
 
 
-def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str) -> T:
+def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str, *, program: str = "topograd") -> T:
     """The dataclass that the first word names, with the flags that follow it."""
     if argv and argv[0] in kinds:
-        return parse(kinds[argv[0]], argv[1:], f"{verb} {argv[0]}")
+        return parse(kinds[argv[0]], argv[1:], f"{verb} {argv[0]}", program=program)
     if argv and argv[0] in ("-h", "--help"):
-        print(f"usage: topograd {verb} {{{','.join(kinds)}}} ...\n")
+        print(f"usage: {program} {verb} {{{','.join(kinds)}}} ...\n")
         width = max(map(len, kinds)) + 2
         for name, kind in kinds.items():
             print(f"  {name:{width}}{(kind.__doc__ or '').splitlines()[0]}")

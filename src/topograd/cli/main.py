@@ -1,4 +1,4 @@
-"""The command `topograd VERB ...`.
+"""The command `topograd VERB ...`, and how any program of this project runs its verbs.
 
 Exit codes: 0 done, 1 a bug, 2 something given that cannot be done (said in one line), 130 interrupted.
 A verb's module is imported when it is called, and imports what is heavy when it runs: help and a mistyped
@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
+
+TYPE_CHECKING = False  # as typing's, which is not imported this early
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 VERBS = {
     "demo": "train a staged model and its backprop twin, compare them, write a report",
@@ -44,18 +48,51 @@ MOVED = {
     "reproduce": "python -m papers reproduce",
     "optim": "python -m papers check equivariance, or cells",
     "fields": "python -m papers check kernel, or simulate",
+    "probe catalogue": "python -m papers check catalogue",
+    "probe ladder": "python -m papers check ladder",
+    "probe families": "python -m papers check families",
+    "interfaces costs": "python -m papers check costs",
+    "bench scan": "python benchmarks/scan.py",
+    "bench kernel": "python benchmarks/kernel.py",
+    "bench optim": "python benchmarks/optimizer_step.py",
+    "bench monitors": "python benchmarks/monitors.py",
+    "bench prompts": "python benchmarks/prompts.py",
 }
-"""Commands that reproduce the papers: they run from a clone of the repository and are not installed."""
+"""Commands of the papers and benchmarks: they run from a clone of the repository and are not installed."""
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb and return the exit code. Whatever a user can cause becomes one line on stderr."""
+    """Run one verb of `topograd` and return the exit code."""
+    return run_program("topograd", VERBS, _run_verb, argv, MOVED)
+
+
+def _run_verb(verb: str, argv: list[str]) -> int:
+    import importlib
+
+    module = {"import": "import_model"}.get(verb, verb)  # a word of Python's own
+    code: int = importlib.import_module(f"topograd.cli.{module}").run(argv)
+    return code
+
+
+def run_program(
+    program: str,
+    verbs: Mapping[str, str],
+    run: Callable[[str, list[str]], int],
+    argv: list[str] | None = None,
+    moved: Mapping[str, str] | None = None,
+) -> int:
+    """Run one verb of a program by `run(verb, its words)` and return the exit code.
+
+    Whatever a user can cause becomes one line on stderr. `verbs` has what each does, in a line; `moved` has
+    what replaces a verb, or two words, of earlier versions.
+    """
     try:
         _prepare_streams()
         if argv is None:
             sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
-        code = _guarded(sys.argv[1:] if argv is None else argv)
+        given = sys.argv[1:] if argv is None else argv
+        code = _guarded(lambda: _dispatch(program, verbs, run, given, moved or {}))
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
     except KeyboardInterrupt:
@@ -71,11 +108,11 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"the output cannot be written: {error}")
 
 
-def _guarded(argv: list[str]) -> int:
+def _guarded(work: Callable[[], int]) -> int:
     from topograd.errors import TopogradError
 
     try:
-        return _dispatch(argv)
+        return work()
     except TopogradError as error:
         from topograd.cli.console import in_flags
 
@@ -97,10 +134,16 @@ _TOO_LARGE = ("allocate", "Storage size calculation overflowed")
 """What torch says of a tensor that does not fit."""
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(
+    program: str,
+    verbs: Mapping[str, str],
+    run: Callable[[str, list[str]], int],
+    argv: list[str],
+    moved: Mapping[str, str],
+) -> int:
     verb = argv[0] if argv else ""
     if verb in ("-h", "--help"):
-        print(_overview())
+        print(_overview(program, verbs))
         return 0
     if verb == "--version":
         from importlib.metadata import version
@@ -108,25 +151,20 @@ def _dispatch(argv: list[str]) -> int:
         print(f"topograd {version('topograd')}")
         return 0
     if not verb:
-        print(_overview(), file=sys.stderr)
+        print(_overview(program, verbs), file=sys.stderr)
         return 2
-    if verb in MOVED:
-        return _fail(
-            f"{verb!r} is not part of the installed package; in a clone of the repository, run {MOVED[verb]}"
-        )
-    if verb not in VERBS:
-        return _fail(f"{verb!r} is not a verb; choose one of {', '.join(VERBS)}")
-    import importlib
-
-    module = {"import": "import_model"}.get(verb, verb)  # a word of Python's own
-    code: int = importlib.import_module(f"topograd.cli.{module}").run(argv[1:])
-    return code
+    for words in (verb, " ".join(argv[:2])):
+        if words in moved:
+            return _fail(f"{words!r} is not installed; in a clone of the repository, run {moved[words]}")
+    if verb not in verbs:
+        return _fail(f"{verb!r} is not a verb; choose one of {', '.join(verbs)}")
+    return run(verb, argv[1:])
 
 
-def _overview() -> str:
-    lines = [f"  {verb:12}{words}" for verb, words in VERBS.items()]
+def _overview(program: str, verbs: Mapping[str, str]) -> str:
+    lines = [f"  {verb:12}{words}" for verb, words in verbs.items()]
     return "\n".join(
-        ["usage: topograd VERB ...", "", *lines, "", "topograd VERB --help says what a verb takes."]
+        [f"usage: {program} VERB ...", "", *lines, "", f"{program} VERB --help says what a verb takes."]
     )
 
 

@@ -11,8 +11,8 @@ Statement. K has rows for training and then unseen inputs, and columns for train
 Both are approximations. The re-linearised one errs by O(η²) a step between crossings, so by O(η) at a fixed
 time η t. The frozen one keeps an error as η → 0. Under the mean as readout, K of order one and a residual of
 order one, the fields move by an amount of order one at any width, and so this error does not shrink with
-width (our measurement: `studies/field_training.py`); it does where the residual shrinks. For one hidden
-layer and a run without crossings both are exact.
+width (our measurement: `papers/gram_metrics/field_training.py`); it does where the residual shrinks. For one
+hidden layer and a run without crossings both are exact.
 
 Symbols and shapes. As in `simulation.py`: residuals (T+1, M), unseen outputs (T+1, M').
 Cost: frozen, one kernel and T M (M + M') multiply-adds; re-linearised, T kernels and the exact run.

@@ -20,7 +20,7 @@ work of A.
 Source: "Dead Directions: Geometric Singular Learning", §2 and §7; "Optimizing neural networks with
 Kronecker-factored approximate curvature" (J. Martens, R. Grosse); "expand" after "Kronecker-Factored
 Approximate Curvature for Modern Neural Network Architectures" (R. Eschenhagen et al.). Slow version:
-`reference/fisher.py`.
+`tests/oracles/fisher.py`.
 Limits. The model stays in the mode it is in: with dropout the factors are of one draw. Padding counts among
 the M rows of A. Eigenvalues below 1e-14 of the largest are rounding: read those with `projections.py`. A
 parameter's requires_grad is off while the pass runs, and put back: no other thread may train the model

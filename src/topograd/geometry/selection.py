@@ -23,8 +23,8 @@ Symbols and shapes. t (n,), eigenvalues (n, r), eigenvectors (n, d, r) as column
 eigenvalues; any r of the d. Cost: O(n r (r² + r d)).
 Source: "Dead Directions: Geometric Singular Learning", Theorem 3, Lemma 5 and §5.1. The thresholds are ours.
 Limits. One dead direction: at a crossing of several the orders are read by `singular`. A rank that meets
-its tolerance by accident is chosen too, and a straight line proves no regime (see `expansion`): so a
-selection keeps every rank with its rate. A Fisher whose tangential eigenvalue is exactly 0, as with one
+its tolerance by accident is chosen too, and a straight line proves no regime (`rules/chains.py`): so
+a selection keeps every rank with its rate. A Fisher whose tangential eigenvalue is exactly 0, as with one
 output, shows it as floor.
 """
 

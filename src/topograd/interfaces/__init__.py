@@ -1,4 +1,4 @@
-"""Bounded interfaces between regions: Jacobians, suffix scan, backward engines, costs, timelines, checks.
+"""Bounded interfaces between regions: Jacobians, suffix scan, backward engines, timelines, checks.
 
 A name is imported when it is first used: settings and cost models need no torch.
 """

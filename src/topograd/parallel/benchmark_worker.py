@@ -3,8 +3,8 @@
     single     all stages in rank 0, while the others sleep: the unit of throughput
     staged     a stage a rank, no gradient between them (`parallel/stage_loop.py`), the wire exact, bf16, int8
     free       the same with nothing shared (own heads, no x0): activations alone are on the wire
-    gpipe, 1f1b   backprop through the same layers over the same ranks (`reference/pipeline.py`)
-    torch-gpipe, torch-1f1b   the same by `torch.distributed.pipelining` (`torch_pipeline.py`)
+    gpipe, 1f1b   backprop through the same layers over the same ranks (`plain_schedules.py`)
+    torch-gpipe, torch-1f1b   the same by `torch.distributed.pipelining` (`torch_schedules.py`)
     data       data parallel: the whole model by backprop on every rank, gradients added up once a step
 
 A step is the gradients of M micro-batches and one step of AdamW. Bubble: the share of a step in which a rank

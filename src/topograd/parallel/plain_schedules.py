@@ -12,7 +12,7 @@ not wait; what comes next is asked for one message ahead, in both directions.
 
 x0, which every layer may hear, is computed on every rank from a copy of the embedding; the gradients of the
 copies are added up once a step, which is less than a gradient of x0 for every batch. The head is on the last
-rank. Gradients are exact: `tests/parallel/test_pipeline.py` compares them with one process.
+rank. Gradients are exact: `tests/parallel/test_plain_schedules.py` compares them with one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""torch's own pipeline of backprop, `torch.distributed.pipelining`, as a peer of `reference/pipeline.py`.
+"""torch's own pipeline of backprop, `torch.distributed.pipelining`, as a peer of `plain_schedules.py`.
 
 The same layers, copies of the embedding, micro-batches and loss; the schedule, its messages and its buffers
 are torch's (`ScheduleGPipe`, `Schedule1F1B`). Gradients and loss equal those of our own schedule
-(`tests/parallel/test_torch_pipeline.py`). What torch's schedule does not tell is estimated: bytes are those
+(`tests/parallel/test_torch_schedules.py`). What torch's schedule does not tell is estimated: bytes are those
 of its messages, M activations down and M gradients up, and a rank waits while its thread does not run.
 """
 

@@ -25,7 +25,7 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 Platt and Barr, "Constrained differential optimization", for μ and the damping.
 Limits. Under the constraint only differences of the CE(z_i, y) count, whatever boundaries do to the weights.
 Where deeper layers predict better, boundaries drift to the end of the stack without η, which would be the
-collapse that the paper predicts; in our runs they did not (`studies/experiment_d.py`). A small model (six
+collapse that the paper predicts; in our runs they did not (study `experiment-d`). A small model (six
 layers of width 32, 200 steps) has losses within 0.03 nats of each other at every layer, and noise decides.
 R_stage sees expected depths, and a mixture of partitions can satisfy it: then some λ stay between 0 and 1 in
 the cold.

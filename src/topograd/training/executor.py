@@ -16,8 +16,8 @@ Some stages may run elsewhere (`parallel/`): then a `Wire` carries the messages,
 the stages in the same order, receiving from those that are not its own. What a stage sends leaves as soon as
 its forward is done, before its loss and backward.
 
-With one stage this is backprop, bit for bit (Theorem 5.1). `reference/executor.py` is the obvious version:
-one graph, one backward.
+With one stage this is backprop, bit for bit (Theorem 5.1). `tests/oracles/executor.py` is the obvious
+version: one graph, one backward.
 """
 
 from __future__ import annotations

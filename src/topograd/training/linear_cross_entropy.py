@@ -17,7 +17,7 @@ U (V, r) and D (r, d), nothing of W's size is made or gets a gradient where W is
 Memory O(C V + N d + V d) instead
 of O(N V); the multiply-adds are the same as the plain version's. Within one chunk every operation is the
 one that autograd would do, in the same order, so with N ≤ C the result is bit-equal to the plain version
-(`reference/cross_entropy.py`).
+(`tests/oracles/cross_entropy.py`).
 
 Targets of -100 are ignored. Limits: first derivatives only. Gradients are computed whenever any input
 wants one, also if backward is never called.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from papers.dead_directions.catalogue import Attention, Block, Chain, Composition, GatedStack, Mixer
 from topograd.errors import GeometryError
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer
 
 
 def test_a_description_names_every_departure() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from papers.dead_directions.catalogue import Attention, Block, Composition, GatedStack, Mixer, predict
 from topograd.errors import GeometryError
+from topograd.geometry.rules import Attention, Block, Composition, GatedStack, Mixer, predict
 from topograd.geometry.rules.blocks import amplitudes
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from papers.dead_directions.catalogue import Chain, predict
+from topograd.geometry.rules import Chain, predict
 from topograd.geometry.rules.chains import distances
 
 

@@ -5,8 +5,8 @@ import torch
 
 from papers.beyond import adapter_placement as study
 from papers.beyond.bases import open_base
-from papers.listing import run_study
 from papers.outcome import asked
+from papers.run import run_study
 from topograd.nn.lora import has_lora
 from topograd.runs.folder import Run
 

@@ -8,8 +8,8 @@ import torch
 from papers.beyond import pruning
 from papers.beyond.bases import open_base
 from papers.beyond.units import HiddenLayer
-from papers.listing import run_study
 from papers.outcome import asked
+from papers.run import run_study
 from topograd.runs.folder import Run
 
 

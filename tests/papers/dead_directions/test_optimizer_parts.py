@@ -9,8 +9,8 @@ import torch
 from papers.dead_directions import optimizer_parts as study
 from papers.dead_directions.optimizer_comparison import Arm, make_optimizer, train
 from papers.dead_directions.optimizer_tasks import losses, modular
-from papers.listing import run_study
 from papers.outcome import asked
+from papers.run import run_study
 
 ARMS = {arm.name: arm for arm in (*study.BOTH, *study.PARTS, *study.PEERS)}
 

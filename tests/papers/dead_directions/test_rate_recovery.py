@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from papers.dead_directions import rate_recovery as study
 from papers.dead_directions.catalogue.networks import trace_chain
-from papers.listing import run_study
 from papers.outcome import asked
+from papers.run import run_study
 from topograd.geometry.rules.architectures import Chain
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from papers import study_page
 from papers.gram_metrics import field_training as module
-from papers.gram_metrics.field_figures import field_panels
+from papers.gram_metrics.field_figures import drift_panel, field_panels
 from papers.gram_metrics.field_networks import (
     PRESETS,
     Sizes,
@@ -252,3 +254,32 @@ def test_presets_are_as_documented() -> None:
     assert (small.depths, small.depth_seeds) == ((3, 4, 6), 3)
     assert small.seeds >= 3
     assert len(small.widths) >= 4
+
+
+def test_the_page_has_a_file_for_each_figure(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_page, "study_panels", lambda record: (drift_panel(record),))  # one is fast
+    told = call("run", "fields", "--preset", "tiny", "--out", tmp_path / "new" / "folder")
+    assert told.code == 0, told.err
+    assert "- From the first layer to the last, the layers carried" in told.out
+    page = tmp_path / "new" / "folder" / "fields.html"
+    assert page.is_file()
+    drawn = {file.name for file in (page.parent / "figures").iterdir()}
+    assert drawn == {"fields-drift.svg", "fields-drift.png"}
+    assert f"Page: {page}" in told.out
+
+
+def test_digits_as_json(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Path, str]] = []
+
+    def write(folder: Path, record: dict[str, Any]) -> Path:
+        written.append((folder, record["data"]))
+        return folder / "page.html"
+
+    monkeypatch.setattr(study_page, "write_study", write)
+    answer = call("run", "fields-digits", "--preset", "tiny", "--out", tmp_path, "--json").json
+    assert answer.keys() >= {"layers", "drift", "geometry", "staged", "findings", "verdict", "seconds"}
+    page = str(tmp_path / "page.html")
+    assert (answer["data"], answer["preset"], answer["page"]) == ("digits", "tiny", page)
+    assert written == [(tmp_path, "digits")]

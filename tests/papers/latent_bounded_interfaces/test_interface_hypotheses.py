@@ -9,8 +9,8 @@ import torch
 
 from papers.latent_bounded_interfaces import interface_hypotheses as study
 from papers.latent_bounded_interfaces.interface_hypotheses import Model, build, coherence, oracle
-from papers.listing import run_study
 from papers.outcome import asked
+from papers.run import run_study
 from papers.staged_runs import Sizes
 from papers.verdicts import FAILED, HELD, UNDECIDED
 from topograd.data import Loader, windows

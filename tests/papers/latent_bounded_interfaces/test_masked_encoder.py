@@ -9,8 +9,8 @@ import torch
 
 from papers.latent_bounded_interfaces import masked_encoder as study
 from papers.latent_bounded_interfaces.masked_encoder import MODELS, build, hide, kept, scan_error
-from papers.listing import run_study
 from papers.outcome import asked
+from papers.run import run_study
 from papers.staged_runs import Sizes
 from papers.verdicts import FAILED, HELD, UNDECIDED
 from topograd.exec.forward import stage_outputs

@@ -1,15 +1,14 @@
 """The study of continual learning in miniature, through its door."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from papers.listing import run_study
 from papers.outcome import asked
 from papers.product_of_experts import continual, continual_methods
 from papers.product_of_experts.continual import NAMES, Scale
-from topograd.cli.main import main
+from papers.run import run_study
 from topograd.errors import ConfigError
 
 
@@ -21,11 +20,9 @@ def miniature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("miniature")
-def test_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--steps", "2", "--width", "6", "--seeds", "1"]
-    words = ["study", "run", "continual", "--preset", "tiny", *sizes, "--json", "--out", str(tmp_path)]
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_contract(tmp_path: Path, call: Any) -> None:
+    sizes = ("--steps", 2, "--width", 6, "--seeds", 1)
+    found = call("run", "continual", "--preset", "tiny", *sizes, "--json", "--out", tmp_path).json
     assert {row["method"] for row in found["rows"]} == set(NAMES)
     assert {row["scenario"] for row in found["rows"]} == {"class", "domain"}
     for row in found["rows"]:

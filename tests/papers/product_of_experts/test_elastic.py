@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from papers.listing import run_study
 from papers.outcome import asked
 from papers.product_of_experts.elastic import expected_accuracy
+from papers.run import run_study
 
 
 def test_the_study_in_miniature() -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from papers.listing import run_study
 from papers.outcome import asked
 from papers.product_of_experts import gap, gap_costs
 from papers.product_of_experts.gap import POOLED, _claims, add_gaps, at_length, config_of, fastest, pooled_bpb
 from papers.product_of_experts.gap_arms import ARMS
 from papers.product_of_experts.gap_training import Training
+from papers.run import run_study
 from papers.verdicts import FAILED, HELD, UNDECIDED
 from topograd.data import Text
 from topograd.training.evaluation import evaluate

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from papers.listing import run_study
 from papers.outcome import asked
 from papers.product_of_experts import image_topologies
 from papers.product_of_experts.image_topologies import groups
+from papers.run import run_study
 
 
 def test_every_arm_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ backward pass, nothing is written to the model; hooks are there only while the m
 Source: "Dead Directions: Geometric Singular Learning" §5.1 and Algorithm 1 (rank, anisotropy, gauge drift as
 in Remark 80); gradient norm and update size after Wortsman et al., "Stable and low-precision training for
 large-scale vision-language models"; logits after Wortsman et al., "Small-scale proxies for large-scale
-Transformer training instabilities". `topograd bench monitors` measures lead times and false alarms.
+Transformer training instabilities". `python benchmarks/monitors.py` measures lead times and false alarms.
 Limits. A signal that drifts steadily faster than its noise alarms too. On sharded models each rank reads its
 own part.
 """

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from papers.dead_directions.catalogue import Attention
 from papers.dead_directions.catalogue.networks import layer_norm
 from papers.dead_directions.catalogue.networks_blocks import Maps, attend, trace_attention
 from topograd.errors import GeometryError
+from topograd.geometry.rules import Attention
 
 T = torch.tensor([1e-2, 0.3, 0.0], dtype=torch.float64)
 

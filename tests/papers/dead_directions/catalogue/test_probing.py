@@ -6,23 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from papers.dead_directions.catalogue import (
-    Attention,
-    Block,
-    Chain,
-    Composition,
-    GatedStack,
-    Measurement,
-    Mixer,
-    ladder,
-    predict,
-    probe,
-)
+from papers.dead_directions.catalogue import Measurement, ladder, probe
 from papers.dead_directions.catalogue.networks import ACTIVATE, _frames, _weight, normal, trace_chain
 from papers.dead_directions.catalogue.probing import _cotangents, asymptotic_window, dead_distance
 from tests.oracles.factors_of_chain import factors_of_chain
 from topograd.errors import GeometryError
 from topograd.geometry.rates import fit_rate, log_grid
+from topograd.geometry.rules import Attention, Block, Chain, Composition, GatedStack, Mixer, predict
 from topograd.geometry.rules.architectures import Architecture
 
 

@@ -11,7 +11,6 @@ from papers.dead_directions.families.two_layer import (
     ACTIVATIONS,
     DeadUnit,
     activation,
-    linear_gradient_factor,
     relu_schur_fraction,
     schur_fraction,
 )
@@ -82,17 +81,6 @@ def test_the_bottom_of_the_first_gradient_factor(name: str, expected: float, noi
     assert bottom.item() == pytest.approx(noise**2 * expected * t**2, rel=0.02)
 
 
-@pytest.mark.parametrize(("outputs", "hidden", "rank"), [(4, 4, 4), (3, 5, 3), (6, 4, 2), (2, 7, 1)])
-def test_the_linear_factor_is_exact_at_any_rank(outputs: int, hidden: int, rank: int) -> None:
-    W2 = samples(outputs, rank, 1) @ samples(rank, hidden, 2)
-    z = samples(30, hidden, 3).requires_grad_()
-    measured = torch.zeros(hidden, hidden, dtype=torch.float64)
-    for basis in torch.eye(outputs, dtype=torch.float64):
-        (delta,) = torch.autograd.grad(z @ W2.mT, z, 0.7 * basis.expand(30, -1))
-        measured += delta.mT @ delta / 30
-    torch.testing.assert_close(linear_gradient_factor(W2, 0.7), measured, rtol=1e-13, atol=1e-14)
-
-
 @pytest.mark.parametrize(("width", "expected"), [(3, 0.1537), (8, 0.2437), (32, 0.2977), (128, 0.3130)])
 def test_the_schur_constant_of_relu(width: int, expected: float) -> None:
     assert relu_schur_fraction(width) == pytest.approx(expected, abs=5e-5)
@@ -122,5 +110,3 @@ def test_bad_requests_are_named() -> None:
         DeadUnit("swish")
     with pytest.raises(GeometryError, match="width 1"):
         relu_schur_fraction(1)
-    with pytest.raises(GeometryError, match="give a matrix"):
-        linear_gradient_factor(torch.ones(3))

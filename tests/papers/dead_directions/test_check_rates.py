@@ -1,4 +1,4 @@
-"""`topograd probe`: the catalogue whole, ladders, families, and what cannot be probed."""
+"""`python -m papers check`: the catalogue whole, ladders, families, and what cannot be probed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from papers.dead_directions.catalogue import Cell
 
 def test_every_cell_of_the_catalogue_is_as_predicted(call: Any) -> None:
     """All of it, as a user runs it: some ten seconds."""
-    answer = call("probe", "catalogue", "--json").json
+    answer = call("check", "catalogue", "--json").json
     assert answer.keys() == {"cells", "seconds"}
     cells = answer["cells"]
     assert len(cells) >= 60
@@ -24,7 +24,7 @@ def test_every_cell_of_the_catalogue_is_as_predicted(call: Any) -> None:
 @pytest.mark.parametrize("activation", ["linear", "relu", "gelu", "tanh"])
 def test_a_ladder(activation: str, call: Any) -> None:
     words = ("--depth", 6, "--width", 8, "--activation", activation, "--json")
-    answer = call("probe", "ladder", *words).json
+    answer = call("check", "ladder", *words).json
     assert answer.keys() == {"G", "A", "product"}
     assert answer["G"] == pytest.approx([10, 8, 6, 4, 2, 0], abs=0.01)
     assert answer["A"] == pytest.approx([0, 2, 4, 6, 8, 10], abs=0.01)
@@ -32,9 +32,9 @@ def test_a_ladder(activation: str, call: Any) -> None:
 
 
 def test_tables_for_people(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder = call("probe", "ladder", "--depth", 2).out
+    ladder = call("check", "ladder", "--depth", 2).out
     assert "2.000" in ladder
-    families = " ".join(call("probe", "families").out.split())
+    families = " ".join(call("check", "families").out.split())
     assert "superposition 5-2" in families
     cells = [
         Cell("chain: G_1", 2.0, 1.999, True, "a theorem"),
@@ -48,7 +48,7 @@ def test_tables_for_people(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return cells
 
     monkeypatch.setattr(catalogue_module, "catalogue", catalogue)
-    answer = call("probe", "catalogue")
+    answer = call("check", "catalogue")
     assert answer.code == 1, "a cell that is not as predicted is a failure"
     assert "not as predicted: chain: A_1[2]: 2.0 predicted, 3.0 measured" in answer.err
     assert "2 of 3 cells" in answer.out
@@ -57,7 +57,7 @@ def test_tables_for_people(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_families_in_json(call: Any) -> None:
-    rows = call("probe", "families", "--json").json["families"]
+    rows = call("check", "families", "--json").json["families"]
     assert {"family", "direction", "order", "fisher_slope", "kl_slope", "leading_ratio", "limit"} == rows[
         0
     ].keys()
@@ -70,8 +70,8 @@ def test_families_in_json(call: Any) -> None:
         (("ladder", "--width", 1), "--width is 1; it must be at least 2"),
         (("ladder", "--activation", "sine"), "sine"),
         (("ladder", "--depth", 400), "leaves float64"),
-        ((), "choose one of catalogue, ladder, families"),
+        ((), "nothing was given to check; choose one of catalogue, ladder, families"),
     ],
 )
 def test_what_cannot_be_probed(words: tuple[object, ...], said: str, call: Any) -> None:
-    assert said in call("probe", *words).refusal
+    assert said in call("check", *words).refusal

@@ -1,4 +1,4 @@
-"""`topograd optim`: which optimizers respect a network's symmetries, and what their knobs do."""
+"""Which optimizers respect a network's symmetries, and what their knobs do: two quick questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.cli.console import DASH, Json, note, number
 from topograd.limits import REPEATS, SEED, check_numbers
 
 QUICK = 2_000
@@ -30,6 +30,14 @@ class Equivariance:
     def __post_init__(self) -> None:
         check_numbers(self, steps=REPEATS, lr=(1e-12, 1e6), seed=SEED)
 
+    def answer(self) -> dict[str, Any]:
+        from papers.dead_directions.equivariance import equivariance  # torch
+
+        return equivariance(self.steps, self.lr, self.seed)
+
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return [equivariance_table(answer), peers_table(answer)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
@@ -44,36 +52,16 @@ class Cells:
     def __post_init__(self) -> None:
         check_numbers(self, steps=(300, REPEATS[1]), seeds=REPEATS)
 
+    def answer(self) -> dict[str, Any]:
+        if self.steps > QUICK:
+            note("training five cells: a minute or two")
+        from papers.dead_directions.ablations import cells  # torch
+        from papers.dead_directions.peer_cell import peers
 
-_QUESTIONS: dict[str, type[Equivariance | Cells]] = {"equivariance": Equivariance, "cells": Cells}
+        return cells(self.steps, self.seeds) | {"E": peers(self.steps)}
 
-
-def run(argv: list[str]) -> int:
-    """Answer one question about optimizers and return the exit code."""
-    asked = parse_one_of(_QUESTIONS, argv, "optim")
-    match asked:
-        case Equivariance():
-            from papers.dead_directions.equivariance import equivariance
-
-            answer = equivariance(asked.steps, asked.lr, asked.seed)
-        case Cells():
-            if asked.steps > QUICK:
-                note("training five cells: a minute or two")
-            from papers.dead_directions.ablations import cells
-            from papers.dead_directions.peer_cell import peers
-
-            answer = cells(asked.steps, asked.seeds) | {"E": peers(asked.steps)}
-    if asked.json:
-        print_json(answer)
-    else:
-        console = out()
-        if isinstance(asked, Equivariance):
-            tables = [equivariance_table(answer), peers_table(answer)]
-        else:
-            tables = cell_tables(answer)
-        for table in tables:
-            console.print(table)
-    return 0
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return cell_tables(answer)
 
 
 def equivariance_table(answer: Mapping[str, Any]) -> Table:

@@ -1,7 +1,4 @@
-"""`topograd probe`: what a run knows; or rates predicted and measured, on networks set by hand.
-
-`topograd probe BASE --prompt ... --target ...` is in `probe_knowledge.py`.
-"""
+"""Rates predicted and measured on networks set by hand, and on statistical models: three quick questions."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
-from topograd.cli.console import DASH, Json, note, number, out, parse_one_of, print_json
+from topograd.cli.console import DASH, Json, note, number
 from topograd.cli.progress import counted
 from topograd.limits import DEPTH, SEED, SIZE, check_numbers, check_total
 
@@ -32,6 +29,24 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         check_numbers(self, seed=SEED)
+
+    def answer(self) -> dict[str, Any]:
+        from papers.dead_directions.catalogue import catalogue  # torch
+
+        began, cells, count = time.perf_counter(), 0, counted("cells measured")
+
+        def on_cell(cell: Cell, total: int) -> None:
+            nonlocal cells
+            cells += 1
+            count(cells, total)
+            if not cell.ok:
+                note(f"not as predicted: {cell.name}: {cell.predicted} predicted, {cell.measured} measured")
+
+        found = catalogue(seed=self.seed, on_cell=on_cell)
+        return {"cells": [asdict(cell) for cell in found], "seconds": time.perf_counter() - began}
+
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return [catalogue_table(answer)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +67,14 @@ class Ladder:
         check_numbers(self, depth=DEPTH, width=(2, SIZE[1]), seed=SEED)
         check_total(self.depth * self.width**2, "--depth or --width")
 
+    def answer(self) -> dict[str, Any]:
+        from papers.dead_directions.catalogue import ladder  # torch
+
+        return dict(ladder(self.depth, self.width, self.activation, seed=self.seed))
+
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return [ladder_table(answer)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Families:
@@ -59,65 +82,17 @@ class Families:
 
     json: Json = False
 
+    def answer(self) -> dict[str, Any]:
+        from papers.dead_directions.families.table import family_rows  # torch
 
-_QUESTIONS: dict[str, type[Catalogue | Ladder | Families]] = {
-    "catalogue": Catalogue,
-    "ladder": Ladder,
-    "families": Families,
-}
+        return {"families": family_rows()}
+
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return [families_table(answer["families"])]
 
 
 _NUMBERED = re.compile(r"_\d+(?=\[|\)?$)")
 """The number of a node, at the end of a cell's name."""
-
-
-def run(argv: list[str]) -> int:
-    """Probe, print, return the exit code: 1 if a cell of the catalogue is not what theory says."""
-    if argv and argv[0] in ("-h", "--help"):
-        print("usage: topograd probe BASE --prompt TEXT --target TEXT [--specialist SPEC] ...")
-        print("       a target's rank, logit and probability at every stage; see probe BASE --help")
-    elif argv and argv[0] not in _QUESTIONS:
-        from topograd.cli.probe_knowledge import run as ask
-
-        return ask(argv)
-    asked = parse_one_of(_QUESTIONS, argv, "probe")
-    failed = False
-    match asked:
-        case Catalogue():
-            answer = _catalogue(asked)
-            table = catalogue_table(answer)
-            failed = not all(cell["ok"] for cell in answer["cells"])
-        case Ladder():
-            from papers.dead_directions.catalogue import ladder
-
-            answer = dict(ladder(asked.depth, asked.width, asked.activation, seed=asked.seed))
-            table = ladder_table(answer)
-        case Families():
-            from papers.dead_directions.families.table import family_rows
-
-            answer = {"families": family_rows()}
-            table = families_table(answer["families"])
-    if asked.json:
-        print_json(answer)
-    else:
-        out().print(table)
-    return 1 if failed else 0
-
-
-def _catalogue(asked: Catalogue) -> dict[str, Any]:
-    from papers.dead_directions.catalogue import catalogue
-
-    began, cells, count = time.perf_counter(), 0, counted("cells measured")
-
-    def on_cell(cell: Cell, total: int) -> None:
-        nonlocal cells
-        cells += 1
-        count(cells, total)
-        if not cell.ok:
-            note(f"not as predicted: {cell.name}: {cell.predicted} predicted, {cell.measured} measured")
-
-    found = catalogue(seed=asked.seed, on_cell=on_cell)
-    return {"cells": [asdict(cell) for cell in found], "seconds": time.perf_counter() - began}
 
 
 def catalogue_table(answer: Mapping[str, Any]) -> Table:

@@ -1,24 +1,11 @@
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from optimizer_step import OptimizerSettings
+from calls import shown
 from papers.dead_directions import ablations, equivariance, peer_cell
+from papers.dead_directions.check_optimizers import cell_tables, equivariance_table, peers_table
 from papers.dead_directions.equivariance import cases
-from papers.dead_directions.optim import cell_tables, equivariance_table, peers_table
-from topograd.cli.bench import optim_table
-
-TINY = "--layers 1 --width 8 --vocab 16 --repeats 2"
-
-
-def shown(table: Table) -> str:
-    """A table on a terminal of 80 columns."""
-    file = io.StringIO()
-    Console(file=file, width=80).print(table)
-    return file.getvalue()
 
 
 def remember(asked: list[Any], given: Any) -> dict[str, Any]:
@@ -28,7 +15,7 @@ def remember(asked: list[Any], given: Any) -> dict[str, Any]:
 
 
 def test_equivariance_as_json(call: Any) -> None:
-    answer = call("optim", "equivariance", "--steps", 10, "--seed", 1, "--json").json
+    answer = call("check", "equivariance", "--steps", 10, "--seed", 1, "--json").json
     assert (answer["steps"], answer["lr"], answer["seed"]) == (10, 0.01, 1)
     assert [row["name"] for row in answer["gauges"]] == [case.name for case in cases()]
     for row in answer["gauges"]:
@@ -41,7 +28,7 @@ def test_equivariance_as_json(call: Any) -> None:
 def test_equivariance_is_asked_at_the_size_of_the_goals(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(equivariance, "equivariance", lambda *given: remember(asked, given))
-    assert call("optim", "equivariance", "--json").json == {}
+    assert call("check", "equivariance", "--json").json == {}
     assert asked == [(200, 0.01, 0)]
 
 
@@ -62,7 +49,7 @@ def test_the_table_of_peers_fits_a_terminal() -> None:
 
 
 def test_cells_as_json_and_as_tables(call: Any) -> None:
-    words = ("optim", "cells", "--steps", 300, "--seeds", 1)
+    words = ("check", "cells", "--steps", 300, "--seeds", 1)
     answer = call(*words, "--json")
     assert answer.err == ""
     found = answer.json
@@ -91,70 +78,29 @@ def test_a_long_run_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ablations, "cells", lambda *given: remember(asked, given))
     monkeypatch.setattr(peer_cell, "peers", lambda steps: [])
-    answer = call("optim", "cells", "--json")
+    answer = call("check", "cells", "--json")
     assert asked == [(20_000, 3)]
     assert "a minute or two" in answer.err
-
-
-def test_bench_as_json_and_as_a_table(call: Any) -> None:
-    answer = call("bench", "optim", *TINY.split(), "--json")
-    results = answer.json
-    assert results.keys() >= {"step_ratio_vs_adamw", "memory_ratio_vs_adamw", "goals", "met"}
-    assert results["settings"]["width"] == 8
-    assert results["step_ratio_vs_adamw"] > 0
-    assert "measuring optimizer steps" in answer.err
-    assert "DDCAdam over AdamW" in call("bench", "optim", *TINY.split()).out
-
-
-def test_the_bench_table() -> None:
-    results: dict[str, Any] = {
-        "parameters": 10_316_800,
-        "covered": 5_900_000,
-        "threads": 2,
-        "memory_ratio_vs_adamw": 1.000004,
-    }
-    results |= {"step_ratio_vs_fused": 4.44, "step_ratio_vs_adamw": 1.62}
-    results |= {"step_spread": {"low": 1.5, "median": 1.62, "high": 1.7}}
-    results |= {
-        "step_seconds": {"ddc_adam": {"median": 0.0324}, "adamw": {"median": 0.02}},
-        "goals": {"step": 1.5, "memory": 1.1},
-    }
-    table = shown(optim_table(results))
-    assert "DDCAdam over AdamW, 2 threads" in table
-    assert "│ step  │  1.62 │ 1.50–1.70 │ ≤ 1.5 │  no │" in table
-    assert "│ state │  1.00 │ 1.00–1.00 │ ≤ 1.1 │ yes │" in table
-    assert "32.4 ms and 20.0 ms; gauges cover 5.9M of 10.3M parameters" in " ".join(table.split())
-    assert "both fused, by processor time: 4.44" in " ".join(table.split())
-
-
-def test_the_bench_is_of_ten_million_parameters() -> None:
-    settings = OptimizerSettings()
-    shapes = 3 * settings.vocab * settings.width + settings.layers * 12 * settings.width**2
-    assert 9.5e6 < shapes < 10.5e6
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("optim", "nothing was given to optim; choose one of equivariance, cells"),
-        ("optim sweep", "'sweep' was given to optim; choose one of equivariance, cells"),
-        ("optim equivariance --steps 0", "topograd: --steps is 0; it must be at least 1"),
-        ("optim equivariance --lr -1", "topograd: --lr is -1.0; it must be at least 1e-12"),
-        ("optim equivariance --lr fast", "--lr was given 'fast'; it must be a number"),
-        ("optim equivariance --lr inf", "--lr was given 'inf'; it must be a finite number"),
-        ("optim cells --steps 100", "--steps is 100; it must be at least 300"),
-        ("optim cells --steps 300 --seeds 0", "--seeds is 0; it must be at least 1"),
-        ("bench optim --layers 0", "--layers is 0; it must be at least 1"),
-        ("bench optim --rank 3", "Unrecognized options: --rank"),
+        ("sweep", "'sweep' was given to check; choose one of catalogue, ladder, families, equivariance"),
+        ("equivariance --steps 0", "topograd: --steps is 0; it must be at least 1"),
+        ("equivariance --lr -1", "topograd: --lr is -1.0; it must be at least 1e-12"),
+        ("equivariance --lr fast", "--lr was given 'fast'; it must be a number"),
+        ("equivariance --lr inf", "--lr was given 'inf'; it must be a finite number"),
+        ("cells --steps 100", "--steps is 100; it must be at least 300"),
+        ("cells --steps 300 --seeds 0", "--seeds is 0; it must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
-    assert why in call(*words.split()).refusal
+    assert why in call("check", *words.split()).refusal
 
 
 def test_each_question_explains_itself(call: Any) -> None:
-    assert "usage: topograd optim {equivariance,cells} ..." in call("optim", "--help").out
     for question in ("equivariance", "cells"):
-        answer = call("optim", question, "--help")
+        answer = call("check", question, "--help")
         assert (answer.code, answer.err) == (0, "")
-        assert answer.out.startswith(f"usage: topograd optim {question}")
+        assert answer.out.startswith(f"usage: python -m papers check {question}")

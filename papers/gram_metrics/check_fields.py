@@ -1,17 +1,15 @@
-"""`topograd fields`: the kernel from fields, whole runs in fields, and what both show during training."""
+"""The kernel from fields, and whole runs in fields, against their witnesses: two quick questions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 
-from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
-from topograd.cli.progress import counted
+from topograd.cli.console import Json
 from topograd.limits import DEPTH, REPEATS, SEED, SIZE, check_numbers, check_total
 
 
@@ -32,6 +30,14 @@ class Kernel:
     def __post_init__(self) -> None:
         check_numbers(self, depth=DEPTH, width=SIZE, examples=SIZE, seed=SEED)
         check_total(self.examples * self.depth * self.width**2, "--examples, --depth or --width")  # Jacobians
+
+    def answer(self) -> dict[str, Any]:
+        from papers.gram_metrics.checks import compare_with_ntk  # torch
+
+        return compare_with_ntk(self.depth, self.width, self.examples, self.seed)
+
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return [kernel_table(answer)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,63 +65,13 @@ class Simulate:
         numbers = self.depth * self.width * (self.width + kept * self.examples)
         check_total(numbers, "--depth, --width, --examples or --steps")
 
+    def answer(self) -> dict[str, Any]:
+        from papers.gram_metrics.checks import compare_with_weights  # torch
 
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """Kernels, projectors, tails and stages during training: figures, a page, and what came out."""
+        return compare_with_weights(self.depth, self.width, self.examples, self.steps, self.seed, self.eta)
 
-    data: Literal["teacher", "digits"] = "teacher"
-    """What is learnt: a generated teacher, or scikit-learn's digits (extra `studies`)."""
-    preset: Literal["tiny", "small"] = "small"
-    """Sizes; tiny takes seconds and shows little."""
-    out: Path = Path("runs/fields-study")
-    """Where the page, its numbers and its figures go; those of an earlier study of that data are replaced."""
-    json: Json = False
-
-
-_QUESTIONS: dict[str, type[Kernel | Simulate | Study]] = {
-    "kernel": Kernel,
-    "simulate": Simulate,
-    "study": Study,
-}
-
-
-def run(argv: list[str]) -> int:
-    """Answer one question about fields and return the exit code."""
-    asked = parse_one_of(_QUESTIONS, argv, "fields")
-    match asked:
-        case Kernel():
-            from papers.gram_metrics.checks import compare_with_ntk
-
-            answer = compare_with_ntk(asked.depth, asked.width, asked.examples, asked.seed)
-        case Simulate():
-            from papers.gram_metrics.checks import compare_with_weights
-
-            answer = compare_with_weights(
-                asked.depth, asked.width, asked.examples, asked.steps, asked.seed, asked.eta
-            )
-        case Study():
-            answer = _study(asked)
-    if asked.json:
-        print_json(answer)
-    elif isinstance(asked, Study):
-        _show_study(answer)
-    else:
-        out().print(kernel_table(answer) if isinstance(asked, Kernel) else simulation_table(answer))
-    return 0
-
-
-def _study(asked: Study) -> dict[str, Any]:
-    from papers.listing import run_study
-    from papers.outcome import asked as asked_of
-    from papers.study_page import write_study
-
-    make_folder(asked.out)
-    if asked.preset == "small":
-        note(f"a study of {asked.data}: a minute or two")
-    name = "fields" if asked.data == "teacher" else f"fields-{asked.data}"
-    record = run_study(asked_of(name, asked.preset, on_more=counted("runs")))
-    return {**record, "page": str(write_study(asked.out, record))}
+    def tables(self, answer: Mapping[str, Any]) -> list[Table]:
+        return [simulation_table(answer)]
 
 
 def kernel_table(answer: Mapping[str, Any]) -> Table:
@@ -146,12 +102,3 @@ def simulation_table(answer: Mapping[str, Any]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _show_study(answer: Mapping[str, Any]) -> None:
-    """Every finding, the verdict, and where the page lies."""
-    console = out()
-    for words in answer["findings"]:
-        console.print(f"- {words}")
-    console.print(f"\nThe conjecture of section 10.3. {answer['verdict']}")
-    console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)

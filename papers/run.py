@@ -1,0 +1,229 @@
+"""`python -m papers run`: one study or all of them, each with its tables, its page and its record."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from papers import PROGRAM
+from papers.kept import Kept
+from papers.outcome import Asked
+from papers.outcome import asked as asked_of
+from papers.presets import SIZES, Preset, size_of
+from papers.studies import STUDIES, study_named
+from topograd import __version__
+from topograd.cli.console import Json, make_folder, note, out, parse, print_json
+from topograd.cli.progress import counted
+from topograd.errors import ConfigError, RunError, TopogradError
+from topograd.files import read_json
+from topograd.limits import REPEATS, SIZE, check_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Run a study: its tables, a page with figures, and what came of the prediction.
+
+    What is measured is kept beside the page, so a study that is ended goes on where it was.
+    """
+
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="NAME")] = None
+    """One of those that `list` names."""
+    all: bool = False
+    """Every study that has the preset, one after another; those that are done already are left alone."""
+    preset: Preset = "small"
+    """tiny takes seconds and decides little, small minutes, demo hours; `list` has them all."""
+    steps: int | None = None
+    """Steps of every training, where a study has a choice; by default the preset's."""
+    width: int | None = None
+    """Width of every model, where a study has a choice."""
+    seeds: int | None = None
+    """Seeds of every arm, where a study has a choice."""
+    data: str | None = None
+    """Of studies on pictures: a folder of IDX or CIFAR binary files; scikit-learn's digits by default."""
+    fresh: bool = False
+    """Measure everything again, also what an earlier run has kept."""
+    out: Path = Path("runs/studies")
+    """Where NAME.html, NAME.json and figures go; those of an earlier run are replaced."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, steps=REPEATS, width=SIZE, seeds=REPEATS)
+        if self.all and self.name is not None:
+            raise ConfigError(f"--all is given and so is {self.name}; give one of them")
+
+
+def run(argv: list[str]) -> int:
+    """Run one study or all, and return the exit code."""
+    asked = parse(Run, argv, "run", program=PROGRAM)
+    if asked.all:
+        answer: dict[str, Any] = {"studies": _run_all(asked)}
+    elif asked.name is not None:
+        answer = _run_one(_asked(asked, asked.name), asked)
+    else:
+        raise ConfigError(f"missing from {PROGRAM} run: NAME; give the name of a study, or --all")
+    if asked.json:
+        print_json(answer)
+    elif asked.all:
+        out().print(all_table(answer))
+    else:
+        _show(answer)
+    return 0
+
+
+def setting_of(asked: Asked) -> dict[str, Any]:
+    """What every row of a run depends on, beside what names it."""
+    return {
+        "study": asked.study,
+        "preset": asked.preset,
+        "steps": asked.size.as_dict().get("steps"),
+        "width": asked.size.as_dict().get("width"),
+        "data": asked.data,
+        "topograd": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def asked_for(asked: Asked) -> dict[str, Any]:
+    """The same, and how many seeds: what a whole run depends on."""
+    return {**setting_of(asked), "seeds": asked.size.seeds}
+
+
+def run_study(asked: Asked) -> dict[str, Any]:
+    """Run a study and give everything that it found as plain numbers and words."""
+    study = study_named(asked.study)
+    if asked.data is not None and not study.pictures:
+        raise ConfigError(f"data is {asked.data!r}, and this study has data of its own; leave it out")
+    began = time.perf_counter()
+    found = study.run(asked)
+    return {
+        "study": asked.study,
+        "title": study.title,
+        "preset": asked.preset,
+        "asked": asked_for(asked),
+        "seeds": found.seeds,
+        "prediction": study.prediction,
+        "setting": found.setting,
+        "rows": found.rows,
+        "tables": [asdict(table) for table in found.tables],
+        "findings": list(found.findings),
+        "figure": None if found.drawing is None else asdict(found.drawing),
+        "claims": [asdict(claim) for claim in found.claims],
+        "verdict": found.verdict,
+        **found.record,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _asked(asked: Run, name: str) -> Asked:
+    """The study as it is asked for, with what is kept of earlier runs."""
+    study_named(name)
+    given: dict[str, int | None] = {"steps": asked.steps, "width": asked.width, "seeds": asked.seeds}
+    if asked.all:  # what a study has no choice of is left to it
+        has = size_of(name, asked.preset).as_dict()
+        given = {size: number for size, number in given.items() if size in has}
+    return asked_of(
+        name,
+        asked.preset,
+        steps=given.get("steps"),
+        width=given.get("width"),
+        seeds=given.get("seeds"),
+        data=asked.data if STUDIES[name].pictures or not asked.all else None,
+        on_more=counted(name),
+    )
+
+
+def _run_one(study: Asked, asked: Run) -> dict[str, Any]:
+    from papers.study_page import write_study  # matplotlib
+
+    make_folder(asked.out)
+    kept = Kept(asked.out / f"{study.study}.rows.jsonl", setting_of(study), asked.fresh)
+    if study.size.minutes >= 1:
+        note(f"{study.study}: about {study.size.minutes:g} minutes of one core at the preset's own sizes")
+    record = run_study(replace(study, kept=kept))
+    if kept.found:
+        note(f"{kept.found} measurements are of an earlier run, from {kept.file}; --fresh makes them again")
+    return {**record, "page": str(write_study(asked.out, record))}
+
+
+def _run_all(asked: Run) -> list[dict[str, Any]]:
+    """Every study that has the preset; what cannot be run here says why, and the others go on."""
+    found = []
+    for name in STUDIES:
+        if asked.preset not in SIZES[name]:
+            continue
+        study = _asked(asked, name)
+        before = None if asked.fresh else _finished(study, asked.out)
+        if before is not None:
+            found.append({"study": name, "state": "done before", "verdict": before["verdict"]})
+            continue
+        try:
+            record = _run_one(study, asked)
+        except TopogradError as problem:
+            note(f"{name}: {problem}")
+            found.append({"study": name, "state": "not run", "why": str(problem)})
+        else:
+            kept = {key: record[key] for key in ("verdict", "seconds", "page")}
+            found.append({"study": name, "state": "done", **kept})
+    return found
+
+
+def _finished(study: Asked, folder: Path) -> dict[str, Any] | None:
+    """The record of an earlier run that was asked for in the same way."""
+    file = folder / f"{study.study}.json"
+    try:
+        record = read_json(file)
+    except RunError:
+        return None
+    same = isinstance(record, dict) and record.get("asked") == asked_for(study)
+    return record if same else None
+
+
+def all_table(answer: Mapping[str, Any]) -> Table:
+    """What came of every study."""
+    table = Table()
+    for column in ("study", "state", "verdict"):
+        table.add_column(column, no_wrap=column == "study")
+    for study in answer["studies"]:
+        table.add_row(study["study"], study["state"], str(study.get("verdict") or study.get("why") or "–"))
+    return table
+
+
+def result_table(found: Mapping[str, Any]) -> Table:
+    """One of the study's tables."""
+    table = Table(title=found["caption"], title_justify="left")
+    for i, column in enumerate(found["header"]):
+        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
+    for row in found["rows"]:
+        table.add_row(*row)
+    return table
+
+
+def claims_table(answer: Mapping[str, Any]) -> Table:
+    """Each claim, what was measured of it, and its verdict."""
+    table = Table()
+    for column in ("claim", "measured, over seeds", "verdict"):
+        table.add_column(column)
+    for claim in answer["claims"]:
+        table.add_row(claim["name"], claim["measured"], claim["verdict"])
+    return table
+
+
+def _show(answer: Mapping[str, Any]) -> None:
+    console = out()
+    for found in answer["tables"]:
+        console.print(result_table(found))
+    if answer["claims"]:
+        console.print(claims_table(answer))
+    for words in answer["findings"]:
+        console.print(f"- {words}", highlight=False)
+    console.print(f"The paper: {answer['prediction']}")
+    if answer["verdict"] is not None:
+        console.print(f"Verdict: {answer['verdict']}")
+    console.print(f"Page: {Path(answer['page']).resolve()}", soft_wrap=True)
