@@ -13,10 +13,10 @@ import argparse
 import json
 from pathlib import Path
 
+from pipeline_settings import PipelineSettings
+from pipeline_ways import bench_pipeline
+from scaling import wire_figure
 from topograd.errors import ConfigError
-from topograd.parallel.benchmark import bench_pipeline
-from topograd.parallel.settings import PipelineSettings
-from topograd.report.scaling import wire_figure
 
 SETTINGS = {
     "loopback": PipelineSettings(),

@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scan import Settings as BenchSettings
 from topograd.interfaces.engines import backward
 from topograd.interfaces.measure import build_model, random_tokens
 from topograd.interfaces.parity import difference
-from topograd.interfaces.settings import BenchSettings
 from topograd.timing import Spread, ratio, take_turns
 
 THEIRS, OURS = "theirs, autograd", "ours, autograd"

@@ -26,24 +26,25 @@ from torch import Tensor
 from torch.distributed.launcher.api import elastic_launch
 
 import topograd.cli.train_on_ranks  # noqa: F401
+from pipeline_settings import PipelineSettings
+from pipeline_worker import measure
+from plain_schedules import BackpropPipeline
 from topograd.cli.main import main
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.parallel.benchmark_worker import measure
 from topograd.parallel.checkpoint_set import SetStore
 from topograd.parallel.layout import Layout, keep_own
-from topograd.parallel.plain_schedules import BackpropPipeline
 from topograd.parallel.ranks import Ranks, join, leave
 from topograd.parallel.region_scan import RegionScan
-from topograd.parallel.settings import ParallelConfig, PipelineSettings
+from topograd.parallel.settings import ParallelConfig
 from topograd.parallel.sharding import part_shards, shard_layers
 from topograd.parallel.stage_loop import StageLoop
-from topograd.parallel.torch_schedules import TorchPipeline
 from topograd.parallel.wire import StageWire
 from topograd.runs.config import OptimizerConfig
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
+from torch_schedules import TorchPipeline
 
 SHAPE = {"width": 16, "heads": 2, "vocab": 23, "context": 8}
 Job = Callable[..., Any]

@@ -1,7 +1,9 @@
-"""`topograd bench`: ways of decoding, and of spreading a training over processes, against the plain ones."""
+"""`topograd bench`: ways of decoding against full depth; in a clone also `bench pipeline`, a script."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,6 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import (
-    DASH,
     Json,
     RuntimeFlag,
     WeightsFlag,
@@ -22,7 +23,7 @@ from topograd.cli.console import (
     print_json,
 )
 from topograd.decode.settings import DecodeSettings
-from topograd.parallel.settings import PipelineSettings
+from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 
 
@@ -38,44 +39,37 @@ class Decode:
     json: Json = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """Measure stages over processes against one process and against backprop over the same processes."""
-
-    settings: Annotated[PipelineSettings, tyro.conf.arg(name="")] = field(default_factory=PipelineSettings)
-    json: Json = False
-
-
-_KINDS: dict[str, type[Decode | Pipeline]] = {"decode": Decode, "pipeline": Pipeline}
+_KINDS: dict[str, type[Decode]] = {"decode": Decode}
+_SCRIPTS = {"pipeline": "pipeline_ways"}
+"""Benchmarks beside peers: scripts of a clone, which are not installed."""
 
 
 def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
+    if argv and argv[0] in _SCRIPTS:
+        return _script(_SCRIPTS[argv[0]], argv[1:])
     asked = parse_one_of(_KINDS, argv, "bench")
-    match asked:
-        case Decode():
-            from topograd.decode.benchmark import bench_decode
-            from topograd.runs.session import open_session
+    from topograd.decode.benchmark import bench_decode
+    from topograd.runs.session import open_session
 
-            session = open_session(asked.folder or REFERENCE)
-            note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
-            results = bench_decode(session, asked.settings, asked.runtime, asked.weights)
-            tables = [decode_table(results), curve_table(results["wand"])]
-        case Pipeline():
-            note(
-                f"measuring {asked.settings.ranks} processes: a minute or two, on a quiet machine if you can"
-            )
-            from topograd.parallel.benchmark import bench_pipeline
-
-            results = bench_pipeline(asked.settings)
-            tables = [pipeline_table(results)]
+    session = open_session(asked.folder or REFERENCE)
+    note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
+    results = bench_decode(session, asked.settings, asked.runtime, asked.weights)
     if asked.json:
         print_json(results)
     else:
         console = out()
-        for table in tables:
+        for table in (decode_table(results), curve_table(results["wand"])):
             console.print(table)
     return 0
+
+
+def _script(name: str, argv: list[str]) -> int:
+    """Run a script of the clone that the package is installed from; elsewhere say where it is."""
+    script = Path(__file__).parents[3] / "benchmarks" / f"{name}.py"
+    if not script.is_file():
+        raise ConfigError(f"this benchmark is not installed; in a clone of topograd run benchmarks/{name}.py")
+    return subprocess.run([sys.executable, str(script), *argv]).returncode
 
 
 def decode_table(results: Mapping[str, Any]) -> Table:
@@ -113,29 +107,4 @@ def curve_table(wand: Mapping[str, Any]) -> Table:
             number(point["mean_stage"], 2),
             " ".join(number(share, 2) for share in point["exits"]),
         )
-    return table
-
-
-def pipeline_table(results: Mapping[str, Any]) -> Table:
-    """Every way over the ranks: throughput over one process, bubble, bytes, and what the simulator says."""
-    settings = results["settings"]
-    wire = "loopback" if settings["mbit"] is None else f"{settings['mbit']:g} Mbit/s"
-    title = f"{settings['ranks']} ranks of one thread, {settings['microbatches']} micro-batches, {wire}"
-    table = Table(title=title, title_justify="left")
-    for column in ("way", "over one", "quartiles", "bubble", "MB a step", "s", "simulated"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
-    for name, row in results["ways"].items():
-        spread, said = row["spread"], results["simulated"].get(name)
-        table.add_row(
-            name,
-            number(row["throughput_ratio_vs_single"], 2),
-            f"{number(spread['low'], 2)}–{number(spread['high'], 2)}",
-            number(row["bubble"], 2),
-            number(row["bytes"] / 1e6, 2),
-            number(row["seconds"]["median"], 2),
-            DASH if said is None else number(said["seconds"], 2),
-        )
-    ratios = results["ratios"]
-    gains = (f"{name} {number(ratios[f'{name} over 1f1b']['median'], 2)}" for name in ("staged", "free-int8"))
-    table.caption = f"throughput over 1F1B: {', '.join(gains)}; over one: goal {results['goals']['single']}"
     return table

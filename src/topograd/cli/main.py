@@ -32,7 +32,6 @@ VERBS = {
     "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
     "retrofit": "give a frozen model a draft stage and a table of its own text, in a sidecar",
     "bench": "measure ways of running a model, and of training one",
-    "simulate": "what a step takes on many ranks, by every way of spreading it",
     "consolidate": "write what several processes saved as the checkpoint of one",
     "report": "explain a run in one HTML page",
     "export": "write a run's model for transformers or for llama.cpp",
@@ -57,6 +56,7 @@ MOVED = {
     "bench optim": "python benchmarks/optimizer_step.py",
     "bench monitors": "python benchmarks/monitors.py",
     "bench prompts": "python benchmarks/prompts.py",
+    "simulate": "python benchmarks/simulate.py",
 }
 """Commands of the papers and benchmarks: they run from a clone of the repository and are not installed."""
 INTERRUPTED = 130

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from topograd.parallel.simulator import Work, simulate
-from topograd.report.scaling import scaling_figure, wire_figure
+from scaling import scaling_figure, wire_figure
+from simulator import Work, simulate
 
 
 def test_every_method_is_in_the_legend(tmp_path: Path) -> None:

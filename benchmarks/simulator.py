@@ -37,9 +37,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shared_cores import shared_span
 from topograd.errors import ConfigError
 from topograd.limits import check_numbers
-from topograd.parallel.shared_cores import shared_span
 from topograd.topology.pipeline import pipeline_order
 
 METHODS = ("gpipe", "1f1b", "staged", "free", "scan", "data")

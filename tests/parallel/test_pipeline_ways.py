@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from topograd.cli.bench import pipeline_table
+import pipeline_ways as pipeline
+from pipeline_settings import PipelineSettings
+from pipeline_ways import pipeline_table
 from topograd.errors import ConfigError
-from topograd.parallel import benchmark as pipeline
-from topograd.parallel.settings import PipelineSettings
 
 TINY: dict[str, Any] = {"width": 16, "vocab": 17, "context": 8, "batch": 1, "microbatches": 2, "rounds": 1}
 

@@ -1,4 +1,7 @@
-"""`bench pipeline`: stages over ranks against one process and against backprop over the same ranks.
+"""Stages over ranks against one process and against backprop over the same ranks.
+
+    python benchmarks/pipeline_ways.py [--ranks 2] [--microbatches 8] [--mbit 100] [--json]
+    topograd bench pipeline ...                    the same, in a clone
 
 The ranks are processes of this machine with one thread each (`pipeline_worker.py`), and every way takes turns
 in the same processes. With `mbit`, each rank lives in a network namespace of its own, and the links between
@@ -14,20 +17,26 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import tyro
+from rich.table import Table
+
+from pipeline_settings import PipelineSettings
+from simulator import Machine, Times, Work, simulate_step
+from topograd.cli.console import DASH, Json, note, number, out, print_json
 from topograd.errors import ConfigError, ParallelError
-from topograd.parallel.settings import PipelineSettings
-from topograd.parallel.simulator import Machine, Times, Work, simulate_step
 from topograd.timing import Spread, ratio
 from topograd.topology.pipeline import backprop_bubble, staged_bubble
 
 GOALS = {"single": 1.7, "backprop": 1.15, "backprop_at_10_mbit": 3.0}
 BACKPROP = ("gpipe", "1f1b", "torch-gpipe", "torch-1f1b")
 """Backprop over a pipeline: two schedules of our own, and torch's."""
+WORKER = Path(__file__).with_name("pipeline_worker.py")
 _LIMIT = 600.0
 """Seconds after which the ranks are ended."""
 
@@ -135,7 +144,7 @@ def _run(settings: PipelineSettings, places: list[list[str]]) -> dict[str, Any]:
         if settings.mbit is not None:
             more["GLOO_SOCKET_IFNAME"] = f"rank{rank}"
         environment = os.environ | {name: str(value) for name, value in more.items()}
-        command = [*prefix, sys.executable, "-m", "topograd.parallel.benchmark_worker", words]
+        command = [*prefix, sys.executable, str(WORKER), words]
         pipe = subprocess.PIPE
         ranks.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
     try:
@@ -218,3 +227,42 @@ def _command(*words: str) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
         raise ConfigError(f"--mbit cannot shape a link here ({reason}); run it as root, or leave it out")
+
+
+def pipeline_table(results: Mapping[str, Any]) -> Table:
+    """Every way over the ranks: throughput over one process, bubble, bytes, and what the simulator says."""
+    settings = results["settings"]
+    wire = "loopback" if settings["mbit"] is None else f"{settings['mbit']:g} Mbit/s"
+    title = f"{settings['ranks']} ranks of one thread, {settings['microbatches']} micro-batches, {wire}"
+    table = Table(title=title, title_justify="left")
+    for column in ("way", "over one", "quartiles", "bubble", "MB a step", "s", "simulated"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    for name, row in results["ways"].items():
+        spread, said = row["spread"], results["simulated"].get(name)
+        table.add_row(
+            name,
+            number(row["throughput_ratio_vs_single"], 2),
+            f"{number(spread['low'], 2)}–{number(spread['high'], 2)}",
+            number(row["bubble"], 2),
+            number(row["bytes"] / 1e6, 2),
+            number(row["seconds"]["median"], 2),
+            DASH if said is None else number(said["seconds"], 2),
+        )
+    ratios = results["ratios"]
+    gains = (f"{name} {number(ratios[f'{name} over 1f1b']['median'], 2)}" for name in ("staged", "free-int8"))
+    table.caption = f"throughput over 1F1B: {', '.join(gains)}; over one: goal {results['goals']['single']}"
+    return table
+
+
+def main(settings: Annotated[PipelineSettings, tyro.conf.arg(name="")], json: Json = False) -> None:
+    """Measure stages over processes against one process and against backprop over the same processes."""
+    note(f"measuring {settings.ranks} processes: a minute or two, on a quiet machine if you can")
+    results = bench_pipeline(settings)
+    if json:
+        print_json(results)
+    else:
+        out().print(pipeline_table(results))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

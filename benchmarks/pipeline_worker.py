@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline_settings import PipelineSettings
+from plain_schedules import BackpropPipeline
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.parallel.layout import Layout, keep_own, shed
-from topograd.parallel.plain_schedules import BackpropPipeline
 from topograd.parallel.ranks import Ranks, join, leave
-from topograd.parallel.settings import ParallelConfig, PipelineSettings, WireKind
+from topograd.parallel.settings import ParallelConfig, WireKind
 from topograd.parallel.stage_loop import StageLoop
-from topograd.parallel.torch_schedules import TorchPipeline
 from topograd.parallel.wire import StageWire
 from topograd.runs.config import OptimizerConfig
 from topograd.timing import Spread
@@ -43,6 +43,7 @@ from topograd.training.executor import train_step
 from topograd.training.loop import TrainingLoop
 from topograd.training.objectives import CrossEntropy, stage_loss
 from topograd.training.optimizers import make_optimizers
+from torch_schedules import TorchPipeline
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 READING = ("seconds", "waited", "bytes")

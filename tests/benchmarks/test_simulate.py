@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from topograd.cli.simulate import run
+from simulate import run
 from topograd.errors import ConfigError
 
 
@@ -58,5 +58,5 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; import topograd.cli.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys; import simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

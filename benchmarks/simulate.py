@@ -1,7 +1,11 @@
-"""`topograd simulate`: what a step takes on many ranks, by every way of spreading it, without the ranks."""
+"""What a step takes on many ranks, by every way of spreading it, without the ranks.
+
+python benchmarks/simulate.py [--ranks 1024] [--bench FILE.json] [--figure FILE.svg] [--json]
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,11 +14,11 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from simulator import METHODS, Machine, Times, Work, simulate
 from topograd.cli.console import Json, note, number, out, parse, print_json
 from topograd.cli.flags import as_typed, flags_of
-from topograd.errors import ConfigError
+from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_json
-from topograd.parallel.simulator import METHODS, Machine, Times, Work, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ def run(argv: list[str]) -> int:
     except ConfigError as error:  # it speaks of Python's arguments
         raise ConfigError(as_typed(str(error), flags_of(Simulate), argv)) from None
     if asked.figure is not None:
-        from topograd.report.scaling import scaling_figure
+        from scaling import scaling_figure
 
         scaling_figure(results, asked.figure)
         note(f"drawn: {asked.figure}")
@@ -80,8 +84,8 @@ def run(argv: list[str]) -> int:
 
 def _measured(asked: Simulate) -> Work:
     """The sizes and times of a measurement, with the links and failures of the flags."""
-    from topograd.parallel.benchmark import work_of
-    from topograd.parallel.settings import PipelineSettings
+    from pipeline_settings import PipelineSettings
+    from pipeline_ways import work_of
 
     assert asked.bench is not None
     found = read_json(asked.bench, ConfigError)
@@ -121,3 +125,10 @@ def simulation_table(results: Mapping[str, Any]) -> Table:
         "failures leave, of free stages those that replay"
     )
     return table
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except TopogradError as error:
+        sys.exit(f"simulate: {error}")

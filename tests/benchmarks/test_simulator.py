@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from simulator import METHODS, Machine, Times, Work, goodput, simulate, simulate_step
 from topograd.errors import ConfigError
-from topograd.parallel.simulator import METHODS, Machine, Times, Work, goodput, simulate, simulate_step
 
 FAST = Machine(mbit=1e12, latency=0.0)
 UNITS = Times(forward=1, backward=2, head=0, embed=0, optimizer=0)
