@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+import simulator
 from shared_cores import shared_span
 from simulator import Machine, Times, Work, simulate_step
-from topograd.parallel import simulator
 from topograd.topology.pipeline import pipeline_order
 
 COSTS = {"F": 1.0, "B": 2.0, "L": 2.0}

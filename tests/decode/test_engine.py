@@ -20,6 +20,7 @@ from topograd.exec.forward import stage_outputs
 from topograd.nn.adapted.adapt import adapt
 from topograd.nn.gpt import GPT
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 
 CONTEXT, LAST = 24, 3
 SAMPLING = Sampling(temperature=0.8, top_k=20, seed=11)
@@ -93,7 +94,7 @@ def test_logits_of_a_batch_are_those_of_its_rows(gpt: GPT, engine: Engine, promp
     assert z.shape == (5, 5, 50)
     hidden = stage_outputs(gpt, engine.plan, torch.tensor([prompts[1]]), [LAST])[LAST]
     close(z[1], gpt.readout(hidden, LAST)[0])
-    assert engine.vocab() == 50
+    assert engine.vocab == 50
 
 
 def sampled(gpt: GPT, engine: Engine, prompt: Sequence[int], tokens: int, sampling: Sampling) -> list[int]:
@@ -330,3 +331,9 @@ def test_logits_that_are_not_finite_are_refused(
         model.head.weight[3] = value
     with pytest.raises(DivergenceError, match=r"^the model's logits are not finite, so it cannot write"):
         generate_batch(mode(make_engine(model)), [[1, 2]], 1)
+
+
+def test_the_vocabulary_costs_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(GPT(layers=2, width=8, heads=2, vocab=50, context=8), Plan.of("1,1", 2), 8)
+    monkeypatch.setattr(engine, "run", lambda *_: pytest.fail("a forward pass"))
+    assert engine.vocab == 50

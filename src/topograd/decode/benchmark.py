@@ -190,7 +190,7 @@ def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:
 
 
 def _modes(engine: Engine, calibration: Calibration, tuning: Tuning) -> dict[str, Mode]:
-    bounds = calibration.gain.max if engine.vocab() >= PRUNING_VOCAB else None
+    bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
     warm = Sampling(temperature=WARM)
     modes: dict[str, Mode] = {"full": Prefix(engine)}
     for stage in range(engine.last):

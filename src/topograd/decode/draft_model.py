@@ -31,9 +31,9 @@ class ModelDrafter:
     def __init__(
         self, engine: Engine, small: Engine, name: str = "model", rule: DraftRule | None = None
     ) -> None:
-        if small.vocab() > engine.vocab():
+        if small.vocab > engine.vocab:
             raise ConfigError(
-                f"the draft model {name} predicts {small.vocab()} tokens and the model {engine.vocab()}; "
+                f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}; "
                 "give one with the same tokenizer"
             )
         self.engine, self.small, self.name, self.rule = engine, small, name, rule or MODEL_RULE

@@ -163,7 +163,6 @@ class Drafting:
                 "drafts (a prefix, a draft stage, a model)"
             )
         self.engine, self.name = engine, "+".join(names)
-        self._vocab: int | None = None
         self.sources = [drafter for drafter in drafters if not isinstance(drafter, Steps)]
         self.steps = stepped[0] if stepped else None
         self.policy = policy or FirstGuess({drafter.name: drafter.rule for drafter in drafters})
@@ -240,9 +239,7 @@ class Drafting:
 
     def _spread(self, q: Tensor, vocabulary: Tensor | None) -> Tensor:
         """q over all tokens of the model."""
-        if self._vocab is None:
-            self._vocab = self.engine.vocab()
-        vocab = self._vocab
+        vocab = self.engine.vocab
         if vocabulary is None and len(q) == vocab:
             return q
         ids = torch.arange(len(q)) if vocabulary is None else vocabulary.cpu()

@@ -159,13 +159,10 @@ class Engine:
         """The stack or a runtime, with the exits before the last read through their translators."""
         return TranslatedReader(reader, self.translators, self._last_head)
 
+    @property
     def vocab(self) -> int:
         """How many tokens there are."""
-        with torch.inference_mode():
-            cache = self.start([[0]])
-            stage = self.exits[0]
-            self.run(cache, stage)
-            return self.logits(cache, stage).shape[-1]
+        return self.stack.vocab
 
 
 class Mode(Protocol):

@@ -148,7 +148,7 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine, sampl
         limits = thresholds(calibration, rule, eps=_number(depth, number))
     else:
         limits = thresholds(calibration, rule, safety=_number(depth, number))
-    bounds = calibration.gain.max if engine.vocab() >= PRUNING_VOCAB else None
+    bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
     return Wand(engine, limits, sampling, bounds)
 
 
