@@ -32,10 +32,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from topograd.errors import OptimError
+from topograd.geometry.symmetries import collapse_heads, spread_heads
 from topograd.optim.gauges.base import Parameters, distinct, find, names_of
 from topograd.optim.gauges.translation import Translation
 
@@ -44,6 +44,7 @@ from topograd.optim.gauges.translation import Translation
 class HeadShift(Translation):
     """(W + Δ, W_k - Δ), and with `rows` the row shift of every head as well.
 
+    >>> import torch
     >>> gauge = HeadShift("head.weight", ["head.deltas.0.weight"])
     >>> one, five = torch.ones(2, 1), torch.full((2, 1), 5.0)
     >>> [tensor.tolist() for tensor in gauge.spread(gauge.collapse([one, five]))]
@@ -76,21 +77,7 @@ class HeadShift(Translation):
                 )
 
     def collapse(self, tensors: Sequence[Tensor]) -> Tensor:
-        shared, *stages = tensors
-        across = shared.clone()
-        for stage in stages:
-            across -= stage
-        across /= len(tensors)
-        if not self.rows:
-            return across
-        mean = across.mean(0, keepdim=True)
-        rest = [tensor.mean(0, keepdim=True) for tensor in tensors]
-        return torch.cat([across, rest[0] - mean, *(row + mean for row in rest[1:])])
+        return collapse_heads(tensors, self.rows)
 
     def spread(self, coordinates: Tensor) -> list[Tensor]:
-        classes = len(coordinates) - len(self.names) * self.rows
-        across = coordinates[:classes]
-        moves = [across] + [-across for _ in self.stages]
-        if self.rows:
-            moves = [move + row for move, row in zip(moves, coordinates[classes:], strict=True)]
-        return moves
+        return spread_heads(coordinates, len(self.names), self.rows)
