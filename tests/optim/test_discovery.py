@@ -287,7 +287,8 @@ def test_layers_that_share_their_tensors_have_one_gauge() -> None:
     for part in ("mlp", "attention"):
         one, other = (model.get_submodule(f"layers.{layer}.{part}") for layer in range(2))
         for name, child in one.named_children():
-            other.get_submodule(name).weight = child.weight
+            for key, tensor in child.named_parameters(recurse=False):
+                setattr(other.get_submodule(name), key, tensor)
     assert find_gauges(model).gauges == (mlp_pair(0), values(0), CEShiftRowShift("head.weight"))
 
 
