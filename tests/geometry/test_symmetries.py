@@ -31,7 +31,6 @@ CASES: dict[str, Symmetry] = {
     "channels turned": ChannelScale("gain", ("pt",), dim=0),
     "shift": Shift("head"),
     "heads": HeadShift("head", ("s1", "s2")),
-    "heads and rows": HeadShift("head", ("s1", "s2"), rows=True),
 }
 
 

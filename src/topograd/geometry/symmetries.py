@@ -21,11 +21,8 @@ Projection on a tangent space is orthogonal. For Mixing, with R = dP Pᵀ - p C�
 
     X (P Pᵀ) + p² (CᵀC) X = R,
 
-in the eigenbases of the two Grams. For HeadShift with K stages Δ = (dW - Σ_k dW_k) / (K + 1); with `rows`
-every head may also shift its rows, W_i → W_i + 1 a_iᵀ, under a softmax. The two projections commute, because
-one acts across tensors and the other on the classes: the joint part is the first plus the row means of what
-it leaves. Several groups share tensors; their sum is taken out by turns until nothing more comes
-(alternating projections).
+in the eigenbases of the two Grams; for HeadShift with K stages Δ = (dW - Σ_k dW_k) / (K + 1). Several groups
+share tensors; their sum is taken out by turns until nothing more comes (alternating projections).
 
 Symbols and shapes. P (n d, i) in n blocks of d rows, a bias as one more column; C (o, g n d) in columns, or
 in rows for queries; g the heads of a group; W, W_k (classes, d). A direction is a tensor for some parameters,
@@ -308,12 +305,6 @@ class HeadShift(Symmetry):
 
     shared: str
     stages: tuple[str, ...]
-    rows: bool = False
-    """Whether the rows of every head shift too, which a softmax does not show."""
-
-    @property
-    def up_to_softmax(self) -> bool:
-        return self.rows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -324,44 +315,22 @@ class HeadShift(Symmetry):
         return "a matrix between the shared head and the stages'"
 
     def dimensions(self, parameters: Parameters) -> int:
-        classes, width = parameters[self.shared].shape
-        return (classes + len(self.stages) * self.rows) * width
+        return parameters[self.shared].numel()
 
     def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
-        heads = [parameters[name] for name in self.names]
-        size = heads[0].square().mean().sqrt()
-        noise = [size * torch.randn(head.shape, generator=generator).to(head) for head in heads]
-        moves = self._projected(noise)
-        return {name: head + move for name, head, move in zip(self.names, heads, moves, strict=True)}
+        head = parameters[self.shared]
+        move = head.square().mean().sqrt() * torch.randn(head.shape, generator=generator).to(head)
+        return {name: parameters[name] + move * sign for name, sign in self._signs.items()}
 
     def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
-        given = [direction.get(name, torch.zeros_like(parameters[name])) for name in self.names]
-        return dict(zip(self.names, self._projected(given), strict=True))
+        move = torch.zeros_like(parameters[self.shared])
+        for name, sign in self._signs.items():
+            move = move + sign * direction[name] / len(self._signs) if name in direction else move
+        return {name: sign * move for name, sign in self._signs.items()}
 
-    def _projected(self, heads: Sequence[Tensor]) -> list[Tensor]:
-        return spread_heads(collapse_heads(heads, self.rows), len(heads), self.rows)
-
-
-def collapse_heads(tensors: Sequence[Tensor], rows: bool) -> Tensor:
-    """Δ (classes, d) of displacements of a shared head and its stages'; with `rows` also their row means."""
-    shared, *stages = tensors
-    across = shared.clone()
-    for stage in stages:
-        across -= stage
-    across /= len(tensors)
-    if not rows:
-        return across
-    mean = across.mean(0, keepdim=True)
-    rest = [tensor.mean(0, keepdim=True) for tensor in tensors]
-    return torch.cat([across, rest[0] - mean, *(row + mean for row in rest[1:])])
-
-
-def spread_heads(coordinates: Tensor, heads: int, rows: bool) -> list[Tensor]:
-    """The displacements of the heads with these coordinates."""
-    classes = len(coordinates) - heads * rows
-    across = coordinates[:classes]
-    moves = [across] + [-across] * (heads - 1)
-    return [move + row for move, row in zip(moves, coordinates[classes:], strict=True)] if rows else moves
+    @property
+    def _signs(self) -> dict[str, int]:
+        return {self.shared: 1, **dict.fromkeys(self.stages, -1)}
 
 
 def length(direction: Parameters) -> float:

@@ -267,24 +267,15 @@ class _Search(Response):
     def shifts(self, softmax: bool) -> Iterator[Symmetry]:
         """Of maps with as many outputs as the network, and of the head with what stages have beside it."""
         head, stages = self._head()
-        kinds = (False, True) if softmax else (False,)
-        covered: set[str | None] = {None}
         if head is not None and stages:
-            covered |= {head.weight, *stages}
-            yield from self._first([HeadShift(head.weight, stages, rows) for rows in reversed(kinds)], True)
+            yield from self.confirmed([HeadShift(head.weight, stages)])
+        kinds = (False, True) if softmax else (False,)
         for one in self.maps.values():
             names = (None if one.turned else one.weight, one.bias) if one.outputs == self._width > 1 else ()
-            for name in names:
-                if name is not None and name not in covered:
-                    yield from self._first([Shift(name, kind) for kind in kinds], listed=one == head)
-
-    def _first(self, tried: Sequence[Symmetry], listed: bool) -> Iterator[Symmetry]:
-        """The first that holds; those before it are noted if they were likely."""
-        for one in tried:
-            if self.holds(one):
-                yield one
-                return
-            self.missed += [one] if listed else []
+            for tried in [[Shift(name, kind) for kind in kinds] for name in names if name is not None]:
+                held = next((shift for shift in tried if self.holds(shift)), None)
+                self.missed += [tried[-1]] if held is None and one == head else []
+                yield from [] if held is None else [held]
 
     def _head(self) -> tuple[Map | None, tuple[str, ...]]:
         """The last map that was called with as many outputs as the network, and its stages' own matrices."""

@@ -6,7 +6,7 @@ Statement. `geometry/symmetry_search.py` finds symmetries; each becomes the gaug
                     share a map join to a ChainedReLURescale
     ChannelScale    LNScale
     Shift           CEShiftRowShift of a matrix, CEShiftBias of a bias
-    HeadShift       HeadShift
+    HeadShift       HeadShift, with the rows of every head where these shift too
 
 With a random element g of the gauge itself, on a float64 copy near the model's weights,
 
@@ -122,8 +122,10 @@ def find_gauges(model: nn.Module, example: Example | None = None) -> Found:
     check.undecided += _remarks(model, found)
     every = [*found.symmetries, *found.unconfirmed]
     mixings = [one for one in every if isinstance(one, Mixing)]
-    others = dict.fromkeys(_gauge(one, check.named) for one in every if not isinstance(one, Mixing))
+    others = dict.fromkeys(g for one in every for g in _gauges(one, check.named))
     confirmed = [gauge for gauge in others if check.holds(gauge)]
+    if any(isinstance(gauge, HeadShift) and gauge.rows for gauge in confirmed):  # it is both
+        confirmed = [gauge for gauge in confirmed if not isinstance(gauge, HeadShift) or gauge.rows]
     chains = check.pairs(_rescaling(one, check.named) for one in mixings if not one.by_rows)
     by_rows = check.pairs(_rescaling(one, check.named) for one in mixings if one.by_rows)
     chosen = _Choice()
@@ -135,17 +137,16 @@ def find_gauges(model: nn.Module, example: Example | None = None) -> Found:
     return Found(tuple(chosen.gauges), tuple(check.undecided), tuple(check.rejected), tuple(chosen.set_aside))
 
 
-def _gauge(symmetry: Symmetry, named: Parameters) -> Gauge:
-    """The gauge of whole tensors in a symmetry that is no Mixing."""
+def _gauges(symmetry: Symmetry, named: Parameters) -> Iterator[Gauge]:
+    """What a symmetry that is no Mixing may be to an optimizer."""
     match symmetry:
         case ChannelScale():
-            return LNScale(symmetry.gain, symmetry.readers, symmetry.bias, symmetry.dim)
+            yield LNScale(symmetry.gain, symmetry.readers, symmetry.bias, symmetry.dim)
         case symmetries.HeadShift():
-            return HeadShift(symmetry.shared, symmetry.stages, symmetry.rows)
+            yield from (HeadShift(symmetry.shared, symmetry.stages, rows) for rows in (True, False))
         case Shift():
             kind = CEShiftBias if named[symmetry.weight].dim() == 1 else CEShiftRowShift
-            return kind(symmetry.weight)
-    raise OptimError(f"no gauge is known for {symmetry}")
+            yield kind(symmetry.weight)
 
 
 def _rescaling(pair: Mixing, named: Parameters) -> ReLURescale:

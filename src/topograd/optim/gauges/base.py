@@ -6,7 +6,7 @@ Statement. A gauge is a group G acting on the tensors θ that it names, with f(g
     horizontal   a complement of it that G respects; the gradient lives there, ⟨∇L, vertical⟩ = 0
     invariants   functions of θ that are constant on orbits and, together, tell orbits apart
 
-Translations act by θ → θ + a (`translation.py`, `head_shift.py`), rescalings by a positive factor for each
+Translations act by θ → θ + a (`translation.py`), rescalings by a positive factor for each
 block (`rescaling.py`). The cross-entropy gauges change logits by a constant for each sample: they leave the
 probabilities alone, so that `residual` compares these.
 
