@@ -281,8 +281,7 @@ def _remarks(model: nn.Module, found: FoundSymmetries) -> Iterator[Undecided]:
     """What is there and no gauge covers."""
     fused = next(fused_maps(model), None)
     if fused is not None:
-        reason = "queries, keys and values are one matrix; a gauge moves whole tensors: split it"
-        yield Undecided(fused, reason)
+        yield Undecided(fused, "queries, keys and values are one matrix: split it; gauges move whole tensors")
     if fused is not None or any(isinstance(one, Mixing) and one.size > 1 for one in found.symmetries):
         yield Undecided(
             "attention heads and linear maps",
@@ -291,14 +290,16 @@ def _remarks(model: nn.Module, found: FoundSymmetries) -> Iterator[Undecided]:
         )
     modules = list(model.modules())
     if any(type(module).__name__ == "Conv1D" for module in modules):
-        reason = "its matrices are (inputs, outputs); a ReLURescale with a bias is refused on them"
-        yield Undecided("Conv1D", reason)
+        yield Undecided(
+            "Conv1D", "its matrices are (inputs, outputs); a ReLURescale with a bias is refused there"
+        )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
-        reason = "it was off; a mask multiplies, so that a rescaling holds for each mask as well"
-        yield Undecided("dropout", reason)
+        yield Undecided(
+            "dropout", "it was off; a mask multiplies, so that a rescaling holds for each mask too"
+        )
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
-        reason = "it used running statistics; with a batch's own, maps before it lose their size"
-        yield Undecided("batch norm", reason)
+        yield Undecided(
+            "batch norm", "it used running statistics; with a batch's own, sizes before it are lost"
+        )
     if any(hasattr(module, "deltas") and getattr(module, "rank", None) for module in modules):
-        reason = "they are of low rank, which cannot take every shift of the shared head"
-        yield Undecided("per-stage heads", reason)
+        yield Undecided("per-stage heads", "of low rank, they cannot take every shift of the shared head")
