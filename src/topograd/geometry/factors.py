@@ -175,17 +175,12 @@ class GramSums:
 
     def see_inputs(self, layer: str, call: Call) -> None:
         """Add h hᵀ: that of the call before, if both read the same tensor in the same way."""
-        source, version = call.source, call.source._version
-        before, seen, found, count = self._last or (None, None, None, 0)
-        if (
-            before is None
-            or before.source is not source
-            or before.inputs is not call.inputs
-            or seen != version
-        ):
-            rows = call.inputs(source.detach())
-            found, count = self.product(rows), len(rows)
-            self._last = call, version, found, count
+        last, version = self._last, call.source._version
+        again = last is not None and last[0].source is call.source and last[0].inputs is call.inputs
+        if last is None or not again or last[1] != version:
+            rows = call.inputs(call.source.detach())
+            last = self._last = call, version, self.product(rows), len(rows)
+        _, _, found, count = last
         self.rows[layer] = self.rows.get(layer, 0) + count
         self._add(layer, "A", found)
 
