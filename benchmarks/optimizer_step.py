@@ -1,6 +1,6 @@
 """How long a step of DDCAdam takes, and what it keeps, against torch.optim.AdamW on a GPT's parameters.
 
-    python benchmarks/optimizer_step.py [--layers 6] [--width 320] [--repeats 20] [--compile] [--json]
+    python benchmarks/optimizer_step.py [--layers 6] [--width 320] [--repeats 20] [--json]
 
 An optimizer sees tensors and gradients only, so that the model is a list of tensors in the shapes of a GPT
 with ReLU² (attention 4 d², MLP 8 d² for each layer, two embeddings, a head), with random values and
@@ -13,12 +13,10 @@ quartiles shown.
 
     step_ratio_vs_fused      both with fused=True, processor time, the least of all rounds each; CPUs only
 
-With `compile` DDCAdam's step of the MLPs is compiled in all of these (`optim/compiled.py`).
-
 Cost: seconds. Limits: a machine is noisy; read the quartiles. Temporaries are not in the second ratio.
 On a CPU AdamW(fused=True) is some seven times faster than foreach, as it passes over memory once. DDCAdam's
-split is not fused: it passes over a covered tensor some twenty times, in pieces that fit the caches; compiled
-it passes three times at best.
+split is not fused: it passes over a covered tensor some twenty times, in pieces that fit the caches. Compiled
+by inductor it was no faster (LOG.md).
 """
 
 from __future__ import annotations
@@ -60,8 +58,6 @@ class Settings:
     """Steps of each optimizer, in turns."""
     device: str = "cpu"
     """Where the tensors lie, as cpu or cuda."""
-    compile: bool = False
-    """Compile DDCAdam's step for the ratio to fused AdamW; takes a C++ compiler, and a minute."""
 
     def __post_init__(self) -> None:
         check_numbers(self, layers=DEPTH, width=SIZE, vocab=(2, SIZE[1]), repeats=REPEATS)
@@ -73,7 +69,7 @@ def bench_optim(settings: Settings) -> dict[str, Any]:
     """Both ratios, with what they are ratios of."""
     parameters, gauges = gpt_parameters(settings)
     twins = {name: nn.Parameter(tensor.detach().clone()) for name, tensor in parameters.items()}
-    ours = DDCAdam(parameters.items(), gauges, rms=True, foreach=True, compile=settings.compile)
+    ours = DDCAdam(parameters.items(), gauges, rms=True, foreach=True)
     adamw = torch.optim.AdamW(twins.values(), weight_decay=0.0, foreach=True)
     for tensor in (*parameters.values(), *twins.values()):
         tensor.grad = 1e-3 * torch.randn_like(tensor)

@@ -19,8 +19,10 @@ Symbols and shapes. A (d_in, d_in), G (d_out, d_out), η lr, μ momentum, λ wei
 Cost: factors of every batch, and d³ for each every `every` steps. Slow on purpose: one layer after another.
 Source: "Optimizing neural networks with Kronecker-factored approximate curvature" (J. Martens, R. Grosse).
 One Fisher length for all layers, and damping that is relative, for the sake of gauges, are our choice.
+The sums of h hᵀ and δ δᵀ are geometry's (`geometry/factors.py`).
 Limits. The loss is a mean over N rows: a row's own δ is N times what arrives. G is an empirical Fisher.
-Layers are `nn.Linear` that are called once as modules before each backward pass; `close` removes the hooks.
+Layers are `nn.Linear` that run once in each call of the model, which is called once before each backward
+pass; `close` removes the hooks.
 The default damping is large: on digits with batches of 64 trainings with ρ ≤ 0.1 diverged in our trials.
 """
 
@@ -33,6 +35,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from topograd.errors import OptimError
+from topograd.geometry.factors import GramSums
+from topograd.geometry.layers import Call, Watch
 
 REST = 0.1
 """The rate of parameters without factors, over lr."""
@@ -61,25 +65,46 @@ class KFAC(Optimizer):
             )
         names = {"lr": lr, "momentum": momentum, "damping": damping, "weight_decay": weight_decay}
         super().__init__(model.parameters() if params is None else params, {**names, "every": every})
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        self._seen: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
-        self._factors: dict[nn.Linear, dict[str, Tensor]] = {}
+        self._layers = {
+            f"{path}.weight".lstrip(".").removesuffix(".weight"): module
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        self._sums = GramSums()
+        """Of the last call of the model."""
+        self._seen: dict[str, GramSums] = {}
+        """Of the call that a layer's gradient came from, since the last step."""
+        self._factors: dict[str, dict[str, Tensor]] = {}
         self._steps = 0
-        self._hooks = [layer.register_forward_hook(self._watch) for layer in layers]
+        self._watch = Watch(model, self)
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
 
     def close(self) -> None:
         """Stop watching the model."""
         for hook in self._hooks:
             hook.remove()
 
-    def _watch(self, layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        if out.requires_grad and isinstance(layer, nn.Linear):
-            rows = given[0].detach().flatten(0, -2)
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        self._watch.leaves.clear()
+        if torch.is_grad_enabled():
+            self._sums = GramSums()
+        self._watch.__enter__()
 
-            def arrived(gradient: Tensor) -> None:
-                self._seen[layer] = rows, gradient.detach().flatten(0, -2)
+    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self._watch.__exit__(None, None, None)
 
-            out.register_hook(arrived)
+    def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
+        return None if layer in self._layers else "no nn.Linear"
+
+    def see_inputs(self, layer: str, call: Call) -> None:
+        self._sums.see_inputs(layer, call)
+
+    def see_gradients(self, layer: str, rows: Tensor) -> None:
+        self._sums.see_gradients(layer, rows)
+        self._seen[layer] = self._sums
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -88,10 +113,11 @@ class KFAC(Optimizer):
             raise OptimError("KFAC takes no closure; call backward() first, then step()")
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         preconditioned: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, (rows, signals) in self._seen.items():
-            if layer.weight.grad is not None and id(layer.weight) in groups:
-                self._update(layer, rows, signals, groups[id(layer.weight)])
-                preconditioned |= self._directions(layer)
+        for name, sums in self._seen.items():
+            weight = self._layers[name].weight
+            if weight.grad is not None and id(weight) in groups:
+                self._update(name, sums, groups[id(weight)])
+                preconditioned |= self._directions(name)
         self._seen.clear()
         self._steps += 1
         length = sum((d * p.grad).sum() for p, d in preconditioned.values() if p.grad is not None)
@@ -108,11 +134,13 @@ class KFAC(Optimizer):
                 else:
                     parameter.sub_(self._adam(parameter), alpha=REST * group["lr"])
 
-    def _update(self, layer: nn.Linear, rows: Tensor, signals: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, name: str, sums: GramSums, group: dict[str, Any]) -> None:
         """Take a batch into the factors; their inverses now and then."""
-        fresh = {"A": rows.T @ rows / len(rows), "G": len(signals) * signals.T @ signals}
-        known = self._factors.setdefault(layer, {})
-        for side, found in fresh.items():
+        known, N = self._factors.setdefault(name, {}), sums.rows[name]
+        for side, scale in (("A", 1), ("G", N**2)):
+            mean = sums.mean(name, side, N)
+            assert mean is not None, "a gradient reached this layer"
+            found = (scale * mean).to(self._layers[name].weight)
             known[side] = known[side].lerp(found, 1 - BETA) if side in known else found
         if self._steps % group["every"] == 0 or "A_inverse" not in known:
             for side in ("A", "G"):
@@ -121,9 +149,10 @@ class KFAC(Optimizer):
                 damped = X + group["damping"] * size * torch.eye(len(X)).to(X)
                 known[f"{side}_inverse"] = torch.cholesky_inverse(torch.linalg.cholesky(damped))
 
-    def _directions(self, layer: nn.Linear) -> dict[int, tuple[Tensor, Tensor]]:
+    def _directions(self, name: str) -> dict[int, tuple[Tensor, Tensor]]:
         """d of a layer's weight and bias, by the identity of the parameter."""
-        A, G = (self._factors[layer][f"{side}_inverse"] for side in ("A", "G"))
+        layer = self._layers[name]
+        A, G = (self._factors[name][f"{side}_inverse"] for side in ("A", "G"))
         assert layer.weight.grad is not None, "a layer without a gradient is not asked"
         found: dict[int, tuple[Tensor, Tensor]] = {
             id(layer.weight): (layer.weight, G @ layer.weight.grad @ A)

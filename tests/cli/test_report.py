@@ -55,7 +55,7 @@ def test_bad_questions_are_one_line(ours: Path, call: Any, tmp_path: Path) -> No
 
 
 def test_what_fewer_bits_cost_is_read(ours: Path, call: Any) -> None:
-    """`report/precision.py` draws it."""
+    """`report/stage_figures.py` draws it."""
     pytest.importorskip("onnxruntime")
     cost = call("eval", ours, "--weights", "int8", "--bytes", 2000, "--json").json["precision"]
     found = _read(ours)[1].evaluation["precision"]

@@ -4,9 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.geometry.symmetries import ChannelScale, Mixing, Shift, Symmetry, length, without_symmetries
+from topograd.geometry.symmetries import (
+    ChannelScale,
+    HeadShift,
+    Mixing,
+    Shift,
+    Symmetry,
+    length,
+    without_symmetries,
+)
 
 SHAPES = {"p": (12, 5), "b": (12,), "c": (7, 12), "g": (7, 24), "q": (24, 5), "gain": (5,), "head": (6, 4)}
+SHAPES |= {"pt": (5, 12), "ct": (12, 7), "s1": (6, 4), "s2": (6, 4)}
 CASES: dict[str, Symmetry] = {
     "units": Mixing("p", "c", bias="b"),
     "blocks": Mixing("p", "c", 4, bias="b"),
@@ -15,8 +24,13 @@ CASES: dict[str, Symmetry] = {
     "rows": Mixing("p", "q", 4, by_rows=True),
     "half": Mixing("p", "q", 4, "half", by_rows=True),
     "pairs": Mixing("p", "q", 6, "pairs", by_rows=True),
+    "scalar": Mixing("p", "q", 4, "scalar", by_rows=True),
+    "squared": Mixing("p", "c", bias="b", degree=2),
+    "turned": Mixing("pt", "ct", 4, bias="b", turned=True),
     "channels": ChannelScale("gain", ("p", "q")),
+    "channels turned": ChannelScale("gain", ("pt",), dim=0),
     "shift": Shift("head"),
+    "heads": HeadShift("head", ("s1", "s2")),
 }
 
 
@@ -77,6 +91,24 @@ def test_products_that_the_network_sees_do_not_change() -> None:
         return C @ P
 
     assert torch.allclose(heads(moved), heads(here), atol=1e-12)
+
+
+def test_squared_units_and_turned_matrices_do_as_they_say() -> None:
+    here = parameters()
+    moved = here | CASES["squared"].act(here, torch.Generator().manual_seed(2))
+    x = torch.randn(5, dtype=torch.float64)
+
+    def squared(w: dict[str, Tensor]) -> Tensor:
+        return w["c"] @ torch.relu(w["p"] @ x + w["b"]).square()
+
+    assert torch.allclose(squared(moved), squared(here), atol=1e-12)
+    plain = Mixing("p", "c", 4, bias="b")
+    mirrored = {"p": here["pt"].mT, "c": here["ct"].mT, "b": here["b"]}
+    one = CASES["turned"].act(here, torch.Generator().manual_seed(3))
+    other = plain.act(mirrored, torch.Generator().manual_seed(3))
+    assert torch.equal(one["pt"].mT, other["p"])
+    assert torch.equal(one["ct"].mT, other["c"])
+    assert torch.equal(one["b"], other["b"])
 
 
 def test_several_symmetries_that_share_tensors_are_taken_out_together() -> None:

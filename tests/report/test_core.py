@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from topograd.report.core import core_panel
 from topograd.report.data import RunData
 from topograd.report.drawing import render, style
+from topograd.report.stage_figures import core_panel
 
 CORE = {"name": "CORE-2", "core": [0.1, 0.2], "interval": [[0.0, 0.2], [0.15, 0.3]]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from topograd.report.decoding import decoding_section
+from topograd.report.page import decoding_section
 
 FULL = {
     "way": "full",

@@ -8,7 +8,7 @@ import pytest
 
 from topograd.report.data import RunData
 from topograd.report.drawing import render, style
-from topograd.report.precision import precision_panel
+from topograd.report.stage_figures import precision_panel
 
 COST = {"bpb": [1.1, 1.02], "float32_bpb": [1.0, 1.0], "agreement": [0.9, 0.95]}
 

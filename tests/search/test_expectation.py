@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.search.expectation import (
+from topograd.search.soft import (
     expected_boundaries,
     expected_capability,
     expected_depths,

@@ -14,8 +14,7 @@ from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
 from topograd.runs.session import open_session
-from topograd.search.expectation import expected_boundaries
-from topograd.search.soft import SoftBoundaries, SoftTrainer, soft_outcome, soft_run
+from topograd.search.soft import SoftBoundaries, SoftTrainer, expected_boundaries, soft_outcome, soft_run
 from topograd.topology.dag import Topology
 from topograd.training.evaluation import evaluate
 from topograd.training.executor import train_step

@@ -397,9 +397,9 @@ def _pareto(asked: Pareto) -> dict[str, Any]:
 
     from topograd.files import dump_json
     from topograd.report.pareto import write_pareto
-    from topograd.search.candidate_runs import as_runs
     from topograd.search.pareto import explore
     from topograd.search.properties import named_objectives
+    from topograd.search.trained import as_runs
     from topograd.training.objectives import OBJECTIVES
 
     for name in asked.objective:
@@ -439,8 +439,7 @@ def _choose(asked: Choose) -> dict[str, Any]:
 
     from topograd.cli.progress import work_progress
     from topograd.runs.session import heldout_text, open_session
-    from topograd.search.choice import worth
-    from topograd.search.trained import Trained
+    from topograd.search.trained import Trained, worth
     from topograd.search.utility import deployment
 
     if not asked.folders:

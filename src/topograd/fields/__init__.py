@@ -8,14 +8,7 @@ from topograd.fields.network import weights_of
 from topograd.fields.prediction import frozen, relinearised
 from topograd.fields.simulation import Simulation, Trajectory, simulate
 from topograd.fields.staged import StagedKernel, staged_kernel
-from topograd.fields.transport import (
-    conjugate_change,
-    metric,
-    projector,
-    pullback,
-    transport,
-    transported,
-)
+from topograd.fields.transport import conjugate_change, metric, pullback
 
 __all__ = [
     "Change",
@@ -32,13 +25,10 @@ __all__ = [
     "kernel",
     "kernel_of",
     "metric",
-    "projector",
     "pullback",
     "relinearised",
     "simulate",
     "staged_kernel",
     "state_of",
-    "transport",
-    "transported",
     "weights_of",
 ]

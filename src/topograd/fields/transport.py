@@ -1,4 +1,4 @@
-"""How changes of the conjugate fields travel backward: projectors, pullback metrics, transport operators.
+"""How changes of the conjugate fields travel backward: pullback metrics, and transport without operators.
 
 Statement. For examples α, β and 1 ≤ l ≤ L-1, with the masks and weights of one moment,
 
@@ -13,7 +13,7 @@ says neither. Derived here: (M_l^{αβ})ᵀ = M_l^{βα}, and the operator on al
 as its blocks, is positive semidefinite; a single block with α ≠ β need not be, since S_{αβ} may be negative,
 and from L - l = 3 on it need not be symmetric.
 
-No operator is formed. Over all examples at once, M_l x is
+No M_l is formed. Over all examples at once, M_l x is
 
     (M_l x)^α = Σ_β S^{(l+1)}_{αβ} x^β + W_{l+1}ᵀ (a_{l+1}^α ∘ (M_{l+1} y)^α),   y^β = a_{l+1}^β ∘ W_{l+1} x^β
 
@@ -45,13 +45,6 @@ Pair = tuple[int, int]
 """(α, β), as row numbers."""
 
 
-def projector(state: State, layer: int, pair: Pair) -> Tensor:
-    """The diagonal of D_l^{αβ} (N_{l+1},), true where a neuron of layer l + 1 is active for both."""
-    _check_layer(state, layer)
-    alpha, beta = pair
-    return state.a[layer + 1][alpha] & state.a[layer + 1][beta]
-
-
 def pullback(network: Network, state: State, layer: int, pair: Pair, X: Operator) -> Operator:
     """P_l^{αβ}[X], for X on layer l + 1."""
     _check_layer(state, layer)
@@ -63,32 +56,6 @@ def pullback(network: Network, state: State, layer: int, pair: Pair, X: Operator
 def metric(network: Network, state: State, layer: int, pair: Pair) -> Operator:
     """G_l^{αβ}; `metric(...)(torch.eye(N_l))` is its matrix."""
     return pullback(network, state, layer, pair, X=lambda x: x)
-
-
-def transport(network: Network, state: State, layer: int, pair: Pair) -> Operator:
-    """M_l^{αβ}; on the rows of an identity it gives the columns of the matrix."""
-    _check_layer(state, layer)
-    weights = weights_of(network)
-    alpha, beta = pair
-
-    def operator(at: int) -> Operator:
-        local = state.z[at + 1][alpha] @ state.z[at + 1][beta] / state.N
-        if at == state.depth - 1:
-            return lambda x: local * x
-        above = pullback(weights, state, at, pair, operator(at + 1))
-        return lambda x: local * x + above(x)
-
-    return operator(layer)
-
-
-def transported(network: Network, state: State, layer: int, x: Tensor) -> Tensor:
-    """Σ_β M_l^{αβ} x^β (rows, N_l), for x (M, N_l) on the first M rows of the state."""
-    _check_layer(state, layer)
-    weights, M = weights_of(network), x.shape[0]
-    climb = {layer: x}
-    for above in range(layer + 1, state.depth):
-        climb[above] = state.a[above][:M] * (climb[above - 1] @ weights[above - 1].T)
-    return _descend(weights, state, climb)[layer]
 
 
 def conjugate_change(network: Network, state: State, residual: Tensor, eta: float) -> Fields:

@@ -109,12 +109,12 @@ def kfac_factors(
     >>> {name: (tuple(f.A.shape), tuple(f.G.shape)) for name, f in factors.items()}
     {'0': ((3, 3), (4, 4)), '2': ((4, 4), (2, 2))}
     """
-    grams = _Grams(widest)
+    sums = GramSums(widest)
     chosen = loss_named(loss)
-    watch, samples = stream(model, batches, grams, chosen, fisher, outputs=outputs, generator=generator)
+    watch, samples = stream(model, batches, sums, chosen, fisher, outputs=outputs, generator=generator)
     if not watch.layers():
         raise _nothing_covered(watch)
-    layers = {name: grams.factors(name, samples) for name in watch.layers()}
+    layers = {name: _layer_factors(name, sums, samples) for name in watch.layers()}
     return Factors(layers, watch.uncovered(), chosen.name, fisher, samples)
 
 
@@ -149,14 +149,24 @@ def stream(
     return watch, samples
 
 
-class _Grams:
-    """Sums of h hᵀ and of δ δᵀ."""
+def _layer_factors(layer: str, sums: GramSums, samples: int) -> LayerFactors:
+    A, G = (sums.mean(layer, side, samples) for side in "AG")
+    assert A is not None
+    assert G is not None, "a gradient reached this layer"
+    for factor, what in ((A, "inputs"), (G, "gradients")):
+        if not torch.isfinite(factor).all():
+            raise GeometryError(f"the {what} of layer {layer} are not finite; look at the data and the loss")
+    return LayerFactors(A, G, sums.rows[layer])
 
-    def __init__(self, widest: int) -> None:
+
+class GramSums:
+    """A reducer that sums h hᵀ and δ δᵀ of every layer; A and G are these over rows and loss terms."""
+
+    def __init__(self, widest: int = WIDEST) -> None:
         self._widest = widest
-        self._A: dict[str, Tensor] = {}
-        self._G: dict[str, Tensor] = {}
-        self._rows: dict[str, int] = {}
+        self._sums: dict[tuple[str, str], Tensor] = {}
+        self.rows: dict[str, int] = {}
+        """M of each layer."""
         self._last: tuple[Call, int, Tensor, int] | None = None  # its tensor's version, its Gram, its rows
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
@@ -164,34 +174,35 @@ class _Grams:
         return f"a factor of side {side} is wider than {self._widest}" if side > self._widest else None
 
     def see_inputs(self, layer: str, call: Call) -> None:
-        found, rows = self._gram_of_inputs(call)
-        _add(self._A, layer, found)
-        self._rows[layer] = self._rows.get(layer, 0) + rows
+        """Add h hᵀ: that of the call before, if both read the same tensor in the same way."""
+        last, version = self._last, call.source._version
+        again = last is not None and last[0].source is call.source and last[0].inputs is call.inputs
+        if last is None or not again or last[1] != version:
+            rows = call.inputs(call.source.detach())
+            last = self._last = call, version, self.product(rows), len(rows)
+        _, _, found, count = last
+        self.rows[layer] = self.rows.get(layer, 0) + count
+        self._add(layer, "A", found)
 
     def see_gradients(self, layer: str, rows: Tensor) -> None:
         self._last = None  # the forward pass is over
-        _add(self._G, layer, gram(rows))
+        self._add(layer, "G", self.product(rows))
 
-    def _gram_of_inputs(self, call: Call) -> tuple[Tensor, int]:
-        """That of the call before, if both read the same tensor in the same way."""
-        source, version = call.source, call.source._version
-        if self._last is not None:
-            before, seen, found, count = self._last
-            if before.source is source and before.inputs is call.inputs and seen == version:
-                return found, count
-        rows = call.inputs(source.detach())
-        found = gram(rows)
-        self._last = call, version, found, len(rows)
-        return found, len(rows)
+    def product(self, rows: Tensor) -> Tensor:
+        """rowsᵀ rows (d, d)."""
+        return gram(rows)
 
-    def factors(self, layer: str, samples: int) -> LayerFactors:
-        A, G = self._A[layer] / self._rows[layer], self._G[layer] / samples
-        for factor, what in ((A, "inputs"), (G, "gradients")):
-            if not torch.isfinite(factor).all():
-                raise GeometryError(
-                    f"the {what} of layer {layer} are not finite; look at the data and the loss"
-                )
-        return LayerFactors(A, G, self._rows[layer])
+    def _add(self, layer: str, side: str, found: Tensor) -> None:
+        key = (layer, side)
+        if key not in self._sums:
+            self._sums[key] = torch.zeros_like(found, dtype=torch.float64)
+        self._sums[key] += found
+
+    def mean(self, layer: str, side: str, terms: int) -> Tensor | None:
+        """A, a mean over rows, or G, a sum over the loss `terms`; None where nothing was seen."""
+        count = self.rows[layer] if side == "A" else terms
+        found = self._sums.get((layer, side))
+        return None if found is None else found / count
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -207,12 +218,6 @@ def gram(rows: Tensor) -> Tensor:
             found[start:, start:stop] = rows[:, start:].mT @ rows[:, start:stop]
             found[start:stop, stop:] = found[stop:, start:stop].mT
         return found
-
-
-def _add(sums: dict[str, Tensor], layer: str, found: Tensor) -> None:
-    if layer not in sums:
-        sums[layer] = torch.zeros_like(found, dtype=torch.float64)
-    sums[layer] += found
 
 
 def outputs_of(model: nn.Module, inputs: Any) -> Tensor:

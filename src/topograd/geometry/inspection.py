@@ -152,7 +152,7 @@ def inspect_with_factors(
         notes.append("there is no loss, so there are no gradients: the factors are A alone")
         sent = "no gradient reaches it"  # as none was sent, this is no reason here
         uncovered = {name: why for name, why in watch.uncovered().items() if why != sent}
-        names = sums.layers()
+        names = list(sums.rows)
     else:
         uncovered, names = watch.uncovered(), watch.layers()
     factors = {name: _finite_factors(name, sums, terms) for name in names}

@@ -187,12 +187,15 @@ class Replaced:
     def __init__(self, model: nn.Module, outputs: Outputs | None = None) -> None:
         self._called = _Called(model, outputs or outputs_of)
 
+    def answer(self, weights: Mapping[str, Tensor], inputs: Any) -> Any:
+        """Whatever the network says."""
+        replaced = {f"model.{name}": value for name, value in weights.items()}
+        return functional_call(self._called, replaced, (inputs,))
+
     def __call__(self, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
         if isinstance(inputs, Tensor) and len(inputs) == 0:
             raise GeometryError("there are no samples; a reading needs at least one input")
-        found = functional_call(
-            self._called, {f"model.{name}": value for name, value in weights.items()}, (inputs,)
-        )
+        found = self.answer(weights, inputs)
         if not isinstance(found, Tensor) or found.dim() < 2:
             raise GeometryError(
                 f"the model gave {type(found).__name__}; a path needs outputs (samples, ..., outputs): give "

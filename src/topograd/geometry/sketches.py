@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.geometry.factors import gram
+from topograd.geometry.factors import GramSums, gram
 from topograd.geometry.layers import Call
 
 WIDEST = 4096
@@ -77,59 +77,46 @@ class Sketch:
         return Sketched((s.square() - shift).clamp(min=0), U, self._squares / count)
 
 
-class FactorSums:
+class FactorSums(GramSums):
     """A reducer that keeps A and G of every layer: formed in float64 up to `WIDEST`, sketched beyond.
 
     Rows of a float32 model are multiplied in float64 too: a few massive rows would bury all others else.
     """
 
     def __init__(self) -> None:
-        self._formed: dict[tuple[str, str], Tensor] = {}
+        super().__init__()
         self._sketched: dict[tuple[str, str], Sketch] = {}
-        self._rows: dict[str, int] = {}
-        self._last: tuple[Call, int, Tensor, int] | None = None  # its tensor's version, its Gram, its rows
 
     def refuses(self, layer: str, sides: tuple[int, int]) -> str | None:
         return None
 
     def see_inputs(self, layer: str, call: Call) -> None:
-        source, version = call.source, call.source._version
-        if self._last is not None:
-            before, seen, found, count = self._last
-            if before.source is source and before.inputs is call.inputs and seen == version:
-                self._rows[layer] = self._rows.get(layer, 0) + count
-                self._add(layer, "A", None, found)
-                return
-        rows = call.inputs(source.detach())
-        self._rows[layer] = self._rows.get(layer, 0) + len(rows)
-        formed = gram(rows.double()) if call.sides[0] <= WIDEST else None
-        self._last = None if formed is None else (call, version, formed, len(rows))
-        self._add(layer, "A", rows, formed)
+        if call.sides[0] <= WIDEST:
+            super().see_inputs(layer, call)
+            return
+        rows = call.inputs(call.source.detach())
+        self.rows[layer] = self.rows.get(layer, 0) + len(rows)
+        self._sketch(layer, "A", rows)
 
     def see_gradients(self, layer: str, rows: Tensor) -> None:
-        self._last = None  # the forward pass is over
-        self._add(layer, "G", rows, gram(rows.double()) if rows.shape[1] <= WIDEST else None)
+        if rows.shape[1] <= WIDEST:
+            super().see_gradients(layer, rows)
+        else:
+            self._sketch(layer, "G", rows)
 
-    def _add(self, layer: str, side: str, rows: Tensor | None, found: Tensor | None) -> None:
-        key = (layer, side)
-        if found is not None:
-            self._formed[key] = self._formed[key].add_(found) if key in self._formed else found.clone()
-            return
-        assert rows is not None, "what is too wide to form is seen row by row"
-        if key not in self._sketched:
-            self._sketched[key] = Sketch(rows.shape[1], rows)
-        self._sketched[key].add(rows)
+    def product(self, rows: Tensor) -> Tensor:
+        return gram(rows.double())
 
-    def layers(self) -> list[str]:
-        """Those whose inputs were seen."""
-        return list(self._rows)
+    def _sketch(self, layer: str, side: str, rows: Tensor) -> None:
+        if (layer, side) not in self._sketched:
+            self._sketched[layer, side] = Sketch(rows.shape[1], rows)
+        self._sketched[layer, side].add(rows)
 
     def factor(self, layer: str, side: str, terms: int) -> Tensor | Sketched | None:
-        """A, a mean over rows, or G, a sum over the loss `terms`; None where nothing was seen."""
-        key, count = (layer, side), self._rows[layer] if side == "A" else terms
-        if key in self._sketched:
-            return self._sketched[key].factor(count)
-        return self._formed[key] / count if key in self._formed else None
+        """The mean, or the sketch of one that is too wide."""
+        if (layer, side) in self._sketched:
+            return self._sketched[layer, side].factor(self.rows[layer] if side == "A" else terms)
+        return self.mean(layer, side, terms)
 
 
 def flattest(factor: Tensor | Sketched, apart: Tensor | None = None) -> Tensor:

@@ -1,32 +1,36 @@
-"""Directions that are flat by symmetry: tangents of a network's gauge orbits, and how to take them out.
+"""Directions that are flat by symmetry: tangents of a network's symmetry groups, and how to take them out.
 
 Statement. A group G acts on some weights θ and leaves the network's function alone. The tangent of the orbit
 G·θ is flat for every network of that shape: it says nothing of what was learnt. On the straight line along
-it K ~ t⁴, as the orbit bends away; so a scan that does not take it out first reads every gauge as a dead
+it K ~ t⁴, as the orbit bends away; so a scan that does not take it out first reads every symmetry as a dead
 direction of order 2. The groups here, each with its tangent at θ:
 
-    Mixing        P → (1+X) P, C → C (1+X)⁻¹         dP = X P,  dC = -C X      for each block of `size` units
+    Mixing        P → (1+X) P, C → C (1+X)⁻ᵖ         dP = X P,  dC = -p C X    for each block of `size` units
     ChannelScale  γ → c γ (and β), W → W c⁻¹          dγ = c γ,  dW = -W c      a norm's gain and its readers
     Shift         W → W + 1 aᵀ                        dW = 1 aᵀ                 the rows of a softmax's head,
                                                                                 or of a map before LayerNorm
+    HeadShift     W → W + Δ, W_k → W_k - Δ            dW = Δ,  dW_k = -Δ        a shared head and its stages'
 
 Mixing covers GL(d_h) of a head's values and outputs, GL(d_h) of its queries and keys (C = Qᵀ), where a
 rotation of positions is between them the numbers that commute with it (one complex number for each
-frequency: `form` "half" or "pairs"), hidden units of homogeneous activations (size 1), and neighbouring
-linear maps (size = width). Where several heads share one (GQA) C has the columns of all of them.
+frequency: `form` "half" or "pairs") or one factor for each block ("scalar"), hidden units of homogeneous
+activations (size 1, of degree p: ReLU 1, ReLU² 2), and neighbouring linear maps (size = width). Where several
+heads share one (GQA) C has the columns of all of them. p = 1 unless the size is 1.
 
-Projection on a tangent space is orthogonal. For Mixing, with R = dP Pᵀ - Cᵀ dC, X solves
+Projection on a tangent space is orthogonal. For Mixing, with R = dP Pᵀ - p Cᵀ dC, X solves
 
-    X (P Pᵀ) + (CᵀC) X = R,
+    X (P Pᵀ) + p² (CᵀC) X = R,
 
-in the eigenbases of the two Grams. Several groups share tensors; their sum is taken out by turns until
-nothing more comes (alternating projections).
+in the eigenbases of the two Grams; for HeadShift with K stages Δ = (dW - Σ_k dW_k) / (K + 1). Several groups
+share tensors; their sum is taken out by turns until nothing more comes (alternating projections).
 
 Symbols and shapes. P (n d, i) in n blocks of d rows, a bias as one more column; C (o, g n d) in columns, or
-in rows for queries; g the heads of a group. A direction is a tensor for some parameters, by name.
+in rows for queries; g the heads of a group; W, W_k (classes, d). A direction is a tensor for some parameters,
+by name.
 Cost: O(n d² (i + g o) + n d³) for each projection.
-Source: "Dead Directions: Geometric Singular Learning" §10.1 (the quotient), Definition 82; the groups beside
-rescalings are derived here. `optim/gauges` has the rescalings and shifts that an optimizer can respect.
+Source: "Dead Directions: Geometric Singular Learning" §10.1 (the quotient), Definition 82; "Stage-Partitioned
+Learning" remark 5.3 (a head with one stage's own); the groups beside rescalings are derived here.
+`optim/gauges` has the ones that an optimizer can divide by.
 Limits. Not covered: rotations of the whole residual stream, permutations (they are discrete), convolutions,
 queries, keys and values in one matrix.
 """
@@ -42,8 +46,8 @@ import torch
 from torch import Tensor
 
 Parameters = Mapping[str, Tensor]
-Form = Literal["full", "half", "pairs"]
-"""X of a block: any matrix, or what commutes with a rotation of (i, i + d/2), or of (2i, 2i + 1)."""
+Form = Literal["full", "half", "pairs", "scalar"]
+"""X of a block: any matrix, what commutes with a rotation of (i, i + d/2) or of (2i, 2i + 1), or a number."""
 SIZE = 0.3
 """Of the random X that a symmetry is tested with."""
 SWEEPS = 200
@@ -95,6 +99,10 @@ class Mixing(Symmetry):
     bias: str | None = None
     consumer_bias: str | None = None
     """Of queries: what their rows add."""
+    degree: int = 1
+    """p of the activation between the two."""
+    turned: bool = False
+    """Whether the matrices are (inputs, outputs), as those of GPT-2's Conv1D."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,33 +111,46 @@ class Mixing(Symmetry):
 
     @property
     def group(self) -> str:
+        if self.size == 1 or self.form == "scalar":
+            return "a factor for each unit" if self.size == 1 else f"a factor for each block of {self.size}"
         kind = "GL" if self.form == "full" else "commuting with the rotation, in GL"
-        return "a factor for each unit" if self.size == 1 else f"{kind}({self.size}) for each block"
+        return f"{kind}({self.size}) for each block"
+
+    def units(self, parameters: Parameters) -> int:
+        """The outputs of the producer."""
+        return parameters[self.producer].shape[1 if self.turned else 0]
 
     def dimensions(self, parameters: Parameters) -> int:
-        if self.form != "full":
-            return int(parameters[self.producer].shape[0])
         P, C = self._blocks(parameters, parameters)
+        if self.form != "full":
+            return len(P) * (1 if self.form == "scalar" else self.size)
         idle = (self.size - torch.linalg.matrix_rank(P)) * (self.size - torch.linalg.matrix_rank(C))
         return len(P) * self.size**2 - int(idle.sum())  # X that P does not feed and C does not read
 
     def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
         P, C = self._blocks(parameters, parameters)
         X = self._within(torch.randn(len(P), self.size, self.size, generator=generator).to(P))
-        X = SIZE * X / torch.linalg.matrix_norm(X, 2).clamp_min(1e-30)[:, None, None]
+        sizes = SIZE * (1 + torch.rand(len(P), generator=generator).to(P) / 2)  # no two blocks alike
+        X = X * (sizes / torch.linalg.matrix_norm(X, 2).clamp_min(1e-30))[:, None, None]
         one = torch.eye(self.size, dtype=P.dtype, device=P.device)
-        return self._tensors(parameters, (one + X) @ P, torch.linalg.solve(one + X, C, left=False))
+        for _ in range(self.degree):
+            C = torch.linalg.solve(one + X, C, left=False)
+        return self._tensors(parameters, (one + X) @ P, C)
 
     def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
         P, C = self._blocks(parameters, parameters)
         dP, dC = self._blocks(parameters, direction)
-        R, S, T = dP @ P.mT - C.mT @ dC, P @ P.mT, C.mT @ C
+        p = self.degree
+        R, S, T = dP @ P.mT - p * C.mT @ dC, P @ P.mT, p**2 * C.mT @ C
         X = _sylvester(S, T, R) if self.form == "full" else self._commuting(S, T, R)
-        return self._tensors(parameters, X @ P, -C @ X)
+        return self._tensors(parameters, X @ P, -p * C @ X)
 
     def _commuting(self, S: Tensor, T: Tensor, R: Tensor) -> Tensor:
         """X within the form: its real and imaginary units have orthogonal tangents, each with one number."""
         one = torch.eye(self.size, dtype=R.dtype, device=R.device)
+        if self.form == "scalar":
+            numbers = (R * one).sum((-2, -1)) / ((S + T) * one).sum((-2, -1)).clamp_min(1e-300)
+            return numbers[:, None, None] * one
         first, second = self._partners(R.device)
         turn = torch.zeros_like(one)
         turn[first, second], turn[second, first] = -1.0, 1.0
@@ -151,6 +172,8 @@ class Mixing(Symmetry):
     def _within(self, X: Tensor) -> Tensor:
         if self.form == "full":
             return X
+        if self.form == "scalar":
+            return X[:, :1, :1] * torch.eye(self.size, dtype=X.dtype, device=X.device)
         first, second = self._partners(X.device)
         return self._numbers(X[:, first, first], X[:, second, first])
 
@@ -161,32 +184,33 @@ class Mixing(Symmetry):
     def _blocks(self, like: Parameters, source: Parameters) -> tuple[Tensor, Tensor]:
         """P (n, d, i) and C (n, o g, d) of the source, zero where it has none."""
 
-        def find(name: str | None) -> Tensor | None:
-            return None if name is None else source.get(name, torch.zeros_like(like[name]))
+        def find(name: str) -> Tensor:
+            found = source.get(name, torch.zeros_like(like[name]))
+            return found.mT if self.turned and found.dim() == 2 else found
 
         P, C = find(self.producer), find(self.consumer)
-        assert P is not None
-        assert C is not None
-        P = _with_column(P, find(self.bias))
-        C = _with_column(C, find(self.consumer_bias)).mT if self.by_rows else C
+        P = P if self.bias is None else torch.cat((P, find(self.bias)[:, None]), dim=1)
+        if self.consumer_bias is not None:
+            C = torch.cat((C, find(self.consumer_bias)[:, None]), dim=1)
+        C = C.mT if self.by_rows else C
         n = P.shape[0] // self.size
         return P.reshape(n, self.size, -1), _columns(C, n, self.size)
 
     def _tensors(self, like: Parameters, P: Tensor, C: Tensor) -> dict[str, Tensor]:
         """The blocks as tensors of the parameters' shapes."""
-        found: dict[str, Tensor] = {}
         P = P.reshape(-1, P.shape[-1])
-        found[self.producer] = P[:, : like[self.producer].shape[1]]
-        if self.bias is not None:
-            found[self.bias] = P[:, -1]
         n, _, d = C.shape
-        rows = like[self.consumer].shape[1 if self.by_rows else 0] + (self.consumer_bias is not None)
-        whole = C.reshape(n, rows, -1, d).permute(1, 0, 2, 3).reshape(rows, -1)
-        if not self.by_rows:
-            return {**found, self.consumer: whole}
-        found[self.consumer] = whole.mT[:, : like[self.consumer].shape[1]]
-        if self.consumer_bias is not None:
-            found[self.consumer_bias] = whole.mT[:, -1]
+        inputs, outputs = (0, 1) if self.turned else (1, 0)
+        rows = like[self.consumer].shape[inputs if self.by_rows else outputs]
+        rows += self.consumer_bias is not None
+        C = C.reshape(n, rows, -1, d).permute(1, 0, 2, 3).reshape(rows, -1)
+        C = C.mT if self.by_rows else C
+        found = {}
+        for whole, name, bias in ((P, self.producer, self.bias), (C, self.consumer, self.consumer_bias)):
+            matrix = whole[:, : like[name].shape[inputs]]
+            found[name] = matrix.mT if self.turned else matrix
+            if bias is not None:
+                found[bias] = whole[:, -1]
         return found
 
 
@@ -197,6 +221,8 @@ class ChannelScale(Symmetry):
     gain: str
     readers: tuple[str, ...]
     bias: str | None = None
+    dim: int = 1
+    """The dimension of the readers that counts channels: 0 for GPT-2's Conv1D."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -213,18 +239,28 @@ class ChannelScale(Symmetry):
         gain = parameters[self.gain]
         factor = 1 + SIZE * torch.rand(len(gain), generator=generator).to(gain)
         moved = {name: parameters[name] * factor for name in self._in_front()}
-        return moved | {name: parameters[name] / factor for name in self.readers}
+        return moved | {name: parameters[name] / self._beside(factor) for name in self.readers}
 
     def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
         signs = {**dict.fromkeys(self._in_front(), 1.0), **dict.fromkeys(self.readers, -1.0)}
         top = bottom = torch.zeros_like(parameters[self.gain])
         for name, sign in signs.items():
-            weight = parameters[name].reshape(-1, len(top))
+            weight = self._by_channel(parameters[name])
             bottom = bottom + weight.square().sum(0)
             if name in direction:
-                top = top + sign * (weight * direction[name].reshape(-1, len(top))).sum(0)
+                top = top + sign * (weight * self._by_channel(direction[name])).sum(0)
         c = top / bottom.clamp_min(1e-300)
-        return {name: sign * c * parameters[name] for name, sign in signs.items()}
+        found = {name: c * parameters[name] for name in self._in_front()}
+        return found | {name: -self._beside(c) * parameters[name] for name in self.readers}
+
+    def _by_channel(self, tensor: Tensor) -> Tensor:
+        """(rows, channels)."""
+        tensor = tensor.mT if self.dim == 0 and tensor.dim() == 2 else tensor
+        return tensor.reshape(-1, tensor.shape[-1])
+
+    def _beside(self, factor: Tensor) -> Tensor:
+        """In a shape that multiplies a reader."""
+        return factor[:, None] if self.dim == 0 else factor
 
     def _in_front(self) -> tuple[str, ...]:
         return (self.gain,) if self.bias is None else (self.gain, self.bias)
@@ -263,6 +299,40 @@ class Shift(Symmetry):
         return {self.weight: torch.zeros_like(like) if given is None else given.mean(0).expand_as(like)}
 
 
+@dataclass(frozen=True)
+class HeadShift(Symmetry):
+    """A matrix moved from a head that stages share into the heads that each of them has beside it."""
+
+    shared: str
+    stages: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.shared, *self.stages)
+
+    @property
+    def group(self) -> str:
+        return "a matrix between the shared head and the stages'"
+
+    def dimensions(self, parameters: Parameters) -> int:
+        return parameters[self.shared].numel()
+
+    def act(self, parameters: Parameters, generator: torch.Generator) -> dict[str, Tensor]:
+        head = parameters[self.shared]
+        move = head.square().mean().sqrt() * torch.randn(head.shape, generator=generator).to(head)
+        return {name: parameters[name] + move * sign for name, sign in self._signs.items()}
+
+    def tangent_part(self, parameters: Parameters, direction: Parameters) -> dict[str, Tensor]:
+        move = torch.zeros_like(parameters[self.shared])
+        for name, sign in self._signs.items():
+            move = move + sign * direction[name] / len(self._signs) if name in direction else move
+        return {name: sign * move for name, sign in self._signs.items()}
+
+    @property
+    def _signs(self) -> dict[str, int]:
+        return {self.shared: 1, **dict.fromkeys(self.stages, -1)}
+
+
 def length(direction: Parameters) -> float:
     """The Euclidean length over all its tensors."""
     return float(sum(part.square().sum().item() for part in direction.values()) ** 0.5)
@@ -295,10 +365,6 @@ def _near(symmetries: Sequence[Symmetry], names: set[str]) -> list[Symmetry]:
         names = names.union(*(one.names for one in found))
         rest = [one for one in rest if one not in found]
     return near
-
-
-def _with_column(matrix: Tensor, column: Tensor | None) -> Tensor:
-    return matrix if column is None else torch.cat((matrix, column[:, None]), dim=1)
 
 
 def _columns(C: Tensor, n: int, d: int) -> Tensor:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from topograd.errors import OptimError
 from topograd.optim.gauges.base import Gauge
-from topograd.optim.gauges.head_shift import HeadShift
 from topograd.optim.gauges.homogeneous import ChainedReLURescale, LNScale, ReLURescale
 from topograd.optim.gauges.rescaling import Rescaling
-from topograd.optim.gauges.translation import CEShiftRowShift, Translation
+from topograd.optim.gauges.translation import CEShiftRowShift, HeadShift, Translation
 
 _CHAINS = (ReLURescale, ChainedReLURescale)
 _PRECISE = (torch.float32, torch.float64)

@@ -19,7 +19,7 @@ What the default does, and why (our measurements):
 Symbols: η lr, (β₁, β₂) betas, λ weight_decay (decoupled, before the step; refused on translations).
 
 Cost. State: Adam's, and 2 numbers for each gauge and channel. Time: see `split.py`; Adam itself is torch's
-fused kernel on the components. With `compile` rescaled blocks have one compiled function (`compiled.py`).
+fused kernel on the components.
 
 Source: "Dead Directions: Geometric Singular Learning" algorithm 2, proposition 83; Adam as in "Adam: A Method
 for Stochastic Optimization". The slow, obvious version is `tests.oracles.ddc_adam`.
@@ -39,11 +39,9 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from topograd.errors import OptimError
-from topograd.optim.compiled import CompiledStep
-from topograd.optim.gauges.base import Gauge, Parameters
-from topograd.optim.gauges.rescaling import Rescaling, basis
+from topograd.optim.gauges.base import Gauge
 from topograd.optim.lifted import Group, LiftedOptimizer
-from topograd.optim.split import Slot, Ways, layout_of, nameless, slots_of
+from topograd.optim.split import Slot
 
 _FUSED = ("cpu", "cuda", "mps", "xpu")
 """Devices for which torch has a fused Adam."""
@@ -53,7 +51,7 @@ class DDCAdam(LiftedOptimizer):
     """Adam on invariant components for the parameters of `gauges`, AdamW for all others.
 
     `foreach` and `fused` are torch's, for the parameters outside all gauges. Inside, Adam is fused where
-    torch has it; `compile` compiles the whole step of rescaled blocks, from the second step on.
+    torch has it.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     >>> from topograd.optim.gauges import CEShiftBias, ReLURescale
@@ -64,7 +62,6 @@ class DDCAdam(LiftedOptimizer):
     """
 
     base = "adam"
-    _compiled: CompiledStep | None = None
 
     def __init__(
         self,
@@ -81,7 +78,6 @@ class DDCAdam(LiftedOptimizer):
         rms: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        compile: bool = False,
     ) -> None:
         if foreach and fused:
             raise OptimError("foreach and fused are both set; choose one of them")
@@ -89,37 +85,8 @@ class DDCAdam(LiftedOptimizer):
             raise OptimError(f"betas {betas} must be in [0, 1) and eps {eps} at least 0")
         ways = {"vertical": vertical, "reproject": reproject, "retract": retract, "rms": rms}
         moments = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        kernels = {"foreach": foreach, "fused": fused, "compile": compile}
+        kernels = {"foreach": foreach, "fused": fused}
         super().__init__(params, gauges, {**moments, **ways, **kernels})
-
-    def _at_once(self, gauges: tuple[Rescaling, ...], named: Parameters, group: Group, ways: Ways) -> bool:
-        if not group.get("compile"):  # states of before have none
-            return False
-        slots = slots_of(gauges, named)
-        if not all("exp_avg" in self.state[p] and p.grad is not None for p, _ in slots):
-            return False
-        if self._compiled is None:
-            self._compiled = CompiledStep()
-        states = [(self.state[parameter], prefix) for parameter, prefix in slots]
-        like = slots[0][0]
-        lr = torch.tensor(group["lr"], dtype=like.dtype, device=like.device)
-        made = self._compiled(
-            nameless(layout_of(gauges)),
-            ways,
-            group["betas"],
-            group["eps"],
-            [tensor for tensor, prefix in slots if not prefix],
-            [state[f"{prefix}exp_avg"] for state, prefix in states],
-            [state[f"{prefix}exp_avg_sq"] for state, prefix in states],
-            lr,
-            1 - lr * group["weight_decay"],
-            [(state["step"] + 1).to(like) for state, _ in states],
-            basis(gauges[0].covector),
-        )
-        if made:
-            for state, prefix in states:
-                state["step"] += not prefix
-        return made
 
     def _advance(self, slots: Sequence[Slot], components: list[Tensor], group: Group) -> list[Tensor]:
         fused = components[0].device.type in _FUSED

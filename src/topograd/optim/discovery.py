@@ -1,22 +1,29 @@
-"""Which symmetries does this network have? Candidates from its structure, each tested with numbers.
+"""The gauges of a network: the symmetries that geometry finds, in the form that an optimizer can divide by.
 
-Statement. For each candidate gauge (`discovery_models.py`) with a random group element g, on a float64 copy,
+Statement. `geometry/symmetry_search.py` finds symmetries; each becomes the gauge of whole tensors in it:
+
+    Mixing          ReLURescale: one factor on the producer, its inverse power on the consumer; those that
+                    share a map join to a ChainedReLURescale
+    ChannelScale    LNScale
+    Shift           CEShiftRowShift of a matrix, CEShiftBias of a bias
+    HeadShift       HeadShift, with the rows of every head where these shift too
+
+With a random element g of the gauge itself, on a float64 copy near the model's weights,
 
     residual = ‖f(g·θ) - f(θ)‖ / ‖f(θ)‖         of log-probabilities for gauges that need a softmax
 
 It holds if the residual is at most TOLERANCE, and the network notices when one block of it moves alone: a
 symmetry that the example does not reach, or that a norm behind it makes trivial, is none to rely on.
-Activations between two maps are not looked up but tried: degree 1 (ReLU, linear, the ungated half of
-SwiGLU), then degree 2 (ReLU²). Pairs that share a map join to chains.
 
 Overlaps. A tensor belongs to one gauge. In this order, the first keeps it:
 HeadShift; LNScale, which has a dimension for each channel; chains and pairs, which have one for each map but
-one, and give up the ends that are taken; attention's values with outputs, then queries with keys; the shifts
-of softmax cross-entropy, which are symmetries of a loss and not of the function.
+one, and give up the ends that are taken; queries with keys; the shifts of softmax cross-entropy, which are
+symmetries of a loss and not of the function.
 
 Symbols. `Found.gauges` are disjoint and pass every check of DDCAdam with the model's named_parameters().
 
-Cost: one copy of the model in float64, and a few runs of it for each candidate. The model is not changed.
+Cost: three copies of the model in float64, the runs of the search, and a few more for each gauge. The model
+is not changed.
 
 Source: the gauges are those of "Dead Directions: Geometric Singular Learning" section 11.1 and of
 `optim/gauges`; their discovery is ours.
@@ -28,26 +35,38 @@ leave out gauges with `up_to_softmax`, or what they freeze cannot be learnt.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from topograd.errors import OptimError
+from topograd.geometry import symmetries
+from topograd.geometry.symmetries import ChannelScale, Mixing, Shift, Symmetry
+from topograd.geometry.symmetry_search import (
+    FACTOR,
+    TOLERANCE,
+    FoundSymmetries,
+    Response,
+    find_symmetries,
+    fused_maps,
+    jittered,
+)
 from topograd.optim.assignment import check_gauges
-from topograd.optim.discovery_models import candidates
-from topograd.optim.gauges import ChainedReLURescale, Gauge, HeadShift, LNScale, ReLURescale
-from topograd.optim.gauges.base import Example, default_example, floating_tensors, run
+from topograd.optim.gauges import (
+    CEShiftBias,
+    CEShiftRowShift,
+    ChainedReLURescale,
+    Gauge,
+    HeadShift,
+    LNScale,
+    ReLURescale,
+)
+from topograd.optim.gauges.base import Example, Parameters, runner
 from topograd.optim.gauges.rescaling import Rescaling
 
-TOLERANCE = 1e-7
-"""Largest residual of a symmetry; broken ones showed 1e-5 and more, rounding 1e-15."""
 DEGREES = (1.0, 2.0)
-ALONE = 1.5
-"""The factor on one block, to see whether the network notices."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,7 @@ class Found:
     set_aside: tuple[SetAside, ...]
 
 
+@torch.no_grad()
 def find_gauges(model: nn.Module, example: Example | None = None) -> Found:
     """The symmetries of a network, each confirmed on an example (an input, or a function that runs it).
 
@@ -96,42 +116,59 @@ def find_gauges(model: nn.Module, example: Example | None = None) -> Found:
     """
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise OptimError(f"find_gauges needs a module with parameters, not {type(model).__name__}")
-    search = _Search(model, example)
-    found = candidates(search.twin, search.example)
-    search.undecided += [Undecided(*remark) for remark in found.remarks]
-    confirmed = [gauge for gauge in found.gauges if search.holds(gauge)]
+    twin, run = runner(model, example)
+    check = _Check(model, Response(run, jittered(twin)))
+    found = find_symmetries(twin, run)
+    check.undecided += _remarks(model, found)
+    every = [*found.symmetries, *found.unconfirmed]
+    mixings = [one for one in every if isinstance(one, Mixing)]
+    others = dict.fromkeys(g for one in every for g in _gauges(one, check.named))
+    confirmed = [gauge for gauge in others if check.holds(gauge)]
     if any(isinstance(gauge, HeadShift) and gauge.rows for gauge in confirmed):  # it is both
         confirmed = [gauge for gauge in confirmed if not isinstance(gauge, HeadShift) or gauge.rows]
+    chains = check.pairs(_rescaling(one, check.named) for one in mixings if not one.by_rows)
+    by_rows = check.pairs(_rescaling(one, check.named) for one in mixings if one.by_rows)
     chosen = _Choice()
     chosen.take(gauge for gauge in confirmed if isinstance(gauge, HeadShift))
     chosen.take(gauge for gauge in confirmed if isinstance(gauge, LNScale))
-    chosen.take(_chains(chosen.free(search.pairs(found.pairs)), search))
-    chosen.take(gauge for gauge in found.attentions if search.holds(gauge))
+    chosen.take(_chains(chosen.free(chains), check))
+    chosen.take(by_rows)
     chosen.take(gauge for gauge in confirmed if not isinstance(gauge, (HeadShift, LNScale)))
-    return Found(
-        tuple(chosen.gauges), tuple(search.undecided), tuple(search.rejected), tuple(chosen.set_aside)
-    )
+    return Found(tuple(chosen.gauges), tuple(check.undecided), tuple(check.rejected), tuple(chosen.set_aside))
 
 
-class _Search:
-    """A float64 copy of the model, what it says on the example, and what became of each candidate."""
+def _gauges(symmetry: Symmetry, named: Parameters) -> Iterator[Gauge]:
+    """What a symmetry that is no Mixing may be to an optimizer."""
+    match symmetry:
+        case ChannelScale():
+            yield LNScale(symmetry.gain, symmetry.readers, symmetry.bias, symmetry.dim)
+        case symmetries.HeadShift():
+            yield from (HeadShift(symmetry.shared, symmetry.stages, rows) for rows in (True, False))
+        case Shift():
+            kind = CEShiftBias if named[symmetry.weight].dim() == 1 else CEShiftRowShift
+            yield kind(symmetry.weight)
 
-    def __init__(self, model: nn.Module, example: Example | None) -> None:
-        self.model = model
+
+def _rescaling(pair: Mixing, named: Parameters) -> ReLURescale:
+    """One factor on the producer; where rows meet, on the map that the model has first."""
+    one, other = (pair.producer, pair.bias), (pair.consumer, pair.consumer_bias)
+    names = list(named)
+    if pair.by_rows and names.index(other[0]) < names.index(one[0]):
+        one, other = other, one
+    return ReLURescale(one[0], other[0], one[1], float(pair.degree))
+
+
+class _Check:
+    """Which gauges an optimizer can use, and what became of the others."""
+
+    def __init__(self, model: nn.Module, network: Response) -> None:
+        self.named = dict(model.named_parameters())
         self.undecided: list[Undecided] = []
         self.rejected: list[Rejected] = []
-        self.twin = copy.deepcopy(model).double().eval().requires_grad_(False)
-        self.named = dict(self.twin.named_parameters())
-        generator = torch.Generator().manual_seed(0)
-        for tensor in self.named.values():
-            if not tensor.any():  # zeros hide what holds
-                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-        given = default_example(self.twin, generator) if example is None else example
-        self.example = _every_stage(self.twin, given)
-        self.before = self._outputs()
-        if not self.before or not all(tensor.isfinite().all() for tensor in self.before):
+        self._network = network
+        if not network.before or not all(tensor.isfinite().all() for tensor in network.before):
             raise OptimError(f"{type(model).__name__} returned no finite floating tensor on the example")
-        if self._away(self._outputs(), softmax=False) > TOLERANCE:
+        if network.away({}) > TOLERANCE:
             raise OptimError(f"{type(model).__name__} says different things in two runs; make it repeatable")
 
     def holds(self, gauge: Gauge) -> bool:
@@ -145,73 +182,45 @@ class _Search:
             return True
         return False
 
-    def pairs(self, given: Sequence[ReLURescale]) -> list[ReLURescale]:
+    def pairs(self, given: Iterable[ReLURescale]) -> list[ReLURescale]:
         """The pairs that hold at some degree; a map feeds one other, and is fed by one."""
         kept: list[ReLURescale] = []
-        for pair in given:
-            if any(pair.up == other.up or pair.down == other.down for other in kept):
-                continue
-            tried = [replace(pair, degree=degree) for degree in DEGREES]
-            best = min(tried, key=self.residual)
-            if self.holds(best):
-                kept.append(best)
+        for pair in dict.fromkeys(given):
+            tried = [replace(pair, degree=degree) for degree in (pair.degree, *DEGREES)]
+            best = next((one for one in tried if self.residual(one) <= TOLERANCE), None)
+            taken = any(pair.up == other.up or pair.down == other.down for other in kept)
+            if not (best and taken) and self.holds(best or pair):
+                kept.append(best or pair)
         return kept
 
-    @torch.no_grad()
     def residual(self, gauge: Gauge) -> float:
         """How much of the output a random element of the gauge changes."""
-        element = gauge.element(self.named, torch.Generator().manual_seed(0))
-        return self._moved(gauge.act(self.named, element), gauge.up_to_softmax)
+        here = self._network.parameters
+        element = gauge.element(here, torch.Generator().manual_seed(0))
+        return self._network.away(gauge.act(here, element), gauge.up_to_softmax)
 
     def _obstacle(self, gauge: Gauge) -> str:
         """Why a symmetry that holds cannot be used, or nothing."""
-        own = dict(self.model.named_parameters())
-        frozen = [name for name in gauge.names if not own[name].requires_grad]
+        frozen = [name for name in gauge.names if not self.named[name].requires_grad]
         if frozen:
             return f"it holds, but {frozen[0]!r} does not learn (requires_grad is False)"
-        if isinstance(gauge, Rescaling):
-            try:
-                gauge.check_norms({name: own[name].detach() for name in gauge.names})
-            except OptimError as error:
-                return f"{_holds_but(gauge, error)}; or look again after some steps without it"
-        group = {"params": list(own.values()), "param_names": list(own), "weight_decay": 0.0}
+        group = {"params": list(self.named.values()), "param_names": list(self.named), "weight_decay": 0.0}
+        try:
+            if isinstance(gauge, Rescaling):
+                gauge.check_norms(self.named)
+        except OptimError as error:
+            return f"{_holds_but(gauge, error)}; or look again after some steps without it"
         try:
             check_gauges([gauge], [group])
         except OptimError as error:
             return _holds_but(gauge, error)
-        unseen = [names for names in _parts(gauge) if not self._notices(names, gauge.up_to_softmax)]
-        if unseen:
-            words = ", ".join(map(repr, unseen[0]))
-            return f"the size of {words} does not show: a norm takes it out, or the example does not reach it"
+        for names in _parts(gauge):
+            moved = {name: FACTOR * self._network.parameters[name] for name in names}
+            if self._network.away(moved, gauge.up_to_softmax) <= TOLERANCE:
+                words = ", ".join(map(repr, names))
+                why = "a norm takes it out, or the example does not reach it"
+                return f"the size of {words} does not show: {why}"
         return ""
-
-    @torch.no_grad()
-    def _notices(self, names: Sequence[str], softmax: bool) -> bool:
-        return self._moved({name: ALONE * self.named[name] for name in names}, softmax) > TOLERANCE
-
-    def _moved(self, tensors: dict[str, Tensor], softmax: bool) -> float:
-        """What these values in the place of the copy's own change."""
-        kept = {name: self.named[name].clone() for name in tensors}
-        for name, tensor in tensors.items():
-            self.named[name].copy_(tensor)
-        away = self._away(self._outputs(), softmax)
-        for name, tensor in kept.items():
-            self.named[name].copy_(tensor)
-        return away
-
-    @torch.no_grad()
-    def _outputs(self) -> list[Tensor]:
-        return [tensor.double() for tensor in floating_tensors(run(self.twin, self.example))]
-
-    def _away(self, after: list[Tensor], softmax: bool) -> float:
-        """The largest relative change of an output; infinite where one is not finite."""
-        worst = 0.0
-        for one, other in zip(self.before, after, strict=True):
-            if softmax:
-                one, other = one.log_softmax(-1), other.log_softmax(-1)
-            away = ((other - one).norm() / one.norm().clamp_min(1e-300)).item()
-            worst = max(worst, away if away == away else float("inf"))
-        return worst
 
 
 @dataclass
@@ -240,7 +249,7 @@ class _Choice:
         return True
 
 
-def _chains(pairs: Sequence[ReLURescale], search: _Search) -> list[Gauge]:
+def _chains(pairs: Sequence[ReLURescale], check: _Check) -> list[Gauge]:
     """Pairs that share a map as one gauge each."""
     after = {pair.up: pair for pair in pairs}
     fed = {pair.down for pair in pairs}
@@ -253,7 +262,7 @@ def _chains(pairs: Sequence[ReLURescale], search: _Search) -> list[Gauge]:
             chain.append(after[chain[-1].down])
         weights = [link.up for link in chain] + [chain[-1].down]
         joint = ChainedReLURescale(weights, [link.bias for link in chain], [link.degree for link in chain])
-        gauges += [pair] if len(chain) == 1 else [joint] if search.holds(joint) else chain
+        gauges += [pair] if len(chain) == 1 else [joint] if check.holds(joint) else chain
     return gauges
 
 
@@ -268,17 +277,29 @@ def _parts(gauge: Gauge) -> list[tuple[str, ...]]:
     return [(name,) for name in gauge.names]
 
 
-def _every_stage(model: Any, example: Example) -> Example:
-    """For a stack with heads for its stages, a function that reads all of them; else the example itself."""
-    has = all(hasattr(model, name) for name in ("embed", "bus", "layers", "readout", "last_stage"))
-    if not has or not isinstance(example, Tensor):
-        return example
-
-    def read(network: Any) -> list[Tensor]:
-        h = network.embed(example)
-        bus = network.bus(h, example)
-        for layer in network.layers:
-            h = layer(h, bus)
-        return [network.readout(h, stage) for stage in range(network.last_stage + 1)]
-
-    return read
+def _remarks(model: nn.Module, found: FoundSymmetries) -> Iterator[Undecided]:
+    """What is there and no gauge covers."""
+    fused = next(fused_maps(model), None)
+    if fused is not None:
+        yield Undecided(fused, "queries, keys and values are one matrix: split it; gauges move whole tensors")
+    if fused is not None or any(isinstance(one, Mixing) and one.size > 1 for one in found.symmetries):
+        yield Undecided(
+            "attention heads and linear maps",
+            "a factor for each head, and an invertible matrix for each head's values and outputs (queries "
+            "and keys, if no rotation is between them), may hold too; gauges here scale whole tensors",
+        )
+    modules = list(model.modules())
+    if any(type(module).__name__ == "Conv1D" for module in modules):
+        yield Undecided(
+            "Conv1D", "its matrices are (inputs, outputs); a ReLURescale with a bias is refused there"
+        )
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
+        yield Undecided(
+            "dropout", "it was off; a mask multiplies, so that a rescaling holds for each mask too"
+        )
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
+        yield Undecided(
+            "batch norm", "it used running statistics; with a batch's own, sizes before it are lost"
+        )
+    if any(hasattr(module, "deltas") and getattr(module, "rank", None) for module in modules):
+        yield Undecided("per-stage heads", "of low rank, they cannot take every shift of the shared head")

@@ -98,10 +98,6 @@ class LiftedOptimizer(Optimizer, ABC):
             for split in self._splits(active, named, group):
                 split.apply(self._advance(split.slots, split.components, group), group["lr"])
 
-    def _at_once(self, gauges: tuple[Rescaling, ...], named: Parameters, group: Group, ways: Ways) -> bool:
-        """Whether the base has made the step of these gauges in a way of its own."""
-        return False
-
     def _splits(
         self, gauges: Sequence[Gauge], named: Parameters, group: Group
     ) -> Iterator[TranslationSplit | RescalingSplit]:
@@ -114,8 +110,7 @@ class LiftedOptimizer(Optimizer, ABC):
             if isinstance(gauge, Translation):
                 yield TranslationSplit(gauge, named, ways)
         for batch in batches([gauge for gauge in gauges if isinstance(gauge, Rescaling)], named):
-            if not self._at_once(batch, named, group, ways):
-                yield RescalingSplit.of(batch, named, keep, ways)
+            yield RescalingSplit(batch, named, keep, ways)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state; the gauges must be those that it was saved with."""

@@ -69,7 +69,7 @@ class TranslationSplit:
         self._tensors = [parameters[name] for name in gauge.names]
         gradients = [gradient(tensor) for tensor in self._tensors]
         self._vertical = gauge.collapse(gradients)
-        self.components = _foreach_sub(gradients, gauge.spread(self._vertical))
+        self.components = list(torch._foreach_sub(gradients, gauge.spread(self._vertical)))
         self.slots: list[Slot] = [(tensor, "") for tensor in self._tensors]
         if ways.vertical == "base":
             self.components.append(self._vertical)
@@ -90,42 +90,26 @@ class RescalingSplit:
     """Some rescaling gauges with one covector: their components, and the step."""
 
     def __init__(
-        self,
-        layout: Layout,
-        frame: tuple[Tensor, Tensor],
-        tensors: Sequence[Tensor],
-        keep: float | Tensor,
-        ways: Ways,
+        self, gauges: tuple[Rescaling, ...], parameters: Parameters, keep: float, ways: Ways
     ) -> None:
-        """`tensors` are blocks and followers as in the layout, `frame` is `basis` of the gauges' covector."""
-        self._layout, self._ways, self._keep = layout, ways, keep
-        count = len(layout.pieces)
-        self._blocks, self._followers = list(tensors[:count]), list(tensors[count:])
-        self.slots: list[Slot] = []
+        self._layout, self._ways, self._keep = layout_of(gauges), ways, keep
+        self._blocks = [parameters[piece.name] for piece, _ in self._layout.pieces]
+        self._followers = [parameters[one.piece.name] for one, _ in self._layout.followers]
+        self.slots: list[Slot] = [(tensor, "") for tensor in self._blocks + self._followers]
+        self.slots += [(parameters[gauge.names[0]], "radial_") for gauge in gauges]
         gradients = [gradient(tensor) for tensor in self._blocks + self._followers]
         squares = self._dots(self._blocks)
-        self._sizes = [len(squares[index]) for index in layout.firsts]
+        self._sizes = [len(squares[index]) for index in self._layout.firsts]
         own = keep * self._gather(self._dots(gradients))
         self._norms = keep * self._gather(squares).sqrt()
-        self._radial, self._basis = (part.to(own) for part in frame)
+        self._radial, self._basis = (part.to(own) for part in basis(gauges[0].covector))
         gamma = self._gamma(own, gradients[len(self._blocks) :])
         self._u = gamma @ self._basis
         radial = (gamma @ self._radial).unsqueeze(-1)
         scalars = torch.cat([radial, self._u], -1) if ways.vertical == "base" else radial
         self.components = [*self._tangential(gradients, own), *scalars.split(self._sizes)]
 
-    @classmethod
-    def of(
-        cls, gauges: tuple[Rescaling, ...], parameters: Parameters, keep: float, ways: Ways
-    ) -> RescalingSplit:
-        """The split of these gauges, with the slots of its components."""
-        slots = slots_of(gauges, parameters)
-        tensors = [tensor for tensor, prefix in slots if not prefix]
-        found = cls(layout_of(gauges), basis(gauges[0].covector), tensors, keep, ways)
-        found.slots = slots
-        return found
-
-    def apply(self, steps: Sequence[Tensor], lr: float | Tensor) -> None:
+    def apply(self, steps: Sequence[Tensor], lr: float) -> None:
         """Move the parameters by steps of the components."""
         count = len(self._blocks) + len(self._followers)
         moves, scalars = list(steps[: len(self._blocks)]), torch.cat(list(steps[count:]))
@@ -136,19 +120,19 @@ class RescalingSplit:
         scales = self._norms / self._numel().sqrt() if self._ways.rms else self._norms
         radial = self._keep * self._gather(self._dots(moves)) / self._norms.square()
         growth = torch.ones_like(logs) if self._ways.retract else logs.exp()
-        _multiply(self._blocks, self._scatter(self._keep * (growth - scales * radial)))
-        _add_products(self._blocks, moves, self._scatter(scales))
+        torch._foreach_mul_(self._blocks, self._scatter(self._keep * (growth - scales * radial)))
+        torch._foreach_addcmul_(self._blocks, moves, self._scatter(scales))
         if self._ways.retract:
             moved = self._gather(self._dots(self._blocks)).sqrt()
-            _multiply(self._blocks, self._scatter(logs.exp() * self._norms / moved))
+            torch._foreach_mul_(self._blocks, self._scatter(logs.exp() * self._norms / moved))
         if self._followers:
             self._follow(steps[len(self._blocks) : count], logs, scales)
 
     def _tangential(self, gradients: list[Tensor], own: Tensor) -> list[Tensor]:
         """τ_b = n_b g_b - W_b γ_b / n_b for the blocks; N g for the followers."""
-        tangential = _products(gradients[: len(self._blocks)], self._scatter(self._norms))
+        tangential = torch._foreach_mul(gradients[: len(self._blocks)], self._scatter(self._norms))
         inward = self._scatter(-self._keep * own / self._norms)
-        _add_products(tangential, self._blocks, inward)
+        torch._foreach_addcmul_(tangential, self._blocks, inward)
         followers = gradients[len(self._blocks) :]
         scales = self._follower_factors(self._norms.log())
         return [*tangential, *(g * scale for g, scale in zip(followers, scales, strict=True))]
@@ -235,52 +219,6 @@ def layout_of(gauges: tuple[Rescaling, ...]) -> Layout:
     return Layout(len(gauges), count, tuple(firsts), tuple(pieces), tuple(followers))
 
 
-@functools.lru_cache(maxsize=256)
-def nameless(layout: Layout) -> Layout:
-    """The same layout for tensors of any name."""
-    pieces = tuple((Piece("", piece.dim), cell) for piece, cell in layout.pieces)
-    followers = tuple(
-        (Follower(Piece("", one.piece.dim), one.powers), gauge) for one, gauge in layout.followers
-    )
-    return Layout(layout.gauges, layout.count, layout.firsts, pieces, followers)
-
-
-def slots_of(gauges: tuple[Rescaling, ...], parameters: Parameters) -> list[Slot]:
-    """Where the components of some gauges keep their state: blocks, followers, then radial numbers."""
-    layout = layout_of(gauges)
-    names = [piece.name for piece, _ in layout.pieces]
-    names += [follower.piece.name for follower, _ in layout.followers]
-    slots: list[Slot] = [(parameters[name], "") for name in names]
-    return slots + [(parameters[gauge.names[0]], "radial_") for gauge in gauges]
-
-
 def gradient(tensor: Tensor) -> Tensor:
     """A tensor's gradient; zeros where it has none though others of its gauge have."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def _multiply(tensors: list[Tensor], factors: list[Tensor]) -> None:
-    """Here and below: a compiler fuses single operations with their neighbours, and lists of them not."""
-    if not torch.compiler.is_compiling():
-        torch._foreach_mul_(tensors, factors)
-        return
-    for tensor, factor in zip(tensors, factors, strict=True):
-        tensor.mul_(factor)
-
-
-def _products(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
-    if not torch.compiler.is_compiling():
-        return list(torch._foreach_mul(tensors, factors))
-    return [tensor * factor for tensor, factor in zip(tensors, factors, strict=True)]
-
-
-def _add_products(tensors: list[Tensor], others: list[Tensor], factors: list[Tensor]) -> None:
-    if not torch.compiler.is_compiling():
-        torch._foreach_addcmul_(tensors, others, factors)
-        return
-    for tensor, other, factor in zip(tensors, others, factors, strict=True):
-        tensor.addcmul_(other, factor)
-
-
-def _foreach_sub(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_sub(list(tensors), list(others)))

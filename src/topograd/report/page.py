@@ -14,15 +14,21 @@ from typing import Any
 
 from topograd.errors import RunError
 from topograd.files import write_atomic
-from topograd.report.core import core_panel
 from topograd.report.data import RunData, bpb_prediction, entry, number, stage_count
-from topograd.report.decoding import decoding_section
+from topograd.report.depth_text import depth_fragment
 from topograd.report.drawing import render, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.precision import precision_panel
-from topograd.report.stage_figures import memory_panel, rank_panel, reliability_panel
+from topograd.report.stage_figures import (
+    core_panel,
+    memory_panel,
+    precision_panel,
+    rank_panel,
+    reliability_panel,
+)
 from topograd.report.tables import (
+    DASH,
+    Table,
     all_numbers,
     comparison_numbers,
     fixed,
@@ -30,6 +36,20 @@ from topograd.report.tables import (
     percent,
     settings,
     whole,
+)
+
+_DECODING_COLUMNS = (
+    ("tokens_per_second", "tokens/s", 0),
+    ("speedup", "speedup", 2),
+    ("agreement", "agreement", 4),
+    ("identical", "identical texts", 2),
+    ("mean_stage", "mean stage", 2),
+    ("acceptance", "acceptance", 2),
+)
+_DECODING_NOTE = (
+    "Full depth runs every stage for every token. A prefix stops after some of them. Wand lets a token leave "
+    "where its lead is large; agreement is the share of held-out tokens that it writes as full depth would. "
+    "Speculation drafts with the first stages and lets the others verify: it writes what full depth writes."
 )
 
 
@@ -195,3 +215,41 @@ def _samples(comparison: Mapping[str, Any] | None) -> str:
         return ""
     note = '<p class="note">Each block begins with its prompt, in colour; the model wrote the rest.</p>'
     return section("samples", "Samples", note + "\n".join(blocks))
+
+
+def decoding_section(decoding: Mapping[str, Any] | None) -> str:
+    """The part as HTML; empty if nothing was measured."""
+    ways = entry(decoding, "bench", "ways")
+    if not isinstance(ways, list) or not ways:
+        return ""
+    table = Table(
+        "Ways of running the reference model, one text at a time",
+        ("way", *(name for _, name, _ in _DECODING_COLUMNS)),
+        tuple(
+            (
+                str(entry(way, "way") or DASH),
+                *(_cell(way, key, digits) for key, _, digits in _DECODING_COLUMNS),
+            )
+            for way in ways
+        ),
+    )
+    note = f'<p class="note">{escape(_DECODING_NOTE)}</p>'
+    body = f"{note}{table_html(table)}{_picture(entry(decoding, 'picture'))}"
+    return section("decoding", "As much depth as a token needs", body)
+
+
+def _cell(way: object, key: str, digits: int) -> str:
+    value = number(entry(way, key))
+    return fixed(value, digits) if digits else whole(value)
+
+
+def _picture(picture: object) -> str:
+    """The text in its colours; nothing if it is not there or not whole."""
+    pieces, stages = entry(picture, "pieces"), entry(picture, "stages")
+    if not isinstance(pieces, list) or not isinstance(stages, int):
+        return ""
+    try:
+        whole_pieces = [(str(text), int(left)) for text, left in pieces]
+        return depth_fragment(str(entry(picture, "prompt") or ""), whole_pieces, stages)
+    except (TypeError, ValueError):
+        return ""

@@ -1,4 +1,5 @@
-"""The figures that look at the stages one by one: calibration, memory, rank and usefulness (4 to 6).
+"""The figures that look at the stages one by one: calibration, memory, rank and usefulness (4 to 6), and,
+where `topograd eval` left them, CORE and weights in fewer bits by prefix.
 
 As in `figures`: a panel without a figure says why, and all is called inside `drawing.style()`.
 
@@ -16,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from topograd.report.data import Array, RunData, entry, number, numbers, stage_count
+from topograd.report.data import Array, RunData, entry, number, numbers, percent_above, stage_count
 from topograd.report.drawing import BACKPROP, MUTED, Bar, bars, look, new_figure, panels
 from topograd.report.figures import Panel
 from topograd.report.tables import DASH, Table, byte_unit, fixed, size, whole
@@ -24,6 +25,17 @@ from topograd.report.tables import DASH, Table, byte_unit, fixed, size, whole
 _COLUMNS = 4  # reliability diagrams in a row
 _BESIDE = 5  # stages whose bars fit half the width
 _OTHER = "#b4bccb"
+PRECISIONS = ("int8", "int4")
+_PRECISION_CAPTION = (
+    "Weights in blocks of 32 small integers; activations are rounded to 8 bits too. Left: bits per byte "
+    "above those of the float32 model on the same held-out text. Right: the share of tokens where both have "
+    "the same likeliest token. A model of fewer bits is another model: what is exact is exact for that one."
+)
+_CORE_CAPTION = (
+    "The mean over tasks of (accuracy - chance) / (1 - chance), for each exit: 0 is chance, 1 is perfect. "
+    "Bars are the middle 95 % of a bootstrap over items. They say how far other items would move a value, "
+    "and not how far another training would."
+)
 
 
 @dataclass(frozen=True)
@@ -244,3 +256,103 @@ def _draw_sides(sides: list[tuple[str, str, list[Bar]]], *, stacked: bool) -> Fi
         bars(axes, drawn, slots)
         axes.set(title=head, ylabel=unit, xlabel="stage")
     return figure
+
+
+def core_panel(staged: RunData, backprop: RunData | None) -> Panel | None:
+    """The figure, if the run was evaluated on CORE."""
+    found = _core_rows(staged.evaluation.get("core"))
+    if not found:
+        return None
+    name = str(entry(staged.evaluation.get("core"), "name"))
+    rows = [(f"stages 1..{k}" if len(found) > 1 else "all stages", *row) for k, row in enumerate(found, 1)]
+    other = _core_rows(backprop.evaluation.get("core")) if backprop else []
+    same = _core_asked(staged.evaluation.get("core")) == _core_asked(
+        backprop.evaluation.get("core") if backprop else None
+    )
+    caption = _CORE_CAPTION
+    if other and same:
+        rows.append(("backprop", *other[-1]))
+    elif other:
+        caption += " The backprop run was evaluated on other tasks or items, so it is left out."
+    figure = new_figure(1.3 + 0.34 * len(rows))
+    (axes,) = panels(figure, 1)
+    for place, (label, value, low, high) in enumerate(rows):
+        colour = BACKPROP if label == "backprop" else look(place, len(rows)).colour
+        axes.errorbar(
+            [value], [place], xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=3
+        )
+    axes.axvline(0.0, color=BACKPROP, linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(name)
+    cells = tuple(
+        (label, fixed(value, 4), f"{fixed(low, 4)} to {fixed(high, 4)}") for label, value, low, high in rows
+    )
+    alt = f"{name}: " + "; ".join(f"{label} {value}, {span}" for label, value, span in cells) + "."
+    table = Table(f"{name} by prefix", ("model", name, "95 % of resampled items"), cells)
+    return Panel("core", f"{name} by number of stages", caption, figure, alt, table)
+
+
+def _core_asked(core: Mapping[str, Any] | None) -> object:
+    """What was asked: the name of the mean, and how many items of each task."""
+    tasks = entry(core, "tasks")
+    counts = {label: entry(task, "items") for label, task in tasks.items()} if isinstance(tasks, dict) else {}
+    return entry(core, "name"), entry(core, "baselines"), counts
+
+
+def _core_rows(core: Mapping[str, Any] | None) -> list[tuple[float, float, float]]:
+    """Value and interval of each exit; nothing where the record is not whole."""
+    values, spans = entry(core, "core"), entry(core, "interval")
+    if not isinstance(values, list) or not isinstance(spans, list) or len(values) != len(spans):
+        return []
+    rows = []
+    for value, span in zip(values, spans, strict=True):
+        ends = span if isinstance(span, list) and len(span) == 2 else [math.nan, math.nan]
+        rows.append((number(value), number(ends[0]), number(ends[1])))
+    return rows if all(map(math.isfinite, (x for row in rows for x in row))) else []
+
+
+def precision_panel(run: RunData) -> Panel | None:
+    """The figure, if the run was evaluated with such weights."""
+    found = {
+        name: rows
+        for name in PRECISIONS
+        if (rows := _precision_rows(entry(run.evaluation.get("precision"), name)))
+    }
+    if not found:
+        return None
+    figure = new_figure(3.0)
+    cost, agreement = panels(figure, 2)
+    cells = []
+    for place, (name, rows) in enumerate(found.items()):
+        exits = range(1, len(rows) + 1)
+        style = look(place, len(found))
+        above = [percent_above(bpb, own) for bpb, own, _ in rows]
+        cost.plot(exits, above, marker="o", color=style.colour, label=name)
+        agreement.plot(
+            exits, [100 * agreed for *_, agreed in rows], marker="o", color=style.colour, label=name
+        )
+        for k, (extra, (bpb, own, agreed)) in enumerate(zip(above, rows, strict=True), 1):
+            cells.append(
+                (name, str(k), fixed(bpb, 4), fixed(own, 4), fixed(extra, 2), fixed(100 * agreed, 2))
+            )
+    for axes, label in ((cost, "BPB above float32, %"), (agreement, "same likeliest token, %")):
+        axes.set_xlabel("stages")
+        axes.set_ylabel(label)
+        axes.set_xticks(range(1, max(map(len, found.values())) + 1))
+        axes.legend()
+    columns = ("weights", "stages", "BPB", "float32", "above, %", "same token, %")
+    alt = (
+        "; ".join(f"{row[0]}, {row[1]} stages: {row[4]} % above, {row[5]} % the same" for row in cells) + "."
+    )
+    table = Table("Weights in fewer bits", columns, tuple(cells))
+    return Panel("precision", "Weights in fewer bits", _PRECISION_CAPTION, figure, alt, table)
+
+
+def _precision_rows(cost: Mapping[str, Any] | None) -> list[tuple[float, float, float]]:
+    """BPB, float32's and agreement of each exit; nothing where the record is not whole."""
+    lists = [list(numbers(entry(cost, key))) for key in ("bpb", "float32_bpb", "agreement")]
+    if not lists[0] or len({len(values) for values in lists}) > 1:
+        return []
+    rows = [(float(a), float(b), float(c)) for a, b, c in zip(*lists, strict=True)]
+    return rows if all(map(math.isfinite, (x for row in rows for x in row))) else []

@@ -1,9 +1,17 @@
-"""A trained model as properties see it: the model, the text that it is read on, and readings made once."""
+"""Trained models: what properties are read from, what each is worth, and candidates trained as runs.
+
+Readings that several properties share are made once. The worth of a run is its measured J (eq. 30,
+`utility.py`). A candidate of a Pareto study is trained in its folder, resumed from it, and read as objectives
+by name (`properties.py`); what is not asked for is not measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,10 +20,16 @@ from topograd.decode.calibrate import exit_readings
 from topograd.decode.readings import Readings
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
+from topograd.runs.config import TrainConfig
 from topograd.runs.session import Session
+from topograd.search.candidates import Candidate
+from topograd.search.pareto import Train
+from topograd.search.properties import read_numbers, read_properties
 from topograd.search.property_probes import Specialist, backwards, specialist
+from topograd.search.utility import Terms, Weights, utility
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Evaluation, evaluate
+from topograd.training.trainer import resume, start
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,3 +89,47 @@ class Trained:
     @property
     def device(self) -> torch.device:
         return next(self.stack.parameters()).device
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a trained model is worth."""
+
+    utility: float
+    """J; less is better."""
+    terms: Terms
+    """Its six terms, as measured."""
+    shares: dict[str, float]
+    """What each term adds to J: times its weight, with its sign."""
+    properties: dict[str, Any]
+    """Whatever else was asked for."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worth(trained: Trained, weights: Weights, properties: Sequence[str] = ()) -> Worth:
+    """Measure the terms of J on a trained model, and weigh them."""
+    terms = Terms(**read_numbers(trained, [field.name for field in fields(Terms)]))
+    shares = {name: getattr(weights, name, 1.0) * value for name, value in asdict(terms).items()}
+    shares["capability"] = 0.0 - shares["capability"]
+    return Worth(utility(terms, weights), terms, shares, read_properties(trained, properties))
+
+
+def as_runs(base: TrainConfig, objectives: Sequence[str]) -> Train:
+    """Train candidates with the settings of `base`, whose `steps` are the full budget, and read objectives.
+
+    The schedule of the learning rate is that of the full budget at every rung. A run saves itself as its
+    settings say, so a kill costs at most the steps since the last checkpoint, and they are the same again.
+    """
+
+    def train(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
+        config = replace(base, topology=candidate.topology(base.topology))
+        trainer = resume(folder) if (folder / "config.toml").exists() else start(config, folder)
+        result = trainer.train(stop_after=steps)
+        if result["steps"] < steps:
+            raise KeyboardInterrupt
+        trained = Trained(trainer.stack, trainer.plan, trainer.text, layers=trainer.config.model.layers)
+        return read_numbers(trained, objectives)
+
+    return train

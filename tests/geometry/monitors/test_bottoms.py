@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from topograd.errors import GeometryError
 from topograd.geometry.factors import kfac_factors
-from topograd.geometry.monitors.bottoms import BottomMonitor, Conditions, loss_axis, sigma_axis
+from topograd.geometry.monitors.bottoms import BottomMonitor, Conditions
 from topograd.geometry.rates import log_grid
 from topograd.geometry.selection import EXCEEDED
 
@@ -47,7 +47,7 @@ def chain(t: float, gauge: bool = False) -> dict[str, Layer]:
 def recorded(gauge: bool = False) -> BottomMonitor:
     monitor = BottomMonitor()
     for t in log_grid(1e-2, 0.1).tolist():
-        monitor.record(loss_axis(t ** (2 * DEPTH), DEPTH), chain(t, gauge))
+        monitor.record(t, chain(t, gauge))
     return monitor
 
 
@@ -126,11 +126,6 @@ def test_with_the_factors_of_a_real_chain() -> None:
         assert reading.rate.slope == pytest.approx(predicted[name], abs=0.01)
 
 
-def test_the_axes() -> None:
-    assert loss_axis(0.3**8, 4) == pytest.approx(0.3)
-    assert sigma_axis(0.3**2, 2) == pytest.approx(0.3)
-
-
 def test_bad_records_are_named() -> None:
     monitor = BottomMonitor()
     with pytest.raises(GeometryError, match=r"exponents for \['layer 1'.*; recorded layers: none"):
@@ -144,5 +139,3 @@ def test_bad_records_are_named() -> None:
         monitor.record(0.2, {k: v for k, v in chain(0.2).items() if k != "layer 1"})
     with pytest.raises(GeometryError, match="0 ranks"):
         BottomMonitor(ranks=0)
-    with pytest.raises(GeometryError, match="loss -1"):
-        loss_axis(-1, 2)

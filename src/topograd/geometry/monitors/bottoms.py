@@ -114,7 +114,7 @@ class BottomMonitor:
     def record(self, t: float, factors: Mapping[str, HasG]) -> None:
         """Keep the eigenvalues of every layer's G at the coordinate t."""
         if not (math.isfinite(t) and t > 0):
-            raise GeometryError(f"t is {t}: give a positive number, such as loss_axis gives")
+            raise GeometryError(f"t is {t}: give a positive number, such as loss^(1/2L)")
         if self._t and factors.keys() != self._spectra.keys():
             other = sorted(factors.keys() ^ self._spectra.keys())
             raise GeometryError(f"the layers changed: {', '.join(other)}; record the same ones each time")
@@ -158,25 +158,3 @@ def _why(selection: Selection) -> str:
         return next((str(rate.refused) for rate in rates), EXCEEDED)
     near = min(slopes, key=lambda slope: abs(slope - selection.predicted))
     return f"{EXCEEDED}: {selection.predicted:g} was predicted and the nearest rank has {near:.2f}"
-
-
-def loss_axis(loss: float, depth: int) -> float:
-    """t = loss^{1/2L}, for a loss above its optimum.
-
-    >>> loss_axis(1 / 256, depth=4)
-    0.5
-    """
-    return _root(loss, 2 * depth, "loss")
-
-
-def sigma_axis(sigma: float, layer: int) -> float:
-    """t = σ_min(H_l)^{1/l}, layers counted from 1."""
-    return _root(sigma, layer, "σ_min")
-
-
-def _root(value: float, degree: int, name: str) -> float:
-    if not (math.isfinite(value) and value > 0) or degree < 1:
-        raise GeometryError(
-            f"{name} {value} at depth {degree}: give a positive number and a depth of at least 1"
-        )
-    return float(value ** (1 / degree))

@@ -68,16 +68,6 @@ def data_free_fluctuation(k: int, prior: float = 0) -> float:
     return float(a - math.exp(2 * (gammaln(a + 0.5) - gammaln(a))))
 
 
-def fluctuation_without_data(k: int, prior: float = 0) -> float:
-    """½ Var(s^k) at ξ = 0 on the whole line: ν_0 for even k, (h+1)/(2k) for odd k.
-
-    >>> fluctuation_without_data(1), fluctuation_without_data(2) == data_free_fluctuation(2)
-    (0.5, True)
-    """
-    folded = data_free_fluctuation(k, prior)
-    return folded if k % 2 == 0 else (prior + 1) / (2 * k)
-
-
 def _check(k: int, prior: float) -> None:
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise GeometryError(f"the KL order k is {k!r}: give an integer of at least 1")

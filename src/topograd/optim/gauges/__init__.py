@@ -1,9 +1,8 @@
 """Symmetries of networks: each names its tensors and says how they move, what is invariant, and checks it."""
 
 from topograd.optim.gauges.base import Gauge
-from topograd.optim.gauges.head_shift import HeadShift
 from topograd.optim.gauges.homogeneous import ChainedReLURescale, LNScale, ReLURescale
-from topograd.optim.gauges.translation import CEShiftBias, CEShiftRowShift
+from topograd.optim.gauges.translation import CEShiftBias, CEShiftRowShift, HeadShift
 
 __all__ = [
     "CEShiftBias",

@@ -6,7 +6,7 @@ Statement. A gauge is a group G acting on the tensors θ that it names, with f(g
     horizontal   a complement of it that G respects; the gradient lives there, ⟨∇L, vertical⟩ = 0
     invariants   functions of θ that are constant on orbits and, together, tell orbits apart
 
-Translations act by θ → θ + a (`translation.py`, `head_shift.py`), rescalings by a positive factor for each
+Translations act by θ → θ + a (`translation.py`), rescalings by a positive factor for each
 block (`rescaling.py`). The cross-entropy gauges change logits by a constant for each sample: they leave the
 probabilities alone, so that `residual` compares these.
 
@@ -25,15 +25,18 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from topograd.errors import OptimError
+from topograd.geometry.factors import outputs_of
+from topograd.geometry.paths import Replaced, as_double
+from topograd.geometry.symmetries import Parameters
+from topograd.geometry.symmetry_search import Response, Run, floating_tensors
 
-Parameters = Mapping[str, Tensor]
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[nn.Module], Any]
 """One input, positional inputs, inputs by keyword, or a function that runs the model."""
 
@@ -88,48 +91,55 @@ class Gauge(ABC):
         them random values first. Without an `example`, the first embedding or linear map decides its shape.
         """
         generator = torch.Generator().manual_seed(seed)
-        twin = copy.deepcopy(model).double().eval()
-        named = dict(twin.named_parameters(remove_duplicate=False))
-        for parameter in dict.fromkeys(named.values()):
+        twin, run = runner(model, example)
+        for parameter in twin.parameters():
             if not parameter.any():
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        self.check(named)
-        example = default_example(twin, generator) if example is None else example
-        before = self._outputs(twin, example)
-        moved = self.act(named, self.element(named, generator))
-        for name, tensor in moved.items():
-            named[name].copy_(tensor)
-        after = self._outputs(twin, example)
-        off = torch.stack(
-            [(b - a).norm() / a.norm().clamp_min(1e-300) for a, b in zip(before, after, strict=True)]
-        )
-        return off.max().item()
-
-    def _outputs(self, model: nn.Module, example: Example) -> list[Tensor]:
-        outputs = [tensor.double() for tensor in floating_tensors(run(model, example))]
-        if not outputs:
+        every = dict(twin.named_parameters(remove_duplicate=False))
+        self.check(every)
+        network = Response(run, dict(twin.named_parameters()))
+        if not network.before:
             raise OptimError(
                 f"{type(model).__name__} returned no floating tensor; pass a function of the model"
             )
-        return [tensor.log_softmax(-1) for tensor in outputs] if self.up_to_softmax else outputs
+        names = {id(parameter): name for name, parameter in twin.named_parameters()}
+        moved = self.act(every, self.element(every, generator))
+        first = {names[id(every[name])]: tensor for name, tensor in moved.items()}
+        return network.away(first, self.up_to_softmax)
 
 
-def run(model: nn.Module, example: Example) -> Any:
-    """The model on an example, floating tensors in the model's dtype."""
-    if not isinstance(example, (Tensor, tuple, Mapping)):
-        return example(model)
-    dtype = next(model.parameters()).dtype
+def runner(model: nn.Module, example: Example | None) -> tuple[nn.Module, Run]:
+    """A float64 copy of the model in evaluation mode, and its outputs on the example with other values.
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    Of a stack with heads for its stages, on an example that is a tensor, all of them are read.
+    """
+    twin = copy.deepcopy(model).double().eval().requires_grad_(False)
+    given = default_example(twin) if example is None else example
 
-    if isinstance(example, Mapping):
-        return model(**{key: cast(value) for key, value in example.items()})
-    return model(*map(cast, example if isinstance(example, tuple) else (example,)))
+    def read(network: Any, inputs: Any) -> Any:
+        if not isinstance(inputs, (Tensor, tuple, Mapping)):
+            return inputs(network)
+        stages = all(hasattr(network, name) for name in ("embed", "bus", "layers", "readout", "last_stage"))
+        if not stages or not isinstance(inputs, Tensor):
+            return outputs_of(network, as_double(inputs))
+        h = network.embed(inputs)
+        bus = network.bus(h, inputs)
+        for layer in network.layers:
+            h = layer(h, bus)
+        return [network.readout(h, stage) for stage in range(network.last_stage + 1)]
+
+    network = Replaced(twin, read)
+
+    def run(values: Parameters) -> list[Tensor]:
+        own = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
+        return [tensor.double() for tensor in floating_tensors(network.answer(own, given))]
+
+    return twin, run
 
 
-def default_example(model: nn.Module, generator: torch.Generator | None = None) -> Tensor:
+def default_example(model: nn.Module) -> Tensor:
     """Tokens for the first embedding, or numbers for the first linear map, of a model."""
+    generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             ids = torch.randint(module.num_embeddings, (2, 8), generator=generator)
@@ -159,16 +169,3 @@ def distinct(gauge: Gauge, minimum: int = 1) -> None:
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
     """One name or several, as a tuple."""
     return (given,) if isinstance(given, str) else tuple(given)
-
-
-def floating_tensors(output: Any) -> list[Tensor]:
-    """The floating tensors in a model's output; only `logits` where it has them."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(getattr(output, "logits", None), Tensor):
-        return [output.logits]
-    if isinstance(output, Mapping):
-        return floating_tensors(list(output.values()))
-    if isinstance(output, Sequence) and not isinstance(output, str):
-        return [tensor for part in output for tensor in floating_tensors(part)]
-    return []

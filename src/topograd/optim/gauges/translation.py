@@ -1,4 +1,4 @@
-"""Translation gauges: θ → θ + a, and the two of them that softmax cross-entropy has.
+"""Translation gauges: θ → θ + a, the two that softmax cross-entropy has, and that of a shared head.
 
 Statement. Cross-entropy does not see a constant added to all logits of a sample, so that for C classes
 
@@ -12,6 +12,21 @@ leave the loss alone. With g the gradient, or any displacement,
 
 The gradient is the same all along the orbit, and its g_v is zero up to rounding. The invariants are θ_h.
 
+HeadShift, of a shared head with per-stage heads. Stage k says z_k = (W + W_k) x. For any Δ of W's shape,
+
+    W → W + Δ,   W_k → W_k - Δ   for every k = 1..K
+
+changes no z_k: one joint translation of K + 1 tensors, with direction a = (1, -1, ..., -1), ‖a‖² = K + 1:
+
+    g_v = (g_0 - Σ_k g_k) / (K + 1)          vertical, of the head's own shape
+    g_h = g - (g_v, -g_v, ..., -g_v)
+
+The sums W + W_k say the same as the invariants. With `rows`, every z_k may also shift by a constant under
+softmax cross-entropy: W_i → W_i + 1 c_iᵀ with a c_i for each of the K + 1 tensors. The two projections
+commute, because one acts across tensors and the other on the classes, so that the joint vertical part is the
+first plus the row means of what the first leaves. This is the joint gauge of HeadShift and CEShiftRowShift,
+which share W; its vertical coordinates are g_v (C, d) with the K + 1 row means below it.
+
 Symbols and shapes. `collapse` takes the gauge's tensors to vertical coordinates, `spread` takes these back to
 tensors that broadcast against the gauge's: vertical part = spread(collapse(θ)). Both are linear.
 
@@ -20,9 +35,12 @@ Cost: one pass over the tensors each.
 Source: "Dead Directions: Geometric Singular Learning" section 11.1, gauges CEShiftBias and CEShiftRowShift.
 That plain Adam is equivariant under translations (its state never sees the shift) and that what it breaks
 is horizontality, is our correction to the paper: Adam's step has a mean over the classes although its
-gradient has none.
+gradient has none. "Stage-Partitioned Learning" remark 5.3 names the symmetry of one stage's head; the joint
+form for K stages and its projections are derived here.
 
-Limits. A logit cap, or a head that is also the embedding, breaks the row shift: `residual` says so.
+Limits. A logit cap, or a head that is also the embedding, breaks the row shift: `residual` says so. Full
+per-stage heads only: a low-rank W_k = U_k V_k cannot take every Δ. Name every stage's head: a stage without
+one sees W alone, and Δ would show.
 """
 
 from __future__ import annotations
@@ -35,7 +53,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import OptimError
-from topograd.optim.gauges.base import Gauge, Parameters, find
+from topograd.optim.gauges.base import Gauge, Parameters, distinct, find, names_of
 
 
 class Translation(Gauge):
@@ -126,3 +144,59 @@ class CEShiftRowShift(_Shift):
 
     def check(self, parameters: Parameters) -> None:
         self._check_dim(parameters, 2)
+
+
+@dataclass(frozen=True)
+class HeadShift(Translation):
+    """(W + Δ, W_k - Δ), and with `rows` the row shift of every head as well.
+
+    >>> gauge = HeadShift("head.weight", ["head.deltas.0.weight"])
+    >>> one, five = torch.ones(2, 1), torch.full((2, 1), 5.0)
+    >>> [tensor.tolist() for tensor in gauge.spread(gauge.collapse([one, five]))]
+    [[[-2.0], [-2.0]], [[2.0], [2.0]]]
+    """
+
+    shared: str
+    stages: Sequence[str]
+    rows: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", names_of(self.stages))
+        distinct(self, minimum=2)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.shared, *self.stages)
+
+    @property
+    def up_to_softmax(self) -> bool:
+        return self.rows
+
+    def check(self, parameters: Parameters) -> None:
+        shared, *stages = find(self, parameters)
+        for name, tensor in zip(self.stages, stages, strict=True):
+            if tensor.shape != shared.shape or shared.dim() != 2:
+                raise OptimError(
+                    f"{self} needs matrices of one shape: {self.shared!r} has {tuple(shared.shape)} and "
+                    f"{name!r} has {tuple(tensor.shape)}"
+                )
+
+    def collapse(self, tensors: Sequence[Tensor]) -> Tensor:
+        shared, *stages = tensors
+        across = shared.clone()
+        for stage in stages:
+            across -= stage
+        across /= len(tensors)
+        if not self.rows:
+            return across
+        mean = across.mean(0, keepdim=True)
+        rest = [tensor.mean(0, keepdim=True) for tensor in tensors]
+        return torch.cat([across, rest[0] - mean, *(row + mean for row in rest[1:])])
+
+    def spread(self, coordinates: Tensor) -> list[Tensor]:
+        classes = len(coordinates) - len(self.names) * self.rows
+        across = coordinates[:classes]
+        moves = [across] + [-across for _ in self.stages]
+        if self.rows:
+            moves = [move + row for move, row in zip(moves, coordinates[classes:], strict=True)]
+        return moves

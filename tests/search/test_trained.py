@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -6,11 +6,14 @@ import pytest
 
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
-from topograd.runs.session import open_session
+from topograd.runs.session import heldout_text, open_session
 from topograd.search import property_probes
-from topograd.search.candidate_runs import as_runs
 from topograd.search.candidates import Candidate
+from topograd.search.properties import read_numbers
+from topograd.search.trained import Trained, as_runs, worth
+from topograd.search.utility import DEPLOYMENTS, Weights, utility
 from topograd.topology.composition import Composition
+from topograd.training.trainer import start
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +65,27 @@ def test_every_kind_of_candidate_is_measured_by_what_it_predicts(
         assert found["bpb"] != reading["bpb"]["last"]
     assert 0 <= found["capability"] <= 1
     assert all(value >= 0 for value in found.values())
+
+
+@pytest.fixture(scope="module")
+def trained(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder: Path = tmp_path_factory.mktemp("choice") / "run"
+    start(config.changed(partition="2,2", heads="per-stage", objective="residual"), folder).train()
+    session = open_session(folder)
+    return Trained.of(session, heldout_text(session))
+
+
+def test_the_worth_of_a_run_is_weighed_from_what_is_measured(trained: Trained) -> None:
+    found = worth(trained, DEPLOYMENTS["on-device"], ["wand", "gradient_depth"])
+    assert asdict(found.terms) == read_numbers(trained, asdict(found.terms))
+    assert found.terms.bpb == trained.evaluation.bpb.prediction != trained.evaluation.bpb.last
+    assert found.utility == utility(found.terms, DEPLOYMENTS["on-device"])
+    assert sum(found.shares.values()) == pytest.approx(found.utility)
+    assert found.shares["capability"] == -0.3 * found.terms.capability < 0
+    assert found.properties == {"wand": found.properties["wand"], "gradient_depth": 2}
+
+
+def test_without_weights_bits_per_byte_are_left(trained: Trained) -> None:
+    found = worth(trained, Weights())
+    assert found.utility == found.terms.bpb
+    assert set(found.shares.values()) == {found.terms.bpb, 0.0}
