@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vmap
 
 from papers.dead_directions.families.reduced_rank import ReducedRank, learning_coefficient
+from papers.dead_directions.sgld import Sgld, sample_learning_coefficient
 from papers.outcome import Asked, Result, ResultTable, Row
 from topograd.errors import GeometryError
 from topograd.geometry.rates import log_grid
 from topograd.geometry.singular.crossings import Crossing, recover_crossing
-from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
 
 CASES = (ReducedRank(5, 2, 4, 1), ReducedRank(4, 3, 4, 2), ReducedRank(8, 3, 5, 2))
 SAMPLES, BATCH, CHAINS, RUNS = 1000, 50, 4, 8

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from papers.dead_directions.families.mixture import Merge
+from papers.dead_directions.selection import EXCEEDED, local_rlct, match_ranks, select_rank
 from topograd.errors import GeometryError
 from topograd.geometry.rates import fit_rate, log_grid
-from topograd.geometry.selection import EXCEEDED, local_rlct, match_ranks, select_rank
 
 
 def orthogonal(size: int, seed: int) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from papers.dead_directions.families.reduced_rank import ReducedRank, learning_coefficient
+from papers.dead_directions.sgld import Sgld, sample_learning_coefficient
 from topograd.errors import DivergenceError, GeometryError
-from topograd.geometry.singular.sgld import Sgld, sample_learning_coefficient
 
 
 class Power(nn.Module):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from topograd.errors import GeometryError
-from topograd.geometry.factors import kfac_factors
-from topograd.geometry.projections import (
+from papers.dead_directions.projections import (
     Direction,
     bottom_direction,
     project_gradients,
     projected_second_moment,
     schur_complement,
 )
+from topograd.errors import GeometryError
+from topograd.geometry.factors import kfac_factors
 from topograd.geometry.rates import fit_rate, log_grid
 
 WIDTH = 8

@@ -27,10 +27,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from papers.dead_directions.selection import EXCEEDED, Selection, select_rank
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.phase import Phase
 from topograd.geometry.rates import Noise, Rate, misalignment
-from topograd.geometry.selection import EXCEEDED, Selection, select_rank
 
 Estimator = Literal["expected", "monte-carlo", "empirical"]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from papers.dead_directions.bottoms import BottomMonitor, Conditions
+from papers.dead_directions.selection import EXCEEDED
 from topograd.errors import GeometryError
 from topograd.geometry.factors import kfac_factors
-from topograd.geometry.monitors.bottoms import BottomMonitor, Conditions
 from topograd.geometry.rates import log_grid
-from topograd.geometry.selection import EXCEEDED
 
 DEPTH, WIDTH = 3, 5  # a decade of t⁴ is what eigenvalues of a matrix still hold
 GOOD = Conditions(
