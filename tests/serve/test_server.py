@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from topograd.serve.jobs import Job, Progress
 from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
-from topograd.serve.server import bind, is_loopback, open_served
+from topograd.serve.server import Running, bind, is_loopback, open_served
 from topograd.serve.settings import Limits
 from topograd.serve.texts import Served
 
@@ -85,6 +86,22 @@ def test_a_stop_lets_running_texts_finish_and_a_kill_loses_nothing_else() -> Non
         assert again["choices"][0]["text"] == text
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+
+
+def test_a_signal_that_is_ignored_stays_ignored(served: Served) -> None:
+    """Under nohup a Ctrl-C is meant for somebody else; SIGTERM still ends it."""
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ended = asyncio.run(Running(served, bind("127.0.0.1", 0)).run(stop))
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == signal.SIGTERM
 
 
 def _written(served: Served, prompts: list[list[int]]) -> list[list[int]]:

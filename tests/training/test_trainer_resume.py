@@ -176,6 +176,21 @@ def test_an_interrupt_saves_and_the_handlers_come_back(
     assert_same(trainer.run, straight)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_ignored_stays_ignored(
+    number: signal.Signals, config: TrainConfig, tmp_path: Path
+) -> None:
+    """As nohup and shells have it for jobs in the background: a Ctrl-C is meant for somebody else."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        trainer = start(replace(config, steps=3), tmp_path / "run")
+        result = trainer.train(on_step=lambda *_: os.kill(os.getpid(), number))
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert (result["steps"], result["finished"]) == (3, True)
+
+
 class Hammer:
     """Ctrl-C again and again: the first within step 6, the second within the save that follows it."""
 
