@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}
 
 
 def pytest_configure() -> None:
-    """Whoever starts the tests may ignore or block signals (nohup, jobs in the background); children inherit it.
+    """Whoever starts the tests may ignore or block signals (nohup, background jobs); children inherit that.
 
     What closing the terminal means stays as it was: no test needs it, and nohup does.
     """
