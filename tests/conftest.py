@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from topograd.convert.importing import import_model
@@ -21,6 +22,7 @@ from topograd.runs.session import Session, open_session
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.trainer import start
 
+settings.load_profile("ci")  # the same examples each time, of any duration
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 

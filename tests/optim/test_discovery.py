@@ -1,7 +1,6 @@
 """What is found on small networks of every kind, what is not, and that each thing found holds."""
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -357,11 +356,24 @@ def test_an_example_may_be_given_as_an_input_or_a_function() -> None:
     assert find_gauges(llama(), {"input_ids": tokens}).gauges == find_gauges(llama()).gauges
 
 
-def test_a_larger_gpt_takes_seconds() -> None:
-    model = GPT(layers=4, width=128, heads=4, vocab=1024, context=64)
-    start = time.perf_counter()
-    find_gauges(model)
-    assert time.perf_counter() - start < 10
+def test_a_layer_more_costs_as_many_passes_whatever_the_width() -> None:
+    """So that a large model takes as many forward passes for each of its layers as a small one."""
+
+    def passes(layers: int, width: int = 8) -> int:
+        count = 0
+
+        def example(network: nn.Module) -> Tensor:
+            nonlocal count
+            count += 1
+            shown: Tensor = network(torch.tensor([[1, 2, 3]]))
+            return shown
+
+        find_gauges(GPT(layers=layers, width=width, heads=2, vocab=11, context=8), example)
+        return count
+
+    two, three, four = map(passes, (2, 3, 4))
+    assert four - three == three - two > 0
+    assert passes(2, width=64) == two
 
 
 def test_what_cannot_be_looked_at() -> None:

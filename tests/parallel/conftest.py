@@ -124,7 +124,7 @@ def free_port() -> Callable[[], socket.socket]:
 
 
 def take_port() -> socket.socket:
-    """A socket on a port that nobody else is given while it is open; a store may listen there all the same."""
+    """A socket on a port that nobody else is given while it is open; a store may listen there too."""
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as stores do: then both may bind it
     found.bind(("127.0.0.1", 0))
