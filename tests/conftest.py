@@ -3,12 +3,14 @@
 import gzip
 import json
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from topograd.convert.importing import import_model
@@ -20,8 +22,21 @@ from topograd.runs.session import Session, open_session
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.trainer import start
 
+settings.load_profile("ci")  # the same examples each time, of any duration
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+
+
+def pytest_configure() -> None:
+    """Whoever starts the tests may ignore or block signals (nohup, background jobs); children inherit that.
+
+    What closing the terminal means stays as it was: no test needs it, and nohup does.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from topograd.cli.demo_pair import side_by_side
 from topograd.errors import RunError
+from waiting import LIMIT, wait_until
 
 
 def test_a_training_that_fails_says_why(tmp_path: Path) -> None:
@@ -28,14 +28,12 @@ def test_a_demo_that_is_stopped_leaves_saved_runs_and_no_process(
     command = [sys.executable, "-m", "topograd", "demo", "--preset", "tiny", "--out", str(folder)]
     process = subprocess.Popen([*command, "--steps", "100000"], start_new_session=True)
     logs = [folder / name / "metrics.jsonl" for name in ("backprop", "staged")]
-    deadline = time.monotonic() + 60
-    while not all(log.exists() and log.stat().st_size for log in logs) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: all(log.exists() and log.stat().st_size for log in logs), "a step of each")
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does it
     else:
         process.send_signal(number)
-    assert process.wait(60) == code
+    assert process.wait(LIMIT) == code
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nobody is left in its group
     assert all(any((log.parent / "checkpoints").glob("step-*")) for log in logs)

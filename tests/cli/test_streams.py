@@ -101,3 +101,22 @@ def test_ctrl_c_during_imports_is_one_line(command: list[str], moment: str) -> N
     process.stderr.close()
     assert said == [b"topograd: interrupted\n"]
     assert process.wait() in (130, -signal.SIGINT), "a shell calls both 130"
+
+
+IGNORING = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_the_tests_do_not_depend_on_the_signals_that_they_inherit() -> None:
+    """Under nohup, in the background and in some CI systems SIGINT is ignored, and children inherit that."""
+    test = f"{Path(__file__)}::{test_ctrl_c_during_imports_is_one_line.__name__}[topograd.errors-module]"
+    command = [sys.executable, "-c", IGNORING, "-m", "pytest", "-p", "no:cacheprovider", test]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout

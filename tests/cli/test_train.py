@@ -4,7 +4,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from topograd.runs.config import PRESETS, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.training.trainer import start
+from waiting import LIMIT, wait_until
 
 KEYS = {"run", "steps", "bpb", "ece", "reliability", "effective_rank", "usefulness", "tokens", "bytes"}
 
@@ -229,11 +229,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(size: list[str], tmp_path: Path) -> 
     run = start(config, tmp_path / "run").run
     command = [sys.executable, "-m", "topograd", "train", "--resume", str(run.folder), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + 120
-        while not run.metrics_file.exists() and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(run.metrics_file.exists, "a step")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, err
     results = json.loads(out)
     assert not results["finished"]

@@ -16,8 +16,11 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_rows_and_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = iter((0.0, 9.0, 10.0, 19.0, 20.0, 20.5, 30.0, 30.25, 40.0, 41.0))  # two to warm up, then three
     monkeypatch.setattr("topograd.decode.streaming.READ_BYTES", 2**16)
-    assert read_bandwidth(2) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr("topograd.timing.time.perf_counter", lambda: next(shown))
+        assert read_bandwidth(3) == 2**16 / 0.25, "the best round"
     gpt = GPT(layers=2, width=16, heads=2, vocab=10, context=8)
     costs = row_costs(Engine(gpt, "1,1"), rounds=2)
     assert {*costs} == {1, 2, 4}, "8 do not fit into the context"

@@ -8,16 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from waiting import LIMIT
+
 SERVER = Path(__file__).with_name("rank_server.py")
-LIMIT = 60.0
-"""Seconds after which a job counts as hung."""
 
 
 @dataclass
@@ -26,7 +26,8 @@ class RunningJob:
 
     folder: Path
     pids: dict[int, int]
-    done: set[int] = field(default_factory=set)
+    held: socket.socket
+    """Keeps the job's port from others until a rank listens there."""
 
     def kill(self, rank: int) -> None:
         os.kill(self.pids[rank], signal.SIGKILL)
@@ -34,10 +35,10 @@ class RunningJob:
     def alive(self, rank: int) -> bool:
         return Path(f"/proc/{self.pids[rank]}").exists()
 
-    def wait(self, ranks: list[int] | None = None, limit: float = LIMIT) -> list[Any]:
+    def wait(self, ranks: list[int] | None = None) -> list[Any]:
         """The results by rank, None where one failed; a job that hangs is killed and fails the test."""
         wanted = list(self.pids) if ranks is None else ranks
-        end = time.monotonic() + limit
+        end = time.monotonic() + LIMIT
         while any(self.alive(rank) for rank in wanted):
             if time.monotonic() > end:
                 hung = [rank for rank in wanted if self.alive(rank)]
@@ -45,6 +46,7 @@ class RunningJob:
                     self.kill(rank)
                 pytest.fail(f"ranks {hung} hang\n{self.said()}")
             time.sleep(0.01)
+        self.held.close()
         files = [self.folder / f"{rank}.json" for rank in wanted]
         return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
@@ -83,23 +85,24 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
     assert server.stdin is not None
     server.stdin.close()
     server.stdout.close()
-    server.wait(20)
+    server.wait(LIMIT)
 
 
 @pytest.fixture(scope="session")
-def launch(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def launch(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """Start a job: `launch("steps", 2, parallel="stages=2", ...)`; `ranks` starts only some of them."""
+    jobs: list[RunningJob] = []
 
     def start(
         job: str, world: int, *, ranks: list[int] | None = None, port: int | None = None, **arguments: Any
     ) -> RunningJob:
-        folder = tmp_path_factory.mktemp(job)
+        folder, held = tmp_path_factory.mktemp(job), take_port()
         own = list(range(world)) if ranks is None else ranks
         order = {
             "job": job,
             "ranks": own,
             "world": world,
-            "port": port or free_port(),
+            "port": port or held.getsockname()[1],
             "folder": str(folder),
             "arguments": arguments,
         }
@@ -107,16 +110,26 @@ def launch(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFact
         assert _server.stdout is not None
         _server.stdin.write(json.dumps(order) + "\n")
         _server.stdin.flush()
-        return RunningJob(folder, dict(zip(own, json.loads(_server.stdout.readline()), strict=True)))
+        pids = json.loads(_server.stdout.readline())
+        jobs.append(RunningJob(folder, dict(zip(own, pids, strict=True)), held))
+        return jobs[-1]
 
-    return start
+    yield start
+    for job in jobs:
+        job.held.close()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], socket.socket]:
+    return take_port
+
+
+def take_port() -> socket.socket:
+    """A socket on a port that nobody else is given while it is open; a store may listen there too."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as stores do: then both may bind it
+    found.bind(("127.0.0.1", 0))
+    return found
 
 
 @pytest.fixture(scope="session")

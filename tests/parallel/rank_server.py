@@ -9,11 +9,14 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +29,29 @@ from torch import Tensor
 from torch.distributed.launcher.api import elastic_launch
 
 import topograd.cli.train_on_ranks  # noqa: F401
+import topograd.parallel.ranks as ranks_module
 from pipeline_settings import PipelineSettings
 from pipeline_worker import measure
 from plain_schedules import BackpropPipeline
 from topograd.cli.main import main
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
+from topograd.parallel import checkpoint_set
 from topograd.parallel.checkpoint_set import SetStore
+from topograd.parallel.launch import is_restart
 from topograd.parallel.layout import Layout, keep_own
 from topograd.parallel.ranks import Ranks, join, leave
 from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.settings import ParallelConfig
 from topograd.parallel.sharding import part_shards, shard_layers
 from topograd.parallel.stage_loop import StageLoop
+from topograd.parallel.stage_trainer import StageTrainer
 from topograd.parallel.wire import StageWire
 from topograd.runs.config import OptimizerConfig
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
+from topograd.training.trainer import Trainer
 from torch_schedules import TorchPipeline
 
 SHAPE = {"width": 16, "heads": 2, "vocab": 23, "context": 8}
@@ -128,8 +136,95 @@ def steps(
 
 
 @job
-def cli(argv: list[str], folder: str = "") -> int:
-    """A command of the program, as `torchrun -m topograd` would run it."""
+def saving(parallel: str, folder: str) -> int:
+    """A set is saved over an older one, twice; keeps what a kill before each operation would leave."""
+    with joined(parallel) as ranks:
+        stack, plan = model({"partition": "2,2"})
+        loop = stage_loop(ranks, stack, plan)
+        store = SetStore(Path(folder) / "set", ranks)
+
+        def save(step: int) -> None:
+            store.save(step=step, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
+
+        loop.step(plan, batches(0, 2), 1)
+        save(1)
+        loop.step(plan, batches(1, 2), 2)
+        place = Path(folder) / f"kills-{ranks.rank}"
+        with copied_before_every_operation(store.folder, place) as copies:
+            save(2)
+            save(2)
+        return len(copies)
+
+
+@contextlib.contextmanager
+def copied_before_every_operation(folder: Path, place: Path) -> Iterator[list[Path]]:
+    """Copies of a folder before each operation of this process on a file."""
+    names = ("mkdir", "rename", "remove", "rmdir", "truncate", "scandir", "listdir")
+    audited = {"open", *(f"os.{name}" for name in names)}
+    copies: list[Path] = []
+    busy = threading.Lock()  # the copy's own operations do not count
+
+    def hook(event: str, _: tuple[Any, ...]) -> None:
+        if event in audited and busy.acquire(blocking=False):
+            copies.append(Path(shutil.copytree(folder, place / str(len(copies)))))
+            busy.release()
+
+    sys.addaudithook(hook)
+    yield copies
+    busy.acquire()  # for good: a hook cannot be removed
+
+
+@job
+def slow_disk(parallel: str, folder: str) -> str:
+    """Rank 0 finishes a set in more time than any rank may keep another waiting."""
+    with joined(parallel) as ranks:
+        stack, plan = model({"partition": "2,2"})
+        loop = stage_loop(ranks, stack, plan)
+        ranks_module.BEAT = 0.1
+        if ranks.first:
+            finish = checkpoint_set.put_in_place
+            vars(checkpoint_set)["put_in_place"] = lambda *words: (time.sleep(3.0), finish(*words))
+        ranks.agree()  # everybody is here
+        ranks.config = replace(ranks.config, timeout=2.0)
+        store = SetStore(Path(folder) / "set", ranks)
+        return store.save(step=1, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
+
+
+@job
+def cli(argv: list[str], gate: tuple[int, str] | None = None, folder: str = "") -> int:
+    """A command of the program, as `torchrun -m topograd` would run it.
+
+    With a gate, a step and a file, it trains no further than to that step before the file is there: whoever
+    wants to kill it is never too late.
+    """
+    if gate is not None:
+        wait_at(gate[0], Path(gate[1]))
+    return main(argv)
+
+
+def wait_at(last: int, gate: Path) -> None:
+    """From here on, training waits after a step for a file."""
+    before = Trainer._one_step
+
+    def one_step(trainer: Trainer) -> list[float]:
+        while trainer.step >= last and not gate.exists():
+            time.sleep(0.005)
+        return before(trainer)
+
+    Trainer._one_step = one_step  # type: ignore[method-assign]
+
+
+@job
+def cli_with_a_late_rank(argv: list[str], rank: int, gone: str, folder: str = "") -> int:
+    """The same, but one rank begins to train only when what matches a pattern in a folder is gone."""
+    spread = StageTrainer._spread
+
+    def late(trainer: StageTrainer) -> None:
+        while trainer.ranks.rank == rank and list(trainer.run.checkpoints.glob(gone)):
+            time.sleep(0.005)
+        spread(trainer)
+
+    StageTrainer._spread = late  # type: ignore[method-assign]
     return main(argv)
 
 
@@ -142,11 +237,14 @@ def cli_with_small_files(argv: list[str], rank: int, folder: str = "") -> int:
 
 
 @job
-def torchrun(flags: list[str], argv: list[str], folder: str) -> str:
-    """torchrun itself, but for its ranks: they are forked, so that none of them costs an import."""
+def torchrun(flags: list[str], argv: list[str], last: int, folder: str) -> str:
+    """torchrun itself, but for its ranks: they are forked, so that none of them costs an import.
+
+    They train no further than to step `last` before they have been started again.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     vars(run_module)["elastic_launch"] = lambda config, entrypoint: elastic_launch(config, forked_rank)
-    os.environ["RANK_FOLDER"] = folder
+    os.environ |= {"RANK_FOLDER": folder, "LAST": str(last)}
     run_module.main([*flags, "--start-method", "fork", "-m", "topograd", *argv])
     return "ended"
 
@@ -154,6 +252,8 @@ def torchrun(flags: list[str], argv: list[str], folder: str) -> str:
 def forked_rank(*words: str) -> None:
     """What `python -m topograd` does under torchrun; leaves its process id."""
     Path(os.environ["RANK_FOLDER"], f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    if not is_restart():
+        wait_at(int(os.environ["LAST"]), Path("/nowhere"))
     code = main(list(words[words.index("topograd") + 1 :]))
     if code:
         raise SystemExit(code)
@@ -184,14 +284,17 @@ def bench(settings: dict[str, Any], folder: str = "") -> Any:
 
 @job
 def stalled(parallel: str, rank: int, seconds: float, folder: str = "") -> None:
-    """One rank says nothing; the others must name it."""
+    """One rank says nothing any more; the others must name it after so many seconds."""
+    ranks_module.GRACE = 300.0  # however late another one gives up
     with joined(parallel) as ranks:
         stack, plan = model({"partition": "1,1,2"})
         loop = stage_loop(ranks, stack, plan)
         loop.step(plan, batches(0, 1))
         if ranks.rank == rank:
-            time.sleep(seconds)
-            return
+            signal.pause()
+        while ranks.rank < ranks.config.world - 1 and not ranks.store.check([f"waited/{ranks.rank + 1}"]):
+            time.sleep(0.005)  # the one behind it gives up first: else it would find this one gone
+        ranks.config = replace(ranks.config, timeout=seconds)
         loop.step(plan, batches(1, 1))
 
 

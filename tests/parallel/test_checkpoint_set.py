@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +85,29 @@ def test_a_full_disk_leaves_the_one_before(
         store.save(step=2, model=stack, optimizers=optimizers, extra={}, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     store.load("step-00000001", stack, optimizers)
+
+
+def test_a_kill_before_any_operation_leaves_a_whole_set(launch: Any, server: ModuleType) -> None:
+    """A set is saved over the one before, and over itself; from what a kill leaves, a run goes on."""
+    job = launch("saving", 2, parallel="stages=2")
+    counts = job.results()
+    assert min(counts) >= 2
+    assert counts[0] >= 40, "rank 0 finishes the sets"
+    seen = set()
+    for copy in (path for rank in (0, 1) for path in (job.folder / f"kills-{rank}").iterdir()):
+        stack, plan = server.model({"partition": "2,2"})
+        made = make_optimizers(stack, OptimizerConfig(name="adamw"), plan)
+        store = FolderStore(copy)
+        newest = store.names()[-1]
+        step = store.load(newest, stack, made.optimizers).step
+        entries = [entry["step"] for entry in made.optimizers["adamw"].state_dict()["state"].values()]
+        assert {float(entry) for entry in entries} == {float(step)}
+        seen.add((step, newest.startswith(".old-")))
+        store.save(step=3, model=stack, optimizers=made.optimizers, extra={}, keep=1)
+        assert [path.name for path in copy.iterdir()] == ["step-00000003"], "leftovers of killed saves stay"
+    assert seen == {(1, False), (2, False), (2, True)}
+
+
+def test_ranks_wait_for_a_slow_disk_as_long_as_rank_0_lives(launch: Any) -> None:
+    """It hashes and syncs the files of all ranks by itself, which may take longer than their timeout."""
+    assert launch("slow_disk", 2, parallel="stages=2").results() == ["step-00000001"] * 2

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from topograd.files import dump_toml
 from topograd.parallel.launch import facts_of, is_restart
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_session
+from waiting import LIMIT, wait_until
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -32,7 +32,9 @@ def test_torchrun_starts_it_and_it_prints_one_object(flags: list[str], tmp_path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command += ["-m", "topograd", *flags, "--parallel", "stages=1", "--out", str(tmp_path / "run")]
     environment = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=LIMIT, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert (found["finished"], found["steps"]) == (True, 20)
@@ -46,10 +48,8 @@ def test_a_rank_is_killed_and_torchrun_goes_on_from_the_last_set(
         return [*flags, "--parallel", "stages=2", "--out", str(tmp_path / name)]
 
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    job = launch("torchrun", 1, flags=words, argv=argv("run"))
-    end = time.monotonic() + 60
-    while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < end:
-        time.sleep(0.005)
+    job = launch("torchrun", 1, flags=words, argv=argv("run"), last=5)
+    wait_until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), "the first checkpoint")
     victim = job.folder / "1.pid"
     before = victim.read_text()
     os.kill(int(before), signal.SIGKILL)

@@ -1,29 +1,29 @@
 """One link: order, a bounded queue, what is kept for those who return, and an end."""
 
-import time
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from topograd.errors import ParallelError
 from topograd.parallel.link import AHEAD, Address, Inlet, Outlet, difference
+from waiting import wait_until
 
-from_loopback = "127.0.0.1"
+SECONDS = 60.0
+"""What may take a moment on a busy machine; nothing here waits for so long."""
 
 
 @pytest.fixture
-def address() -> Address:
-    import socket
-
-    with socket.socket() as found:
-        found.bind((from_loopback, 0))
-        return Address(from_loopback, found.getsockname()[1])
+def address(free_port: Any) -> Iterator[Address]:
+    with free_port() as held:
+        yield Address("127.0.0.1", held.getsockname()[1])
 
 
 @pytest.fixture
 def outlet(address: Address) -> Iterator[Outlet]:
-    made = Outlet(address, {"seed": 1}, buffer=4, batches=2, timeout=5)
+    made = Outlet(address, {"seed": 1}, buffer=4, batches=2, timeout=SECONDS)
     yield made
     made.close(0)
 
@@ -35,16 +35,16 @@ def put(outlet: Outlet, steps: range) -> None:
 
 
 def test_messages_come_in_order_and_end(outlet: Outlet, address: Address) -> None:
-    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=5)
-    assert outlet.wait_for_listener(5)
+    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
+    assert outlet.wait_for_listener(SECONDS)
     put(outlet, range(1, 4))
     for step in (1, 2, 3):
-        arrived = inlet.take(5)
+        arrived = inlet.take(SECONDS)
         assert arrived is not None
         assert arrived.step == step
         assert [float(v[0]) for v in arrived.values] == [10.0 * step, 10.0 * step + 1]
-    assert outlet.close(5)
-    assert inlet.take(5) is None
+    assert outlet.close(SECONDS)
+    assert inlet.take(SECONDS) is None
     assert inlet.ended
     inlet.close()
 
@@ -53,8 +53,8 @@ def test_nobody_is_waited_for_when_nobody_is_there_and_the_last_steps_are_kept(
     outlet: Outlet, address: Address
 ) -> None:
     put(outlet, range(1, 20))  # returns, though nobody listens
-    late = Inlet(address, {"seed": 1}, first=3, batches=2, timeout=5)
-    arrived = late.take(5)
+    late = Inlet(address, {"seed": 1}, first=3, batches=2, timeout=SECONDS)
+    arrived = late.take(SECONDS)
     assert arrived is not None
     assert arrived.step == 16  # of 4 that are kept
     late.close()
@@ -63,32 +63,39 @@ def test_nobody_is_waited_for_when_nobody_is_there_and_the_last_steps_are_kept(
 def test_one_that_returns_gets_the_steps_that_it_asks_for(outlet: Outlet, address: Address) -> None:
     put(outlet, range(1, 5))
     for first in (3, 4):
-        inlet = Inlet(address, {"seed": 1}, first=first, batches=2, timeout=5)
-        arrived = inlet.take(5)
+        inlet = Inlet(address, {"seed": 1}, first=first, batches=2, timeout=SECONDS)
+        arrived = inlet.take(SECONDS)
         assert arrived is not None
         assert arrived.step == first
         inlet.close()
 
 
 def test_a_listener_that_does_not_take_holds_the_sender(outlet: Outlet, address: Address) -> None:
-    import threading
-
-    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=5)
-    assert outlet.wait_for_listener(5)
+    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
+    assert outlet.wait_for_listener(SECONDS)
     sender = threading.Thread(target=put, args=(outlet, range(1, 100)), daemon=True)
     sender.start()
-    time.sleep(0.5)
+
+    def held() -> bool:
+        """Both queues are full: nothing moves any more before something is taken."""
+        with inlet._changed, outlet._changed:
+            full = len(inlet._arrived) == AHEAD // 2 and len(outlet._kept) == outlet.buffer
+            return full and outlet._at == (next(iter(outlet._kept)), 0)
+
+    wait_until(held, "the sender is held")
     assert sender.is_alive()
-    newest = max(outlet._kept)
-    assert newest <= AHEAD // 2 + 4 + 2  # what it holds, what is kept, and one on the way at either end
+    assert max(outlet._kept) == AHEAD // 2 + outlet.buffer, "what was heard, and what is kept"
+    assert inlet.take(SECONDS) is not None
+    wait_until(lambda: max(outlet._kept) > AHEAD // 2 + outlet.buffer, "one more step")
+    wait_until(held, "the sender is held again")
     inlet.close()
-    sender.join(10)
+    sender.join(SECONDS)
     assert not sender.is_alive()  # with the listener gone it goes on
 
 
 def test_ends_that_differ_are_told_in_what(outlet: Outlet, address: Address) -> None:
-    inlet = Inlet(address, {"seed": 2}, first=1, batches=2, timeout=5)
-    assert inlet.take(5) is None
+    inlet = Inlet(address, {"seed": 2}, first=1, batches=2, timeout=SECONDS)
+    assert inlet.take(SECONDS) is None
     assert inlet.problem == "seed is 2 here and 1 at the stage before it"
     assert difference({"a": 1}, {"a": 1}) == ""
     inlet.close()

@@ -1,10 +1,8 @@
 """A stage dies while the others go on; it returns, and nothing is lost that was kept."""
 
 import json
-import os
-import random
-import signal
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack, open_session
 from topograd.training.trainer import Trainer, resume, start
+from waiting import wait_until
 
 STAGES = 3
 
@@ -53,22 +52,37 @@ def expected(one: Trainer) -> list[list[float]]:
 
 
 @pytest.fixture
-def stage(launch: Any, settings: Path, port: int) -> Any:
-    """Start one stage as a process of its own; one that has a folder goes on from its checkpoint."""
+def stage(launch: Any, settings: Path, links: list[str], tmp_path: Path) -> Any:
+    """Start one stage as a process of its own; one that has a folder goes on from its checkpoint.
 
-    def begin(number: int, folder: Path, *more: str, options: str = "", stages: int = STAGES) -> Any:
+    It trains no further than to step `last` until the file "go" is there.
+    """
+
+    def begin(
+        number: int,
+        folder: Path,
+        *more: str,
+        options: str = "",
+        stages: int = STAGES,
+        last: int | None = None,
+    ) -> Any:
         own = folder / f"stage-{number}"
         first = ["--resume", str(own)] if (own / "config.toml").exists() else ["--out", str(folder)]
         first = first if first[0] == "--resume" else ["--config", str(settings), *first]
-        parallel = f"stages={stages},stage={number},links=127.0.0.1:{port},timeout=20{options}"
-        return launch("cli", 1, argv=["train", *first, "--parallel", parallel, "--json", *more])
+        where = "+".join(links[:stages])
+        parallel = f"stages={stages},stage={number},links={where},timeout=60{options}"
+        gate = {} if last is None else {"gate": (last, str(tmp_path / "go"))}
+        return launch("cli", 1, argv=["train", *first, "--parallel", parallel, "--json", *more], **gate)
 
     return begin
 
 
 @pytest.fixture
-def port() -> int:
-    return random.Random().randrange(20_000, 28_000)
+def links(free_port: Any) -> Iterator[list[str]]:
+    """An address for every stage, each on a port that nobody else is given meanwhile."""
+    with ExitStack() as held:
+        ports = [held.enter_context(free_port()).getsockname()[1] for _ in range(STAGES)]
+        yield [f"127.0.0.1:{port}" for port in ports]
 
 
 def losses(folder: Path, number: int, kind: str = "train") -> dict[int, float]:
@@ -79,30 +93,20 @@ def losses(folder: Path, number: int, kind: str = "train") -> dict[int, float]:
 
 
 def wait_for(folder: Path, number: int, step: int) -> None:
-    log, end = folder / f"stage-{number}" / "metrics.jsonl", time.monotonic() + 40
-    while time.monotonic() < end:
-        lines = log.read_text().splitlines() if log.exists() else []
-        if len(lines) >= step:
-            return
-        time.sleep(0.005)
-    pytest.fail(f"stage {number} did not reach step {step}")
+    log = folder / f"stage-{number}" / "metrics.jsonl"
+    wait_until(
+        lambda: log.exists() and len(log.read_text().splitlines()) >= step, f"step {step} of stage {number}"
+    )
 
 
-def wait_for_file(file: Path) -> None:
-    end = time.monotonic() + 40
-    while not file.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("victim", [1, 2, 3])
-def test_a_stage_dies_at_any_moment_and_every_loss_stays_bit_for_bit(
-    victim: int, stage: Any, one: Trainer, expected: list[list[float]], tmp_path: Path
+@pytest.mark.parametrize(("victim", "last"), [(1, 4), (2, 5), (3, 6)])
+def test_a_stage_dies_and_every_loss_stays_bit_for_bit(
+    victim: int, last: int, stage: Any, one: Trainer, expected: list[list[float]], tmp_path: Path
 ) -> None:
     """Waiting stages and a buffer that covers the outage: all of them, the dead one too."""
-    jobs = {k: stage(k, tmp_path) for k in range(1, STAGES + 1)}
+    jobs = {k: stage(k, tmp_path, last=last if k == victim else None) for k in range(1, STAGES + 1)}
     wait_for(tmp_path, victim, 4)
-    time.sleep(random.Random(victim).random() * 0.1)
-    jobs[victim].kill(0)
+    jobs[victim].kill(0)  # within a save, behind it, or within the next step
     jobs[victim].wait()
     for k in range(1, victim):  # those before it do not need it
         wait_for(tmp_path, k, 12)
@@ -131,12 +135,11 @@ def test_a_stage_dies_at_any_moment_and_every_loss_stays_bit_for_bit(
 def test_stages_behind_a_dead_one_replay_what_they_heard(
     stage: Any, expected: list[list[float]], tmp_path: Path
 ) -> None:
-    first, second = stage(1, tmp_path, stages=2), stage(2, tmp_path, options=",lost=replay", stages=2)
+    first = stage(1, tmp_path, stages=2, last=12)
+    second = stage(2, tmp_path, options=",lost=replay", stages=2)
     wait_for(tmp_path, 2, 4)
     first.kill(0)
-    end = time.monotonic() + 20
-    while not losses(tmp_path, 2, "replay") and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: losses(tmp_path, 2, "replay"), "a replay")
     first = stage(1, tmp_path, stages=2)
     assert first.wait() == [0], first.said()
     assert second.wait() == [0], second.said()
@@ -148,7 +151,8 @@ def test_stages_behind_a_dead_one_replay_what_they_heard(
 def test_a_stage_that_was_away_too_long_goes_on_with_what_is_kept(
     stage: Any, expected: list[list[float]], tmp_path: Path
 ) -> None:
-    first, second = (stage(k, tmp_path, options=",buffer=4", stages=2) for k in (1, 2))
+    first = stage(1, tmp_path, options=",buffer=4", stages=2)
+    second = stage(2, tmp_path, options=",buffer=4", stages=2, last=5)
     wait_for(tmp_path, 2, 4)
     second.kill(0)
     wait_for(tmp_path, 1, 20)
@@ -161,13 +165,11 @@ def test_a_stage_that_was_away_too_long_goes_on_with_what_is_kept(
 
 
 def test_a_stage_is_added_to_a_running_job(stage: Any, expected: list[list[float]], tmp_path: Path) -> None:
-    first, second = (stage(k, tmp_path, stages=2) for k in (1, 2))
+    first, second = (stage(k, tmp_path, stages=2, last=6) for k in (1, 2))
     wait_for(tmp_path, 2, 6)
-    os.kill(first.pids[0], signal.SIGSTOP)  # so that the job still runs when the third has loaded its data
     third = stage(3, tmp_path)
-    wait_for_file(tmp_path / "stage-3" / "config.toml")
-    time.sleep(0.5)
-    os.kill(first.pids[0], signal.SIGCONT)
+    wait_for(tmp_path, 3, 1)  # it hears what is kept, and the others still run
+    (tmp_path / "go").touch()
     for job in (first, second, third):
         assert job.wait() == [0], job.said()
     for k in (1, 2):

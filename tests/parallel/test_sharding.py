@@ -1,6 +1,5 @@
 """Shards of a stage's layers: what a run keeps of them, and what cannot be cut (and test_stage_loop.py)."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from topograd.parallel.stage_trainer import check_shards
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
+from waiting import wait_until
 
-SHARDS = "stages=1,replicas=2,shard,timeout=20"
+SHARDS = "stages=1,replicas=2,shard,timeout=300"
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,8 @@ def test_a_run_in_shards_is_killed_and_resumed_bit_for_bit(
     flags = ["--parallel", SHARDS, "--json"]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     begin = ["train", "--config", str(file), *flags, "--out"]
-    job = launch("cli", 2, argv=[*begin, str(halves)])
-    while not list(halves.glob("checkpoints/step-*")) and job.alive(1):
-        time.sleep(0.005)
+    job = launch("cli", 2, argv=[*begin, str(halves)], gate=(4, str(tmp_path / "never")))
+    wait_until(lambda: list(halves.glob("checkpoints/step-*")), "the first checkpoint")
     job.kill(1)
     straight = launch("cli", 2, argv=[*begin, str(whole)])
     assert job.wait([0]) == [2], job.said()

@@ -262,8 +262,8 @@ def fork(work: Callable[[], None]) -> int:
     return worker
 
 
-def kill_at_random_instants(run: Run, kills: int) -> int:
-    """After how many kills an unfinished checkpoint lay there, which says that they fell into saves."""
+def kill_at_random_instants(run: Run, wanted: int) -> None:
+    """Kill until so many kills left an unfinished checkpoint there, which says that they fell into a save."""
     chance = random.Random(0)
     step, unfinished = 1, 0
     write_step(run, step)
@@ -275,7 +275,7 @@ def kill_at_random_instants(run: Run, kills: int) -> int:
         for number in range(2 * step + 1, 10**9):  # each step twice: half of the saves replace a checkpoint
             write_step(run, number // 2)
 
-    for _ in range(kills):
+    while unfinished < wanted:
         worker = fork(work)
         time.sleep(chance.uniform(0.0, 5 * duration))
         os.kill(worker, signal.SIGKILL)
@@ -283,7 +283,6 @@ def kill_at_random_instants(run: Run, kills: int) -> int:
         unfinished += any(name.startswith(".") for name in os.listdir(run.checkpoints))
         before, step = step, surviving_step(run)
         assert step >= before, f"step {before} was there, now {step} is the latest"
-    return unfinished
 
 
 def snapshot_before_every_operation(run: Run, step: int, place: Path) -> list[Run]:
@@ -324,12 +323,11 @@ def kill_before_every_operation(run: Run, new: int, place: Path, again: bool = T
 
 
 def test_a_run_killed_at_any_instant_keeps_its_latest_checkpoint_whole(tmp_path: Path) -> None:
-    """Twelve kills at random, and what one would leave before each operation of a new and a repeated step."""
+    """Kills at random, and what one would leave before each operation of a new and a repeated step."""
     command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    unfinished, adding, replacing = json.loads(done.stdout)
-    assert unfinished >= 3
+    adding, replacing = json.loads(done.stdout)
     assert adding >= 20
     assert replacing >= 20
 
@@ -337,7 +335,7 @@ def test_a_run_killed_at_any_instant_keeps_its_latest_checkpoint_whole(tmp_path:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    unfinished = kill_at_random_instants(Run.create(place / "random"), kills=12)
+    kill_at_random_instants(Run.create(place / "random"), wanted=3)
     counts = []
     for new in (3, 2):
         victim = Run.create(place / f"to-{new}")
@@ -345,4 +343,4 @@ if __name__ == "__main__":
             for step in (1, 2):
                 write_step(victim, step)
             counts.append(kill_before_every_operation(victim, new, place / f"kills-{new}"))
-    print(json.dumps([unfinished, *counts]))
+    print(json.dumps(counts))

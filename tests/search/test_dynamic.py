@@ -1,5 +1,5 @@
+import itertools
 import random
-import time
 
 import pytest
 
@@ -40,11 +40,27 @@ def test_only_the_costs_of_possible_stages_are_needed() -> None:
     assert best_partition({(0, 4): 2.5}, 4, stages=1).cost == 2.5
 
 
-def test_48_layers_take_less_than_a_second() -> None:
-    costs = random_costs(48, 0)
-    began = time.perf_counter()
-    best_partition(costs, 48)
-    assert time.perf_counter() - began < 1
+class Counted(dict[tuple[int, int], float]):
+    """Costs that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, stage: tuple[int, int]) -> float:
+        self.reads += 1
+        return super().__getitem__(stage)
+
+
+def test_48_layers_read_each_cost_once_and_no_boundary_is_better_elsewhere() -> None:
+    """2^47 partitions cannot be tried."""
+    costs = Counted(random_costs(48, 0))
+    found = best_partition(costs, 48)
+    assert costs.reads == 48 * 49 // 2
+    ends = list(itertools.accumulate(found.composition.parts, initial=0))
+    assert found.cost == pytest.approx(sum(costs[stage] for stage in itertools.pairwise(ends)))
+    for low, here, high in zip(ends, ends[1:], ends[2:], strict=False):
+        own = costs[low, here] + costs[here, high]
+        assert own <= min(costs[low, x] + costs[x, high] for x in range(low + 1, high))
+        assert own <= costs[low, high]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from topograd.search.candidates import Candidate, Space
 from topograd.search.pareto import Tried, explore
 from topograd.search.properties import Direction
 from topograd.search.settings import ParetoConfig
+from waiting import LIMIT
 
 pytest.importorskip("optuna")
 OBJECTIVES: dict[str, Direction] = {"loss": "minimize", "stages": "maximize"}
@@ -112,7 +113,7 @@ def test_a_killed_process_loses_only_the_rung_under_way(tmp_path: Path) -> None:
         explore(space, objectives, train, Path(sys.argv[1]), ParetoConfig(trials=4, rungs=(2, 4)))
         """
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=100)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=LIMIT)
     assert ended.returncode == -signal.SIGKILL
     before = [tuple(line.split("|")) for line in (tmp_path / "calls").read_text().splitlines()]
     assert len(before) == 3

@@ -23,6 +23,7 @@ from topograd.serve.scheduler import Scheduler
 from topograd.serve.server import Running, bind, open_served
 from topograd.serve.settings import Limits
 from topograd.serve.texts import Served
+from waiting import LIMIT
 
 STAGES = 4
 
@@ -41,11 +42,11 @@ def serve() -> Callable[..., Any]:
         ready = threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
         thread.start()
-        assert ready.wait(30)
+        assert ready.wait(LIMIT)
 
         def stop() -> None:
             running.stop()
-            thread.join(30)
+            thread.join(LIMIT)
             assert not thread.is_alive()
 
         return running, stop
@@ -70,7 +71,7 @@ def running(start_server: Callable[..., Any]) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def client(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.address(), timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=running.address(), timeout=LIMIT, trust_env=False) as client:
         yield client
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 
 from topograd.serve.server import Running
 from topograd.serve.texts import Served
+from waiting import LIMIT, wait_until
 
 Ask = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def openai_client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.address()}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{running.address()}/v1", api_key="none", max_retries=0, timeout=LIMIT)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -204,7 +205,7 @@ def test_curl(running: Running) -> None:
         ["curl", "-s", "--noproxy", "*", f"{running.address()}/v1/completions", "-d", body],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] == "length"
 
@@ -273,33 +274,38 @@ def _busy(running: Running) -> int:
     return sum(running.worker.busy)
 
 
-def _wait(condition: Callable[[], bool], seconds: float = 20) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "never came"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_is_cancelled(running: Running, stream: bool) -> None:
+def test_a_client_that_goes_away_is_cancelled(
+    running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A raw socket that closes in the middle: its row is free again long before the text would have ended."""
-    _wait(lambda: _busy(running) == 0)
+    wait_until(lambda: _busy(running) == 0, "the end of other texts")
+    scheduler, steps = running.worker.scheduler, itertools.count()
+    plain = scheduler.step
+
+    def step() -> bool:
+        """As ever, but nothing is written to its end before the client's going was noticed."""
+        if next(steps) > 20:
+            wait_until(lambda: all(row.job.cancelled for row in scheduler.active), "the cancellation")
+        return plain()
+
+    monkeypatch.setattr(scheduler, "step", step)
     before = running.counters.finishes["cancelled"]
     body = json.dumps({"prompt": "a", "max_tokens": 250, "n": 3, "temperature": 1, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(running.sock.getsockname()[:2]) as client:
         client.sendall(head.encode() + body)
-        _wait(lambda: _busy(running) > 0)
+        wait_until(lambda: _busy(running) > 0, "the text's beginning")
         if stream:
             assert client.recv(100)
-    _wait(lambda: running.counters.finishes["cancelled"] == before + 3)
-    _wait(lambda: _busy(running) == 0)
+    wait_until(lambda: running.counters.finishes["cancelled"] == before + 3, "three ends")
+    wait_until(lambda: _busy(running) == 0, "free rows")
 
 
 def test_too_many_wait_is_refused_and_said(start_server: Callable[..., Any]) -> None:
     server, stop = start_server(rows=1, waiting=2, grace=1)
     try:
-        with httpx.Client(base_url=server.address(), timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=server.address(), timeout=LIMIT, trust_env=False) as client:
             answer = client.post("/v1/completions", json={"prompt": "a", "n": 5, "max_tokens": 1})
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             assert answer.json()["error"]["code"] == "too_many_requests"

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from topograd.serve.guard import local
+from waiting import LIMIT
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_pages_and_names_from_elsewhere_are_refused(client: httpx.Client) -> Non
 @pytest.fixture(scope="module")
 def locked(start_server: Callable[..., Any]) -> Iterator[httpx.Client]:
     server, stop = start_server(token="open sesame")
-    with httpx.Client(base_url=server.address(), timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=server.address(), timeout=LIMIT, trust_env=False) as client:
         yield client
     stop()
 

@@ -16,6 +16,7 @@ from topograd.serve.fields import CHAT, COMPLETION
 from topograd.serve.guard import ROUTES
 from topograd.serve.openapi import document, schema
 from topograd.serve.server import Running
+from waiting import LIMIT
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="schemathesis is not installed here")
 
@@ -83,7 +84,7 @@ def test_a_thousand_malformed_requests(running: Running) -> None:
     dice = random.Random(0)
     seen: Counter[int] = Counter()
     host, port = running.sock.getsockname()[:2]
-    connection = http.client.HTTPConnection(host, port, timeout=60)
+    connection = http.client.HTTPConnection(host, port, timeout=LIMIT)
     with closing(connection):
         for _ in range(1000):
             method, path, body, headers = _broken(dice)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
@@ -17,6 +18,7 @@ from topograd.runs.sidecar import Sidecar, update_sidecar
 from topograd.specialists.align import alignment, carry, compared, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
+from topograd.specialists.records import rows_of
 
 
 def learned(base: Session, folder: Path, rank: int | None = 3) -> Sidecar:
@@ -88,13 +90,40 @@ def test_the_maps_are_least_squares(gpt: Session) -> None:
     assert found["residual_of_nothing"] == 0
 
 
+@torch.no_grad()
+def nats(base: Session, sidecar: Sidecar | None, rows: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The mean loss of the targets, by the formula."""
+    attached = attach(base, {} if sidecar is None else {"s": sidecar})
+    logits = Predictor(attached.stack, composed(attached, {} if sidecar is None else {"s": 1.0}))(rows[0])
+    return float(F.cross_entropy(logits.flatten(0, 1).double(), rows[1].flatten(), ignore_index=-100))
+
+
 def test_it_is_measured_beside_nothing(gpt: Session, chats: Path, tmp_path: Path) -> None:
     sidecar, other = learned(gpt, tmp_path / "s"), trained_on(gpt)
     carried = carry(sidecar, gpt, other, tmp_path / "t")
     found = compared(chats, sidecar, carried, gpt, other, context=16)
-    assert list(found) == ["old base with it", "new base", "nothing done", "aligned"]
-    assert all(value > 0 for value in found.values())
+    rows = rows_of(chats, attach(other, {"s": carried}), 16)
+    expected = {
+        "old base with it": nats(gpt, sidecar, rows),
+        "new base": nats(other, None, rows),
+        "nothing done": nats(other, replace(sidecar, base=carried.base), rows),
+        "aligned": nats(other, carried, rows),
+    }
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert list(found) == list(expected)
+    assert len({round(value, 3) for value in found.values()}) == 4
     assert carried.settings["carried_from"]["weights"] == gpt.weights
+
+
+def test_on_a_turned_base_it_costs_nothing_and_without_it_much(
+    imported: Session, chats: Path, tmp_path: Path
+) -> None:
+    old, new = (replace(base, stack=base.stack.float()) for base in rotated(imported))
+    sidecar = learned(old, tmp_path / "s")
+    found = compared(chats, sidecar, carry(sidecar, old, new, tmp_path / "t"), old, new, context=32)
+    lost = {name: abs(found[name] - found["old base with it"]) for name in ("aligned", "nothing done")}
+    assert lost["aligned"] < 1e-3
+    assert lost["nothing done"] > 0.05
 
 
 def test_what_cannot_be_carried_is_refused(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.nn.auxiliaries import RidgeHead
+from topograd.nn.auxiliaries import RidgeHead, SlowCopy
 from topograd.nn.gpt import GPT
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, make_image_stack
@@ -142,12 +142,33 @@ def test_every_rule_is_a_run_that_resumes_bit_for_bit(
 
 @pytest.mark.parametrize("objective", ["autoencoder", "byol"])
 def test_models_of_text_take_them_too(objective: str) -> None:
+    """By the formulas of the module, with every weight at random."""
     torch.manual_seed(0)
-    stack = GPT(layers=2, width=8, heads=2, vocab=11, context=6)
-    topology = TopologyConfig(partition="1,1", objective=objective).build(2)
-    plan = prepare(stack, topology)
-    tokens = torch.randint(0, 11, (2, 6))
-    assert train_step(stack, plan, tokens, tokens).isfinite().all()
+    stack = GPT(layers=2, width=8, heads=2, vocab=11, context=6).double()
+    plan = prepare(stack, TopologyConfig(partition="1,1", objective=objective).build(2))
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    tokens, targets = torch.randint(0, 11, (2, 2, 6))
+    losses = train_step(stack, plan, tokens, targets)
+    x = stack.embed(tokens)
+    bus = stack.bus(x, tokens)
+    h = stack.layers[0](x, bus)
+    own = stack.own_relays()[f"{objective}-0"]
+    if isinstance(own, SlowCopy):
+        with torch.no_grad():
+            wanted = stack.features(own.target[0](h, bus))
+        cosine = F.cosine_similarity(own.predictor(stack.features(h)), wanted, dim=-1)
+        expected = F.cross_entropy(stack.readout(h, 0).flatten(0, 1), targets.flatten())
+        expected = expected + 0.5 * (2 - 2 * cosine).mean()
+    else:
+        expected = (own(h) - x).square().mean()
+    torch.testing.assert_close(losses[0], expected.detach())
+    weight = next(stack.layers[0].parameters())
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(expected / 2, weight)[0])
+    last = stack.readout(stack.layers[1](h.detach(), bus), 1).flatten(0, 1)
+    torch.testing.assert_close(losses[1], F.cross_entropy(last, targets.flatten()).detach())
 
 
 def test_logits_alone_are_not_enough() -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,50 +85,32 @@ def test_crashed_and_resumed(
 
 
 NURSERY = """
-import os, sys
+import os, signal, sys
+from topograd.runs import checkpoint
 from topograd.training.trainer import resume
+
+def train(after):
+    sync = checkpoint.sync
+    def stop_half_way(path):
+        sync(path)
+        if path.parent.name.startswith(".tmp-") and int(path.parent.name.split("-")[1]) > after:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    checkpoint.sync = stop_half_way
+    resume(sys.argv[1]).train()
+
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        resume(sys.argv[1]).train()
+        train(int(line))
         os._exit(0)
-    print(child, flush=True)
+    stopped = os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    print(stopped, flush=True)
+    sys.stdin.readline()
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 """
-"""A process that has loaded torch once, and for each line forks one that trains."""
-
-
-def kill_within_a_save(run: Run, after: int, nursery: subprocess.Popen[str]) -> None:
-    """Have a real process train, and kill it while a checkpoint of a step beyond `after` is half written.
-
-    It is stopped when a temporary folder is seen, and killed only if that folder is still there then.
-    """
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    nursery.stdin.write("\n")
-    nursery.stdin.flush()
-    child = int(nursery.stdout.readline())
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        if half_written(run, after):
-            os.kill(child, signal.SIGSTOP)
-            while state_of(child) not in "TZ":
-                time.sleep(0.0002)
-            if half_written(run, after):
-                os.kill(child, signal.SIGKILL)
-                return
-            os.kill(child, signal.SIGCONT)
-        assert state_of(child) != "Z", "the training ended before a save was seen"
-        time.sleep(0.0002)
-    pytest.fail("no save was seen in time")
-
-
-def state_of(process: int) -> str:
-    """As Linux calls it: T is stopped, Z has ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
+"""A process that has loaded torch once. For each line, a step, it forks one that trains; this one stops when
+a checkpoint beyond that step has one of its files, and is killed there with the next line."""
 
 
 def half_written(run: Run, after: int) -> bool:
@@ -143,13 +124,14 @@ def test_killed_in_the_middle_of_a_save_and_resumed(
     run = start(replace(config, save_every=1), tmp_path / "run").run
     command = [sys.executable, "-c", NURSERY, str(run.folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
-        try:
-            for after in (1, 9):
-                kill_within_a_save(run, after, nursery)
-                assert half_written(run, after), "the kill came after the save"
-                assert losses(run)[-1][0] > after
-        finally:
-            nursery.kill()
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        for after in (1, 9):
+            print(after, file=nursery.stdin, flush=True)
+            assert nursery.stdout.readline() == "True\n", "it ended"
+            assert half_written(run, after)
+            assert losses(run)[-1][0] == after + 1
+            print("kill", file=nursery.stdin, flush=True)
     resume(run.folder).train()
     assert not list(run.checkpoints.glob(".*")), "what the kills left is gone"
     assert_same(run, straight)
@@ -174,6 +156,21 @@ def test_an_interrupt_saves_and_the_handlers_come_back(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     trainer.train()
     assert_same(trainer.run, straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_ignored_stays_ignored(
+    number: signal.Signals, config: TrainConfig, tmp_path: Path
+) -> None:
+    """As nohup and shells have it for jobs in the background: a Ctrl-C is meant for somebody else."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        trainer = start(replace(config, steps=3), tmp_path / "run")
+        result = trainer.train(on_step=lambda *_: os.kill(os.getpid(), number))
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert (result["steps"], result["finished"]) == (3, True)
 
 
 class Hammer:

@@ -92,8 +92,10 @@ def side_by_side(folder: Path, flags: Mapping[str, list[str]]) -> None:
     threads = max(1, (os.cpu_count() or 1) // len(flags))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     with ExitStack() as opened:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        opened.callback(signal.signal, signal.SIGTERM, before)
+        before = signal.getsignal(signal.SIGTERM)
+        if before != signal.SIG_IGN:  # what is ignored stays ignored
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            opened.callback(signal.signal, signal.SIGTERM, before)
         processes = {}
         for name, words in flags.items():
             log = opened.enter_context(open(folder / f"{name}.log", "w+", encoding="utf-8"))

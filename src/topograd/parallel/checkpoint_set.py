@@ -3,7 +3,8 @@
 Each rank hands its own stages and what all share to `dcp.save`, which writes every tensor once, a file for
 each rank, as safetensors: no pickle. The set becomes a checkpoint when rank 0 has put the sizes and SHA-256
 of all files into `state.json` and renamed the folder; until then the one before it counts. So a kill or a
-full disk at any moment leaves the last set whole, and all ranks learn of a failure.
+full disk at any moment leaves the last set whole, and all ranks learn of a failure. While rank 0 hashes and
+syncs, the others wait as long as it lives: a slow disk is no reason to give up.
 
     step-00000040/shard-00001-model-00001-of-00001.safetensors   rank 0, and so on
     step-00000040/state.json                                     as in `runs/checkpoint.py`, with "set": true
@@ -46,6 +47,7 @@ class SetStore(FolderStore):
         self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
     ) -> str:
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
+        self.ranks.saves += 1
         problem = ""
         if self.ranks.first:
             problem = _tried(lambda: _begin(self.folder))
@@ -61,7 +63,11 @@ class SetStore(FolderStore):
                     write_state(temporary, step, dict(extra), aliases)
                     put_in_place(temporary, target, keep)
 
-                problem = _tried(finish)
+                with self.ranks.busy():
+                    problem = _tried(finish)
+                self.ranks.tell(f"saved/{self.ranks.saves}", "")
+            else:
+                self.ranks.follow(f"saved/{self.ranks.saves}", 0, "rank 0 finished a checkpoint")
             said = self.ranks.agree(problem, "finishing a checkpoint")
         if said:
             if self.ranks.first:

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -33,6 +33,8 @@ from topograd.parallel.torchrun import let_the_first_speak
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 10.0
 """Seconds at most in which ranks that give up as well are waited for, before the silent one is named."""
+BEAT = 1.0
+"""Seconds after which a rank that works long says again that it lives."""
 READING = 2.0
 """Seconds at most in which rank 0 waits for the others to read why the job ends."""
 
@@ -51,6 +53,8 @@ class Ranks:
     """The same ranks as a mesh of one dimension."""
     waited: float = 0.0
     """Seconds in which this rank waited for others."""
+    saves: int = 0
+    """Checkpoints that were begun, the same number on every rank."""
 
     @property
     def place(self) -> int:
@@ -112,12 +116,12 @@ class Ranks:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While this rank works long by itself, say every second that it lives (see `follow`)."""
+        """While this rank works long by itself, say again and again that it lives (see `follow`)."""
         done = threading.Event()
 
         def beat() -> None:
             count = 0
-            while not done.wait(1.0):
+            while not done.wait(BEAT):
                 count += 1
                 self.store.set(f"alive/{self.rank}", str(count))
 
@@ -167,6 +171,8 @@ class Ranks:
         return f"rank {troubled[0]}: {self.store.get(f'problem/{troubled[0]}').decode()}"
 
     def _blame(self, what: str, peer: int | None, error: str) -> str:
+        with suppress(RuntimeError):  # the store is gone with whoever held it
+            self.store.set(f"waited/{self.rank}", "1")
         late = any(word in error.lower() for word in ("timed out", "timeout"))
         if not late:
             who = "a rank" if peer is None else f"rank {peer}"
@@ -181,16 +187,14 @@ class Ranks:
 
     def _silent(self) -> list[int]:
         """The ranks that do not wait for anybody, and so are the ones that are waited for."""
-        try:
-            self.store.set(f"waited/{self.rank}", "1")
-            end = time.monotonic() + GRACE
+        end = time.monotonic() + GRACE
+        with suppress(RuntimeError):
             while True:
                 silent = [r for r in range(self.config.world) if not self.store.check([f"waited/{r}"])]
                 if len(silent) <= 1 or time.monotonic() > end:
                     return silent
                 time.sleep(0.05)
-        except RuntimeError:  # the store is gone with whoever held it
-            return []
+        return []
 
 
 def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") -> Ranks:

@@ -122,6 +122,11 @@ class StageTrainer(Trainer):
         self._spread()
         return super().train(stop_after, on_step if self.ranks.first else None)
 
+    def _still_here(self) -> None:
+        """Rank 0 holds the folder and looks for all: what it tidies meanwhile is no other process's work."""
+        if self.ranks.first:
+            super()._still_here()
+
     def _spread(self) -> None:
         """Keep the own stages and what all share, with the state of their optimizers."""
         if isinstance(self.loop, StageLoop):

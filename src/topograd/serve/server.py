@@ -113,6 +113,8 @@ class Running:
             self.stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup: it stays so
+                continue
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
                 loop.add_signal_handler(number, stop, number)
         self.worker.start(loop)

@@ -160,14 +160,14 @@ class Preservation:
 
     def answered(self, logits: Tensor) -> float:
         """The share of the questions that logits of `choice_inputs`, where there is a target, answer: by the
-        choice of the least mean loss."""
+        choice of the least mean loss. One that the context cuts off before its choices is not answered."""
         where = (self.choice_targets != IGNORED).nonzero(as_tuple=True)
         rows = where[0]
-        counts = torch.bincount(rows, minlength=len(self.choice_inputs)).clamp(min=1)
+        counts = torch.bincount(rows, minlength=len(self.choice_inputs))
         losses = F.cross_entropy(logits.float(), self.choice_targets[where], reduction="none")
-        means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts
+        means = torch.zeros(len(counts)).index_add(0, rows, losses) / counts  # 0/0 where nothing was seen
         each = means.split([len(choices) for choices in self.items])
-        return sum(int(part.argmin()) == 0 for part in each) / len(self.items)
+        return sum(int(part.argmin()) == 0 and bool(part.isfinite().all()) for part in each) / len(self.items)
 
 
 @torch.no_grad()

@@ -411,6 +411,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
     """Within it, a first Ctrl-C or SIGTERM only sets a flag, which the function it yields reads.
 
     A second one is raised at once: what is being saved is then not saved, and what was saved before stands.
+    A signal that is ignored, as nohup and shells have it for jobs in the background, stays ignored.
     """
     received: list[int] = []
 
@@ -420,7 +421,8 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
 
     try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heard}
     except ValueError:  # not in the main thread: signals are somebody else's
         before = {}
     try:

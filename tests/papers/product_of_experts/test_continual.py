@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from papers.outcome import asked
@@ -27,8 +28,12 @@ def test_the_contract(tmp_path: Path, call: Any) -> None:
     assert {row["scenario"] for row in found["rows"]} == {"class", "domain"}
     for row in found["rows"]:
         assert {"method", "accuracy", "forgetting", "seed"} <= row.keys()
-        assert len(row["matrix"]) == 5
-        assert 0 <= row["accuracy"] <= 1
+        matrix = np.array(row["matrix"])  # after each task, the accuracy on every task
+        assert matrix.shape == (5, 5)
+        assert len(np.unique(matrix)) > 1, "it learned something"
+        assert row["accuracy"] == pytest.approx(matrix[-1].mean())
+        best = np.array([matrix[j:4, j].max() for j in range(4)])
+        assert row["forgetting"] == pytest.approx((best - matrix[-1, :4]).mean())
     assert found["verdict"]
     assert found["scale"]["widths"] == [6, 6]
     assert [table["caption"] for table in found["tables"]] == ["class-incremental", "domain-incremental"]
