@@ -49,7 +49,7 @@ def test_type_checkers_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert set(seen) - {"TYPE_CHECKING", "_plugins"} == set(tg.__all__) - {"__version__"}
+    assert set(seen) - {"TYPE_CHECKING", "registry_entries"} == set(tg.__all__) - {"__version__"}
     for name, module in tg._HOME.items():  # type: ignore[attr-defined]
         assert seen[name] == f"topograd.{module}"
 

@@ -14,9 +14,7 @@ A name is imported when it is first used, so that what needs no torch does not w
 
 from typing import TYPE_CHECKING
 
-from topograd import plugins as _plugins
-
-_plugins.declare_all()
+from topograd.plugins import ENTRIES as registry_entries  # noqa: F401  read by `registry.py`
 
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim, specialists

@@ -1,39 +1,25 @@
 """Registry entries that lie in packages above the ones that use them.
 
 A lower package never names an upper one, not even in a string. So the entries that upper packages add to its
-registries are declared here, above them all. `topograd/__init__.py` calls `declare_all`, and Python runs that
-file before any module of the package: the entries are there for every command, script, subprocess and rank.
-They are addresses, so nothing is imported before it is used.
+registries are listed here, above them all. `topograd/__init__.py` holds the list, and Python runs that file
+before any module of the package: the entries are there for every command, script, subprocess and rank. They
+are addresses, and this module imports nothing, so that Ctrl-C is one line from a command's first moment.
 """
 
-from __future__ import annotations
-
-from topograd.registry import declare
-
-
-def declare_all() -> None:
-    """Declare the entries; cheap, and harmless when repeated."""
-    declare(
-        "optimizer",  # checked by `runs/config.py`, which needs no torch; made by `training/optimizers.py`
-        {
-            "muon+adamw": "topograd.training.optimizers:muon_and_adamw",
-            "adamw": "topograd.training.optimizers:adamw",
-            "sgd": "topograd.training.optimizers:sgd",
-            "ddc-adam": "topograd.training.optimizers:ddc_adam",
-            "ddc-muon": "topograd.training.optimizers:ddc_muon",
-        },
-    )
-    declare(
-        "search",  # used by `training/trainer.py`
-        {
-            "soft": "topograd.search.soft:SoftTrainer",
-            "surgery": "topograd.search.surgery:SurgeryTrainer",
-        },
-    )
-    declare(
-        "backward engine",  # used by `training/loop.py`
-        {
-            "scan": "topograd.interfaces.engines:scan_step",
-            "hybrid": "topograd.interfaces.engines:hybrid_step",
-        },
-    )
+ENTRIES: dict[str, dict[str, str]] = {
+    "optimizer": {  # checked by `runs/config.py`, which needs no torch; made by `training/optimizers.py`
+        "muon+adamw": "topograd.training.optimizers:muon_and_adamw",
+        "adamw": "topograd.training.optimizers:adamw",
+        "sgd": "topograd.training.optimizers:sgd",
+        "ddc-adam": "topograd.training.optimizers:ddc_adam",
+        "ddc-muon": "topograd.training.optimizers:ddc_muon",
+    },
+    "search": {  # used by `training/trainer.py`
+        "soft": "topograd.search.soft:SoftTrainer",
+        "surgery": "topograd.search.surgery:SurgeryTrainer",
+    },
+    "backward engine": {  # used by `training/loop.py`
+        "scan": "topograd.interfaces.engines:scan_step",
+        "hybrid": "topograd.interfaces.engines:hybrid_step",
+    },
+}

@@ -12,13 +12,16 @@ the entries of upper packages, from above them all.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from topograd.errors import ConfigError
 
 T = TypeVar("T")
-_TABLES: dict[str, dict[str, Any]] = {}
+_TABLES: dict[str, dict[str, Any]] = {
+    kind: dict(entries) for kind, entries in sys.modules[__package__ or ""].registry_entries.items()
+}
 """Values or their addresses by kind and name."""
 
 
