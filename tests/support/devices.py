@@ -33,7 +33,9 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -86,7 +88,7 @@ class Transfer:
     """Something that crossed between host and device."""
 
     kind: str
-    """read or write."""
+    """read, write, or async write: a copy to the device for which the host does not wait."""
     operation: str
     place: str
     """The innermost line of topograd, as package/file.py:function."""
@@ -105,6 +107,10 @@ class Transfers:
     @property
     def writes(self) -> int:
         return sum(one.kind == "write" for one in self.seen)
+
+    @property
+    def async_writes(self) -> int:
+        return sum(one.kind == "async write" for one in self.seen)
 
     def places(self, kind: str) -> dict[str, int]:
         """How often each place did it."""
@@ -185,10 +191,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     here = any(isinstance(x, DeviceTensor) for x in leaves)
     asked = kwargs.get("device")
     to_device = here if asked is None else torch.device(asked).type in (_INNER.type, DEVICE.type)
+    if here or to_device:
+        with _Dispatch():  # in inference mode composites come whole
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
     packet = func.overloadpacket
     if packet is aten._to_copy:
         if here != to_device:
-            _transfers.add("read" if here else "write", "to")
+            _transfers.add("read" if here else "async write" if kwargs.get("non_blocking") else "write", "to")
     elif packet is aten.copy_:
         target, source = args[:2]
         if isinstance(target, DeviceTensor) != isinstance(source, DeviceTensor):
@@ -209,10 +220,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not to_device:
         return out
 
+    # In inference mode what is new is an inference tensor, and a view is what its base is.
+    views = any(one.alias_info is not None for one in func._schema.returns)
+    inference = torch.is_inference_mode_enabled() and not (views and not leaves[0].is_inference())
+
     def wrapped(x: Any) -> Any:  # what an operation in place returns is what it was given
         return (known[id(x)] if id(x) in known else DeviceTensor(x)) if isinstance(x, Tensor) else x
 
-    return tree_map(wrapped, out)
+    with torch.inference_mode(inference):
+        return tree_map(wrapped, out)
 
 
 def _unwrapped(values: Any) -> Any:
@@ -263,6 +279,8 @@ class _Names(TorchFunctionMode):
                 return first.raw.tolist()
         if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
             return _made(func, args, kwargs)
+        if func is torch._C._nn.one_hot and isinstance(first, DeviceTensor):
+            return DeviceTensor(func(first.raw, *args[1:], **kwargs))  # on CUDA it does not look at its input
         if func is torch.Tensor.cuda:
             return first.to(DEVICE)  # type: ignore[union-attr]
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, DeviceTensor):
@@ -342,6 +360,10 @@ def second_device() -> Iterator[Transfers]:
             (torch.cuda, "set_rng_state", lambda state, _=None: torch.set_rng_state(state)),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
+        types = [*optimizer._foreach_supported_types, DeviceTensor]  # as parameters on CUDA are
+        for module in (optimizer, _foreach_utils):
+            if hasattr(module, "_foreach_supported_types"):
+                stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
         stack.enter_context(_Dispatch())
         stack.enter_context(_Names())
         yield _transfers

@@ -41,7 +41,7 @@ from torch.optim.optimizer import ParamsT
 from topograd.errors import OptimError
 from topograd.optim.compiled import CompiledStep
 from topograd.optim.gauges.base import Gauge, Parameters
-from topograd.optim.gauges.rescaling import Rescaling, basis
+from topograd.optim.gauges.rescaling import Rescaling, basis_on
 from topograd.optim.lifted import Group, LiftedOptimizer
 from topograd.optim.split import Slot, Ways, layout_of, nameless, slots_of
 
@@ -102,7 +102,7 @@ class DDCAdam(LiftedOptimizer):
             self._compiled = CompiledStep()
         states = [(self.state[parameter], prefix) for parameter, prefix in slots]
         like = slots[0][0]
-        lr = torch.tensor(group["lr"], dtype=like.dtype, device=like.device)
+        lr = torch.full((), group["lr"], dtype=like.dtype, device=like.device)
         made = self._compiled(
             nameless(layout_of(gauges)),
             ways,
@@ -114,7 +114,7 @@ class DDCAdam(LiftedOptimizer):
             lr,
             1 - lr * group["weight_decay"],
             [(state["step"] + 1).to(like) for state, _ in states],
-            basis(gauges[0].covector),
+            basis_on(gauges[0].covector, like.device, like.dtype),
         )
         if made:
             for state, prefix in states:
@@ -143,7 +143,8 @@ class DDCAdam(LiftedOptimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros(())
+                fused = group.get("fused")  # states of before have no fused
+                state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             averages.append(state["exp_avg"])

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from topograd.optim.gauges.base import Parameters
-from topograd.optim.gauges.rescaling import Follower, Piece, Rescaling, basis
+from topograd.optim.gauges.rescaling import Follower, Piece, Rescaling, basis_on
 from topograd.optim.gauges.translation import Translation
 
 Vertical = Literal["frozen", "sgd", "base"]
@@ -121,7 +121,8 @@ class RescalingSplit:
         """The split of these gauges, with the slots of its components."""
         slots = slots_of(gauges, parameters)
         tensors = [tensor for tensor, prefix in slots if not prefix]
-        found = cls(layout_of(gauges), basis(gauges[0].covector), tensors, keep, ways)
+        frame = basis_on(gauges[0].covector, tensors[0].device, tensors[0].dtype)
+        found = cls(layout_of(gauges), frame, tensors, keep, ways)
         found.slots = slots
         return found
 
@@ -162,7 +163,7 @@ class RescalingSplit:
             self._layout.followers, self._followers, gradients, strict=True
         ):
             dots = self._keep * follower.piece.dots(tensor, g)
-            gamma[gauge] = gamma[gauge] + dots.unsqueeze(-1) * own.new_tensor(follower.powers)
+            gamma[gauge] = gamma[gauge] + dots.unsqueeze(-1) * _powers(follower, own)
         return torch.cat(gamma)
 
     def _follow(self, steps: Sequence[Tensor], logs: Tensor, scales: Tensor) -> None:
@@ -176,7 +177,7 @@ class RescalingSplit:
         rows = logs.split(self._sizes)
         found = []
         for (follower, gauge), tensor in zip(self._layout.followers, self._followers, strict=True):
-            factor = (rows[gauge] @ logs.new_tensor(follower.powers)).exp()
+            factor = (rows[gauge] @ _powers(follower, logs)).exp()
             found.append(follower.piece.broadcast(factor, tensor.dim()))
         return found
 
@@ -252,6 +253,15 @@ def slots_of(gauges: tuple[Rescaling, ...], parameters: Parameters) -> list[Slot
     names += [follower.piece.name for follower, _ in layout.followers]
     slots: list[Slot] = [(parameters[name], "") for name in names]
     return slots + [(parameters[gauge.names[0]], "radial_") for gauge in gauges]
+
+
+def _powers(follower: Follower, like: Tensor) -> Tensor:
+    return _constant(follower.powers, like.device, like.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 def gradient(tensor: Tensor) -> Tensor:
