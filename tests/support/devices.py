@@ -57,15 +57,11 @@ _READS = {
     aten.unique_dim,
     aten.repeat_interleave,
     aten.bincount,
-    # These look at LAPACK's status on the host.
+    # These look at a status on the host: as an operation of its own, or inside the kernel.
+    aten._linalg_check_errors,
     aten._linalg_eigh,
     aten._linalg_svd,
-    aten._linalg_eigvals,
-    aten.linalg_eigvalsh,
     aten.linalg_eig,
-    aten.linalg_cholesky_ex,
-    aten.linalg_inv_ex,
-    aten._linalg_solve_ex,
     aten.linalg_lstsq,
 }
 """Operations whose shape, or whose Python result, is read back from the device."""
@@ -166,6 +162,13 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeviceTensor({self.raw})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
+        if id(self) not in memo:
+            made = DeviceTensor(self.raw.detach().clone()).requires_grad_(self.requires_grad)
+            made.__dict__.update({name: value for name, value in self.__dict__.items() if name != "raw"})
+            memo[id(self)] = made
+        return memo[id(self)]  # type: ignore[no-any-return]
+
     # A module's `.to` swaps its parameters in place where these two are there, so that tied ones stay tied.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -193,9 +196,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     to_device = here if asked is None else torch.device(asked).type in (_INNER.type, DEVICE.type)
     if here or to_device:
         with _Dispatch():  # in inference mode composites come whole
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     packet = func.overloadpacket
     if packet is aten._to_copy:
         if here != to_device:
@@ -277,6 +279,8 @@ class _Names(TorchFunctionMode):
                     raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
                 _transfers.add("read", "tolist")
                 return first.raw.tolist()
+        if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage) and isinstance(first, DeviceTensor):
+            return func(first.raw)
         if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
             return _made(func, args, kwargs)
         if func is torch._C._nn.one_hot and isinstance(first, DeviceTensor):
@@ -354,6 +358,8 @@ def second_device() -> Iterator[Transfers]:
     with ExitStack() as stack:
         for module, name, value in (
             (torch, "Generator", _Generator),
+            (torch.autograd, "has_torch_function", lambda *_: False),  # else hooks would run without modes
+            (torch._tensor, "has_torch_function_unary", lambda _: False),
             (torch.cuda, "device", lambda _: nullcontext()),
             (torch.cuda, "is_bf16_supported", lambda **_: False),
             (torch.cuda, "get_rng_state", lambda _=None: torch.get_rng_state()),

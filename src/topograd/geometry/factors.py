@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
+from topograd.geometry.reads import first_not_finite
 from topograd.geometry.layers import Call, Reducer, Watch
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
 
@@ -115,6 +116,11 @@ def kfac_factors(
     if not watch.layers():
         raise _nothing_covered(watch)
     layers = {name: grams.factors(name, samples) for name in watch.layers()}
+    bad = first_not_finite(
+        {(n, what): x for n, f in layers.items() for what, x in (("inputs", f.A), ("gradients", f.G))}
+    )
+    if bad is not None:
+        raise GeometryError(f"the {bad[1]} of layer {bad[0]} are not finite; look at the data and the loss")
     return Factors(layers, watch.uncovered(), chosen.name, fisher, samples)
 
 
@@ -185,13 +191,9 @@ class _Grams:
         return found, len(rows)
 
     def factors(self, layer: str, samples: int) -> LayerFactors:
-        A, G = self._A[layer] / self._rows[layer], self._G[layer] / samples
-        for factor, what in ((A, "inputs"), (G, "gradients")):
-            if not torch.isfinite(factor).all():
-                raise GeometryError(
-                    f"the {what} of layer {layer} are not finite; look at the data and the loss"
-                )
-        return LayerFactors(A, G, self._rows[layer])
+        return LayerFactors(
+            self._A[layer] / self._rows[layer], self._G[layer] / samples, self._rows[layer]
+        )
 
 
 def gram(rows: Tensor) -> Tensor:

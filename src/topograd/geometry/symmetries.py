@@ -41,6 +41,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from topograd.geometry.reads import squared_length
+
 Parameters = Mapping[str, Tensor]
 Form = Literal["full", "half", "pairs"]
 """X of a block: any matrix, or what commutes with a rotation of (i, i + d/2), or of (2i, 2i + 1)."""
@@ -265,7 +267,7 @@ class Shift(Symmetry):
 
 def length(direction: Parameters) -> float:
     """The Euclidean length over all its tensors."""
-    return float(sum(part.square().sum().item() for part in direction.values()) ** 0.5)
+    return float(squared_length(direction.values()) ** 0.5)
 
 
 def without_symmetries(
