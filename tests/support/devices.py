@@ -8,8 +8,8 @@ code that reads them back takes the same branches as on the CPU. What is checked
                   tensor without dimensions may join elementwise operations, and an index may be on the CPU
     generators    a CPU generator in an operation on the device raises, and the reverse
     arrays        `.numpy()` of a device tensor raises
-    reads         device to host, each of which waits for all the work before it: item, bool, float, tolist, cpu,
-                  nonzero, boolean masks and every other operation whose result's shape depends on the data
+    reads         device to host, each of which waits for all the work before it: item, bool, float, tolist,
+                  cpu, nonzero, boolean masks and whatever else has a shape that depends on the data
     writes        host to device: torch.tensor(..., device=), .to(device), an index on the CPU
 
 What it is not: no kernel, stream, memory or speed of a device is seen here, nor autocast (docs/devices.md).
@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,17 +33,18 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import topograd
 
 DEVICE = torch.device("cuda", 0)
 """What the tensors say."""
-_INNER = torch.device("lazy")
+_INNER, _CPU = torch.device("lazy"), torch.device("cpu")
 _SOURCES = str(Path(topograd.__file__).parent)
 aten = torch.ops.aten
 
@@ -120,6 +121,8 @@ class Transfers:
 
 
 _transfers = Transfers()
+_stream: list[Tensor] = []
+"""The state of the device's generator, where it is not the CPU's."""
 
 
 def _place() -> str:
@@ -190,74 +193,95 @@ def host(value: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation, on the CPU, with what it would be on the device: checked, counted, wrapped."""
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    here = any(isinstance(x, DeviceTensor) for x in leaves)
-    asked = kwargs.get("device")
-    to_device = here if asked is None else torch.device(asked).type in (_INNER.type, DEVICE.type)
-    if here or to_device:
+    given = list(_leaves((args, *kwargs.values())))
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    here = any(isinstance(x, DeviceTensor) for x in tensors)
+    asked = next((x for x in given if isinstance(x, torch.device)), None)
+    to_device = here if asked is None else asked.type in (_INNER.type, DEVICE.type)
+    if not here and not to_device:
+        return func(*args, **kwargs)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         with _Dispatch():  # in inference mode composites come whole
-            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    _check(func, args, kwargs, tensors, here, to_device)
+    func = _PLAIN.get(func.overloadpacket, func)
+    out = _on_cpu(func, args, kwargs, to_device)
+    if torch.Tag.inplace_view in func.tags:  # the shell changes its shape too
+        shell, raw = args[0], args[0].raw
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+        aten.as_strided_.default.redispatch(keys, shell, raw.shape, raw.stride(), raw.storage_offset())
+    return _wrapped(func, out, tensors) if to_device else out
+
+
+def _on_cpu(func: Any, args: Any, kwargs: Any, to_device: bool) -> Any:
+    draws = to_device and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    with torch._C._DisableFuncTorch(), _own_stream() if draws and _stream else nullcontext():
+        return func(*_mapped(_bare, args), **{name: _mapped(_bare, x) for name, x in kwargs.items()})
+
+
+def _bare(x: Any) -> Any:
+    return x.raw if isinstance(x, DeviceTensor) else _CPU if isinstance(x, torch.device) else x
+
+
+def _wrapped(func: Any, out: Any, tensors: list[Tensor]) -> Any:
+    """Results on the device. In inference mode new ones are inference tensors, views are what their base is."""
+    known = {id(x.raw): x for x in tensors if isinstance(x, DeviceTensor)}
+
+    def wrap(x: Any) -> Any:  # what an operation in place returns is what it was given
+        return (known[id(x)] if id(x) in known else DeviceTensor(x)) if isinstance(x, Tensor) else x
+
+    if not torch.is_inference_mode_enabled():
+        return _mapped(wrap, out)
+    views = any(one.alias_info is not None for one in func._schema.returns)
+    with torch.inference_mode(not views or tensors[0].is_inference()):
+        return _mapped(wrap, out)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(change, one) for one in value])
+    return change(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _check(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: bool, to_device: bool) -> None:
+    """Count what crosses, and refuse what may not meet."""
     packet = func.overloadpacket
     if packet is aten._to_copy:
         if here != to_device:
             _transfers.add("read" if here else "async write" if kwargs.get("non_blocking") else "write", "to")
     elif packet is aten.copy_:
-        target, source = args[:2]
-        if isinstance(target, DeviceTensor) != isinstance(source, DeviceTensor):
-            _transfers.add("write" if isinstance(target, DeviceTensor) else "read", "copy_")
+        target, source = (isinstance(x, DeviceTensor) for x in args[:2])
+        if target != source:
+            _transfers.add("write" if target else "read", "copy_")
     elif here:
-        _check_mixing(func, args, leaves)
-        _count(func, packet, args)
-    if not here and not to_device:
-        return func(*args, **kwargs)
-    func = _PLAIN.get(packet, func)
-    with torch._C._DisableFuncTorch():
-        out = func(*_unwrapped(args), **_unwrapped(kwargs))
-    known = {id(x.raw): x for x in leaves if isinstance(x, DeviceTensor)}
-    if torch.Tag.inplace_view in func.tags:  # the shell changes its shape too
-        shell, raw = args[0], args[0].raw
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-        aten.as_strided_.default.redispatch(keys, shell, raw.shape, raw.stride(), raw.storage_offset())
-    if not to_device:
-        return out
-
-    # In inference mode what is new is an inference tensor, and a view is what its base is.
-    views = any(one.alias_info is not None for one in func._schema.returns)
-    inference = torch.is_inference_mode_enabled() and not (views and not leaves[0].is_inference())
-
-    def wrapped(x: Any) -> Any:  # what an operation in place returns is what it was given
-        return (known[id(x)] if id(x) in known else DeviceTensor(x)) if isinstance(x, Tensor) else x
-
-    with torch.inference_mode(inference):
-        return tree_map(wrapped, out)
+        _check_mixing(func, args, tensors)
+        if packet in _READS:
+            _transfers.add("read", func._schema.name.removeprefix("aten::"))
+        for index in args[1] if packet in _INDEXED else ():
+            if isinstance(index, DeviceTensor) and index.dtype in (torch.bool, torch.uint8):
+                _transfers.add("read", "boolean index")
 
 
-def _unwrapped(values: Any) -> Any:
-    return tree_map(lambda x: torch.device("cpu") if isinstance(x, torch.device) else host(x), values)
-
-
-def _check_mixing(func: Any, args: Any, leaves: list[Tensor]) -> None:
-    outside = [x for x in leaves if not isinstance(x, DeviceTensor)]
+def _check_mixing(func: Any, args: Any, tensors: list[Tensor]) -> None:
+    outside = [x for x in tensors if not isinstance(x, DeviceTensor)]
     if not outside:
         return
-    if func.overloadpacket in _INDEXED and isinstance(args[0], DeviceTensor):
-        if all(isinstance(x, DeviceTensor) or x.dim() == 0 for x in args[2:3]):
-            _transfers.add("write", "index on the CPU")
-            return
+    values = all(isinstance(x, DeviceTensor) or x.dim() == 0 for x in args[2:3] if isinstance(x, Tensor))
+    if func.overloadpacket in _INDEXED and isinstance(args[0], DeviceTensor) and values:
+        _transfers.add("write", "index on the CPU")
+        return
     elementwise = torch.Tag.pointwise in func.tags or "_foreach_" in func._schema.name
     if not elementwise or any(x.dim() for x in outside):
         shapes = [tuple(x.shape) for x in outside]
         raise DeviceMismatch(f"{func} has tensors on {DEVICE} and on the CPU, of shapes {shapes}")
-
-
-def _count(func: Any, packet: Any, args: Any) -> None:
-    if packet in _READS:
-        _transfers.add("read", func._schema.name.removeprefix("aten::"))
-    elif packet in _INDEXED:
-        for index in args[1]:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                _transfers.add("read", "boolean index")
 
 
 class _Dispatch(TorchDispatchMode):
@@ -273,22 +297,20 @@ class _Names(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
-            if isinstance(first, DeviceTensor):
-                if func is not torch.Tensor.tolist:
-                    raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
-                _transfers.add("read", "tolist")
-                return first.raw.tolist()
-        if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage) and isinstance(first, DeviceTensor):
-            return func(first.raw)
         if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
             return _made(func, args, kwargs)
-        if func is torch._C._nn.one_hot and isinstance(first, DeviceTensor):
-            return DeviceTensor(func(first.raw, *args[1:], **kwargs))  # on CUDA it does not look at its input
-        if func is torch.Tensor.cuda:
-            return first.to(DEVICE)  # type: ignore[union-attr]
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, DeviceTensor):
-            args = (first, _index(args[1]), *args[2:])
+        if isinstance(first, DeviceTensor):
+            if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+                raise TypeError("a tensor of cuda:0 has no numpy array; use Tensor.cpu() first")
+            if func is torch.Tensor.tolist:
+                _transfers.add("read", "tolist")
+                return first.raw.tolist()
+            if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage):
+                return func(first.raw)
+            if func is torch._C._nn.one_hot:  # on CUDA it does not look at its input
+                return DeviceTensor(func(first.raw, *args[1:], **kwargs))
+            if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+                args = (first, _index(args[1]), *args[2:])
         _check_generator(args, kwargs)
         return func(*(_translated(x) for x in args), **{k: _translated(v) for k, v in kwargs.items()})
 
@@ -352,9 +374,35 @@ class _Generator(torch.Generator):
 
 
 @contextmanager
-def second_device() -> Iterator[Transfers]:
-    """Within it "cuda" is the second device; yields what crosses between it and the host."""
+def _own_stream() -> Iterator[None]:
+    """Within it the CPU's generator is where the device's is."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(_stream[0])
+    yield
+    _stream[0] = torch.get_rng_state()
+    torch.set_rng_state(before)
+
+
+def _get_state(_: Any = None) -> Tensor:
+    return _stream[0].clone() if _stream else torch.get_rng_state()
+
+
+def _set_state(state: Tensor, _: Any = None) -> None:
+    if _stream:
+        _stream[0] = state
+    else:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def second_device(*, own_stream: bool = False) -> Iterator[Transfers]:
+    """Within it "cuda" is the second device; yields what crosses between it and the host.
+
+    Random numbers on it are the CPU's next ones, so that the values are those of a CPU run, or with
+    `own_stream` those of a generator of its own, as on CUDA.
+    """
     _transfers.clear()
+    _stream[:] = [torch.Generator().manual_seed(1).get_state()] if own_stream else []
     with ExitStack() as stack:
         for module, name, value in (
             (torch, "Generator", _Generator),
@@ -362,8 +410,8 @@ def second_device() -> Iterator[Transfers]:
             (torch._tensor, "has_torch_function_unary", lambda _: False),
             (torch.cuda, "device", lambda _: nullcontext()),
             (torch.cuda, "is_bf16_supported", lambda **_: False),
-            (torch.cuda, "get_rng_state", lambda _=None: torch.get_rng_state()),
-            (torch.cuda, "set_rng_state", lambda state, _=None: torch.set_rng_state(state)),
+            (torch.cuda, "get_rng_state", _get_state),
+            (torch.cuda, "set_rng_state", _set_state),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         types = [*optimizer._foreach_supported_types, DeviceTensor]  # as parameters on CUDA are
@@ -373,3 +421,44 @@ def second_device() -> Iterator[Transfers]:
         stack.enter_context(_Dispatch())
         stack.enter_context(_Names())
         yield _transfers
+
+
+Run = Callable[[torch.device, Callable[[], None]], Any]
+
+
+def on_both(run: Run, *, own_stream: bool = False) -> tuple[Any, Any, Transfers]:
+    """What `run(device, begin)` gives on the CPU and on the second device, and what crossed since `begin()`.
+
+    Attention is computed by the same formula on both: the second device has no fused one.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run(torch.device("cpu"), lambda: None)
+        with second_device(own_stream=own_stream) as transfers:
+            found = run(DEVICE, transfers.clear)
+            return expected, found, Transfers(list(transfers.seen))
+
+
+def assert_same(found: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Whether two structures of tensors, numbers and words say the same, within a relative tolerance."""
+    pairs = list(zip(_flat(found), _flat(expected), strict=True))
+    assert pairs, "there is nothing to compare"
+    for one, other in pairs:
+        if isinstance(one, Tensor | float) and not isinstance(one, bool):
+            torch.testing.assert_close(
+                torch.as_tensor(one), torch.as_tensor(other), rtol=tolerance, atol=tolerance, equal_nan=True
+            )
+        else:
+            assert one == other
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if is_dataclass(value):
+        value = [getattr(value, one.name) for one in fields(value)]
+    if isinstance(value, Mapping):
+        yield from (key for key in value if isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield host(value)

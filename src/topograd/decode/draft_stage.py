@@ -139,7 +139,9 @@ class DraftStageDrafter:
         if len(set(starts)) > 1 or len(set(counts)) > 1:  # what a row does not have goes behind the longest
             spare = max(start + n for start, n in zip(starts, counts, strict=True))
             rows = zip(starts, counts, strict=True)
-            offset = send([[start + i if i < n else spare for i in range(width)] for start, n in rows], device)
+            offset = send(
+                [[start + i if i < n else spare for i in range(width)] for start, n in rows], device
+            )
         else:
             self._memory.rewind([starts[0]] * len(tokens))  # it may be ahead after ragged rows
         x0 = self._embed(inputs, before)

@@ -147,9 +147,7 @@ def _agreed(drafts: Sequence[Draft], logits: Tensor) -> list[tuple[int, int]]:
     best, tokens = logits.max(-1)
     width = tokens.shape[1]
     # -1 is no token, so a row's own end stops it
-    guessed = send(
-        [[*draft.tokens, *[-1] * (width - len(draft.tokens))] for draft in drafts], tokens.device
-    )
+    guessed = send([[*draft.tokens, *[-1] * (width - len(draft.tokens))] for draft in drafts], tokens.device)
     accepted = (guessed == tokens).long().cumprod(1).sum(1)
     following = tokens.gather(1, accepted[:, None])[:, 0]
     unread = (guessed < 0).roll(1, 1)  # the place behind a row's last draft is read too

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from topograd.errors import GeometryError
-from topograd.geometry.reads import first_not_finite
 from topograd.geometry.layers import Call, Reducer, Watch
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
+from topograd.geometry.reads import first_not_finite
 
 Batch = tuple[Any, Tensor | None]
 """Inputs (a tensor; a mapping is passed by name, a tuple by position) and targets."""
@@ -191,9 +191,7 @@ class _Grams:
         return found, len(rows)
 
     def factors(self, layer: str, samples: int) -> LayerFactors:
-        return LayerFactors(
-            self._A[layer] / self._rows[layer], self._G[layer] / samples, self._rows[layer]
-        )
+        return LayerFactors(self._A[layer] / self._rows[layer], self._G[layer] / samples, self._rows[layer])
 
 
 def gram(rows: Tensor) -> Tensor:

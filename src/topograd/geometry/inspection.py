@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
 from topograd.geometry.factors import Batch, Outputs, stream
-from topograd.geometry.reads import first_not_finite
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
+from topograd.geometry.reads import first_not_finite
 from topograd.geometry.sketches import FactorSums, Sketched
 
 POINTS = 64

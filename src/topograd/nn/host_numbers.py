@@ -3,8 +3,8 @@
 Token numbers, positions and counts of a decoding step begin on the host. To read one back is to wait for all
 the work that is queued on the device, and so is torch's usual copy to it.
 
-    send(numbers, device)     the tensor on the device; the copy is not waited for on CUDA, which takes ordinary
-                              memory in before the call returns
+    send(numbers, device)     the tensor on the device; on CUDA the copy is not waited for: it has taken the
+                              numbers in when the call returns
     numbers_of(tensor)        the numbers again: those that were sent, else read from the device
     largest(tensor)           the largest of them
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from topograd.data.windows import Text
 from topograd.effective_rank import effective_rank
 from topograd.exec.forward import Predictor, predict, stage_outputs
+from topograd.nn.host_numbers import to_device
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
 from topograd.topology.composition import Composition
@@ -132,8 +133,8 @@ def evaluate(
     was_training = stack.training
     stack.eval()
     for start in range(0, len(text.inputs), batch):
-        inputs = text.inputs[start : start + batch].to(device)
-        targets = text.targets[start : start + batch].to(device).flatten()
+        inputs = to_device(text.inputs[start : start + batch], device)
+        targets = to_device(text.targets[start : start + batch], device).flatten()
         counted = (targets != -100).nonzero()[:, 0]
         outputs = stage_outputs(stack, plan, inputs, stages)
         flat = {k: h.flatten(0, 1)[counted] for k, h in outputs.items()}

@@ -47,10 +47,10 @@ from torch.nn import functional as F
 
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry.factors import Batch, Outputs
-from topograd.geometry.reads import first_not_finite, read, squared_length
 from topograd.geometry.inspection import refuse_quantised
 from topograd.geometry.losses import IGNORED, OwnLoss
 from topograd.geometry.paths import Replaced
+from topograd.geometry.reads import first_not_finite, read, squared_length
 from topograd.geometry.singular.criteria import Waic, waic
 
 VIRIAL = 0.15

@@ -173,7 +173,7 @@ class Rescaling(Gauge):
 
 @functools.cache
 def basis_on(covector: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`basis` where an optimizer needs it, made once: what is copied to a device at every step, it waits for."""
+    """`basis` where an optimizer needs it, made once: a copy at every step would wait for the device."""
     w, U = (part.to(device, dtype) for part in basis(covector))
     return w, U
 
