@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from topograd.errors import DivergenceError, GeometryError
+from topograd.geometry.reads import first_not_finite
 
 LOOK = 100
 """Every so many steps the losses are looked at; a look waits for the device."""
@@ -163,9 +164,9 @@ def _checked(module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[int, W
     center = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     if not center:
         raise GeometryError("no parameter of the module requires a gradient: there is nothing to sample")
-    for name, weight in center.items():
-        if not torch.isfinite(weight).all():
-            raise GeometryError(f"parameter {name} has values that are not finite: give a trained module")
+    bad = first_not_finite(center)
+    if bad is not None:
+        raise GeometryError(f"parameter {bad} has values that are not finite: give a trained module")
     return n, center
 
 

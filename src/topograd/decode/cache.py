@@ -35,6 +35,7 @@ from torch import Tensor
 
 from topograd.errors import StackError
 from topograd.exec.forward import run_stage
+from topograd.nn.host_numbers import largest, send
 from topograd.nn.layer_state import grown, selected
 from topograd.nn.relays import Identity
 from topograd.nn.stack import Bus, Stack
@@ -65,6 +66,7 @@ class Cache:
         self.outputs: dict[Port | int, Tensor] = {}
         """Messages of each port and last outputs of each stage, by position: (rows, positions, ...)."""
         self._bus: tuple[object, Bus] | None = None
+        self._last: _Where | None = None
         self._sources = [_plain_source(stack, planned) for planned in plan.stages]
         self._alone = [memory if isinstance(memory, RowMemory) else None for memory in self.memories]
         """Memories that can run one row on arrays."""
@@ -87,8 +89,8 @@ class Cache:
         if self.rows == 1 and self._embedding is not None:
             self._push_row(self._embedding, tokens[0])
             return
-        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=self.device)
-        where = _Where.of(starts, counts, self.device)
+        padded = send([[*row, *[0] * (width - len(row))] for row in tokens], self.device)
+        where = self._where(starts, counts)
         where.write(self._ids, padded)
         self._keep(EMBEDDING, where, self._embed(padded))
         for row, new in zip(self.tokens, tokens, strict=True):
@@ -115,10 +117,12 @@ class Cache:
         """x0 of the next tokens of each row, which may have none before them."""
         last = [row[-1:] for row in self.tokens]
         if all(last):
-            return self.runtime.embed(inputs, torch.tensor(last, device=self.device)[:, 0])
+            same = len(set(self.lengths())) == 1
+            before = self._ids[:, len(self.tokens[0]) - 1] if same else send(last, self.device)[:, 0]
+            return self.runtime.embed(inputs, before)
         if not any(last):
             return self.runtime.embed(inputs)
-        each = [torch.tensor(token, device=self.device) if token else None for token in last]
+        each = [send(token, self.device) if token else None for token in last]
         rows = [self.runtime.embed(inputs[i : i + 1], token) for i, token in enumerate(each)]
         return torch.cat(rows)
 
@@ -139,7 +143,7 @@ class Cache:
 
     def _run(self, stage: int, counts: list[int]) -> None:
         planned = self.plan.stages[stage]
-        where = _Where.of(self.marks[stage], counts, self.device)
+        where = self._where(self.marks[stage], counts)
         bus = self._bus_of(where)
         if where.slots is None:
             self.memories[stage].rewind([where.start] * self.rows)  # it may be ahead after ragged rows
@@ -193,7 +197,7 @@ class Cache:
         starts = [mark - count for mark, count in zip(self.marks[stage], counts, strict=True)]
         if min(starts) < 0:
             raise StackError(f"stage {stage + 1} has not run that many positions; run it first")
-        return _Where.of(starts, counts, self.device).read(self.outputs[stage])
+        return self._where(starts, counts).read(self.outputs[stage])
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget everything from these positions on, row by row."""
@@ -208,7 +212,7 @@ class Cache:
     def select(self, rows: Sequence[int]) -> None:
         """Become a batch of these rows, in this order; a row may be taken several times, or not at all."""
         check_rows(rows, self.rows)
-        index = torch.tensor(rows, device=self.device)
+        index = send(rows, self.device)
         for memory in self.memories:
             memory.select(index)
         self._ids = self._ids[index]
@@ -222,6 +226,13 @@ class Cache:
         self.tokens = [list(self.tokens[row]) for row in rows]
         self.marks = [[marks[row] for row in rows] for marks in self.marks]
         self.rows, self._bus, self._heard = len(rows), None, None
+
+    def _where(self, starts: Sequence[int], counts: Sequence[int]) -> _Where:
+        """Some positions of every row; the next stage mostly wants the same."""
+        key = tuple(starts), tuple(counts)
+        if self._last is None or self._last.key != key:
+            self._last = _Where(*key, self.device)
+        return self._last
 
     def _bus_of(self, where: _Where) -> Bus:
         """The bus of these positions; the next stage mostly wants the same."""
@@ -238,7 +249,7 @@ class Cache:
     def keep(self, key: Port | int, values: Tensor, stop: int) -> None:
         """Values (rows, positions, ...) that a stage or port gave at the positions before `stop`."""
         start = stop - values.shape[1]
-        self._keep(key, _Where(start, stop, None, None, (start, stop)), values)
+        self._keep(key, self._where([start], [stop - start]), values)
 
     def _keep(self, key: Port | int, where: _Where, values: Tensor) -> None:
         if key not in self.outputs:
@@ -251,27 +262,21 @@ class Cache:
 class _Where:
     """Positions in every row: one slice where the rows agree, else a matrix (rows, width) of slots."""
 
-    def __init__(
-        self, start: int, stop: int, slots: Tensor | None, counts: Tensor | None, key: object
-    ) -> None:
-        self.start, self.stop, self.slots, self.counts, self.key = start, stop, slots, counts, key
-
-    @classmethod
-    def of(cls, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> _Where:
-        if len(set(starts)) == 1 and len(set(counts)) == 1:
-            stop = starts[0] + counts[0]
-            return cls(starts[0], stop, None, None, (starts[0], stop))
-        width, spare = max(counts), max(a + n for a, n in zip(starts, counts, strict=True))
-        slots = [
-            [a + i if i < n else spare for i in range(width)] for a, n in zip(starts, counts, strict=True)
-        ]
-        real = torch.tensor(counts, device=device)
-        return cls(0, 0, torch.tensor(slots, device=device), real, (tuple(starts), tuple(counts)))
+    def __init__(self, starts: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> None:
+        self.key = starts, counts
+        self.start, self.stop = starts[0], starts[0] + counts[0]
+        self.slots: Tensor | None = None
+        self.counts: Tensor | None = None
+        if len(set(starts)) > 1 or len(set(counts)) > 1:
+            width, spare = max(counts), max(a + n for a, n in zip(starts, counts, strict=True))
+            rows = zip(starts, counts, strict=True)
+            self.slots = send([[a + i if i < n else spare for i in range(width)] for a, n in rows], device)
+            self.counts = send(counts, device)
 
     @property
     def end(self) -> int:
         """How many positions a buffer needs to hold them."""
-        return self.stop if self.slots is None else int(self.slots.max()) + 1
+        return self.stop if self.slots is None else largest(self.slots) + 1
 
     @property
     def offset(self) -> int | Tensor:

@@ -25,6 +25,7 @@ from topograd.decode.recompute import RecomputedCache
 from topograd.decode.sampling import Sampling
 from topograd.errors import ConfigError
 from topograd.nn.draft_stage import DraftStage, unit
+from topograd.nn.host_numbers import send
 from topograd.nn.packed import PackedLinear
 
 STAGE_RULE = DraftRule(0.3, 4)
@@ -95,7 +96,7 @@ class DraftStageDrafter:
             text[n - 1] if on and n else None for text, n, on in zip(texts, kept, drafting, strict=True)
         ]
         g = self._run(fresh, kept, self._heard(cache, fresh, kept), before)
-        counts = torch.tensor([max(len(tokens), 1) for tokens in fresh], device=g.device)
+        counts = send([max(len(tokens), 1) for tokens in fresh], g.device)
         self._states = g[torch.arange(len(g), device=g.device), counts - 1]
         self._known = [
             list(text) if on else mine for text, mine, on in zip(texts, self._known, drafting, strict=True)
@@ -115,9 +116,7 @@ class DraftStageDrafter:
             return states
         padded = states.new_zeros(len(fresh), width + 1, states.shape[-1])
         padded[:, 1 : 1 + states.shape[1]] = states
-        first = torch.tensor(
-            [int(n > 0 or not tokens) for tokens, n in zip(fresh, kept, strict=True)], device=states.device
-        )
+        first = send([int(n > 0 or not tokens) for tokens, n in zip(fresh, kept, strict=True)], states.device)
         place = torch.arange(width, device=states.device) + first[:, None]
         return padded[torch.arange(len(fresh), device=states.device)[:, None], place]
 
@@ -135,16 +134,13 @@ class DraftStageDrafter:
         """g of some tokens of each row that stand at `starts`, behind a token `before` and states."""
         counts = [len(row) for row in tokens]
         width, device = max(counts), previous.device
-        inputs = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=device)
+        inputs = send([[*row, *[0] * (width - len(row))] for row in tokens], device)
         offset: int | Tensor = starts[0]
         if len(set(starts)) > 1 or len(set(counts)) > 1:  # what a row does not have goes behind the longest
             spare = max(start + n for start, n in zip(starts, counts, strict=True))
-            offset = torch.tensor(
-                [
-                    [start + i if i < n else spare for i in range(width)]
-                    for start, n in zip(starts, counts, strict=True)
-                ],
-                device=device,
+            rows = zip(starts, counts, strict=True)
+            offset = send(
+                [[start + i if i < n else spare for i in range(width)] for start, n in rows], device
             )
         else:
             self._memory.rewind([starts[0]] * len(tokens))  # it may be ahead after ragged rows
@@ -159,8 +155,8 @@ class DraftStageDrafter:
         if all(token is None for token in before):
             return self.stack.embed(inputs)
         if all(token is not None for token in before):
-            return self.stack.embed(inputs, torch.tensor(before, device=inputs.device))
-        each = [None if token is None else torch.tensor([token], device=inputs.device) for token in before]
+            return self.stack.embed(inputs, send(before, inputs.device))
+        each = [None if token is None else send([token], inputs.device) for token in before]
         return torch.cat([self.stack.embed(inputs[i : i + 1], token) for i, token in enumerate(each)])
 
     @torch.inference_mode()

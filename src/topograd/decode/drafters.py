@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from topograd.decode.autotune import DraftRule
-from topograd.decode.engine import AnyCache, Engine
+from topograd.decode.engine import AnyCache, Engine, read_together
 from topograd.decode.exit_rules import check_exits
 from topograd.decode.sampling import Sampling, draw, probabilities
 from topograd.errors import ConfigError
@@ -217,9 +218,9 @@ class Drafting:
         rows: int,
     ) -> list[list[int]]:
         """One token more in the rows that are stepping, where the policy keeps it: what is new."""
-        scores = steps.scores(logits).tolist()
-        best = logits.argmax(-1)
-        tokens = (best if steps.vocabulary is None else steps.vocabulary[best]).tolist()
+        logits = logits if sampling.greedy else logits.cpu()  # one copy from the device either way
+        scores, best = read_together(steps.scores(logits), logits.argmax(-1))
+        tokens = [self._token(int(place)) for place in best]
         new: list[list[int]] = [[] for _ in drafts]
         for row, draft in enumerate(drafts):
             if not stepping[row]:
@@ -230,19 +231,27 @@ class Drafting:
             q = None
             if not sampling.greedy:
                 q = probabilities(logits[row], sampling)
-                drawn = draw(q, generators[row])
-                tokens[row] = drawn if steps.vocabulary is None else int(steps.vocabulary[drawn])
-                q = self._spread(q, steps.vocabulary)
+                tokens[row] = self._token(draw(q, generators[row]))
+                q = self._spread(q)
             draft.add(tokens[row], steps.name, chance, q, steps.exit)
             new[row] = [tokens[row]]
         return new
 
-    def _spread(self, q: Tensor, vocabulary: Tensor | None) -> Tensor:
+    @cached_property
+    def _vocabulary(self) -> list[int] | None:
+        """The tokens that the steps' logits are of, on the host."""
+        known = self.steps.vocabulary if self.steps else None
+        return None if known is None else known.tolist()
+
+    def _token(self, place: int) -> int:
+        return place if self._vocabulary is None else self._vocabulary[place]
+
+    def _spread(self, q: Tensor) -> Tensor:
         """q over all tokens of the model."""
-        vocab = self.engine.vocab
-        if vocabulary is None and len(q) == vocab:
+        vocab, known = self.engine.vocab, self._vocabulary
+        if known is None and len(q) == vocab:
             return q
-        ids = torch.arange(len(q)) if vocabulary is None else vocabulary.cpu()
+        ids = torch.arange(len(q)) if known is None else torch.tensor(known)
         return torch.zeros(vocab, dtype=q.dtype).scatter_(0, ids, q)
 
 

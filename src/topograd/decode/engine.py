@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -190,7 +190,7 @@ class Chooser:
             best, tokens = likeliest(logits)
             check_finite(best)
             return tokens
-        each = zip(logits, self.generators, active, strict=True)
+        each = zip(logits.cpu(), self.generators, active, strict=True)  # one copy for all rows
         return [draw(probabilities(z, self.sampling), g) if on else 0 for z, g, on in each]
 
 
@@ -201,11 +201,18 @@ def likeliest(logits: Tensor) -> tuple[list[float], list[int]]:
     those of another runtime.
     """
     if logits.device.type != "cpu":
-        best, tokens = logits.max(-1)
-        return best.tolist(), tokens.tolist()
+        best, tokens = read_together(*logits.max(-1))
+        return best, [int(token) for token in tokens]
     values = logits.numpy()
     found = values.argmax(-1)
     return values[range(len(values)), found].tolist(), found.tolist()
+
+
+def read_together(scores: Tensor, tokens: Tensor) -> tuple[list[Any], list[Any]]:
+    """Scores and token numbers of one shape as lists, in one copy from the device: exact below 2²⁴ tokens."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    first, second = torch.stack((scores.to(dtype), tokens.to(dtype))).tolist()
+    return first, second
 
 
 def check_finite(best: Sequence[float]) -> None:

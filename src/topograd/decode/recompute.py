@@ -14,6 +14,7 @@ from torch import Tensor
 from topograd.decode.cache import check_lengths, check_rows
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
+from topograd.nn.host_numbers import send
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 
@@ -43,9 +44,7 @@ class RecomputedCache:
             return
         longest = max(lengths)
         device = next(self.stack.parameters()).device
-        padded = torch.tensor(
-            [[*row, *[row[-1]] * (longest - len(row))] for row in self.tokens], device=device
-        )
+        padded = send([[*row, *[row[-1]] * (longest - len(row))] for row in self.tokens], device)
         h = stage_outputs(self.stack, self.plan, padded, [stage])[stage]
         self._outputs[stage] = lengths, h
 

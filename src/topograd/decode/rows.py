@@ -30,6 +30,7 @@ from topograd.decode.cache import Cache
 from topograd.decode.recompute import RecomputedCache
 from topograd.errors import StackError
 from topograd.exec.forward import StageMemory, run_stage
+from topograd.nn.host_numbers import send
 from topograd.nn.layer_state import PackedStates
 from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus, Stack
@@ -168,8 +169,8 @@ def _buses(
     """The bus of all positions one behind the other, and for each row where its own are."""
     device = x0.device
     tokens = [cache.tokens[0][start:stop] for cache, (start, stop) in zip(caches, spans, strict=True)]
-    inputs = torch.tensor([[token for row in tokens for token in row]], device=device)
-    positions = torch.tensor([[p for start, stop in spans for p in range(start, stop)]], device=device)
+    inputs = send([[token for row in tokens for token in row]], device)
+    positions = send([[p for start, stop in spans for p in range(start, stop)]], device)
     bus = stack.bus(x0, inputs, positions)
     each = positions[0].split([stop - start for start, stop in spans])
     return bus, [replace(bus, positions=own, extras={"masks": {}, "visible": {}}) for own in each]

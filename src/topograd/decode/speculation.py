@@ -34,6 +34,7 @@ from topograd.decode.drafters import Draft, Drafter, PrefixDrafter
 from topograd.decode.engine import AnyCache, Emitted, Engine, check_finite
 from topograd.decode.exit_rules import check_exits
 from topograd.decode.sampling import Sampling, draw, generators, probabilities, verify, verify_certain
+from topograd.nn.host_numbers import send
 
 
 @dataclass
@@ -113,7 +114,7 @@ class Speculate:
         """For each row how many drafts are kept, and the full model's token that follows them."""
         if self.sampling.greedy:
             return _agreed(drafts, logits)
-        each = zip(drafts, logits, self.generators, active, strict=True)
+        each = zip(drafts, logits.cpu(), self.generators, active, strict=True)  # one copy for all rows
         return [self._sampled(draft, z, g) if on else (0, 0) for draft, z, g, on in each]
 
     def _sampled(self, draft: Draft, logits: Tensor, generator: torch.Generator) -> tuple[int, int]:
@@ -145,11 +146,13 @@ def _agreed(drafts: Sequence[Draft], logits: Tensor) -> list[tuple[int, int]]:
     """
     best, tokens = logits.max(-1)
     width = tokens.shape[1]
-    guessed = torch.tensor(
-        [[*draft.tokens, *[-1] * (width - len(draft.tokens))] for draft in drafts], device=tokens.device
-    )  # -1 is no token, so a row's own end stops it
+    # -1 is no token, so a row's own end stops it
+    guessed = send([[*draft.tokens, *[-1] * (width - len(draft.tokens))] for draft in drafts], tokens.device)
     accepted = (guessed == tokens).long().cumprod(1).sum(1)
-    read = torch.tensor([len(draft.tokens) for draft in drafts], device=tokens.device)
-    check_finite(best[torch.arange(width, device=tokens.device) <= read[:, None]].tolist())
     following = tokens.gather(1, accepted[:, None])[:, 0]
-    return list(zip(accepted.tolist(), following.tolist(), strict=True))
+    unread = (guessed < 0).roll(1, 1)  # the place behind a row's last draft is read too
+    unread[:, 0] = False
+    finite = (best.isfinite() | unread).all(1)
+    kept, behind, fine = torch.stack((accepted, following, finite.long())).tolist()
+    check_finite([0.0 if row else math.nan for row in fine])
+    return list(zip(kept, behind, strict=True))

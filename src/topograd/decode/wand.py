@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from topograd.decode.engine import AnyCache, Chooser, Emitted, Engine, check_finite
+from topograd.decode.engine import AnyCache, Chooser, Emitted, Engine, check_finite, read_together
 from topograd.decode.exit_rules import check_exits, survivors
 from topograd.decode.sampling import Sampling
 from topograd.errors import ConfigError
@@ -67,18 +67,19 @@ class Wand:
         for checked, tau in self.exits:
             engine.run(cache, stages[checked])
             logits = engine.logits(cache, stages[checked])[0, -1]
-            (first, second), (token, _) = (best.tolist() for best in logits.topk(2))
+            (first, second), (token, _) = read_together(*logits.topk(2))
             check_finite([first])
             if first - second > tau:
-                return (token if self.sampling.greedy else self._draw(logits)), checked
+                return (int(token) if self.sampling.greedy else self._draw(logits)), checked
         last = stages[-1]
         engine.run(cache, last)
         if self.bounds is not None and logits is not None:
             candidates = survivors(logits, self.bounds[checked])
             if len(candidates) * FEW <= len(logits):
                 best, place = engine.logits(cache, last, tokens=candidates)[0, -1].max(-1)
-                check_finite([float(best)])
-                return int(candidates[place]), engine.last
+                value, token = read_together(best, candidates.take(place))
+                check_finite([value])
+                return int(token), engine.last
         return self._draw(engine.logits(cache, last)[0, -1]), engine.last
 
     def _draw(self, logits: Tensor) -> int:

@@ -42,6 +42,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from topograd.errors import GeometryError
 from topograd.geometry.layers import Call, Reducer, Watch
 from topograd.geometry.losses import Fisher, Loss, OwnLoss, check_fisher, loss_named
+from topograd.geometry.reads import first_not_finite
 
 Batch = tuple[Any, Tensor | None]
 """Inputs (a tensor; a mapping is passed by name, a tuple by position) and targets."""
@@ -115,6 +116,11 @@ def kfac_factors(
     if not watch.layers():
         raise _nothing_covered(watch)
     layers = {name: _layer_factors(name, sums, samples) for name in watch.layers()}
+    bad = first_not_finite(
+        {(n, what): x for n, f in layers.items() for what, x in (("inputs", f.A), ("gradients", f.G))}
+    )
+    if bad is not None:
+        raise GeometryError(f"the {bad[1]} of layer {bad[0]} are not finite; look at the data and the loss")
     return Factors(layers, watch.uncovered(), chosen.name, fisher, samples)
 
 
@@ -153,9 +159,6 @@ def _layer_factors(layer: str, sums: GramSums, samples: int) -> LayerFactors:
     A, G = (sums.mean(layer, side, samples) for side in "AG")
     assert A is not None
     assert G is not None, "a gradient reached this layer"
-    for factor, what in ((A, "inputs"), (G, "gradients")):
-        if not torch.isfinite(factor).all():
-            raise GeometryError(f"the {what} of layer {layer} are not finite; look at the data and the loss")
     return LayerFactors(A, G, sums.rows[layer])
 
 

@@ -38,6 +38,7 @@ from topograd.geometry.losses import Fisher, Loss, OwnLoss, loss_named
 from topograd.geometry.monitors.layernorm import KernelMonitor, KernelReading, other_norms
 from topograd.geometry.monitors.moments import RESOLUTION
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
+from topograd.geometry.reads import first_not_finite
 from topograd.geometry.sketches import FactorSums, Sketched
 
 POINTS = 64
@@ -191,10 +192,10 @@ def refuse_quantised(model: nn.Module) -> None:
 def _finite_factors(name: str, sums: FactorSums, terms: int) -> tuple[Factor, Factor | None]:
     A, G = sums.factor(name, "A", terms), sums.factor(name, "G", terms)
     assert A is not None, "it was listed because its inputs were seen"
-    for factor, what in ((A, "inputs"), (G, "gradients")):
-        values = factor.values if isinstance(factor, Sketched) else factor
-        if values is not None and not torch.isfinite(values).all():
-            raise GeometryError(f"the {what} of layer {name} are not finite; look at the data and the loss")
+    parts = {"inputs": A} if G is None else {"inputs": A, "gradients": G}
+    bad = first_not_finite({w: f.values if isinstance(f, Sketched) else f for w, f in parts.items()})
+    if bad is not None:
+        raise GeometryError(f"the {bad} of layer {name} are not finite; look at the data and the loss")
     return A, G
 
 
@@ -219,9 +220,9 @@ def spectrum(factor: Factor, resolution: float = RESOLUTION) -> Spectrum:
     (2, (3.0, 1.0, 0.0))
     """
     if isinstance(factor, Sketched):
-        values, size, trace = factor.values, len(factor.vectors), factor.trace
+        values, size, trace = factor.values.cpu(), len(factor.vectors), factor.trace
     else:
-        values = torch.linalg.eigvalsh(factor.double()).flip(0).clamp(min=0)
+        values = torch.linalg.eigvalsh(factor.double()).cpu().flip(0).clamp(min=0)
         size, trace = len(values), float(values.sum())
     floor = max(resolution, size * torch.finfo(values.dtype).eps)
     values = torch.where(values > floor * values[0], values, 0.0)
@@ -232,7 +233,7 @@ def spectrum(factor: Factor, resolution: float = RESOLUTION) -> Spectrum:
         effective_rank=float(effective_rank(values)),
         trace=trace,
         places=tuple(places.tolist()),
-        values=tuple(values[places.to(values.device)].tolist()),
+        values=tuple(values[places].tolist()),
         sketched=isinstance(factor, Sketched),
     )
 

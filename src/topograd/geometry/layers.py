@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from topograd.errors import GeometryError
+from topograd.geometry.reads import first_not_finite
 
 
 @dataclass(frozen=True)
@@ -231,11 +232,12 @@ def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     """Every name of every parameter, by identity; all must be finite."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not torch.isfinite(parameter).all():
-            raise GeometryError(
-                f"parameter {name} has a value that is not finite; load weights from before it happened"
-            )
         names.setdefault(id(parameter), []).append(name)
+    bad = first_not_finite(dict(model.named_parameters()))
+    if bad is not None:
+        raise GeometryError(
+            f"parameter {bad} has a value that is not finite; load weights from before it happened"
+        )
     return names
 
 

@@ -32,6 +32,7 @@ from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs
 from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.paths import Likelihood, Replaced, as_double, divergence
+from topograd.geometry.reads import first_not_finite
 
 BUCKETS = 2048
 FLOOR = 30.0
@@ -204,11 +205,11 @@ def _known_layers(model: nn.Module, layers: Sequence[nn.Module] | str | None) ->
 
 
 def _refuse_infinite(parameters: Mapping[str, Tensor]) -> None:
-    for name, value in parameters.items():
-        if not torch.isfinite(value).all():
-            raise GeometryError(
-                f"parameter {name} has a value that is not finite; load weights from before it happened"
-            )
+    bad = first_not_finite(parameters)
+    if bad is not None:
+        raise GeometryError(
+            f"parameter {bad} has a value that is not finite; load weights from before it happened"
+        )
 
 
 def _constant(answer: Any) -> Any:

@@ -33,6 +33,7 @@ from topograd.errors import GeometryError
 from topograd.geometry.factors import Outputs, outputs_of
 from topograd.geometry.quadrature import excess_exp
 from topograd.geometry.rates import Rate, fit_rate, log_grid
+from topograd.geometry.reads import first_not_finite, squared_length
 
 Likelihood = Literal["squared-error", "cross-entropy"]
 VANISHES = 0.5
@@ -59,11 +60,11 @@ class Path:
                 raise GeometryError(
                     f"the direction of {name!r} has shape {given}; the parameter has {wanted}"
                 )
-        for name, weight in weights.items():
-            if not torch.isfinite(weight).all():
-                raise GeometryError(f"{name!r} holds a number that is not finite; nothing can be read of it")
+        bad = first_not_finite(weights)
+        if bad is not None:
+            raise GeometryError(f"{bad!r} holds a number that is not finite; nothing can be read of it")
         v = {name: part.detach().to(weights[name].device, torch.float64) for name, part in direction.items()}
-        length = sum(part.square().sum().item() for part in v.values()) ** 0.5
+        length = squared_length(v.values()) ** 0.5
         if length == 0:
             raise GeometryError("the direction is zero; give a tensor for at least one parameter")
         state = {**weights, **dict(model.named_buffers())}

@@ -45,6 +45,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from topograd.geometry.reads import squared_length
+
 Parameters = Mapping[str, Tensor]
 Form = Literal["full", "half", "pairs", "scalar"]
 """X of a block: any matrix, what commutes with a rotation of (i, i + d/2) or of (2i, 2i + 1), or a number."""
@@ -335,7 +337,7 @@ class HeadShift(Symmetry):
 
 def length(direction: Parameters) -> float:
     """The Euclidean length over all its tensors."""
-    return float(sum(part.square().sum().item() for part in direction.values()) ** 0.5)
+    return float(squared_length(direction.values()) ** 0.5)
 
 
 def without_symmetries(

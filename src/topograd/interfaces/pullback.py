@@ -39,6 +39,7 @@ from torch import Tensor
 
 from topograd.errors import ConfigError
 from topograd.interfaces.tape import Desk, Factors, Tape, record
+from topograd.nn.host_numbers import send
 
 __all__ = ["Tape", "pullback", "record"]
 
@@ -72,7 +73,8 @@ def pullback(
     start, stop = skip * segment, len(weights)
     spans = [_span(block, start, stop, start) for block in blocks[:-1]]
     spans.append(_span(blocks[-1], start, stop, max(start, first)))
-    pooled = weights[list(blocks[-1].rows[spans[-1].rows])].to(cotangent)
+    rows = send(list(blocks[-1].rows[spans[-1].rows]), weights.device)
+    pooled = weights[rows].to(cotangent)
     chunks = cotangent.transpose(0, 1).split(chunk or len(cotangent), dim=1)
     parts = [_pull(tape.desk, blocks, spans, g, pooled, segment) for g in chunks]
     return torch.cat(parts, dim=2).movedim(2, 0)
@@ -96,7 +98,7 @@ def _first_weight(blocks: list[Factors], cotangent: Tensor, weights: Tensor, seg
             f"{len(weights)} positions do not make whole segments of {segment} of which {skip} are skipped; "
             "choose a divisor, and skip fewer than all"
         )
-    weighted = weights.nonzero()[:, 0].tolist()
+    weighted = [place for place, weight in enumerate(weights.tolist()) if weight != 0]
     if not set(weighted) <= set(blocks[-1].rows):
         raise ConfigError(
             f"the pool reads positions {weighted}, but the last block ran at {list(blocks[-1].rows)} only; "

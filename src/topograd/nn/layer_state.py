@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+from topograd.nn.host_numbers import largest
 
 if TYPE_CHECKING:
     from topograd.nn.stack import Bus
@@ -96,7 +97,7 @@ class KVState:
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def _scatter(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        stop = int(positions.max()) + 1
+        stop = largest(positions) + 1
         self._reserve(stop)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         self.keys[rows, :, positions] = keys.transpose(1, 2)
@@ -138,7 +139,7 @@ class History:
         if self._values is None:
             self._values = values.new_zeros(len(values), min(self.capacity, FIRST), *values.shape[2:])
         ragged = positions.dim() == 2
-        stop = int(positions.max()) + 1 if ragged else self.length + values.shape[1]
+        stop = largest(positions) + 1 if ragged else self.length + values.shape[1]
         self._values = grown(self._values, 1, stop, self.capacity)
         if ragged:
             rows = torch.arange(len(positions), device=positions.device)[:, None]

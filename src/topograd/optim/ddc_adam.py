@@ -110,7 +110,8 @@ class DDCAdam(LiftedOptimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros(())
+                fused = group.get("fused")  # states of before have no fused
+                state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             averages.append(state["exp_avg"])

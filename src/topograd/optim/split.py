@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from topograd.optim.gauges.base import Parameters
-from topograd.optim.gauges.rescaling import Follower, Piece, Rescaling, basis
+from topograd.optim.gauges.rescaling import Follower, Piece, Rescaling, basis_on
 from topograd.optim.gauges.translation import Translation
 
 Vertical = Literal["frozen", "sgd", "base"]
@@ -102,7 +102,7 @@ class RescalingSplit:
         self._sizes = [len(squares[index]) for index in self._layout.firsts]
         own = keep * self._gather(self._dots(gradients))
         self._norms = keep * self._gather(squares).sqrt()
-        self._radial, self._basis = (part.to(own) for part in basis(gauges[0].covector))
+        self._radial, self._basis = basis_on(gauges[0].covector, own.device, own.dtype)
         gamma = self._gamma(own, gradients[len(self._blocks) :])
         self._u = gamma @ self._basis
         radial = (gamma @ self._radial).unsqueeze(-1)
@@ -146,7 +146,7 @@ class RescalingSplit:
             self._layout.followers, self._followers, gradients, strict=True
         ):
             dots = self._keep * follower.piece.dots(tensor, g)
-            gamma[gauge] = gamma[gauge] + dots.unsqueeze(-1) * own.new_tensor(follower.powers)
+            gamma[gauge] = gamma[gauge] + dots.unsqueeze(-1) * _powers(follower, own)
         return torch.cat(gamma)
 
     def _follow(self, steps: Sequence[Tensor], logs: Tensor, scales: Tensor) -> None:
@@ -160,7 +160,7 @@ class RescalingSplit:
         rows = logs.split(self._sizes)
         found = []
         for (follower, gauge), tensor in zip(self._layout.followers, self._followers, strict=True):
-            factor = (rows[gauge] @ logs.new_tensor(follower.powers)).exp()
+            factor = (rows[gauge] @ _powers(follower, logs)).exp()
             found.append(follower.piece.broadcast(factor, tensor.dim()))
         return found
 
@@ -217,6 +217,15 @@ def layout_of(gauges: tuple[Rescaling, ...]) -> Layout:
     cells = [cell for _, cell in pieces]
     firsts = [cells.index(i) for i in range(len(gauges))]
     return Layout(len(gauges), count, tuple(firsts), tuple(pieces), tuple(followers))
+
+
+def _powers(follower: Follower, like: Tensor) -> Tensor:
+    return _constant(follower.powers, like.device, like.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 def gradient(tensor: Tensor) -> Tensor:

@@ -21,8 +21,13 @@ from torch import Tensor
 from topograd.errors import OptimError
 
 
-def z_loss(logits: Tensor, coefficient: float, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
-    """c · mean (log Z)², or the sum, to be added to the cross-entropy.
+def z_loss(
+    logits: Tensor,
+    coefficient: float,
+    reduction: Literal["mean", "sum"] = "mean",
+    counted: Tensor | None = None,
+) -> Tensor:
+    """c · mean (log Z)², or the sum, to be added to the cross-entropy; the sum may be over `counted` samples.
 
     >>> import torch
     >>> round(z_loss(torch.zeros(3, 4), 0.5).item(), 4)  # ½ (log 4)²
@@ -31,4 +36,7 @@ def z_loss(logits: Tensor, coefficient: float, reduction: Literal["mean", "sum"]
     if not coefficient >= 0:
         raise OptimError(f"the coefficient of the z-loss is {coefficient}; it must be at least 0")
     squares = logits.logsumexp(-1).square()
+    if counted is not None:
+        cpu = squares.device.type == "cpu"  # elsewhere to choose samples is to wait for the device
+        squares = squares[counted] if cpu else squares.masked_fill(~counted, 0)
     return coefficient * (squares.mean() if reduction == "mean" else squares.sum())

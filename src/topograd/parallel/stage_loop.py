@@ -95,7 +95,7 @@ class StageLoop(TrainingLoop):
     def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """Add up what is shared; every stage's loss, every group's norm, and that of a private embedding."""
         groups = plan.groups()
-        known = torch.zeros(len(plan.stages) + len(groups) + 2, dtype=losses.dtype)
+        known = losses.new_zeros(len(plan.stages) + len(groups) + 2)
         for k in self.wire.stages:
             known[k] = losses[k]
         if self.layout.crossing and self.ranks.replica == 0:  # one group, of which each rank has a part
@@ -126,7 +126,8 @@ class StageLoop(TrainingLoop):
         flags = [float(p.grad is not None) for p in parameters]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         dtype = torch.promote_types(gradients[0].dtype, numbers.dtype) if gradients else numbers.dtype
-        small = torch.cat((numbers.to(dtype), torch.tensor(flags, dtype=dtype))).to(self.ranks.device)
+        device = self.ranks.device
+        small = torch.cat((numbers.to(device, dtype), torch.tensor(flags, dtype=dtype, device=device)))
         packed = torch.cat((small, *(gradient.to(dtype).flatten() for gradient in gradients)))
         self.ranks.reduce(packed, what, group)
         self.exchanged_bytes += packed.numel() * packed.element_size()

@@ -3,7 +3,7 @@
 One checkpoint is a folder:
 
     step-00000040/model.safetensors       the model's state_dict, each tied tensor once
-    step-00000040/optimizer.safetensors   the tensors of the optimizers' state_dicts, and "rng"
+    step-00000040/optimizer.safetensors   the tensors of the optimizers' state_dicts, and "rng", "rng.cuda"
     step-00000040/state.json              format, version, step, extra, size and SHA-256 of both files, the
                                           names of tied tensors, the optimizers' numbers, its own SHA-256
 
@@ -151,6 +151,8 @@ def save(
     weights = _tensors_of(model)
     aliases = aliases_of(weights)
     tensors: Tensors = {"rng": torch.get_rng_state()}
+    if (device := _cuda(model)) is not None:
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
     numbers = {name: _describe(name, model, optimizer, tensors) for name, optimizer in optimizers.items()}
     state = {"step": step, "extra": dict(extra), "aliases": aliases, "optimizers": numbers}
     state = json.loads(dump_json(state, error=CheckpointError))  # as it will be read
@@ -168,7 +170,7 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
-    """Fill a model, and to go on training its optimizers and torch's CPU generator, from a checkpoint.
+    """Fill a model, and to go on training its optimizers and torch's generators, from a checkpoint.
 
     Without `optimizers` only the model is filled, as evaluation wants it. Everything is verified before
     anything is changed; a checkpoint that is damaged or does not fit raises CheckpointError, which names
@@ -184,7 +186,15 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
         for name, optimizer in optimizers.items():
             restore(optimizer, saved[name])
         torch.set_rng_state(tensors["rng"])
+        if (device := _cuda(model)) is not None and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], device)
     return checkpoint
+
+
+def _cuda(model: nn.Module) -> torch.device | None:
+    """Where a model is, if that is CUDA: dropout there draws from its own generator."""
+    device = next((p.device for p in model.parameters()), None)
+    return device if device is not None and device.type == "cuda" else None
 
 
 def is_empty(model: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from topograd.data.windows import Text
 from topograd.effective_rank import effective_rank
 from topograd.exec.forward import Predictor, predict, stage_outputs
+from topograd.nn.host_numbers import to_device
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
 from topograd.topology.composition import Composition
@@ -91,13 +92,12 @@ class Evaluation:
 class _Tally:
     """Sums over tokens, in float64."""
 
-    def __init__(self, exits: int) -> None:
-        self.stages = torch.zeros(exits, dtype=torch.float64)
-        self.exits = torch.zeros(exits, dtype=torch.float64)
-        self.running = torch.zeros(exits, dtype=torch.float64)
-        self.pooled = dict.fromkeys(("mean", "shrinkage"), 0.0)
-        self.bins = torch.zeros(exits, BINS, 3, dtype=torch.float64)  # count, confidence, accuracy
-        self.full = 0.0
+    def __init__(self, exits: int, device: torch.device) -> None:
+        self.stages = torch.zeros(exits, dtype=torch.float64, device=device)
+        self.exits, self.running = torch.zeros_like(self.stages), torch.zeros_like(self.stages)
+        self.pooled = dict.fromkeys(("mean", "shrinkage"), self.stages.new_zeros(()))
+        self.bins = self.stages.new_zeros(exits, BINS, 3)  # count, confidence, accuracy
+        self.full = self.stages.new_zeros(())
         self.tokens = 0
 
     def add(self, alone: list[Tensor], exits: list[Tensor], full: Tensor, targets: Tensor) -> None:
@@ -110,7 +110,7 @@ class _Tally:
             self.running[k] += _nats(total, targets)
             self.bins[k] += confidence_bins(exit_, targets)
         for how in self.pooled:
-            self.pooled[how] += _nats(pool(alone, how), targets)
+            self.pooled[how] = self.pooled[how] + _nats(pool(alone, how), targets)
         self.full += _nats(full, targets)
         self.tokens += len(targets)
 
@@ -126,16 +126,16 @@ def evaluate(
     """Every reading of this module. `on_batch` is called with the rows that are done, and of how many."""
     plan = Plan.of(topology, len(stack.layers))
     stages = plan.predicting()
-    tally = _Tally(len(stages))
-    hidden: list[list[Tensor]] = [[] for _ in stages]
     device = next(stack.parameters()).device
+    tally = _Tally(len(stages), device)
+    hidden: list[list[Tensor]] = [[] for _ in stages]
     path = Predictor(stack, plan) if plan.prediction.path is not None else None
     was_training = stack.training
     stack.eval()
     for start in range(0, len(text.inputs), batch):
-        inputs = text.inputs[start : start + batch].to(device)
-        targets = text.targets[start : start + batch].to(device).flatten()
-        counted = targets != -100
+        inputs = to_device(text.inputs[start : start + batch], device)
+        targets = to_device(text.targets[start : start + batch], device).flatten()
+        counted = (targets != -100).nonzero()[:, 0]
         outputs = stage_outputs(stack, plan, inputs, stages)
         flat = {k: h.flatten(0, 1)[counted] for k, h in outputs.items()}
         for kept, k in zip(hidden, stages, strict=True):
@@ -184,31 +184,33 @@ def pooled_logits(logits: dict[int, Tensor], terms: Terms) -> Tensor:
 
 
 def _evaluation(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> Evaluation:
+    alone, exits, running, bins = (x.cpu() for x in (tally.stages, tally.exits, tally.running, tally.bins))
+    full, mean, shrinkage = torch.stack((tally.full, *tally.pooled.values())).tolist()
     to_bpb = 1 / (math.log(2) * max(nbytes, 1))
     tokens = max(tally.tokens, 1)
-    stages = (tally.stages * to_bpb).tolist()
+    stages = (alone * to_bpb).tolist()
     bpb = BitsPerByte(
-        prediction=tally.full * to_bpb,
-        prefix=(tally.exits * to_bpb).tolist(),
+        prediction=full * to_bpb,
+        prefix=(exits * to_bpb).tolist(),
         stages=stages,
         last=stages[-1],
-        sum=tally.running[-1].item() * to_bpb,
-        mean=tally.pooled["mean"] * to_bpb,
-        shrinkage=tally.pooled["shrinkage"] * to_bpb,
+        sum=running[-1].item() * to_bpb,
+        mean=mean * to_bpb,
+        shrinkage=shrinkage * to_bpb,
     )
     return Evaluation(
         bpb=bpb,
-        ece=[calibration_error(bins) for bins in tally.bins],
-        reliability=[reliability(bins) for bins in tally.bins],
+        ece=[calibration_error(table) for table in bins],
+        reliability=[reliability(table) for table in bins],
         effective_rank=[activation_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
-        usefulness=[None, *((tally.running[:-1] - tally.running[1:]) / tokens).tolist()],
+        usefulness=[None, *((running[:-1] - running[1:]) / tokens).tolist()],
         tokens=tally.tokens,
         bytes=nbytes,
     )
 
 
-def _nats(logits: Tensor, targets: Tensor) -> float:
-    return F.cross_entropy(logits, targets, reduction="sum").double().item()
+def _nats(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="sum").double()
 
 
 def confidence_bins(logits: Tensor, targets: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ def confidence_bins(logits: Tensor, targets: Tensor) -> Tensor:
     where = (confidence.nan_to_num() * BINS).long().clamp(max=BINS - 1)  # nan, of a broken stage, is kept
     rows = torch.stack((torch.ones_like(confidence), confidence, (guess == targets).to(confidence)), dim=1)
     sums = torch.zeros(BINS, 3, dtype=torch.float64, device=logits.device)
-    return sums.index_add_(0, where, rows.double()).cpu()
+    return sums.index_add_(0, where, rows.double())
 
 
 def calibration_error(bins: Tensor) -> float:

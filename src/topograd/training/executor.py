@@ -128,7 +128,7 @@ def train_step(
             messages |= {port: _Message(wire.receive(port)) for port in wire.incoming(planned.index)}
             if keep and planned.predicts and output_port(planned) in messages:
                 finished.append((planned.head, messages[output_port(planned)].value))
-            losses.append(x0.new_tensor(float("nan")))
+            losses.append(x0.new_full((), torch.nan))
             continue
         opened = _Open(planned, None, {})
         own_bus = bus if planned.live_bus else detached_bus
@@ -152,7 +152,7 @@ def train_step(
                     opened.loss = stage_loss(stack, h, planned.head, objective, wanted, finished, teacher)
         opened.sent = {port: _Message(value) for port, value in sent.items()}
         messages.update(opened.sent)
-        losses.append(x0.new_tensor(float("nan")) if opened.loss is None else opened.loss.detach())
+        losses.append(x0.new_full((), torch.nan) if opened.loss is None else opened.loss.detach())
         if keep and planned.predicts:
             finished.append((planned.head, h.detach()))
         open_stages[planned.index] = opened
@@ -263,7 +263,7 @@ def _answer(opened: _Open, stream: _Message, scale: float) -> None:
     opened.leaves = [place for place in opened.leaves if place[2] is stream]
     if opened.loss is None or not opened.loss.requires_grad or not inner:
         return
-    start = opened.loss.new_tensor(opened.planned.scale * scale)
+    start = opened.loss.new_full((), opened.planned.scale * scale)
     leaves = [leaf for leaf, _, _ in inner]
     found = torch.autograd.grad(opened.loss, leaves, start, retain_graph=True, allow_unused=True)
     for gradient, (_, transmissivity, source) in zip(found, inner, strict=True):
@@ -277,7 +277,7 @@ def _backward(opened: _Open, scale: float) -> None:
     gradients: list[Tensor] = []
     if opened.loss is not None and opened.loss.requires_grad:
         roots.append(opened.loss)
-        gradients.append(opened.loss.new_tensor(opened.planned.scale * scale))
+        gradients.append(opened.loss.new_full((), opened.planned.scale * scale))
     for message in opened.sent.values():
         if message.gradient is not None:
             roots.append(message.value)

@@ -146,7 +146,7 @@ def _chunk_loss(
         z = cap(leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf, softcap)
         part = F.cross_entropy(z, targets, reduction="sum")
         if z_weight:
-            part = part + z_loss(z[targets != -100], z_weight, reduction="sum")
+            part = part + z_loss(z, z_weight, "sum", targets != -100)
         part = part / count
         g = torch.autograd.grad(part, leaf)[0] if wanted else None
     return part.detach(), g

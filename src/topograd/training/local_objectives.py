@@ -29,6 +29,7 @@ from topograd.nn.auxiliaries import RidgeHead, SlowCopy, auxiliary, auxiliary_na
 from topograd.nn.inverse import Inverse, TargetRelay
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.plan import PlannedStage
+from topograd.training.objectives import counted_rows
 
 NOISE = 0.1
 """Of what an inverse is trained on, as a share of its spread."""
@@ -140,9 +141,8 @@ class ForwardForward:
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
-        true = F.one_hot(targets, logits.shape[-1]).bool()
-        above = F.softplus(self.threshold - logits[true])
-        below = F.softplus(logits[~true] - self.threshold).reshape(len(logits), -1).mean(-1)
+        above = F.softplus(self.threshold - logits.gather(-1, targets[:, None])[:, 0])
+        below = F.softplus(_others(logits, targets) - self.threshold).mean(-1)
         return (above + below).sum()
 
 
@@ -164,8 +164,12 @@ class Diversity:
         loss = F.cross_entropy(logits, targets, reduction="sum")
         if prior is None:
             return loss
-        wrong = ~F.one_hot(targets.clamp(min=0), logits.shape[-1]).bool()
-        mine = logits.softmax(-1)[wrong].reshape(len(logits), -1)
-        theirs = prior.softmax(-1)[wrong].reshape(len(logits), -1)
-        counted = targets != -100
-        return loss + self.weight * F.cosine_similarity(mine, theirs, dim=-1)[counted].sum()
+        mine, theirs = (_others(z.softmax(-1), targets.clamp(min=0)) for z in (logits, prior))
+        alike = F.cosine_similarity(mine, theirs, dim=-1)
+        return loss + self.weight * counted_rows(alike, targets != -100).sum()
+
+
+def _others(x: Tensor, targets: Tensor) -> Tensor:
+    """x (C, V) without each row's target: (C, V - 1)."""
+    classes = torch.arange(x.shape[-1] - 1, device=x.device)
+    return x.gather(-1, classes + (classes >= targets[:, None]))

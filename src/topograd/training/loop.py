@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import Predictor
+from topograd.nn.host_numbers import to_device
 from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
@@ -85,8 +86,9 @@ class TrainingLoop:
         while True:
             out = self.halted.union(newly)
             running = plan.halted(out) if out else plan
-            losses, parts, norms = self._measured(running, batches)
-            broken = self._broken(running, losses, norms)
+            measured, parts, norms = self._measured(running, batches)
+            losses, sizes = _on_host(measured, norms)
+            broken = self._broken(running, losses, sizes)
             if not broken:
                 break
             if not problem:  # what breaks after it may only follow from it
@@ -104,7 +106,7 @@ class TrainingLoop:
         self.optimizers.step()
         self.stack.after_step()
         self.stack.zero_grad(set_to_none=True)
-        return Step(losses, tuple(norm.item() for norm in norms), tuple(newly))
+        return Step(losses, sizes, tuple(newly))
 
     def _measured(
         self, plan: Plan, batches: Sequence[Batch]
@@ -121,11 +123,11 @@ class TrainingLoop:
         for batch in batches:
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
-            inputs, targets = (tensor.to(device) for tensor in pair)
+            inputs, targets = (to_device(tensor, device) for tensor in pair)
             kept = batch.teacher if isinstance(batch, StateBatch) else None
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
                 losses = self.gradients(plan, inputs, targets, 1 / count, states, kept)
-            part = losses.detach().cpu() / count
+            part = losses.detach() / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
         return total
@@ -194,7 +196,7 @@ class TrainingLoop:
         everybody = set().union(*own)
         return [*parts, [p for p in learning if id(p) not in everybody]]
 
-    def _broken(self, plan: Plan, losses: Tensor, norms: Sequence[Tensor]) -> list[int]:
+    def _broken(self, plan: Plan, losses: Tensor, norms: Sequence[float]) -> list[int]:
         """The stages of the first groups whose loss or gradient is not finite: none before them broke.
 
         [-1] is what groups share, where that alone is not finite.
@@ -236,6 +238,14 @@ class TrainingLoop:
         if self.clip is not None:
             for parameters, norm in zip(parts, norms, strict=True):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+
+
+def _on_host(losses: Tensor, norms: Sequence[Tensor]) -> tuple[Tensor, tuple[float, ...]]:
+    """The numbers of a step on the CPU. On a device this is what a step waits for, once."""
+    small = torch.stack([to_device(norm, losses.device) for norm in norms])
+    dtype = torch.promote_types(losses.dtype, small.dtype)
+    found = torch.cat((losses.to(dtype), small.to(dtype))).cpu()
+    return found[: len(losses)].to(losses.dtype), tuple(found[len(losses) :].tolist())
 
 
 def norm_of(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -65,7 +65,7 @@ class CrossEntropy:
     ) -> Tensor:
         loss = F.cross_entropy(logits, targets, reduction="sum")
         if self.z_weight:
-            loss = loss + z_loss(logits[targets != -100], self.z_weight, reduction="sum")
+            loss = loss + z_loss(logits, self.z_weight, "sum", targets != -100)
         return loss
 
 
@@ -103,8 +103,8 @@ class Distillation:
             raise ConfigError("the objective 'distillation' needs a teacher; pass teacher= to train_step")
         t = self.temperature
         counted = targets != -100
-        student = F.log_softmax(logits[counted] / t, dim=-1)
-        target = F.log_softmax(teacher[counted].to(logits.dtype) / t, dim=-1)
+        student = F.log_softmax(counted_rows(logits, counted) / t, dim=-1)
+        target = F.log_softmax(counted_rows(teacher, counted).to(logits.dtype) / t, dim=-1)
         divergence = F.kl_div(student, target, reduction="sum", log_target=True)
         return (1 - self.mix) * F.cross_entropy(
             logits, targets, reduction="sum"
@@ -219,11 +219,21 @@ def every_nth(targets: Tensor, n: int) -> Tensor:
     return targets.masked_fill(place % n != 0, -100)
 
 
+def counted_rows(x: Tensor, counted: Tensor) -> Tensor:
+    """The rows of x that count. On a device all of them, the others zero: to count them is to wait for it."""
+    if x.device.type == "cpu":
+        return x[counted]
+    return x.masked_fill(~counted.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
 def _counted(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and targets; where most targets do not count, as in a chat, only those that do."""
+    """Hidden states and targets; where most targets do not count, as in a chat, only those that do.
+
+    On a device all of them: to count is to wait for it.
+    """
     y = targets.reshape(-1)
     counted = y != -100
-    if 2 * int(counted.sum()) >= len(y):
+    if y.device.type != "cpu" or 2 * int(counted.sum()) >= len(y):
         return h, targets
     return h.reshape(len(y), *h.shape[targets.dim() :])[counted], y[counted]
 

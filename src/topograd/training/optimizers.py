@@ -230,7 +230,9 @@ def mlp_gauges(stack: Stack, groups: Groups) -> list[Gauge]:
         up, down = f"{name}.up.weight", f"{name}.down.weight"
         if isinstance(module, MLP) and module.gate is None and {up, down} <= groups["matrices"].keys():
             if not module.down.weight.any():
-                nn.init.normal_(module.down.weight, std=SPREAD)
+                like = module.down.weight
+                drawn = nn.init.normal_(torch.empty(like.shape, dtype=like.dtype), std=SPREAD)
+                like.data.copy_(drawn)  # drawn on the CPU: a seed means the same on every device
             found.append(ReLURescale(up, down, degree=2))
     return found
 

@@ -54,6 +54,7 @@ from topograd.geometry.monitors.moments import hidden_of
 from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.monitors.task_expansion import NORMAL, anisotropy
 from topograd.geometry.monitors.watching import Watching
+from topograd.geometry.reads import read
 
 Side = Literal["up", "down", "both"]
 SIGNALS: Mapping[str, Side] = {
@@ -195,54 +196,55 @@ class EarlyWarning(Watching):
 
     @torch.no_grad()
     def _values(self, loss: Tensor | float) -> Iterator[tuple[str, float]]:
-        readers: dict[str, Callable[[], float | None]] = {
-            "loss": lambda: float(loss.detach()) if isinstance(loss, Tensor) else float(loss),
+        readers: dict[str, Callable[[], Tensor | float | None]] = {
+            "loss": lambda: loss.detach() if isinstance(loss, Tensor) else float(loss),
             "gradient_norm": self._gradient_norm,
             "update_size": self._update_size,
-            "logit_size": lambda: self._scalar("logits"),
+            "logit_size": lambda: self._seen.get("logits"),
             "dead_units": self._dead_units,
             "rank": self._rank,
             "anisotropy": self._anisotropy,
             "gauge_drift": self._drift,
         }
+        found: dict[str, Tensor | float] = {}
         for name in self._wanted:
             if name in self.missing or (name in SLOW and not self._slow_now):
                 continue
             if (value := readers[name]()) is not None:
-                yield name, value
+                found[name] = value
+        waiting = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        numbers = dict(zip(waiting, read([value.reshape(()) for value in waiting.values()]), strict=True))
+        yield from ((name, numbers.get(name, value)) for name, value in found.items())
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
-    def _gradient_norm(self) -> float | None:
+    def _gradient_norm(self) -> Tensor | float | None:
         if self.norms is not None:
             return self.norms.total()
         found = self._gradients()
         norms = torch._foreach_norm(found) if found else ()
-        return float(torch.stack([norm.float() for norm in norms]).norm()) if found else None
+        return torch.stack([norm.float() for norm in norms]).norm() if found else None
 
     def _update_size(self) -> float | None:
         """√ mean of g² / v, over the tensors of one dimension and the head: where spikes begin."""
         assert self._optimizer is not None
-        total, count = 0.0, 0
+        sums: list[Tensor] = []
+        count = 0
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 state = self._optimizer.state.get(p, {})
                 v = state.get("exp_avg_sq")
                 if v is None or p.grad is None or p.numel() > 1_000_000:
                     continue
-                total += float((p.grad.square() / v.clamp_min(1e-16)).clamp_max(1e6).sum())
+                sums.append((p.grad.square() / v.clamp_min(1e-16)).clamp_max(1e6).sum())
                 count += p.numel()
-        return math.sqrt(total / count) if count else None
+        return math.sqrt(sum(read(sums)) / count) if count else None
 
     def _dead_units(self) -> float | None:
-        dead = rows = 0
-        for p in self._maps:
-            if p.grad is not None:
-                size = p.grad.abs().amax(1)
-                dead += int((size == 0).sum())
-                rows += len(size)
-        return 1 + 100 * dead / rows if rows else None
+        sizes = [p.grad.abs().amax(1) for p in self._maps if p.grad is not None]
+        rows = sum(len(size) for size in sizes)
+        return 1 + 100 * sum(read([(size == 0).sum() for size in sizes])) / rows if rows else None
 
     def _rank(self) -> float | None:
         rows = self._seen.get("rows")
@@ -272,10 +274,6 @@ class EarlyWarning(Watching):
             torch.stack([norm.float() for norm in torch._foreach_norm(flat)]).clamp_min(1e-30).log().tolist()
         )
         return [norms[i] - norms[i + 1] for i in range(0, len(norms), 2)]
-
-    def _scalar(self, name: str) -> float | None:
-        found = self._seen.get(name)
-        return None if found is None else float(found)
 
     def _slow_next(self) -> bool:
         """Whether the next reading has the slow signals."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import GeometryError
+from topograd.geometry.reads import read
 
 Phase = Literal["accumulation", "compression", "undecided"]
 CHANGE = 0.01
@@ -53,7 +54,7 @@ class PhaseReading:
 
 def weight_norm(model: nn.Module) -> float:
     """‖w‖ over all parameters, each once, in float64."""
-    squares = [float(parameter.detach().double().square().sum()) for parameter in model.parameters()]
+    squares = read([parameter.detach().double().square().sum() for parameter in model.parameters()])
     if not squares:
         raise GeometryError(f"{type(model).__name__} has no parameters; a weight norm needs some")
     return math.sqrt(math.fsum(squares))

@@ -207,12 +207,14 @@ class StreamMonitor(Watching):
             apart = torch.stack([mask.to(masks[0].device) for mask in masks]).any(0)
         else:
             apart = None  # layers of different lengths: rows cannot be followed
+        shared = None if apart is None else bool(apart.any())
         names = ("the input", *self._layers)
         for (place, hidden), own in zip(self._pass, masks, strict=True):
             rows = hidden.reshape(-1, hidden.shape[-1])
             mask = own if apart is None else apart.to(own.device)
-            self._kept[place].add(rows[~mask] if mask.any() else rows)
-            if mask.any():
+            some = bool(mask.any()) if shared is None else shared
+            self._kept[place].add(rows[~mask] if some else rows)
+            if some:
                 self._apart[place].add(rows[mask])
             found = massive_layer(names[place], hidden, own)
             self._massive[names[place]] = together(self._massive.get(names[place]), found)

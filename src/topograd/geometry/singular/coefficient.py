@@ -34,6 +34,7 @@ usual. Dropout and batch statistics must be switched off.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ from topograd.geometry.factors import Batch, Outputs
 from topograd.geometry.inspection import refuse_quantised
 from topograd.geometry.losses import IGNORED, OwnLoss
 from topograd.geometry.paths import Replaced
+from topograd.geometry.reads import first_not_finite, read, squared_length
 from topograd.geometry.singular.criteria import Waic, waic
 
 VIRIAL = 0.15
@@ -67,6 +69,8 @@ WANDER = 40
 """Steps of the short chain that a step is tried with."""
 SLACK = 1.5
 """By how much a step may pass what the short chain's end bears."""
+LOOK = 32
+"""On a device the losses are looked at every so many steps; a look waits for it."""
 LARGEST_BIAS = 0.05
 """Of the virial by the step, where the step is looked for."""
 
@@ -241,8 +245,8 @@ class _Target:
             None
         ]
 
-    def gradient(self, weights: Weights, batch: Batch) -> tuple[float, Weights]:
-        """Of a batch's mean loss."""
+    def gradient(self, weights: Weights, batch: Batch) -> tuple[Tensor, Weights]:
+        """A batch's mean loss, and its gradient."""
         learning = {name: w.detach().requires_grad_() for name, w in weights.items()}
         with torch.enable_grad():
             value = self._of(batch, learning).mean()
@@ -250,7 +254,7 @@ class _Target:
         filled = [
             torch.zeros_like(w) if g is None else g for w, g in zip(learning.values(), found, strict=True)
         ]
-        return float(value.detach()), dict(zip(learning, filled, strict=True))
+        return value.detach(), dict(zip(learning, filled, strict=True))
 
 
 @dataclass(frozen=True)
@@ -272,30 +276,49 @@ def _chain(
     weights = {name: w.clone() for name, w in center.items()}
     scale = _Preconditioner(settings.precondition, center)
     kept: list[Tensor] = []
-    virial, size = [], sum(w.numel() for w in center.values())
-    for i in range(settings.burn_in + settings.draws * settings.thin):
+    values: list[Tensor] = []
+    virial: list[Tensor] = []
+    size = sum(w.numel() for w in center.values())
+    steps = settings.burn_in + settings.draws * settings.thin
+    every = 1 if next(iter(center.values())).device.type == "cpu" else LOOK
+    for i in range(steps):
         place = int(torch.randint(len(target.batches), (), generator=generator))
         value, gradient = target.gradient(weights, target.batches[place])
-        if not math.isfinite(value):
-            raise DivergenceError(
-                f"the loss of chain {number} is {value} at step {i}: step {settings.step:g} is too large; "
-                "choose a smaller one, or leave it out"
-            )
+        values.append(value)
+        if (i + 1) % every == 0 or i + 1 == steps:
+            _look(values[i - i % every :], i - i % every, number, settings.step)
         burning = i < settings.burn_in
         scale.see(gradient, learn=burning)
-        moved = 0.0
+        moved: list[Tensor] = []
         for name, w in weights.items():
             away = w - center[name]
             u = tempered * gradient[name] + settings.localization * away
-            moved += float((away * u).sum())
-            noise = torch.randn(w.shape, generator=generator, dtype=torch.float32).to(w)
+            moved.append((away * u).sum())
+            noise = _noise(w, generator)
             M = scale[name]
             weights[name] = w - settings.step / 2 * M * u + (settings.step * M) ** 0.5 * noise
         if not burning:
-            virial.append(moved / size)
+            virial.append(torch.stack([part.to(moved[0]) for part in moved]))
             if (i - settings.burn_in + 1) % settings.thin == 0:
                 kept.append(target.losses(weights))
-    return _Chain(torch.stack(kept), sum(virial) / len(virial))
+    each = [sum(parts) / size for parts in read(virial)]
+    return _Chain(torch.stack(kept), sum(each) / len(each))
+
+
+def _look(values: list[Tensor], first: int, number: int, step: float) -> None:
+    """Whether the losses of some steps are numbers; `first` is the first of these steps."""
+    for i, value in enumerate(read(values), first):
+        if not math.isfinite(value):
+            raise DivergenceError(
+                f"the loss of chain {number} is {value} at step {i}: step {step:g} is too large; "
+                "choose a smaller one, or leave it out"
+            )
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Drawn on the CPU, so that a seed means the same on every device, and not waited for on CUDA."""
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32)
+    return drawn.to(like, non_blocking=like.is_cuda)
 
 
 class _Preconditioner:
@@ -319,11 +342,19 @@ class _Preconditioner:
         if self._M is None:
             roots = {key: v.sqrt() for key, v in self._v.items()}
             count = sum(root.numel() for root in roots.values())
-            mean = sum(float(root.sum()) for root in roots.values()) / count or 1.0
-            raw = {key: 1 / (DAMPING * mean + root) for key, root in roots.items()}
-            size = sum(float(part.sum()) for part in raw.values()) / count
-            self._M = {key: part / size for key, part in raw.items()}
+            mean = _total(roots) / count
+            mean = torch.where(mean == 0, 1.0, mean)
+            raw = {key: 1 / ((DAMPING * mean).to(root) + root) for key, root in roots.items()}
+            size = _total(raw) / count
+            self._M = {key: part / size.to(part) for key, part in raw.items()}
         return self._M[name]
+
+
+def _total(parts: Weights) -> Tensor:
+    """The sum over all tensors, one after the other, in float64 where the device has it."""
+    has_none = any(part.device.type == "mps" for part in parts.values())
+    first, *others = (part.sum().to(torch.float32 if has_none else torch.float64) for part in parts.values())
+    return functools.reduce(torch.add, others, first)
 
 
 def _bearable_step(target: _Target, center: Weights, tempered: float, settings: Langevin, seed: int) -> float:
@@ -349,16 +380,16 @@ def _bearable_step(target: _Target, center: Weights, tempered: float, settings: 
 
 def _sharpest(target: _Target, weights: Weights, turns: int, generator: torch.Generator) -> float:
     """The largest curvature of batches at these weights that power iteration finds."""
-    x = {name: torch.randn(w.shape, generator=generator).to(w) for name, w in weights.items()}
-    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(sum(float(w.square().sum()) for w in weights.values())), 1e-3)
+    x = {name: _noise(w, generator) for name, w in weights.items()}
+    sharpest, reach = 0.0, 1e-3 * max(math.sqrt(squared_length(weights.values())), 1e-3)
     for i in range(turns):
-        size = math.sqrt(sum(float(part.square().sum()) for part in x.values())) or 1.0
+        size = math.sqrt(squared_length(x.values())) or 1.0
         batch = target.batches[i % len(target.batches)]
         ahead = {name: w + reach / size * x[name] for name, w in weights.items()}
         behind = {name: w - reach / size * x[name] for name, w in weights.items()}
         up, down = target.gradient(ahead, batch)[1], target.gradient(behind, batch)[1]
         x = {name: (up[name] - down[name]) / (2 * reach) for name in weights}
-        sharpest = max(sharpest, math.sqrt(sum(float(part.square().sum()) for part in x.values())))
+        sharpest = max(sharpest, math.sqrt(squared_length(x.values())))
     if not math.isfinite(sharpest):
         raise DivergenceError("the loss is not finite around the weights; give a trained model")
     return sharpest
@@ -376,10 +407,10 @@ def _wandered(
         moved = {}
         for name, w in weights.items():
             u = tempered * gradient[name] + pull * (w - center[name])
-            noise = torch.randn(w.shape, generator=generator).to(w)
+            noise = _noise(w, generator)
             moved[name] = w - step / 2 * u + step**0.5 * noise
         weights = moved
-    finite = all(bool(torch.isfinite(w).all()) for w in weights.values())
+    finite = first_not_finite(weights) is None
     return weights if finite and math.isfinite(target.gradient(weights, target.batches[0])[0]) else None
 
 
@@ -427,7 +458,7 @@ def _refusal(
 
 def _per_term(loss: str | OwnLoss) -> OwnLoss:
     if loss == "cross-entropy":
-        return _cross_entropy
+        return _CrossEntropy()
     if loss == "squared-error":
         return lambda f, y: (f - y).square().flatten(1).sum(-1) / 2
     if isinstance(loss, str):
@@ -437,15 +468,20 @@ def _per_term(loss: str | OwnLoss) -> OwnLoss:
     return loss
 
 
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Of each term, classes last; targets of -100 are none."""
-    flat, labels = outputs.flatten(0, -2), targets.flatten()
-    counted = labels != IGNORED
-    return F.cross_entropy(
-        flat[counted].float() if flat.dtype == torch.bfloat16 else flat[counted],
-        labels[counted],
-        reduction="none",
-    )
+class _CrossEntropy:
+    """Of each term, classes last; targets of -100 are none. Which are terms is asked once for each batch."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if id(targets) not in self._counted:  # the targets are kept, so that the id stays theirs
+            self._counted[id(targets)] = targets, (targets.flatten() != IGNORED).nonzero()[:, 0]
+        _, counted = self._counted[id(targets)]
+        flat = outputs.flatten(0, -2)[counted]
+        labels = targets.flatten()[counted]
+        flat = flat.float() if flat.dtype == torch.bfloat16 else flat
+        return F.cross_entropy(flat, labels, reduction="none")
 
 
 def _each(batches: Any) -> Iterable[Batch]:
@@ -480,8 +516,9 @@ def _sampled(model: nn.Module, chosen: str | Sequence[str] | None) -> Weights:
                 f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a step of a "
                 "chain away; call model.float() first"
             )
-        if not torch.isfinite(weight).all():
-            raise GeometryError(f"parameter {name} has values that are not finite: give a trained model")
+    bad = first_not_finite(found)
+    if bad is not None:
+        raise GeometryError(f"parameter {bad} has values that are not finite: give a trained model")
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from topograd.errors import StackError
+from topograd.nn.host_numbers import numbers_of
 
 KEPT = 32
 """Snapshots that a state remembers."""
@@ -42,7 +43,7 @@ class RecurrentState:
         """The tensors after `counts` more positions of each row, or after `time` of them in all rows."""
         assert tensors.keys() == self._tensors.keys()
         if isinstance(counts, Tensor):
-            counts = counts.tolist()
+            counts = numbers_of(counts)
         steps = [time] * len(self.marks) if counts is None else list(counts)
         if len(steps) != len(self.marks) or not all(0 <= step <= time for step in steps):
             raise StackError(
@@ -82,7 +83,7 @@ class RecurrentState:
 
     def select(self, rows: Tensor) -> None:
         """Become the memory of these rows, snapshots included."""
-        order = rows.tolist()
+        order = numbers_of(rows)
 
         def chosen(seen: list[int], tensors: dict[str, Tensor]) -> tuple[list[int], dict[str, Tensor]]:
             return [seen[row] for row in order], {name: tensor[rows] for name, tensor in tensors.items()}

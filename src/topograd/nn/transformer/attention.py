@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.nn.host_numbers import largest, to_device
 from topograd.nn.layer_state import KVState
 from topograd.nn.stack import Bus
 from topograd.nn.transformer.config import BlockConfig
@@ -58,7 +59,7 @@ def rope_frequencies(config: BlockConfig, local: bool = False) -> Tensor:
 def rotary_tables(frequencies: Tensor, positions: Tensor, like: Tensor, halves: bool) -> Tables:
     """cos and sin (time, d) of every position, or (batch, 1, time, d) for ragged rows; d/2 with `halves`."""
     wide = torch.promote_types(like.dtype, torch.float32)
-    angles = positions[..., None].to(wide) * frequencies.to(like.device, wide)
+    angles = positions[..., None].to(wide) * to_device(frequencies, like.device).to(wide)
     if not halves:
         angles = torch.cat((angles, angles), dim=-1)
     if angles.dim() == 3:
@@ -145,7 +146,7 @@ def check_reach(config: BlockConfig, inputs: Tensor, offset: int | Tensor) -> No
     Ragged rows put their padding behind the longest row, which may fill the table (`decode/cache.py`).
     """
     ragged = isinstance(offset, Tensor)
-    stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
+    stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
     if stop > config.positions + ragged:
         raise StackError(
             f"{stop} positions are more than the {config.positions} that this {config.kind} has learned; "

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.nn.heads import cap
+from topograd.nn.host_numbers import largest
 from topograd.nn.layer_state import KVState, PackedStates
 from topograd.nn.packed import PackedLinear
 from topograd.nn.stack import Bus, Stack
@@ -73,7 +74,7 @@ class RotaryCache:
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor) -> Bus:
         """The bus of a decoding form: rotations, and a place for masks."""
-        stop = int(offset.max()) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
+        stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
         if stop > len(self.positions):
             self._extend(2 * stop)
         if isinstance(offset, Tensor):

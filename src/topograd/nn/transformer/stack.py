@@ -68,7 +68,7 @@ class Transformer(HeadedStack):
             first = torch.zeros_like(x[:, :1]) if previous is None else self.previous(previous[:, None])
             x = x + torch.cat((first, before), dim=1)
         if self.config.traits.scaled_embedding:
-            x = x * x.new_tensor(self.config.width**0.5)
+            x = x * x.new_full((), self.config.width**0.5)
         return norm(x) if self.config.traits.normed_embedding else x
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:

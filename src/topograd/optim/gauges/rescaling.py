@@ -172,6 +172,13 @@ class Rescaling(Gauge):
 
 
 @functools.cache
+def basis_on(covector: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`basis` where an optimizer needs it, made once: a copy at every step would wait for the device."""
+    w, U = (part.to(device, dtype) for part in basis(covector))
+    return w, U
+
+
+@functools.cache
 def basis(covector: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """ŵ (B,) and U (B, B-1): orthonormal together; float64, on the CPU.
 

@@ -1,0 +1,43 @@
+"""Small tensors that the host makes for the device, whose numbers it keeps.
+
+Token numbers, positions and counts of a decoding step begin on the host. To read one back is to wait for all
+the work that is queued on the device, and so is torch's usual copy to it.
+
+    send(numbers, device)     the tensor on the device; on CUDA the copy is not waited for: it has taken the
+                              numbers in when the call returns
+    numbers_of(tensor)        the numbers again: those that were sent, else read from the device
+    largest(tensor)           the largest of them
+
+Limits: what was sent must not be changed in place. Other devices than CUDA wait for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device, without waiting for it on CUDA."""
+    return x.to(device, non_blocking=device.type == "cuda")
+
+
+def send(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Whole numbers in nested lists as a tensor on a device."""
+    sent = to_device(torch.tensor(numbers), device)
+    sent.sent_numbers = numbers  # type: ignore[attr-defined]
+    return sent
+
+
+def numbers_of(x: Tensor) -> Any:
+    """The numbers of a tensor as lists; nothing is read where they were sent."""
+    return getattr(x, "sent_numbers", None) or x.tolist()
+
+
+def largest(x: Tensor) -> int:
+    """The largest number of a tensor (rows, columns)."""
+    sent = getattr(x, "sent_numbers", None)
+    return int(x.max()) if sent is None else max(map(max, sent))
