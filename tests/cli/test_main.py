@@ -47,7 +47,6 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "search",
         "doctor",
         "serve",
-        "simulate",
         "consolidate",
     }
 
