@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import topograd as tg
-from topograd.nn.layer_state import History
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class DecayLayer(nn.Module):
         self.rate = nn.Parameter(torch.tensor(-1.0))
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, h: Tensor, bus: tg.Bus, state: History | None = None) -> Tensor:
+    def forward(self, h: Tensor, bus: tg.Bus, state: tg.History | None = None) -> Tensor:
         values = self.value(F.rms_norm(h, h.shape[-1:]))
         if state is not None:
             values = state.append(values, bus.positions)
@@ -47,8 +46,8 @@ class DecayLayer(nn.Module):
         h = h + self.output(weights.to(h.dtype) @ values)
         return h + self.mlp(F.rms_norm(h, h.shape[-1:]))
 
-    def new_state(self, batch: int, capacity: int) -> History:
-        return History(capacity)  # `append`, `rewind` and `select`: the whole protocol of a layer's state
+    def new_state(self, batch: int, capacity: int) -> tg.History:
+        return tg.History(capacity)  # `append`, `rewind` and `select`: the whole protocol of a layer's state
 
 
 class DecayStack(tg.HeadedStack):

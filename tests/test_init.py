@@ -14,7 +14,7 @@ import torch
 import topograd as tg
 
 NAMES = {
-    *("Head", "HeadedStack", "ModelSpec"),
+    *("Head", "HeadedStack", "History", "ModelSpec"),
     *("Composition", "Configuration", "Topology", "Edge", "Stage", "Plan", "TopologyConfig"),
     *("Stack", "Bus", "GPT", "GPTConfig", "adapt", "prepare", "pool"),
     *("train_step", "TrainingLoop", "make_optimizers", "linear_cross_entropy"),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from topograd.nn.config import MIXERS, GPTConfig
     from topograd.nn.gpt import GPT
     from topograd.nn.heads import Head, HeadedStack
+    from topograd.nn.layer_state import History
     from topograd.nn.pooling import pool
     from topograd.nn.preparation import prepare
     from topograd.nn.spec import MODELS, ModelSpec
@@ -67,6 +68,7 @@ else:
         "GPTConfig": "nn.config",
         "Head": "nn.heads",
         "HeadedStack": "nn.heads",
+        "History": "nn.layer_state",
         "MIXERS": "nn.config",
         "MODELS": "nn.spec",
         "Model": "decode.model",
@@ -144,6 +146,7 @@ __all__ = [
     "GPTConfig",
     "Head",
     "HeadedStack",
+    "History",
     "Model",
     "ModelSpec",
     "OptimizerConfig",

@@ -144,7 +144,7 @@ def test_ragged_rows_draft_and_are_verified_together(drafter: str) -> None:
             advances[0] += 1
             return advance(*given)
 
-        mode.advance = counted  # type: ignore[method-assign]
+        mode.advance = counted  # type: ignore[method-assign,assignment]
         return mode
 
     transfers, mode, _ = both(make, ROWS["ragged rows"])

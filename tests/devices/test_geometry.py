@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import topograd as tg
 from devices import assert_same, on_both
+from papers.dead_directions.bottoms import BottomMonitor
+from papers.dead_directions.projections import bottom_direction, project_gradients
+from papers.dead_directions.sgld import Sgld, sample_learning_coefficient
 from tests.devices.pinned import check, pinned
 from topograd import geometry
 
@@ -78,11 +81,11 @@ READERS: dict[str, Callable[[torch.device], Any]] = {
     "bottoms": lambda d: _bottoms(network(d), data(d)),
     "stream": lambda d: _stream(small_gpt(d), text(d)[0]),
     "kernels": lambda d: _kernels(network(d), data(d)[0]),
-    "sgld": lambda d: geometry.sample_learning_coefficient(
+    "sgld": lambda d: sample_learning_coefficient(
         network(d),
         F.cross_entropy,
         *data(d, 40),
-        geometry.Sgld(step=1e-4, burn_in=5, draws=10, chains=2, batch=9),
+        Sgld(step=1e-4, burn_in=5, draws=10, chains=2, batch=9),
     ),
 }
 
@@ -93,12 +96,12 @@ def _told(reading: geometry.CheckpointReading) -> list[Any]:
 
 def _projected(model: nn.Module, batch: Any) -> Any:
     factors = geometry.kfac_factors(model, batch)
-    directions = {name: geometry.bottom_direction(one) for name, one in factors.items()}
-    return geometry.project_gradients(model, batch, directions)
+    directions = {name: bottom_direction(one) for name, one in factors.items()}
+    return project_gradients(model, batch, directions)
 
 
 def _bottoms(model: nn.Module, batch: Any) -> Mapping[str, list[Tensor]]:
-    monitor = geometry.BottomMonitor()
+    monitor = BottomMonitor()
     factors = geometry.kfac_factors(model, batch)
     for t in (0.1, 0.2):
         monitor.record(t, factors)

@@ -183,7 +183,12 @@ def slow_disk(parallel: str, folder: str) -> str:
         ranks_module.BEAT = 0.1
         if ranks.first:
             finish = checkpoint_set.put_in_place
-            vars(checkpoint_set)["put_in_place"] = lambda *words: (time.sleep(3.0), finish(*words))
+
+            def slow(*words: Any) -> Any:
+                time.sleep(3.0)
+                return finish(*words)
+
+            vars(checkpoint_set)["put_in_place"] = slow
         ranks.agree()  # everybody is here
         ranks.config = replace(ranks.config, timeout=2.0)
         store = SetStore(Path(folder) / "set", ranks)
@@ -211,7 +216,7 @@ def wait_at(last: int, gate: Path) -> None:
             time.sleep(0.005)
         return before(trainer)
 
-    Trainer._one_step = one_step  # type: ignore[method-assign]
+    Trainer._one_step = one_step  # type: ignore[method-assign,assignment]
 
 
 @job
@@ -224,7 +229,7 @@ def cli_with_a_late_rank(argv: list[str], rank: int, gone: str, folder: str = ""
             time.sleep(0.005)
         spread(trainer)
 
-    StageTrainer._spread = late  # type: ignore[method-assign]
+    StageTrainer._spread = late  # type: ignore[method-assign,assignment]
     return main(argv)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from topograd.training.trainer import resume
 from waiting import wait_until
 
 TWO = "stages=2,timeout=300"
+
+
+def _saved(folder: Path) -> list[Path]:
+    return list((folder / "checkpoints").glob("step-*"))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
     for victim in (0, 1):
         folder = tmp_path / f"killed-{victim}"
         job = train(folder, gate=(5, str(tmp_path / "never")))
-        wait_until(lambda f=folder: list((f / "checkpoints").glob("step-*")), "the first checkpoint")
+        wait_until(partial(_saved, folder), "the first checkpoint")
         job.kill(victim)
         found = job.wait()
         assert (found[victim], found[1 - victim]) == (None, 2), job.said()

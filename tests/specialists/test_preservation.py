@@ -39,7 +39,7 @@ def test_a_moved_head_is_seen(gpt: Session, tmp_path: Path) -> None:
 def wide(gpt: Session) -> Session:
     """A base of the same kind that reads every question whole."""
     torch.manual_seed(0)
-    model = replace(gpt.config.model, context=64)
+    model = gpt.config.model.changed(context=64)
     stack, plan = build_stack(replace(gpt.config, model=model))
     with torch.no_grad():
         for parameter in stack.parameters():

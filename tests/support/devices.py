@@ -143,7 +143,7 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.size(),
             strides=raw.stride(),
@@ -170,7 +170,7 @@ class DeviceTensor(torch.Tensor):
             made = DeviceTensor(self.raw.detach().clone()).requires_grad_(self.requires_grad)
             made.__dict__.update({name: value for name, value in self.__dict__.items() if name != "raw"})
             memo[id(self)] = made
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
 
     # A module's `.to` swaps its parameters in place where these two are there, so that tied ones stay tied.
 
@@ -182,7 +182,9 @@ class DeviceTensor(torch.Tensor):
         return DeviceTensor(inner["raw"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
@@ -364,7 +366,7 @@ class _Generator(torch.Generator):
     """A generator that may say it is on the second device; its numbers are the CPU's."""
 
     def __new__(cls, device: torch.device | str = "cpu") -> _Generator:
-        made = super().__new__(cls, "cpu")
+        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         made.place = torch.device(device).type  # type: ignore[attr-defined]
         return made
 

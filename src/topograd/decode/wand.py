@@ -77,7 +77,7 @@ class Wand:
             candidates = survivors(logits, self.bounds[checked])
             if len(candidates) * FEW <= len(logits):
                 best, place = engine.logits(cache, last, tokens=candidates)[0, -1].max(-1)
-                value, token = read_together(best, candidates.take(place))
+                (value,), (token,) = read_together(best[None], candidates.take(place)[None])
                 check_finite([value])
                 return int(token), engine.last
         return self._draw(engine.logits(cache, last)[0, -1]), engine.last
