@@ -7,6 +7,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,7 +46,13 @@ def hugging_face() -> dict[str, Any]:
 def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for registry in (tg.MIXERS, tg.OBJECTIVES, tg.OPTIMIZERS, tg.PROPERTIES):  # what a page registers goes
+    for registry in (
+        tg.MIXERS,
+        tg.MODELS,
+        tg.OBJECTIVES,
+        tg.OPTIMIZERS,
+        tg.PROPERTIES,
+    ):  # what a page registers goes
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     code = blocks(page, "python")
     if not code:
@@ -53,6 +60,7 @@ def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
     torch.manual_seed(0)
     names = given(tmp_path) | (hugging_face() if any("gpt2" in block for block in code) else {})
     names["__name__"] = page.stem
+    monkeypatch.setitem(sys.modules, page.stem, ModuleType(page.stem))  # where dataclasses look up names
     for block in code:
         assert not re.search(r"^(from|import) topograd\.|^from topograd import", block, re.MULTILINE), block
         exec(compile(block, f"{page.name}", "exec"), names)
