@@ -48,6 +48,9 @@ def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
     if argv and argv[0] in _SCRIPTS:
         return _script(_SCRIPTS[argv[0]], argv[1:])
+    if not argv or argv[0] not in (*_KINDS, "-h", "--help"):
+        given = repr(argv[0]) if argv else "nothing"
+        raise ConfigError(f"{given} was given to bench; choose one of {', '.join((*_KINDS, *_SCRIPTS))}")
     asked = parse_one_of(_KINDS, argv, "bench")
     from topograd.decode.benchmark import bench_decode
     from topograd.runs.session import open_session
