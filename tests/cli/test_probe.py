@@ -47,7 +47,7 @@ def test_it_has_every_stage(straight: Run, call: Call, spec: Path) -> None:
     assert more["stages"][2]["logit"] == more["stages"][1]["logit"], "inserted, it changes nothing"
     assert "path: spec" in call(*words, "--specialist", spec).out
     assert "with the passage in front" in call(*words, "--passage", "loss").out
-    assert "ladder" in call("probe", "--help").out
+    assert "--specialist" in call("probe", "--help").out
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def test_a_run_begins_with_the_same_weights_on_every_device(
 ) -> None:
     settings, model = EVERY_KIND[kind]
     spec = tg.GPTConfig(layers=4, width=16, heads=2, context=16, **model)
-    here = replace(config, model=spec, optimizer=tg.OptimizerConfig(name=optimizer)).changed(**settings)
+    here = config.changed(model=spec, optimizer=tg.OptimizerConfig(name=optimizer), **settings)
 
     def run(device: torch.device, begin: Begin) -> Any:
         return tg.start(replace(here, device=device.type), tmp_path / device.type).stack.state_dict()

@@ -160,6 +160,8 @@ def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
     from topograd.runs.folder import Run
 
     base = TrainConfig.from_dict(Run.open(folder).read_config())
+    if base.model.task != "text":
+        raise ConfigError(f"init is {folder}, a run on {base.model.task}; give one on text")
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
     config = replace(config, init=str(folder), data=config.data or base.data)
     return tuning(config, small) if base.brings_tokenizer else config

@@ -12,10 +12,9 @@ of the same step is renamed to `.old-step-...` first and counts until the new on
 is no longer kept is renamed to `.trash-...` before it is deleted. The next save removes what a kill left.
 Only one process may save into a folder at a time: `topograd.runs.folder.Run.lock` sees to that.
 
-What is restored exactly: parameters, buffers, every tensor and number of the optimizers (in the saved dtype,
-which torch's own `load_state_dict` would cast to the parameter's) and torch's CPU generator. A file that was
-hashed once and was not touched since is not hashed again (`data/remembered.py`). Limits: other generators (of
-other devices, of numpy) and schedulers are the caller's, who may keep them in `extra`.
+What is restored exactly: parameters, buffers, every tensor and number of the optimizers (in the saved dtype)
+and torch's generators of the CPU and of CUDA. A file that was hashed once and was not touched since is not
+hashed again (`data/remembered.py`). Limits: other generators and schedulers are the caller's (`extra`).
 """
 
 import hashlib
@@ -46,7 +45,6 @@ STATE_FILE = "state.json"
 Optimizers = Mapping[str, Optimizer]
 Tensors = dict[str, Tensor]
 State = dict[str, Any]
-
 _NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
 
 
@@ -148,10 +146,9 @@ def save(
     if step < 0 or keep < 1:
         raise ConfigError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
     target = folder / f"step-{step:08d}"
-    weights = _tensors_of(model)
-    aliases = aliases_of(weights)
+    aliases = aliases_of(weights := _tensors_of(model))
     tensors: Tensors = {"rng": torch.get_rng_state()}
-    if (device := _cuda(model)) is not None:
+    if device := _cuda(model):
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
     numbers = {name: _describe(name, model, optimizer, tensors) for name, optimizer in optimizers.items()}
     state = {"step": step, "extra": dict(extra), "aliases": aliases, "optimizers": numbers}
@@ -186,15 +183,14 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
         for name, optimizer in optimizers.items():
             restore(optimizer, saved[name])
         torch.set_rng_state(tensors["rng"])
-        if (device := _cuda(model)) is not None and "rng.cuda" in tensors:
+        if (device := _cuda(model)) and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], device)
     return checkpoint
 
 
 def _cuda(model: nn.Module) -> torch.device | None:
     """Where a model is, if that is CUDA: dropout there draws from its own generator."""
-    device = next((p.device for p in model.parameters()), None)
-    return device if device is not None and device.type == "cuda" else None
+    return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
 
 
 def is_empty(model: nn.Module) -> bool:

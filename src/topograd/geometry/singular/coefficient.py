@@ -38,20 +38,27 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from scipy.stats import t as student
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry.factors import Batch, Outputs
 from topograd.geometry.inspection import refuse_quantised
-from topograd.geometry.losses import IGNORED, OwnLoss
+from topograd.geometry.losses import OwnLoss
 from topograd.geometry.paths import Replaced
 from topograd.geometry.reads import first_not_finite, read, squared_length
 from topograd.geometry.singular.criteria import Waic, waic
+from topograd.geometry.singular.terms import (
+    Weights,
+    each_batch,
+    per_term,
+    refuse_random,
+    rows_of,
+    sampled_weights,
+)
 
 VIRIAL = 0.15
 AGREE = 1.2
@@ -73,8 +80,6 @@ LOOK = 32
 """On a device the losses are looked at every so many steps; a look waits for it."""
 LARGEST_BIAS = 0.05
 """Of the virial by the step, where the step is looked for."""
-
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,8 @@ def learning_coefficient(
     """
     settings = Langevin() if settings is None else settings
     refuse_quantised(model)
-    center = _sampled(model, weights)
-    target = _Target(model, loss, list(_each(batches)), outputs)
+    center = sampled_weights(model, weights)
+    target = _Target(model, loss, list(each_batch(batches)), outputs)
     tempered = target.terms / math.log(target.terms) if n_beta is None else n_beta
     if not 0 < tempered < math.inf:
         raise GeometryError(f"n_beta is {n_beta}: give a positive number")
@@ -212,9 +217,9 @@ class _Target:
     def __init__(
         self, model: nn.Module, loss: str | OwnLoss, batches: list[Batch], outputs: Outputs | None
     ) -> None:
-        _refuse_random(model)
+        refuse_random(model)
         self._network = Replaced(model, outputs)
-        self._loss = _per_term(loss)
+        self._loss = per_term(loss)
         self.batches = batches
         if not batches:
             raise GeometryError("there are no batches; give at least one pair (inputs, targets)")
@@ -222,7 +227,7 @@ class _Target:
             first = [self._of(batch, {}) for batch in batches]
         self.each_term = all(part.dim() > 0 for part in first)
         sizes = [
-            part.numel() if part.dim() else _rows(batch) for part, batch in zip(first, batches, strict=True)
+            part.numel() if part.dim() else rows_of(batch) for part, batch in zip(first, batches, strict=True)
         ]
         self.terms = sum(sizes)
         if self.terms < 3:
@@ -454,80 +459,3 @@ def _refusal(
     if spread and abs(float((second - first).mean())) > DRIFT * spread and len(first) > 2:
         return "the traces still drift: more burn_in"
     return None
-
-
-def _per_term(loss: str | OwnLoss) -> OwnLoss:
-    if loss == "cross-entropy":
-        return _CrossEntropy()
-    if loss == "squared-error":
-        return lambda f, y: (f - y).square().flatten(1).sum(-1) / 2
-    if isinstance(loss, str):
-        raise GeometryError(f"loss {loss!r} is unknown; choose cross-entropy, squared-error, or a function")
-    if not callable(loss):
-        raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
-    return loss
-
-
-class _CrossEntropy:
-    """Of each term, classes last; targets of -100 are none. Which are terms is asked once for each batch."""
-
-    def __init__(self) -> None:
-        self._counted: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if id(targets) not in self._counted:  # the targets are kept, so that the id stays theirs
-            self._counted[id(targets)] = targets, (targets.flatten() != IGNORED).nonzero()[:, 0]
-        _, counted = self._counted[id(targets)]
-        flat = outputs.flatten(0, -2)[counted]
-        labels = targets.flatten()[counted]
-        flat = flat.float() if flat.dtype == torch.bfloat16 else flat
-        return F.cross_entropy(flat, labels, reduction="none")
-
-
-def _each(batches: Any) -> Iterable[Batch]:
-    pair = (
-        isinstance(batches, tuple | list) and len(batches) == 2 and not isinstance(batches[0], tuple | list)
-    )
-    for batch in [batches] if pair else batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise GeometryError(f"a batch of type {type(batch).__name__}: give pairs (inputs, targets)")
-        yield batch[0], batch[1]
-
-
-def _rows(batch: Batch) -> int:
-    return len(batch[1]) if batch[1] is not None else 0
-
-
-def _sampled(model: nn.Module, chosen: str | Sequence[str] | None) -> Weights:
-    """The weights to sample, or why there are none."""
-    asked = (chosen,) if isinstance(chosen, str) else chosen
-    found = {
-        name: p.detach().clone()
-        for name, p in model.named_parameters()
-        if (p.requires_grad if asked is None else any(name == a or name.startswith(f"{a}.") for a in asked))
-    }
-    if not found:
-        known = ", ".join(list(dict(model.named_parameters()))[:4])
-        what = "requires a gradient" if asked is None else f"is named {', '.join(asked or ())}"
-        raise GeometryError(f"no parameter {what}: there is nothing to sample (there are {known}, ...)")
-    for name, weight in found.items():
-        if weight.dtype in (torch.bfloat16, torch.float16):
-            raise GeometryError(
-                f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a step of a "
-                "chain away; call model.float() first"
-            )
-    bad = first_not_finite(found)
-    if bad is not None:
-        raise GeometryError(f"parameter {bad} has values that are not finite: give a trained model")
-    return found
-
-
-def _refuse_random(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        random = (isinstance(module, nn.Dropout) and module.p > 0) or isinstance(
-            module, nn.modules.batchnorm._BatchNorm
-        )
-        if random and module.training:
-            raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode; call model.eval() first"
-            )
