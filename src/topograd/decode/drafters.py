@@ -220,7 +220,7 @@ class Drafting:
         """One token more in the rows that are stepping, where the policy keeps it: what is new."""
         logits = logits if sampling.greedy else logits.cpu()  # one copy from the device either way
         scores, best = read_together(steps.scores(logits), logits.argmax(-1))
-        tokens = [self._token(int(place)) for place in best]
+        tokens = [self._token(place) for place in best]
         new: list[list[int]] = [[] for _ in drafts]
         for row, draft in enumerate(drafts):
             if not stepping[row]:

@@ -201,18 +201,19 @@ def likeliest(logits: Tensor) -> tuple[list[float], list[int]]:
     those of another runtime.
     """
     if logits.device.type != "cpu":
-        best, tokens = read_together(*logits.max(-1))
-        return best, [int(token) for token in tokens]
+        return read_together(*logits.max(-1))
     values = logits.numpy()
     found = values.argmax(-1)
     return values[range(len(values)), found].tolist(), found.tolist()
 
 
 def read_together(scores: Tensor, tokens: Tensor) -> tuple[list[Any], list[Any]]:
-    """Scores and token numbers of one shape as lists, in one copy from the device: exact below 2²⁴ tokens."""
+    """Scores and token numbers of one shape as lists, in one copy from a device: exact below 2²⁴ tokens."""
+    if scores.device.type == "cpu":
+        return scores.tolist(), tokens.tolist()
     dtype = torch.promote_types(scores.dtype, torch.float32)
-    first, second = torch.stack((scores.to(dtype), tokens.to(dtype))).tolist()
-    return first, second
+    first, second = torch.stack((scores.to(dtype), tokens.to(dtype))).cpu()
+    return first.tolist(), second.long().tolist()
 
 
 def check_finite(best: Sequence[float]) -> None:

@@ -31,10 +31,9 @@ from torch import Tensor
 
 from topograd.decode.autotune import DraftRule
 from topograd.decode.drafters import Draft, Drafter, PrefixDrafter
-from topograd.decode.engine import AnyCache, Emitted, Engine, check_finite
+from topograd.decode.engine import AnyCache, Emitted, Engine, check_finite, read_together
 from topograd.decode.exit_rules import check_exits
 from topograd.decode.sampling import Sampling, draw, generators, probabilities, verify, verify_certain
-from topograd.nn.host_numbers import send
 
 
 @dataclass
@@ -142,17 +141,13 @@ class Speculate:
 def _agreed(drafts: Sequence[Draft], logits: Tensor) -> list[tuple[int, int]]:
     """How many drafts of each row are the full model's likeliest tokens, and its token behind them.
 
-    One comparison for all rows: logits (rows, most drafts + 1, vocab).
+    All rows are read at once: logits (rows, most drafts + 1, vocab).
     """
-    best, tokens = logits.max(-1)
-    width = tokens.shape[1]
-    # -1 is no token, so a row's own end stops it
-    guessed = send([[*draft.tokens, *[-1] * (width - len(draft.tokens))] for draft in drafts], tokens.device)
-    accepted = (guessed == tokens).long().cumprod(1).sum(1)
-    following = tokens.gather(1, accepted[:, None])[:, 0]
-    unread = (guessed < 0).roll(1, 1)  # the place behind a row's last draft is read too
-    unread[:, 0] = False
-    finite = (best.isfinite() | unread).all(1)
-    kept, behind, fine = torch.stack((accepted, following, finite.long())).tolist()
-    check_finite([0.0 if row else math.nan for row in fine])
-    return list(zip(kept, behind, strict=True))
+    best, tokens = read_together(*logits.max(-1))
+    verdicts = []
+    for draft, scores, own in zip(drafts, best, tokens, strict=True):
+        check_finite(scores[: len(draft.tokens) + 1])
+        wrong = (place for place, token in enumerate(draft.tokens) if token != own[place])
+        accepted = next(wrong, len(draft.tokens))
+        verdicts.append((accepted, own[accepted]))
+    return verdicts

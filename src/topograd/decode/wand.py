@@ -70,7 +70,7 @@ class Wand:
             (first, second), (token, _) = read_together(*logits.topk(2))
             check_finite([first])
             if first - second > tau:
-                return (int(token) if self.sampling.greedy else self._draw(logits)), checked
+                return (token if self.sampling.greedy else self._draw(logits)), checked
         last = stages[-1]
         engine.run(cache, last)
         if self.bounds is not None and logits is not None:
@@ -79,7 +79,7 @@ class Wand:
                 best, place = engine.logits(cache, last, tokens=candidates)[0, -1].max(-1)
                 (value,), (token,) = read_together(best[None], candidates.take(place)[None])
                 check_finite([value])
-                return int(token), engine.last
+                return token, engine.last
         return self._draw(engine.logits(cache, last)[0, -1]), engine.last
 
     def _draw(self, logits: Tensor) -> int:
