@@ -23,9 +23,11 @@ from torch import Tensor
 
 from topograd.decode.autotune import DraftRule
 from topograd.decode.benchmark import in_turns
-from topograd.decode.engine import Engine, Mode, Prefix
+from topograd.decode.cache import Batch
+from topograd.decode.engine import Emitted, Engine
 from topograd.decode.settings import DecodeSettings
-from topograd.decode.speculation import Draft, Speculate
+from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.decode.wand import Wand
 from topograd.nn.gpt import GPT
 from topograd.nn.packed import PackedLinear
@@ -44,15 +46,27 @@ class Forced(Speculate):
         super().__init__(engine, DraftRule(0.0, longest))
         self.chance, self.random = chance, random.Random(0)
 
-    def _judge(
-        self, drafts: Sequence[Draft], logits: Tensor, active: Sequence[bool]
-    ) -> list[tuple[int, int]]:
-        tokens = logits.argmax(-1).tolist()
-        kept = [0] * len(drafts)
-        for i, draft in enumerate(drafts):
-            while kept[i] < len(draft.tokens) and self.random.random() < self.chance:
-                kept[i] += 1
-        return [(n, row[n]) for n, row in zip(kept, tokens, strict=True)]
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> list[list[Emitted]]:
+        start = [len(sequence) for sequence in batch]
+        counts = [len(draft.tokens) + 1 for draft in self.drafter.draft(batch)]
+        self.engine.run(batch, self.full)
+        own = self.engine.logits(batch, self.full, counts).argmax(-1).split(counts)
+        kept = [self._kept(count - 1) for count in counts]
+        tokens = [int(row[n]) for row, n in zip(own, kept, strict=True)]
+        written = [
+            [*sequence.tokens[length : length + n], token]
+            for sequence, length, n, token in zip(batch, start, kept, tokens, strict=True)
+        ]
+        batch[0].cache.truncate(batch, [length + n for length, n in zip(start, kept, strict=True)])
+        self.engine.append(batch, [[token] for token in tokens])
+        return [[Emitted(token, self.exit) for token in row] for row in written]
+
+    def _kept(self, drafted: int) -> int:
+        kept = 0
+        while kept < drafted and self.random.random() < self.chance:
+            kept += 1
+        return kept
 
 
 def rows(width: int, rounds: int) -> None:
@@ -104,14 +118,14 @@ def random_engine(layers: int, width: int, vocab: int, context: int) -> Engine:
 
 def forced(layers: int, width: int, rounds: int, tokens: int) -> None:
     engine = random_engine(layers, width, 4096, 256)
-    modes: dict[str, Mode] = {"full": Prefix(engine), "prefix:1": Prefix(engine, 0)}
+    ways: dict[str, DecodeStrategy] = {"full": FixedDepth(engine), "prefix:1": FixedDepth(engine, 0)}
     for chance in (0.6, 0.8, 0.9):
         for longest in (2, 3, 4):
-            modes[f"{longest} drafts at {chance}"] = Forced(engine, longest, chance)
-    seconds = in_turns(modes, PROMPT, DecodeSettings(tokens=tokens, rounds=rounds + 1))
+            ways[f"{longest} drafts at {chance}"] = Forced(engine, longest, chance)
+    seconds = in_turns(ways, PROMPT, DecodeSettings(tokens=tokens, rounds=rounds + 1))
     rate = tokens / sorted(seconds["full"])[rounds // 2]
     print(f"full depth: {rate:.1f} tokens/s")
-    for name in list(modes)[1:]:
+    for name in list(ways)[1:]:
         print(f"  {name}: {ratio(seconds, 'full', name)} times as fast")
 
 
@@ -121,20 +135,20 @@ def pruning(width: int, rounds: int, tokens: int) -> None:
         engine = random_engine(8, width, vocab, 256)
         limits = [1e9] + [float("inf")] * (engine.last - 1)
         bound = first_stage_lead(engine, 64)
-        modes: dict[str, Mode] = {
+        ways: dict[str, DecodeStrategy] = {
             "whole": Wand(engine, limits),
             "pruned": Wand(engine, limits, bounds=[bound] * engine.last),
         }
-        seconds = in_turns(modes, PROMPT, DecodeSettings(tokens=tokens, rounds=rounds + 1))
+        seconds = in_turns(ways, PROMPT, DecodeSettings(tokens=tokens, rounds=rounds + 1))
         print(f"  vocabulary {vocab}: pruned is {ratio(seconds, 'whole', 'pruned')} times as fast")
 
 
 @torch.inference_mode()
 def first_stage_lead(engine: Engine, rank: int) -> float:
     """How far the first stage's best logit is above that of a rank, behind the usual prompt."""
-    cache = engine.start(PROMPT)
-    cache.run(0)
-    best = engine.logits(cache, 0)[0, -1].topk(rank).values
+    batch = engine.start(PROMPT)
+    engine.run(batch, 0)
+    best = engine.logits(batch, 0)[0].topk(rank).values
     return float(best[0] - best[-1])
 
 

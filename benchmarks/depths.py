@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from topograd.decode.engine import Engine, generate_tokens
-from topograd.decode.modes import engine_of, mode_of
-from topograd.decode.sampling import Sampling
+from topograd.decode.depths import engine_of, strategy_of
+from topograd.decode.engine import Engine
+from topograd.decode.strategies import generate_tokens
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session, open_session
 
@@ -39,9 +39,9 @@ PROMPTS = (
 def seconds_of(session: Session, engine: Engine, way: str, prompt: str, tokens: int) -> float:
     """Processor seconds of a token."""
     begin = [session.tokenizer.separator, *session.tokenizer.encode(prompt)]
-    mode = mode_of(way, session, engine, Sampling())
+    strategy = strategy_of(way, session, engine)
     began = time.process_time()
-    written = sum(1 for _ in generate_tokens(mode, [begin], tokens))
+    written = sum(1 for _ in generate_tokens(strategy, [begin], tokens))
     return (time.process_time() - began) / written
 
 

@@ -41,13 +41,13 @@ from topograd.convert.prompts import Chat
 from topograd.data.corpus import read_corpus
 from topograd.decode.agreement import differences
 from topograd.decode.autotune import RowCosts
-from topograd.decode.drafters import Drafting
-from topograd.decode.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
-from topograd.decode.modes import engine_of, mode_of
-from topograd.decode.policy import Paying
+from topograd.decode.depths import engine_of, strategy_of
+from topograd.decode.engine import Emitted, Engine
+from topograd.decode.policy import ExpectedGainPolicy
 from topograd.decode.retrofitted import has_retrofit
-from topograd.decode.sampling import Sampling
-from topograd.decode.speculation import Count, Speculate
+from topograd.decode.sequence import Tally
+from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
 from topograd.decode.tune_drafters import measure_rows
 from topograd.errors import TopogradError
 from topograd.pretrained import REFERENCE
@@ -134,7 +134,7 @@ def without_loop(tokens: Sequence[int], ends: frozenset[int]) -> int:
     return len(tokens)
 
 
-def ways_of(session: Session, engine: Engine, settings: Settings) -> dict[str, Mode]:
+def ways_of(session: Session, engine: Engine, settings: Settings) -> dict[str, DecodeStrategy]:
     """Full depth and every drafter that the run has."""
     depths = {FULL: "full", "lookup": "speculate:lookup"}
     if len(session.plan.predicting()) > 1 and session.plan.prediction.path is None:
@@ -152,7 +152,7 @@ def ways_of(session: Session, engine: Engine, settings: Settings) -> dict[str, M
     depths |= {depth: depth for depth in settings.depths}
     draft = settings.draft
     return {
-        name: mode_of(depth, session, engine, Sampling(), None if depth == "speculate" else draft)
+        name: strategy_of(depth, session, engine, draft=None if depth == "speculate" else draft)
         for name, depth in depths.items()
     }
 
@@ -200,17 +200,17 @@ def measure(session: Session, settings: Settings) -> dict[str, Any]:
     engine = engine_of(session, settings.runtime)
     ends = session.tokenizer.stop_tokens or frozenset({session.tokenizer.separator})
     prompts = prompts_of(session, settings.prompts)
-    full = generate_batch(Prefix(engine), [p.tokens for p in prompts], settings.tokens)
+    full = generate_batch(FixedDepth(engine), [p.tokens for p in prompts], settings.tokens)
     for prompt, text in zip(prompts, full, strict=True):
         prompt.count = without_loop([e.token for e in text], ends)
     looped = 1 - sum(p.count for p in prompts) / sum(map(len, full))
     prompts = [p for p in prompts if p.count >= 8]
-    modes = ways_of(session, engine, settings)
-    costs = _measured(modes, engine)
+    ways = ways_of(session, engine, settings)
+    costs = _measured(ways, engine)
     peers = peers_of(session) if settings.peers else {}
-    seconds: dict[str, list[float]] = {name: [] for name in (*modes, *peers)}
-    counts: dict[str, dict[str, Count]] = {name: {} for name in modes}
-    texts: dict[str, list[list[Emitted]]] = {name: [] for name in modes}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, *peers)}
+    tallies = {name: Tally() for name in ways}
+    texts: dict[str, list[list[Emitted]]] = {name: [] for name in ways}
     names = list(seconds)
     clock = time.perf_counter if settings.clock == "wall" else time.process_time
     for number, prompt in enumerate(prompts):
@@ -219,11 +219,11 @@ def measure(session: Session, settings: Settings) -> dict[str, Any]:
             if name in peers:
                 peers[name](prompt.tokens, prompt.count)
             else:
-                mode = modes[name]
-                texts[name].append([e for _, e in generate_tokens(mode, [prompt.tokens], prompt.count)])
+                batch = ways[name].engine.start([prompt.tokens])
+                texts[name].append([e for _, e in continue_tokens(ways[name], batch, prompt.count)])
             seconds[name].append(clock() - began)
-            if name in modes and isinstance(modes[name], Speculate):
-                _add(counts[name], modes[name].tally.by)  # type: ignore[attr-defined]
+            if name in ways:
+                tallies[name].add(batch[0].tally)
         print(f"{number + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
     about = {
         "clock": settings.clock,
@@ -231,36 +231,25 @@ def measure(session: Session, settings: Settings) -> dict[str, Any]:
         "threads": settings.threads,
         "costs": costs.as_dict(),
     }
-    return about | _summary(engine, prompts, seconds, counts, texts, looped)
+    return about | _summary(engine, prompts, seconds, tallies, texts, looped)
 
 
-def _measured(modes: dict[str, Mode], engine: Engine) -> RowCosts:
+def _measured(ways: dict[str, DecodeStrategy], engine: Engine) -> RowCosts:
     """Seconds of rows on this machine, and the policies with them in the place of the usual ones."""
-    drafting = [
-        (name, mode.drafter)
-        for name, mode in modes.items()
-        if isinstance(mode, Speculate) and isinstance(mode.drafter, Drafting)
-    ]
-    steps = next((drafter.steps for _, drafter in drafting if drafter.steps is not None), None)
+    drafters = {name: way.drafter for name, way in ways.items() if isinstance(way, Speculate)}
+    steps = next((each.computing for each in drafters.values() if each.computing is not None), None)
     costs = measure_rows(engine, steps)
-    for name, drafter in drafting:
-        if name != "calibrated" and isinstance(drafter.policy, Paying):
-            drafter.policy = Paying(costs=costs, speedup=SPEEDUP)
+    for name, drafter in drafters.items():
+        if name != "calibrated" and isinstance(drafter.policy, ExpectedGainPolicy):
+            drafter.policy = ExpectedGainPolicy(costs=costs, speedup=SPEEDUP)
     return costs
-
-
-def _add(total: dict[str, Count], more: dict[str, Count]) -> None:
-    for name, count in more.items():
-        mine = total.setdefault(name, Count())
-        mine.drafted += count.drafted
-        mine.accepted += count.accepted
 
 
 def _summary(
     engine: Engine,
     prompts: Sequence[Prompt],
     seconds: dict[str, list[float]],
-    counts: dict[str, dict[str, Count]],
+    tallies: dict[str, Tally],
     texts: dict[str, list[list[Emitted]]],
     looped: float,
 ) -> dict[str, Any]:
@@ -280,9 +269,9 @@ def _summary(
                 for kind in kinds
             },
         }
-        if counts.get(name):
-            row["acceptance"] = {who: c.acceptance for who, c in counts[name].items()}
-            row["drafts"] = {who: c.drafted for who, c in counts[name].items()}
+        if name in tallies and tallies[name].by:
+            row["acceptance"] = {who: c.acceptance for who, c in tallies[name].by.items()}
+            row["drafts"] = {who: c.drafted for who, c in tallies[name].by.items()}
         if name in texts and name != FULL:
             row |= differences(engine, [p.tokens for p in prompts], texts[name], texts[FULL])
         rows.append(row)

@@ -71,7 +71,7 @@ def theirs(settings: Settings, file: Path) -> list[dict[str, list[int]]]:
 def compare(model: tg.Model, prompt: str, other: dict[str, list[int]], tokens: int) -> dict[str, Any]:
     """Tokens of the prompt, and the continuation, ours and theirs."""
     begin = model.session.tokenizer.encode(prompt, "chat")
-    ours = [e.token for _, e in tg.generate_tokens(tg.Prefix(model.engine), [begin], tokens)]
+    ours = [e.token for _, e in tg.generate_tokens(tg.FixedDepth(model.engine), [begin], tokens)]
     ours = ours[: len(other["written"])]
     parts = next((i for i, (a, b) in enumerate(zip(ours, other["written"], strict=True)) if a != b), None)
     found: dict[str, Any] = {

@@ -4,7 +4,7 @@
 
 Two kinds of trial on a small model of three stages, each with a checkpoint every two steps:
 
-    lone    three stages as processes of their own, which share nothing (`parallel/lone_stage.py`). One is
+    lone    three stages as processes of their own, sharing nothing (`parallel/independent_stage.py`). One is
             killed with SIGKILL at an instant that is uniform over the time of a run without a fault, from
             before its folder exists to its last step, and started again up to half a second later.
     job     three ranks of one job with a shared head. One is killed, the others must end by themselves;
@@ -40,7 +40,7 @@ MODEL = ["--partition", "1,1,1", "--tokenizer", "bytes", "--batch", "3", "--step
 MODEL += ["--model.layers", "3", "--model.width", "16", "--model.heads", "2", "--model.context", "16"]
 MODEL += ["--accumulate", "2", "--save-every", "2", "--eval-every", "0", "--eval-bytes", "300"]
 ALONE = ["--stage-heads", "own", "--bus", "detached", "--model.no-x0-blend"]
-LOADED = ["topograd.cli.train_on_ranks", "topograd.parallel.lone_stage", "topograd.parallel.stage_trainer"]
+LOADED = ["topograd.cli.train_on_ranks", "topograd.parallel.independent_stage", "topograd.parallel.rank_task"]
 
 
 def rank_process(argv: list[str], environment: dict[str, str], log: str) -> None:

@@ -43,18 +43,20 @@ from topograd.decode.autotune import DraftRule
 from topograd.decode.benchmark import heldout_prompts
 from topograd.decode.calibrate import Tuning, tune
 from topograd.decode.calibration import Calibration
-from topograd.decode.engine import Emitted, Engine, Mode, Prefix, generate_batch
+from topograd.decode.engine import Emitted, Engine
 from topograd.decode.readings import Readings, join, read
+from topograd.decode.sequence import Tally
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.session import load_data
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 from topograd.training.optimizers import make_optimizers
 
 Texts = list[list[int]]
@@ -143,9 +145,11 @@ def theirs(model: Any, prompts: Texts, tokens: int, leave: Exit | None = None) -
     return found
 
 
-def ours(mode: Mode, prompts: Texts, tokens: int) -> Texts:
+def ours(strategy: DecodeStrategy, prompts: Texts, tokens: int) -> Texts:
     """What our engine writes behind each prompt."""
-    return [[emitted.token for emitted in generate_batch(mode, [prompt], tokens)[0]] for prompt in prompts]
+    return [
+        [emitted.token for emitted in generate_batch(strategy, [prompt], tokens)[0]] for prompt in prompts
+    ]
 
 
 def measure(model: Any, prompts: Texts, ways: Mapping[str, Way], settings: Settings) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def full_depth(settings: Settings) -> dict[str, Any]:
     prompts = torch.randint(settings.vocab, (settings.prompts, settings.prompt_tokens)).tolist()
     plan = Plan.of(Topology.chain(str(settings.layers)), settings.layers)
     engine = Engine(stack_of(model), plan, settings.prompt_tokens + settings.tokens)
-    ways = {"hugging face": partial(theirs, model), "ours": partial(ours, Prefix(engine))}
+    ways = {"hugging face": partial(theirs, model), "ours": partial(ours, FixedDepth(engine))}
     return measure(model, prompts, ways, settings)
 
 
@@ -244,7 +248,7 @@ def speculation(settings: Settings) -> dict[str, Any]:
     exits = early_exits(model, prompts, settings.tokens)
     ways: dict[str, Way] = {
         "hugging face": partial(theirs, model),
-        "ours": partial(ours, Prefix(engine)),
+        "ours": partial(ours, FixedDepth(engine)),
         "ours, drafts": partial(ours, drafting),
     }
     if not isinstance(exits, str):
@@ -276,19 +280,21 @@ def early_exits(model: Any, prompts: Texts, tokens: int) -> dict[str, Exit] | st
 
 
 def our_drafts(
-    mode: Speculate, rule: DraftRule, tuning: Tuning, prompts: Texts, tokens: int
+    strategy: Speculate, rule: DraftRule, tuning: Tuning, prompts: Texts, tokens: int
 ) -> dict[str, Any]:
     """Our rule and its acceptance."""
-    drafted = accepted = 0
+    tally = Tally()
     for prompt in prompts:
-        generate_batch(mode, [prompt], tokens)
-        drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
+        batch = strategy.engine.start([prompt])
+        for _ in continue_tokens(strategy, batch, tokens):
+            pass
+        tally.add(batch[0].tally)
     return {
         "on": tuning.rule is not None,
         "layers": (tuning.stage + 1) * LAYERS_PER_STAGE,
         "rule": asdict(rule),
         "predicted_speedup": tuning.predicted,
-        "acceptance": accepted / drafted if drafted else None,
+        "acceptance": tally.acceptance if tally.drafted else None,
     }
 
 

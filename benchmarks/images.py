@@ -22,15 +22,15 @@ import clone  # noqa: F401  (for what is not installed)
 from papers.product_of_experts.image_arms import optimizer
 from topograd.data.image_loader import ImageLoader
 from topograd.data.images import read_images
+from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import make_image_stack
 from topograd.nn.preparation import prepare
 from topograd.timing import ratio, take_turns
-from topograd.training.executor import train_step
 from topograd.training.image_evaluation import evaluate_images
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner
 
 PARTITIONS = ("9", "3,3,3", "2,2,5", "1,2,6")
 
@@ -80,7 +80,7 @@ def to_98(settings: Settings, partition: str) -> dict[str, Any]:
     stack = make_image_stack(config)
     plan = prepare(stack, partition)
     optimizers = make_optimizers(stack, optimizer(0.001), plan)
-    loop = TrainingLoop(stack, optimizers)
+    loop = StepRunner(stack, optimizers)
     loader = ImageLoader(data.train, 128, 1)
     seconds, hits = 0.0, 0.0
     for number in range(settings.steps):

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from topograd.convert.export import export_model
-from topograd.decode.engine import Engine, Prefix, continue_tokens, likeliest
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
+from topograd.decode.engine import Engine, likeliest
+from topograd.decode.strategies import FixedDepth, continue_tokens
 from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
@@ -67,15 +68,15 @@ class Llama:
 
 def ours(engine: Engine, clock: str, prompt: list[int], tokens: int) -> tuple[float, float]:
     """Read a prompt up to its first token, and write `tokens` more."""
-    mode, last = Prefix(engine), engine.exits[-1]
+    strategy, last = FixedDepth(engine), engine.exits[-1]
     now = time.process_time if clock == "cpu" else time.perf_counter
     began = now()
     with torch.inference_mode():
-        cache = engine.start([prompt])
-        engine.run(cache, last)
-        likeliest(engine.logits(cache, last)[:, -1])
+        batch = engine.start([prompt])
+        engine.run(batch, last)
+        likeliest(engine.logits(batch, last))
     read = now()
-    for _ in continue_tokens(mode, cache, tokens):
+    for _ in continue_tokens(strategy, batch, tokens):
         pass
     return read - began, now() - read
 

@@ -28,21 +28,21 @@ from torch import Tensor
 
 from pipeline_settings import PipelineSettings
 from plain_schedules import BackpropPipeline
+from topograd.exec.objectives import CrossEntropy, stage_loss
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.parallel.layout import Layout, keep_own, shed
 from topograd.parallel.ranks import Ranks, join, leave
 from topograd.parallel.settings import ParallelConfig, WireKind
 from topograd.parallel.stage_loop import StageLoop
-from topograd.parallel.wire import StageWire
+from topograd.parallel.transport import MeshTransport
 from topograd.runs.config import OptimizerConfig
 from topograd.timing import Spread
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
-from topograd.training.loop import TrainingLoop
-from topograd.training.objectives import CrossEntropy, stage_loss
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner
 from torch_schedules import TorchPipeline
 
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -94,14 +94,14 @@ class Staged:
         keep_own(stack, layout, ranks.place)
         made = make_optimizers(stack, OptimizerConfig(name="adamw"), self.plan)
         self.ranks, self.batches = ranks, _batches(settings)
-        self.loop = StageLoop(stack, made, wire=StageWire(ranks, layout), ranks=ranks, layout=layout)
+        self.loop = StageLoop(stack, made, transport=MeshTransport(ranks, layout), ranks=ranks, layout=layout)
 
     def __call__(self) -> Reading:
-        before = (self.ranks.waited, self.loop.wire.sent_bytes + self.loop.exchanged_bytes)
+        before = (self.ranks.waited, self.loop.transport.sent_bytes + self.loop.exchanged_bytes)
         began = time.perf_counter()
         self.loop.step(self.plan, self.batches)
         seconds = time.perf_counter() - began
-        sent = self.loop.wire.sent_bytes + self.loop.exchanged_bytes - before[1]
+        sent = self.loop.transport.sent_bytes + self.loop.exchanged_bytes - before[1]
         waited = self.ranks.waited - before[0]
         return {"seconds": seconds, "waited": waited, "bytes": float(sent)}
 
@@ -114,7 +114,7 @@ class Single:
         self.plan = prepare(stack, _topology(settings, False))
         made = make_optimizers(stack, OptimizerConfig(name="adamw"), self.plan)
         self.ranks, self.batches = ranks, _batches(settings)
-        self.loop = TrainingLoop(stack, made)
+        self.loop = StepRunner(stack, made)
 
     def __call__(self) -> Reading:
         began = time.perf_counter()

@@ -37,15 +37,15 @@ from rich.table import Table
 from rich.text import Text
 
 from topograd.cli.console import DASH, Json, RuntimeFlag, WeightsFlag, note, number, out, print_json
-from topograd.decode.agreement import differences, distinct, identical, mean_stage
+from topograd.decode.agreement import differences, distinct, identical, mean_exit
 from topograd.decode.autotune import DraftRule
 from topograd.decode.benchmark import continued
-from topograd.decode.engine import Engine, Mode, Prefix
+from topograd.decode.depths import strategy_of
+from topograd.decode.engine import Engine
 from topograd.decode.exit_rules import check_exits
 from topograd.decode.model import Model, load
-from topograd.decode.modes import mode_of
-from topograd.decode.sampling import Sampling
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.errors import ConfigError, RunError
 from topograd.evaluation.texts import score_texts
 from topograd.limits import DEPTH, REPEATS, check_numbers
@@ -153,13 +153,13 @@ def bench_prompts(model: Model, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _modes(model: Model, drafts: int) -> tuple[dict[str, Mode], str | None]:
+def _modes(model: Model, drafts: int) -> tuple[dict[str, DecodeStrategy], str | None]:
     """Full depth, early exits where the run is calibrated, and each stage as a drafter; and what lacks."""
     engine, problem = model.engine, None
-    modes: dict[str, Mode] = {"full": Prefix(engine, None, Sampling())}
+    modes: dict[str, DecodeStrategy] = {"full": FixedDepth(engine)}
     try:
         for rule in RULES:
-            modes[rule] = mode_of(rule, model.session, engine, Sampling())
+            modes[rule] = strategy_of(rule, model.session, engine)
     except RunError as error:
         problem = str(error)
     for exit_ in range(engine.last):
@@ -172,7 +172,7 @@ Seconds = dict[str, list[float]]
 
 
 def _measured(
-    engine: Engine, modes: Mapping[str, Mode], prompts: Sequence[Sequence[int]], settings: Settings
+    engine: Engine, modes: Mapping[str, DecodeStrategy], prompts: Sequence[Sequence[int]], settings: Settings
 ) -> tuple[Ways, Seconds]:
     """What every way makes of some prompts, and its seconds in each round."""
     written = {name: continued(mode, prompts, settings.tokens) for name, mode in modes.items()}
@@ -186,15 +186,15 @@ def _measured(
             "speedup": ratio(seconds, "full", name).as_dict(),
             "identical": identical(made.texts, full),
             **differences(engine, prompts, made.texts, full),
-            "mean_stage": mean_stage(made.texts),
+            "mean_stage": mean_exit(made.texts),
             "acceptance": made.acceptance,
         }
     ways["full"]["distinct_4grams"] = distinct(full)
     return ways, seconds
 
 
-def _seconds(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    return continued(mode, prompts, tokens).seconds
+def _seconds(strategy: DecodeStrategy, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    return continued(strategy, prompts, tokens).seconds
 
 
 def _overall(measured: Sequence[tuple[Ways, Seconds]], counts: Sequence[int]) -> Ways:

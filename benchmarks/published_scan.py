@@ -26,10 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import clone  # noqa: F401  (for what is not installed)
+from papers.latent_bounded_interfaces.measure import build_model, random_tokens
+from papers.latent_bounded_interfaces.parity import difference
 from scan import Settings as BenchSettings
-from topograd.interfaces.engines import backward
-from topograd.interfaces.measure import build_model, random_tokens
-from topograd.interfaces.parity import difference
+from topograd.exec.gradient import Autograd, GradientEngine
+from topograd.exec.train_step import train_step
+from topograd.interfaces.engines import Scan
 from topograd.timing import Spread, ratio, take_turns
 
 THEIRS, OURS = "theirs, autograd", "ours, autograd"
@@ -83,15 +86,17 @@ def our_steps(settings: BenchSettings) -> tuple[nn.Module, dict[str, Callable[[]
     model, (inputs, targets) = build_model(settings, settings.published), random_tokens(settings)
     run = partial(_our_step, model, settings, inputs, targets)
     return model, {
-        OURS: partial(run, engine="autograd"),
-        "ours, scan by loop": partial(run, engine="scan", jacobian="loop"),
-        "ours, scan by hand": partial(run, engine="scan", jacobian="pullback"),
+        OURS: partial(run, Autograd()),
+        "ours, scan by loop": partial(run, Scan("loop")),
+        "ours, scan by hand": partial(run, Scan("pullback")),
     }
 
 
-def _our_step(model: Any, settings: BenchSettings, inputs: Tensor, targets: Tensor, **how: Any) -> None:
+def _our_step(
+    model: Any, settings: BenchSettings, inputs: Tensor, targets: Tensor, engine: GradientEngine
+) -> None:
     model.zero_grad(set_to_none=True)
-    backward(model, settings.topology, inputs, targets, **how)
+    train_step(model, settings.topology, inputs, targets, gradient=engine)
 
 
 def off(model: nn.Module, steps: dict[str, Callable[[], object]]) -> dict[str, float]:

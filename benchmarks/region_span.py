@@ -4,9 +4,9 @@
 
 Three regions, one a rank: at no moment do more than two of them compute (forwards follow one another; region
 1's Jacobian beside region 2; two local backwards), so two cores are enough. The planner's times of a region
-(`interfaces/measure.py`) are taken on two ranks at once, in turns with the steps: `parallel/region_scan.py`
-on three ranks, and autograd in one process, whose span the planner calls "plain". Printed: predicted seconds,
-measured seconds and their ratio, round by round, with quartiles.
+(`papers/latent_bounded_interfaces/measure.py`) are taken on two ranks at once, in turns with the steps:
+`parallel/region_scan.py` on three ranks, and autograd in one process, whose span the planner calls "plain".
+Printed: predicted seconds, measured seconds and their ratio, round by round, with quartiles.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from topograd.interfaces.measure import build_model, measure_units, random_tokens
-from topograd.interfaces.settings import Shape
-from topograd.interfaces.timeline import Units, timeline
+import clone  # noqa: F401  (for what is not installed)
+from papers.latent_bounded_interfaces.measure import build_model, measure_units, random_tokens
+from papers.latent_bounded_interfaces.shape import Shape
+from papers.latent_bounded_interfaces.timeline import Units, timeline
+from topograd.exec.train_step import train_step
 from topograd.nn.config import SegmentInterface
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks, join, leave
 from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.settings import ParallelConfig
-from topograd.parallel.wire import StageWire
+from topograd.parallel.transport import MeshTransport
 from topograd.timing import Spread, ratio
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 REGIONS = 3
 SCHEDULES = {"overlapped": "ranks", "three_phase": "ranks", "plain": "one process"}
@@ -48,13 +49,14 @@ class Steps:
         self.inputs, self.targets = random_tokens(shape)
         self.plan = Plan.of(shape.topology, len(self.stack.layers))
         layout = Layout.of(self.plan, REGIONS, stack=self.stack, crossing=True)
-        self.wire = StageWire(ranks, layout)
-        self.scan = RegionScan(ranks, self.wire)
+        self.transport = MeshTransport(ranks, layout)
+        self.scan = RegionScan(ranks=ranks)
 
     def on_ranks(self) -> None:
-        self.wire.begin(1)
-        self.scan.step(self.stack, self.plan, self.inputs, self.targets)
-        self.wire.finish()
+        self.transport.begin(1)
+        given = (self.stack, self.plan, self.inputs, self.targets)
+        train_step(*given, transport=self.transport, gradient=self.scan)
+        self.transport.finish()
 
     def in_one_process(self) -> None:
         if self.ranks.first:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from topograd.decode.engine import Prefix, generate_tokens
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
+from topograd.decode.strategies import FixedDepth, generate_tokens
 from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
 
@@ -75,7 +75,7 @@ def main() -> None:
     for rows in (1, 4):
         ready = {}
         for name, engine in engines.items():
-            ready[name] = generate_tokens(Prefix(engine), [prompt] * rows, asked.tokens + 8)
+            ready[name] = generate_tokens(FixedDepth(engine), [prompt] * rows, asked.tokens + 8)
             for _ in range(8 * rows):
                 next(ready[name])
         found = steps(ready, rows, asked.tokens)

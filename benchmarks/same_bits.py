@@ -50,7 +50,7 @@ def read(shape: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     plan = tg.prepare(model, "2,2")
     found["losses"] = digest(tg.train_step(model, plan, inputs, inputs.roll(-1, 1)))
     found["gradients"] = [digest(p.grad) for p in model.parameters()]
-    texts = tg.generate_tokens(tg.Prefix(tg.Engine(model, plan, SIZES["context"]), 1), [[1, 2, 3]], 12)
+    texts = tg.generate_tokens(tg.FixedDepth(tg.Engine(model, plan, SIZES["context"]), 1), [[1, 2, 3]], 12)
     return found | {"text": [str(emitted) for emitted in texts]}
 
 

@@ -43,27 +43,29 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import clone  # noqa: F401  (for what is not installed)
+from papers.latent_bounded_interfaces.measure import build_model, middle_region, random_tokens, timed
+from papers.latent_bounded_interfaces.parity import difference, taken_gradients
+from papers.latent_bounded_interfaces.shape import Shape
 from tables import ratio_table
 from topograd.cli.console import Json, note, number, out, print_json
 from topograd.errors import ConfigError
 from topograd.exec.forward import run_stage
-from topograd.interfaces.engines import backward
+from topograd.exec.gradient import BACKWARDS
+from topograd.exec.train_step import train_step
 from topograd.interfaces.jacobian import interface_jacobian, visit
-from topograd.interfaces.measure import build_model, middle_region, random_tokens, timed
-from topograd.interfaces.parity import difference, taken_gradients
 from topograd.interfaces.regions import Regions
-from topograd.interfaces.settings import BackwardEngine, Shape, Way
 from topograd.interfaces.suffix_scan import Method, suffix_adjoints
 from topograd.limits import DEPTH, REPEATS, check_numbers
 from topograd.memory import peak_step_bytes
 from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
+from topograd.runs.topology_config import Backward, Jacobian
 from topograd.timing import Spread, ratio, read_in_turns, take_turns
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 LEAN_GOAL, SCAN_GOAL, TRIMMED_GOAL = 0.75, 4.4, 0.5
-WAYS: tuple[Way, ...] = ("loop", "batched", "pullback")
+WAYS: tuple[Jacobian, ...] = ("loop", "batched", "pullback")
 DENSE = "dense, autograd"
 SCAN_CALLS = 10
 """Calls of a scan that are timed as one."""
@@ -115,8 +117,8 @@ class Step:
     """A training step that is measured."""
 
     interface: SegmentInterface
-    engine: BackwardEngine = "autograd"
-    jacobian: Way = "loop"
+    engine: Backward = "autograd"
+    jacobian: Jacobian = "loop"
     goal: float | None = None
 
     @property
@@ -175,7 +177,8 @@ def _steps(settings: Settings) -> list[Step]:
 def _run(settings: Settings, step: Step, models: Models) -> None:
     inputs, targets = random_tokens(settings)
     stack = models[step.interface]
-    backward(stack, settings.topology, inputs, targets, engine=step.engine, jacobian=step.jacobian)
+    how = {} if step.engine == "autograd" else {"jacobian": step.jacobian}
+    train_step(stack, settings.topology, inputs, targets, gradient=BACKWARDS[step.engine](**how))
 
 
 def _step_rows(settings: Settings, steps: list[Step], models: Models) -> list[dict[str, Any]]:
@@ -278,7 +281,7 @@ def _dense_forward(settings: Settings) -> Callable[[], float]:
     return lambda: timed(forward, x0.device)[0]
 
 
-def _jacobian_clock(settings: Settings, stack: GPT, way: Way, trimmed: bool) -> Callable[[], float]:
+def _jacobian_clock(settings: Settings, stack: GPT, way: Jacobian, trimmed: bool) -> Callable[[], float]:
     """Seconds of the middle region's Jacobian; the forward before it is not counted."""
     regions, (inputs, _) = Regions.of(stack, settings.topology), random_tokens(settings)
     middle, message, bus = middle_region(regions, inputs)

@@ -32,7 +32,6 @@ import httpx
 
 from topograd.pretrained import REFERENCE
 from topograd.serve.fields import COMPLETION, read
-from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.server import open_served
@@ -105,7 +104,7 @@ class Direct:
     def __init__(self, run: str | None, runtime: str | None) -> None:
         self.served = open_served(Path(run) if run else REFERENCE, None, Limits(), runtime=runtime)
         model = self.served.model
-        self.scheduler = Scheduler(Lanes(model.session, model.engine), Limits(), Counters())
+        self.scheduler = Scheduler(model.session, model.engine, Limits(), Counters())
 
     def milliseconds(self, tokens: int, k: int) -> float:
         """Of a token, behind the first."""

@@ -2,9 +2,8 @@
 
     python benchmarks/serve_rows.py [RUN] [--rows 1 2 3 4 6 8 16] [--rounds 9] [--weights int8] [--json]
 
-Rows of unlike texts, each with a cache of its own, write a token each at full depth (`decode/rows.py`). The
-runtimes take turns in one process; printed are milliseconds a step, the median of `rounds` turns of four
-steps.
+Unlike texts, sequences of one cache, write a token each at full depth. The runtimes take turns in one
+process; printed are milliseconds a step, the median of `rounds` turns of four steps.
 """
 
 from __future__ import annotations
@@ -18,23 +17,14 @@ from typing import Any
 
 import torch
 
-from topograd.decode.engine import Engine
+from topograd.decode.cache import Batch
 from topograd.decode.model import Model
-from topograd.decode.rows import Rows
+from topograd.decode.strategies import FixedDepth
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
 
 STEPS = 4
 TEXT = "def read(self, size=-1):\n    return self.file.read(size)\n"
-
-
-@torch.inference_mode()
-def step(engine: Engine, rows: Rows) -> None:
-    """A token in each row."""
-    stage = engine.exits[-1]
-    engine.run(rows, stage)
-    tokens = engine.logits(rows, stage)[:, -1].argmax(-1).tolist()
-    engine.append(rows, [[token] for token in tokens])
 
 
 def main() -> None:
@@ -50,21 +40,21 @@ def main() -> None:
     asked = parser.parse_args()
     session = open_session(asked.run)
     ways = [("torch", "float32"), ("onnx", "float32"), *(("onnx", weights) for weights in asked.weights)]
-    engines = {f"{name} {weights}": Model(session, name, weights).engine for name, weights in ways}
+    full = {f"{name} {weights}": FixedDepth(Model(session, name, weights).engine) for name, weights in ways}
     prompt = session.tokenizer.encode(TEXT)[:24]
     found: list[dict[str, Any]] = []
     for count in asked.rows:
-        rows: dict[str, Rows] = {}
-        times: dict[str, list[float]] = {name: [] for name in engines}
-        for name, engine in engines.items():
-            rows[name] = Rows([engine.start([[k + 5, *prompt]]) for k in range(count)])
-            step(engine, rows[name])
-            step(engine, rows[name])
+        batches: dict[str, Batch] = {}
+        times: dict[str, list[float]] = {name: [] for name in full}
+        for name, strategy in full.items():
+            batches[name] = strategy.engine.start([[k + 5, *prompt] for k in range(count)])
+            strategy.step(batches[name])
+            strategy.step(batches[name])
         for _ in range(asked.rounds):
-            for name, engine in engines.items():
+            for name, strategy in full.items():
                 began = time.perf_counter()
                 for _ in range(STEPS):
-                    step(engine, rows[name])
+                    strategy.step(batches[name])
                 times[name].append(1000 * (time.perf_counter() - began) / STEPS)
         found.append({"rows": count, "ms": {name: statistics.median(each) for name, each in times.items()}})
         if not asked.json:

@@ -25,22 +25,23 @@ from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.pretrained import REFERENCE
 from topograd.serve.jobs import Job, Progress
-from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 
 DEPTHS = ("full", "prefix:1", "full", "speculate:lookup")
 WORDS = ("def", "class", "import", "for", "self", "return", "name", "value", "(", ")", ":", "=", "in", "if")
 
 
-def write(served: Served, asked: list[tuple[list[int], str]], tokens: int, company: bool) -> list[list[int]]:
+def write(
+    served: ServedModel, asked: list[tuple[list[int], str]], tokens: int, company: bool
+) -> list[list[int]]:
     """What is written behind each prompt, one after the other or side by side."""
     dice = random.Random(1)
-    lanes = Lanes(served.model.session, served.model.engine)
-    scheduler = Scheduler(lanes, Limits(rows=12 if company else 1), Counters())
+    model, limits = served.model, Limits(rows=12 if company else 1)
+    scheduler = Scheduler(model.session, model.engine, limits, Counters())
     texts: list[list[int]] = [[] for _ in asked]
     for text, (prompt, depth) in zip(texts, asked, strict=True):
 
@@ -55,7 +56,7 @@ def write(served: Served, asked: list[tuple[list[int], str]], tokens: int, compa
     return texts
 
 
-def gap(served: Served, tokens: list[int], depth: str) -> float:
+def gap(served: ServedModel, tokens: list[int], depth: str) -> float:
     """How far apart the two best logits behind a text are, over the largest."""
     session = served.model.session
     exits = session.plan.predicting()
@@ -66,7 +67,7 @@ def gap(served: Served, tokens: list[int], depth: str) -> float:
     return (first - second) / float(logits.abs().max())
 
 
-def measure(served: Served, texts: int, tokens: int) -> dict[str, Any]:
+def measure(served: ServedModel, texts: int, tokens: int) -> dict[str, Any]:
     """Write everything twice and compare."""
     dice = random.Random(0)
     asked = [

@@ -27,6 +27,7 @@ from papers.product_of_experts.fact_readings import Reader, asked, recall
 from papers.product_of_experts.facts import World
 from papers.product_of_experts.specialist_facts import UNSEEN
 from topograd.decode.model import Model
+from topograd.exec.train_step import train_step
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.runs.session import open_session
@@ -37,7 +38,6 @@ from topograd.specialists.settings import FineTune
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 from topograd.training.hidden_states import PlainRows, StateLoader, layer_states
 
 CHAT = 0.16
@@ -150,14 +150,15 @@ def measure_lora(settings: Settings, place: Path) -> dict[str, Any]:
         head_rate=3 * FineTune().head_rate,
         keep_states=True,
     )
-    tuning = FineTuning.start(place / "s", asked_for)
+    trainer = FineTuning.start(place / "s", asked_for)
+    tuning = trainer.task
     peer = PeftTraining(settings.run, place / "hf", tuning)
     laps: dict[str, list[float]] = {"specialist": [], "LoRA": []}
     readings, recalled = [peer.read(None)], []
     stops = sorted({*range(settings.every, settings.steps, settings.every), settings.steps})
     for stop in stops:
         clock = Laps()
-        found = tuning.train(stop_after=stop, on_step=clock)
+        found = trainer.train(stop_after=stop, on_step=clock)
         laps["specialist"] += clock.seconds
         clock = Laps()
         readings.append(peer.read(peer.train(stop, clock)))

@@ -41,7 +41,8 @@ from topograd.runs.config import TrainConfig, tuning
 from topograd.runs.folder import Run
 from topograd.runs.session import Session, heldout_text, open_session
 from topograd.topology.plan import Plan
-from topograd.training.trainer import Trainer, resume, start
+from topograd.training.runs import resume, start
+from topograd.training.trainer import Trainer
 
 WAYS: dict[str, dict[str, Any]] = {
     "exits": {"frozen": True},
@@ -205,7 +206,7 @@ def tune(settings: Settings, base: Session, way: str, steps: int, data: Path) ->
         "finished": done["finished"],
         "tokens": trainer.step * settings.batch * settings.window,
         "core_minutes": spent / 60,
-        "learned": sum(p.numel() for p in trainer.stack.parameters() if p.requires_grad),
+        "learned": sum(p.numel() for p in trainer.task.stack.parameters() if p.requires_grad),
         "bytes": size,
     }
 

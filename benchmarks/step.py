@@ -15,11 +15,11 @@ import torch
 import tyro
 
 from plain_gpt import PlainGPT, copy_weights, plain_step
+from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.gpt import GPT
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 The property is read by `topograd search choose RUN --deployment serving --properties own_parts:width_used`.
 """
 
+from __future__ import annotations
+
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ class Seen:
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
-    def rewind(self, marks: Sequence[int]) -> list[int]:
-        return list(marks)  # a position is written again before it is read
+    def truncate(self, length: int) -> int:
+        return length  # a position is written again before it is read
 
-    def select(self, rows: Tensor) -> None:
-        self.values = self.values[rows]
+    def copy(self) -> Seen:
+        return Seen(self.values.clone())
 
 
 class Shift(nn.Module):
@@ -41,9 +42,8 @@ class Shift(nn.Module):
     def forward(self, x: Tensor, bus: tg.Bus, state: Seen | None = None) -> Tensor:
         if state is None:
             return self.map(F.pad(x, (0, 0, 1, -1)))
-        row = torch.arange(len(x), device=x.device)[:, None]
-        state.values[row, bus.positions + 1] = x
-        return self.map(state.values[row, bus.positions])
+        state.values[:, bus.positions + 1] = x
+        return self.map(state.values[:, bus.positions])
 
     def new_state(self, batch: int, capacity: int) -> Seen:
         return Seen(self.start.repeat(batch, capacity + 1, 1))

@@ -40,14 +40,14 @@ class DecayLayer(nn.Module):
     def forward(self, h: Tensor, bus: tg.Bus, state: tg.History | None = None) -> Tensor:
         values = self.value(F.rms_norm(h, h.shape[-1:]))
         if state is not None:
-            values = state.append(values, bus.positions)
+            values = state.append(values)
         ago = bus.positions[..., None] - torch.arange(values.shape[1], device=h.device)
         weights = torch.exp(-self.rate.exp() * ago.clamp(min=0)) * (ago >= 0)
         h = h + self.output(weights.to(h.dtype) @ values)
         return h + self.mlp(F.rms_norm(h, h.shape[-1:]))
 
     def new_state(self, batch: int, capacity: int) -> tg.History:
-        return tg.History(capacity)  # `append`, `rewind` and `select`: the whole protocol of a layer's state
+        return tg.History(capacity)  # `truncate` and `copy` are the whole protocol of a layer's state
 
 
 class DecayStack(tg.HeadedStack):

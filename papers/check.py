@@ -7,9 +7,12 @@ from papers.dead_directions.check_optimizers import Cells, Equivariance
 from papers.dead_directions.check_rates import Catalogue, Families, Ladder
 from papers.gram_metrics.check_fields import Kernel, Simulate
 from papers.latent_bounded_interfaces.check_costs import Costs
+from papers.latent_bounded_interfaces.check_interfaces import Leak, Parity, Planned
 from topograd.cli.console import out, parse_one_of, print_json
 
-Check = Catalogue | Ladder | Families | Equivariance | Cells | Kernel | Simulate | Costs
+Check = (
+    Catalogue | Ladder | Families | Equivariance | Cells | Kernel | Simulate | Costs | Parity | Leak | Planned
+)
 CHECKS: dict[str, type[Check]] = {
     "catalogue": Catalogue,
     "ladder": Ladder,
@@ -19,6 +22,9 @@ CHECKS: dict[str, type[Check]] = {
     "kernel": Kernel,
     "simulate": Simulate,
     "costs": Costs,
+    "parity": Parity,
+    "leak": Leak,
+    "plan": Planned,
 }
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from topograd.errors import DivergenceError
 from topograd.exec.forward import Predictor
+from topograd.exec.objectives import Objective
 from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig
 from topograd.topology.plan import Plan
-from topograd.training.loop import TrainingLoop
-from topograd.training.objectives import Objective
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner
 
 POINTS = 20
 """Of a trajectory."""
@@ -46,7 +46,7 @@ def fit(
     if penalty is not None:
         first = next(iter(optimizers.optimizers.values()))
         first.register_step_pre_hook(lambda *_: penalty())
-    loop = TrainingLoop(stack, optimizers, clip=config.clip, teacher=teacher, objectives=objectives)
+    loop = StepRunner(stack, optimizers, clip=config.clip, teacher=teacher, objectives=objectives)
     losses: list[Tensor] = []
     for step, (inputs, targets) in zip(range(steps), batches, strict=False):
         optimizers.set_rates(step, steps)

@@ -20,7 +20,7 @@ from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import Session, open_session
 from topograd.runs.topology_config import TopologyConfig
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 settings.load_profile("ci")  # the same examples each time, of any duration
 SIZES = {"vocab_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -76,7 +76,7 @@ def straight(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> R
     """The run that was never stopped."""
     trainer = start(config, tmp_path_factory.mktemp("straight") / "run")
     trainer.train()
-    return trainer.run
+    return trainer.task.run
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         )
         trainer = start(config, folder / f"run-{stages}-{step}")
         with torch.no_grad():
-            for parameter in trainer.stack.parameters():
+            for parameter in trainer.task.stack.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
         trainer.step = step
         trainer.save()
-        return open_session(trainer.run.folder)
+        return open_session(trainer.task.run.folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -148,7 +148,7 @@ def image_run(image_config: TrainConfig, tmp_path_factory: pytest.TempPathFactor
     """A run on pictures that was never stopped."""
     trainer = start(image_config, tmp_path_factory.mktemp("images") / "run")
     trainer.train()
-    return trainer.run
+    return trainer.task.run
 
 
 def byte_level() -> Tokenizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import runpy
 import shlex
@@ -66,6 +68,26 @@ def test_the_python_of_a_page_runs_and_uses_the_surface_alone(
         exec(compile(block, f"{page.name}", "exec"), names)
 
 
+def with_examples() -> dict[str, str]:
+    """The modules whose docstrings have examples, by path."""
+    roots = {"src": ROOT / "src", "papers": ROOT, "benchmarks": ROOT / "benchmarks", "tests/oracles": ROOT}
+    found = {}
+    for folder, root in roots.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if ">>> " in path.read_text(encoding="utf-8"):
+                found[str(path.relative_to(ROOT))] = ".".join(path.relative_to(root).with_suffix("").parts)
+    return found
+
+
+@pytest.mark.parametrize("module", with_examples().values(), ids=with_examples())
+def test_the_examples_of_docstrings_are_right(module: str) -> None:
+    found = doctest.testmod(
+        importlib.import_module(module.removesuffix(".__init__")), optionflags=doctest.ELLIPSIS
+    )
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
 def test_the_page_on_stacks_shows_the_example_whole() -> None:
     assert (EXAMPLES / "own_stack.py").read_text(encoding="utf-8") in blocks(ROOT / "docs/stack.md", "python")
 
@@ -120,7 +142,7 @@ def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureF
     from topograd.cli.main import VERBS, main
 
     programs = {"topograd": (main, VERBS), "python -m papers": (papers, PAPERS_VERBS)}
-    deeper = ("bench", "check", "search", "space", "interfaces")
+    deeper = ("bench", "check", "search", "space")
     known: dict[tuple[str, ...], str] = {}
     for where, program, words in commands():
         if program == "python":

@@ -21,7 +21,7 @@ import topograd as tg
 from tests.oracles.decoding import moved
 from topograd.cli.main import main
 from topograd.decode import calibrate
-from topograd.decode.engine import Prefix, generate_batch
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.runs.export import export
 from topograd.runs.session import heldout_text, open_session
 from topograd.topology.dag import EMBEDDING, Edge, Stage
@@ -131,7 +131,7 @@ def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         )
         config = config.changed(**kind.topology, **changes)
         trainer = tg.start(config, folder / name.replace(" ", "-"))
-        return Trained(kind, trainer.run.folder, trainer.train())
+        return Trained(kind, trainer.task.run.folder, trainer.train())
 
     return make
 
@@ -180,7 +180,7 @@ def test_greedy_text_is_that_of_the_models_own_prediction(exact: tg.Model) -> No
     """Within the context and, its older half forgotten, beyond it."""
     expected = slow(exact)
     assert len(set(expected)) > 1
-    [written] = generate_batch(Prefix(exact.engine), [exact.encode(PROMPT)], TOKENS)
+    [written] = generate_batch(FixedDepth(exact.engine), [exact.encode(PROMPT)], TOKENS)
     assert [emitted.token for emitted in written] == expected
     assert exact.generate(PROMPT, TOKENS, depth="full") == text_of(expected)
 

@@ -204,13 +204,13 @@ def test_every_address_leads_to_a_module(sources: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "why"),
     [
-        ("runs/x.py", "from topograd.training.loop import Step", "runs names training"),
+        ("runs/x.py", "from topograd.training.step_runner import Step", "runs names training"),
         ("runs/x.py", "def f():\n    import topograd.cli.main", "runs names cli"),
         ("runs/x.py", "if TYPE_CHECKING:\n    from topograd.decode import model", "runs names decode"),
         ("runs/x.py", "from topograd import search", "runs names search"),
         ("runs/x.py", "from ..search import soft", "runs names search"),
         ("runs/x.py", "ADDRESS = 'topograd.training.optimizers:adamw'", "runs names training"),
-        ("runs/x.py", "T = {'a': Registry('a', {'b': 'topograd.search.soft:SoftTrainer'})}", "names search"),
+        ("runs/x.py", "T = {'a': Registry('a', {'b': 'topograd.search.soft:SoftTask'})}", "names search"),
         ("runs/x.py", "m = importlib.import_module('topograd.serve.app')", "runs names serve"),
         ("runs/x.py", "m = importlib.import_module(f'topograd.serve.{name}')", "runs names serve"),
         ("runs/x.py", "command = ['-m', 'topograd.cli.main']", "runs names cli"),
@@ -226,7 +226,7 @@ def test_every_address_leads_to_a_module(sources: dict[str, str]) -> None:
         ("geometry/x.py", "from topograd.optim.gauges import Gauge", "geometry names optim"),
         ("geometry/x.py", "from topograd.topology.plan import Plan", "geometry stands alone"),
         ("report/x.py", "from topograd.search.front import pareto_front", "report stands alone"),
-        ("runs/x.py", "from topograd.geometry.rates import fit_rate", "runs names geometry"),
+        ("nn/x.py", "from topograd.geometry.rates import fit_rate", "nn names geometry"),
         ("registry.py", "from topograd.topology.plan import Plan", "registry names topology"),
     ],
 )
@@ -239,7 +239,7 @@ def test_what_points_up_is_caught(house: Map, path: str, source: str, why: str) 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("runs/x.py", '"""See `topograd.training.loop`."""\nA = 1\n"""`topograd.cli.main` shows it."""'),
+        ("runs/x.py", '"""See `topograd.training.trainer`."""\nA = 1\n"""`topograd.cli.main` shows it."""'),
         ("runs/x.py", "A = 'topograd.runs.config:TrainConfig'\nB = 'run topograd train'"),
         ("runs/x.py", "from topograd.nn.stack import Stack\nfrom . import config\nimport math"),
         ("runs/x.py", "_HOME = {'Run': 'folder'}"),

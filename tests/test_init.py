@@ -17,10 +17,10 @@ NAMES = {
     *("Head", "HeadedStack", "History", "ModelSpec"),
     *("Composition", "Configuration", "Topology", "Edge", "Stage", "Plan", "TopologyConfig"),
     *("Stack", "Bus", "GPT", "GPTConfig", "adapt", "prepare", "pool"),
-    *("train_step", "TrainingLoop", "make_optimizers", "linear_cross_entropy"),
+    *("train_step", "StepRunner", "make_optimizers", "linear_cross_entropy"),
     *("TrainConfig", "OptimizerConfig", "preset", "Trainer", "start", "resume", "score"),
     *("Text", "evaluate", "Evaluation", "Predictor", "stage_outputs"),
-    *("Model", "load", "generate", "Engine", "Prefix", "Composed", "Wand", "Speculate", "DraftRule"),
+    *("Model", "load", "generate", "Engine", "FixedDepth", "PathEnsemble", "Wand", "Speculate", "DraftRule"),
     *("Sampling", "generate_tokens", "TopogradError"),
 }
 VALUES = {"MODELS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PROPERTIES", "REFERENCE", "__version__"}
@@ -102,8 +102,9 @@ def test_a_partition_is_enough(stack: tg.GPT, text: tuple[torch.Tensor, torch.Te
         again = [p.grad for p in stack.parameters() if p.grad is not None]
         assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
     engine = tg.Engine(stack, "2,2", 16)
-    assert [e.token for _, e in tg.generate_tokens(tg.Prefix(engine), [[1, 2]], 3)] == [
-        e.token for _, e in tg.generate_tokens(tg.Prefix(tg.Engine(stack, tg.Plan.of("2,2", 4))), [[1, 2]], 3)
+    assert [e.token for _, e in tg.generate_tokens(tg.FixedDepth(engine), [[1, 2]], 3)] == [
+        e.token
+        for _, e in tg.generate_tokens(tg.FixedDepth(tg.Engine(stack, tg.Plan.of("2,2", 4))), [[1, 2]], 3)
     ]
     reading = tg.evaluate(stack, "2,2", tg.Text(*text, 24))
     assert dataclasses.is_dataclass(reading)

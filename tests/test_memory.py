@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from topograd.exec.train_step import train_step
 from topograd.memory import peak_bytes, peak_step_bytes
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 
 def zeros(elements: int) -> Tensor:

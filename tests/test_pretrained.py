@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from decoding import written
 from topograd.decode.agreement import differences
 from topograd.decode.autotune import DraftRule
 from topograd.decode.calibrate import load
-from topograd.decode.engine import Prefix, generate_batch
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.folder import Run
@@ -83,8 +84,8 @@ def test_drafts_write_what_full_depth_writes(session: Session) -> None:
     drafted = accepted = 0
     for text in PROMPTS:
         prompt = [tokenizer.separator, *tokenizer.encode(text)]
-        mode = Speculate(engine, DraftRule(0.0, 3))
-        full, found = (generate_batch(each, [prompt], 16) for each in (Prefix(engine), mode))
+        full = generate_batch(FixedDepth(engine), [prompt], 16)
+        found, tally = written(Speculate(engine, DraftRule(0.0, 3)), [prompt], 16)
         assert differences(engine, [prompt], found, full)["mismatches"] == 0
-        drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
+        drafted, accepted = drafted + tally.drafted, accepted + tally.accepted
     assert 0 < accepted <= drafted

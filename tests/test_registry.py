@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from topograd.errors import ConfigError
+from topograd.exec.gradient import BACKWARDS
 from topograd.registry import Registry, declare
 from topograd.runs.config import OptimizerConfig
-from topograd.search.soft import SoftTrainer
-from topograd.training.loop import BACKWARDS
+from topograd.search.soft import SoftTask
 from topograd.training.optimizers import OPTIMIZERS, Make
-from topograd.training.trainer import TRAINERS
+from topograd.training.runs import TASKS
 
 
 def test_registries_of_a_kind_share_a_table_and_declared_entries_may_come_first_or_later() -> None:
@@ -30,10 +30,10 @@ def test_registries_of_a_kind_share_a_table_and_declared_entries_may_come_first_
 
 def test_upper_packages_are_found_by_name() -> None:
     assert set(BACKWARDS) == {"autograd", "scan", "hybrid"}
-    assert set(TRAINERS) == {"none", "soft", "surgery"}
-    assert all(callable(BACKWARDS[name]) for name in BACKWARDS)
-    assert TRAINERS["soft"] is SoftTrainer
-    assert TRAINERS["surgery"].__name__ == "SurgeryTrainer"
+    assert set(TASKS) == {"none", "soft", "surgery"}
+    assert [BACKWARDS[name]().crosses_ranks for name in BACKWARDS] == [False] * 3
+    assert TASKS["soft"] is SoftTask
+    assert TASKS["surgery"].__name__ == "SurgeryTask"
     assert all(callable(OPTIMIZERS[name]) for name in OPTIMIZERS)
 
 
@@ -65,14 +65,14 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("module", ["topograd.training.trainer", "topograd.training.loop"])
+@pytest.mark.parametrize("module", ["topograd.training.trainer", "topograd.training.step_runner"])
 def test_a_process_that_imports_one_module_has_every_entry(module: str) -> None:
     """As a rank of torchrun or a script that resumes a run does."""
     script = f"""
 import sys, {module}
-from topograd.training.loop import BACKWARDS
-from topograd.training.trainer import TRAINERS
+from topograd.exec.gradient import BACKWARDS
+from topograd.training.runs import TASKS
 assert not [name for name in sys.modules if name.startswith(("topograd.search", "topograd.interfaces"))]
-TRAINERS["surgery"], BACKWARDS["hybrid"]
+TASKS["surgery"], BACKWARDS["hybrid"]
 """
     subprocess.run([sys.executable, "-c", script], check=True)

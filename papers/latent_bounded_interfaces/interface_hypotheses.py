@@ -42,13 +42,13 @@ from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, Interval, above
 from topograd.data import Loader, Prepared, windows
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 REGIONS = "2,2,2"
 SILENCES: tuple[Silence, ...] = ("zero", "shuffled", "mean")

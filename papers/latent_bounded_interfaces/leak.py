@@ -11,7 +11,8 @@ tokens after t. Two experiments show what follows, each beside a causal interfac
 
     python -m papers.latent_bounded_interfaces.leak
 
-Cost: about three minutes on one core.
+`leak` asks the same of a model that is not trained: whether a logit has a derivative by a later input.
+Cost: about three minutes on one core; `leak` some seconds.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ from papers.latent_bounded_interfaces.interfaces import (
     prefix_losses,
     trained,
 )
+from papers.latent_bounded_interfaces.parity import REGIONS, random_batch, random_model
 from topograd.data import windows
-from topograd.nn.config import SegmentInterface
+from topograd.interfaces.causality import future_gradient
+from topograd.nn.config import Architecture, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig
 from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
 
 VOCAB, LENGTH, RANK = 16, 16, 16
 FLOOR = math.log(VOCAB)
@@ -77,6 +81,23 @@ def text_losses(interface: str, steps: int = STEPS, rows: int = 24) -> dict[str,
         "early_forced": forced[:, :EARLY].nanmean().item(),
         "early_honest": honest[:, :EARLY].nanmean().item(),
     }
+
+
+def leak(
+    architecture: Architecture = "transformer",
+    pool: Pool = "tail",
+    segments: int = 4,
+    causal: bool = True,
+    seed: int = 0,
+) -> float:
+    """`future_gradient` of a small model with random parameters, in float64.
+
+    `causal=False`, with segments=1 and pool="mean", is the published interface, and leaks.
+    """
+    settings = SegmentInterface(segments=segments, rank=6, pool=pool, causal=causal)
+    stack = random_model(architecture, settings, seed)
+    inputs, _ = random_batch(seed)
+    return future_gradient(stack, Plan.of(REGIONS, len(stack.layers)), inputs[:1])
 
 
 def main() -> None:

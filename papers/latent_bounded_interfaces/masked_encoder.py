@@ -41,7 +41,9 @@ from papers.outcome import Asked, Result, ResultTable, Row, check_seeds
 from papers.staged_runs import bytes_config
 from papers.verdicts import Claim, above
 from topograd.data import IGNORED, Loader, windows
-from topograd.interfaces.engines import backward
+from topograd.exec.gradient import Autograd
+from topograd.exec.train_step import train_step
+from topograd.interfaces.engines import Scan
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
@@ -147,9 +149,9 @@ def measure(model: Model, config: TrainConfig) -> Row:
 def scan_error(stack: Encoder, plan: Plan, inputs: Tensor, targets: Tensor) -> float:
     """The largest difference between gradients by scan and by autograd, over the largest gradient."""
     found: list[list[Tensor]] = []
-    for engine in ("autograd", "scan"):
+    for engine in (Autograd(), Scan()):
         stack.zero_grad(set_to_none=True)
-        backward(stack, plan, inputs, targets, engine=engine)
+        train_step(stack, plan, inputs, targets, gradient=engine)
         found.append([p.grad.clone() for p in stack.parameters() if p.grad is not None])
     stack.zero_grad(set_to_none=True)
     wrong = max((a - b).abs().max().item() for a, b in zip(*found, strict=True))

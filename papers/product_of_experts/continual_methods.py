@@ -35,6 +35,8 @@ from papers.product_of_experts.continual_tasks import Predict, TaskData, batches
 from papers.product_of_experts.image_arms import optimizer
 from topograd.data.images import Pictures
 from topograd.exec.forward import Predictor, stage_outputs
+from topograd.exec.objectives import Distillation
+from topograd.exec.train_step import train_step
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, make_image_stack
 from topograd.nn.pooling import pool
@@ -42,9 +44,7 @@ from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig
 from topograd.topology.dag import Edge, Stage, Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 from topograd.training.image_evaluation import image_logits
-from topograd.training.objectives import Distillation
 
 FISHER_ROWS = 100
 """Pictures that a Fisher matrix is read from."""

@@ -37,8 +37,8 @@ from topograd.topology.dag import Edge, Stage
 from topograd.topology.plan import Plan
 from topograd.topology.prediction import Prediction
 from topograd.training.hidden_states import PlainRows, RowStore, StateLoader
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import OptimizerSet, make_optimizers
+from topograd.training.step_runner import StepRunner
 
 NAME = "control"
 LORA_RATE = 2e-4
@@ -127,7 +127,7 @@ def train(
     schedule = settings.optimizer(attached.base.config.optimizer)
     corrected = any(has_lora(module) for module in attached.stack.modules())
     make = lora_optimizers if corrected else make_optimizers
-    loop = TrainingLoop(attached.stack, make(attached.stack, schedule), clip=schedule.clip)
+    loop = StepRunner(attached.stack, make(attached.stack, schedule), clip=schedule.clip)
     loader = StateLoader(store or PlainRows(inputs, targets), settings.batch, settings.seed)
     before = Preservation(attached.base, tasks)
     stage = attached.stages[NAME]

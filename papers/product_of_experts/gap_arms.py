@@ -32,7 +32,7 @@ from fractions import Fraction
 from typing import Literal
 
 from topograd.runs.config import OptimizerConfig, StageOptimizer
-from topograd.topology.dag import EMBEDDING, Stage, Topology
+from topograd.topology.dag import Topology
 
 LAYERS = 6
 PARTITION = "2,2,2"
@@ -74,28 +74,10 @@ class Arm:
         return self.topology if self.at is None else self.at(self.topology, share)
 
 
-def linked(topology: Topology, transmissivity: float) -> Topology:
-    """With this λ on every edge between stages."""
-    return _each(
-        topology,
-        lambda k, stage: replace(
-            stage,
-            sources=tuple(
-                e if e.source == EMBEDDING else replace(e, transmissivity=transmissivity)
-                for e in stage.sources
-            ),
-        ),
-    )
-
-
 def early(topology: Topology, **changes: object) -> Topology:
     """With other settings of every stage but the last."""
-    last = len(topology.stages) - 1
-    return _each(topology, lambda k, stage: stage if k == last else replace(stage, **changes))  # type: ignore[arg-type]
-
-
-def _each(topology: Topology, change: Callable[[int, Stage], Stage]) -> Topology:
-    return replace(topology, stages=tuple(change(k, stage) for k, stage in enumerate(topology.stages)))
+    *before, last = topology.stages
+    return replace(topology, stages=(*(replace(stage, **changes) for stage in before), last))  # type: ignore[arg-type]
 
 
 def own_head_rate(config: OptimizerConfig) -> OptimizerConfig:
@@ -115,22 +97,22 @@ def long_warmdown(config: OptimizerConfig) -> OptimizerConfig:
 
 def cooling(topology: Topology, share: float) -> Topology:
     """λ falls from 1 to 0 over the first half."""
-    return linked(topology, max(0.0, 1.0 - 2.0 * share))
+    return topology.with_transmissivity(max(0.0, 1.0 - 2.0 * share))
 
 
 def opened(topology: Topology, share: float) -> Topology:
     """λ is 1 in the last quarter."""
-    return linked(topology, 1.0 if share >= 0.75 else 0.0)
+    return topology.with_transmissivity(1.0 if share >= 0.75 else 0.0)
 
 
 def late(topology: Topology, share: float) -> Topology:
     """One loss and all gradient in the first half, then losses for all and none."""
-    return topology if share >= 0.5 else early(linked(topology, 1.0), weight=0.0)
+    return topology if share >= 0.5 else early(topology.with_transmissivity(1.0), weight=0.0)
 
 
 def _arms() -> tuple[Arm, ...]:
     chain = Topology.chain(PARTITION)
-    whole = linked(chain, 1.0)
+    whole = chain.with_transmissivity(1.0)
     ahead = replace(whole, reach="next")
     own = replace(chain, heads="per-stage", own_heads=True)
     overlapping = replace(Topology.cover([(0, 3), (2, 5), (4, 6)]), prediction="last")
@@ -153,7 +135,7 @@ def _arms() -> tuple[Arm, ...]:
         Arm("next ×0.1", early(ahead, weight=0.1), core=False),
         Arm("hierarchical ×0.1", early(whole, weight=0.1)),
         *(Arm(name, early(whole, weight=weight, every=4)) for weight, name in LIGHT.items()),
-        Arm("staged, λ = 0.3", linked(chain, 0.3), core=False),
+        Arm("staged, λ = 0.3", chain.with_transmissivity(0.3), core=False),
         Arm("staged ×0.3", early(chain, weight=0.3), core=False),
         Arm("staged, every 4th", early(chain, every=4), core=False),
         Arm("staged, own heads", own, core=False),
@@ -180,7 +162,9 @@ def _arms() -> tuple[Arm, ...]:
         Arm("staged 3,3", Topology.chain("3,3"), core=False),
         Arm("staged 1,1,1,1,1,1", Topology.chain("1,1,1,1,1,1"), core=False),
         Arm(
-            "next 1,1,1,1,1,1", replace(linked(Topology.chain("1,1,1,1,1,1"), 1.0), reach="next"), core=False
+            "next 1,1,1,1,1,1",
+            replace(Topology.chain("1,1,1,1,1,1").with_transmissivity(1.0), reach="next"),
+            core=False,
         ),
     )
 

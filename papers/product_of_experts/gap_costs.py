@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from papers.kept import Row
 from papers.product_of_experts.gap_arms import BACKPROP, PARTITION, Arm
 from papers.product_of_experts.gap_training import Training
 from topograd.memory import peak_step_bytes
-from topograd.nn.gpt import GPT
 from topograd.runs.config import TrainConfig
 from topograd.timing import Spread, ratio, read_in_turns
 from topograd.topology.closed_forms import activation_layers, gradient_depth
@@ -51,7 +48,7 @@ def costs(arms: Sequence[Arm], config: TrainConfig, batch: tuple[Tensor, Tensor]
         peaks = []
         for name, share in zip(parts[arm.name], shares, strict=True):
             training = Training(arm, config)
-            steps[name] = partial(_step, training, share, inputs, targets)
+            steps[name] = partial(training.learn, share, inputs, targets)
             steps[name]()  # so that gradients and momenta exist
             peaks.append(_peak(training, share, inputs, targets))
         memory[arm.name] = max(peaks)
@@ -114,27 +111,6 @@ def _seconds(step: Callable[[], object]) -> float:
     return now() - began
 
 
-def _step(training: Training, share: float, inputs: Tensor, targets: Tensor) -> None:
-    with recomputed(training.stack, training.arm.recompute):
-        training.step(share, inputs, targets)
-
-
 def _peak(training: Training, share: float, inputs: Tensor, targets: Tensor) -> int:
-    with recomputed(training.stack, training.arm.recompute):
-        parameters = list(training.stack.parameters())
-        return peak_step_bytes(lambda: training.gradients(share, inputs, targets), parameters)
-
-
-@contextmanager
-def recomputed(stack: GPT, on: bool) -> Iterator[None]:
-    """Within it, layers keep their inputs alone and run again in the backward."""
-    plain = [layer.forward for layer in stack.layers]
-    try:
-        for layer, forward in zip(stack.layers, plain, strict=True):
-            if on:
-                layer.forward = partial(checkpoint, forward, use_reentrant=False)
-        yield
-    finally:
-        for layer in stack.layers:
-            if on:
-                del layer.forward
+    parameters = list(training.stack.parameters())
+    return peak_step_bytes(lambda: training.gradients(share, inputs, targets), parameters)

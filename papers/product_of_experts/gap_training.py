@@ -1,9 +1,11 @@
-"""The training of one arm of the studies of the gap: the one loop, a topology that may change on the way."""
+"""The training of one arm of the studies of the gap: a task of the one trainer, in memory.
+
+Its topology may change on the way; parts of a batch and the average that teaches are those of every run.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -13,15 +15,17 @@ from papers.product_of_experts.gap_arms import Arm
 from papers.staged_runs import held_out
 from topograd.data import Loader, Shards, Text
 from topograd.exec.forward import Predictor
+from topograd.exec.objectives import Distillation
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.loop import TrainingLoop
-from topograd.training.objectives import Distillation
+from topograd.training.averaged_weights import AveragedWeights
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner, batch_parts
+from topograd.training.trainer import Schedule, StepRecord, Task, train_task
 
 DECAY = 0.98
 """Of the average of past weights that teaches."""
@@ -45,25 +49,31 @@ class Given:
         return Loader(train, config.model.context, rows, config.seed)
 
 
-class Training:
+class Training(Task):
     """A model, its optimizers and its teacher. All arms of a seed and a width start from the same weights."""
 
     def __init__(self, arm: Arm, config: TrainConfig) -> None:
+        super().__init__(Schedule(config.steps))
         self.arm, self.config = arm, config
         torch.manual_seed(config.seed)
         width = int(config.model.width * arm.width)
-        self.stack = GPT(config.gpt.changed(layers=arm.topology.layers, width=width))
+        self.model = self.stack = GPT(config.gpt.changed(layers=arm.topology.layers, width=width))
         self.plan = prepare(self.stack, arm.topology)
         settings = config.optimizer if arm.settings is None else arm.settings(config.optimizer)
-        average = copy.deepcopy(self.stack) if arm.taught == "average" else None
-        self.loop = TrainingLoop(
+        self.loop = StepRunner(
             self.stack,
             make_optimizers(self.stack, settings, self.plan),
             clip=settings.clip,
-            teacher=None if average is None else Predictor(average, self.plan),
             own_teacher=arm.taught == "self",
             objectives={"distillation": Distillation()},
+            parts=arm.micro,
+            recompute=arm.recompute,
         )
+        self.optimizers = self.loop.optimizers.optimizers
+        if arm.taught == "average":
+            average = self.optimizers["average"] = AveragedWeights(self.stack, DECAY)
+            average.connect()
+            self.loop.teacher = Predictor(average.averaged, self.plan)
         self._plans: dict[Topology, Plan] = {arm.topology: self.plan}
 
     def plan_at(self, share: float) -> Plan:
@@ -75,32 +85,21 @@ class Training:
 
     def gradients(self, share: float, inputs: Tensor, targets: Tensor) -> None:
         """Add the gradients of a batch, in as many parts as the arm runs it in."""
-        for x, y in self._parts(inputs, targets):
-            self.loop.gradients(self.plan_at(share), x, y, 1 / self.arm.micro)
+        for part, weight in batch_parts([(inputs, targets)], self.arm.micro):
+            assert isinstance(part, tuple)
+            self.loop.gradients(self.plan_at(share), *part, weight)
 
-    def step(self, share: float, inputs: Tensor, targets: Tensor, number: int = 1) -> Tensor:
-        """One step; returns the stages' losses."""
-        found = self.loop.step(self.plan_at(share), self._parts(inputs, targets), number)
-        if self.loop.teacher is not None:
-            self._follow()
-        return found.losses
+    def learn(self, share: float, inputs: Tensor, targets: Tensor, number: int = 1) -> Tensor:
+        """One step on a batch; returns the stages' losses."""
+        return self.loop.step(self.plan_at(share), [(inputs, targets)], number).losses
 
-    def run(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int) -> Tensor:
+    def step(self, step: int) -> StepRecord:
+        self.loop.optimizers.set_rates(step, self.schedule.steps)
+        return StepRecord(self.learn(step / self.schedule.steps, *next(self.batches), step + 1).tolist())
+
+    def run(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> Tensor:
         """All steps; returns the losses of the stages (steps, stages)."""
-        losses = []
-        for step, (inputs, targets) in zip(range(steps), batches, strict=False):
-            self.loop.optimizers.set_rates(step, steps)
-            losses.append(self.step(step / steps, inputs, targets, step + 1))
-        return torch.stack(losses)
-
-    def _parts(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = self.arm.micro
-        return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """The average moves a little towards the weights."""
-        assert self.loop.teacher is not None
-        pairs = zip(self.loop.teacher.stack.parameters(), self.stack.parameters(), strict=True)
-        for past, now in pairs:
-            past.lerp_(now, 1 - DECAY)
+        self.batches, self.schedule = batches, Schedule(steps)
+        losses: list[list[float]] = []
+        train_task(self, None, lambda step, of, found, reading: losses.append(found))
+        return torch.tensor(losses)

@@ -19,6 +19,7 @@ from papers.outcome import Row
 from papers.presets import Preset
 from topograd.data.image_loader import ImageLoader
 from topograd.data.images import ImageData
+from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, make_image_stack
@@ -27,7 +28,6 @@ from topograd.runs.config import OptimizerConfig
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 from topograd.training.image_evaluation import ImageEvaluation, evaluate_images
 
 TUNING_SEED = 1000

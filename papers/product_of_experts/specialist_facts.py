@@ -47,6 +47,7 @@ from topograd.specialists.model import SpecialistPool
 from topograd.specialists.records import rows_of, spelled
 from topograd.specialists.settings import FineTune
 from topograd.specialists.zero_shot import ZeroShot
+from topograd.training.trainer import Trainer
 
 ANSWER_TOKENS = 24
 AT_ONCE = 10
@@ -86,7 +87,7 @@ class Sizes:
             steps=steps,
             batch=8,
             context=self.context,
-            save_every=max(steps // 2, 1),
+            save_every=self.stops[0] if steps == self.stops[-1] else max(steps // 2, 1),
             rate=3 * FineTune().rate,  # the steps are few
             head_rate=3 * FineTune().head_rate,
             tasks=None if tasks is None else str(tasks),
@@ -167,7 +168,7 @@ class Training:
 
     def __init__(self, folder: Path, base: Session, settings: FineTune, layers: int) -> None:
         self.folder, self.base, self.settings, self.layers = folder, base, settings, layers
-        self.tuning: FineTuning | None = None
+        self.tuning: Trainer[FineTuning] | None = None
 
     def at(self, step: int) -> Attached:
         """The base with the specialist as it is at that step."""
@@ -175,19 +176,19 @@ class Training:
         if tuning is None or tuning.step > step:
             tuning = self.tuning = self._resumed(step) or self._begun()
         if tuning.step < step:
-            tuning.stack.train()
+            tuning.task.stack.train()
             tuning.train(stop_after=step)
-        tuning.stack.eval()
-        return tuning.attached
+        tuning.task.stack.eval()
+        return tuning.task.attached
 
-    def _resumed(self, step: int) -> FineTuning | None:
+    def _resumed(self, step: int) -> Trainer[FineTuning] | None:
         """The training that lies in the folder, if it is this one and not beyond that step."""
         if not (self.folder / "training" / "finetune.json").is_file():
             return None
         found = FineTuning.resume(self.folder)
-        return found if found.settings == self.settings and found.step <= step else None
+        return found if found.task.settings == self.settings and found.step <= step else None
 
-    def _begun(self) -> FineTuning:
+    def _begun(self) -> Trainer[FineTuning]:
         shutil.rmtree(self.folder, ignore_errors=True)
         new_specialist(self.folder, self.base, layers=self.layers)
         return FineTuning.start(self.folder, self.settings)
@@ -195,7 +196,10 @@ class Training:
     def preservation(self) -> list[Row]:
         """The base at every checkpoint until now."""
         kept = [record for record in training_records(self.folder) if record["kind"] == "preservation"]
-        return [{name: value for name, value in record.items() if name != "kind"} for record in kept]
+        return [
+            {name: value for name, value in record.items() if name not in ("kind", "seconds")}
+            for record in kept
+        ]
 
 
 class BaseStudy:

@@ -43,7 +43,7 @@ from topograd.search.dynamic import best_partition
 from topograd.search.soft import soft_outcome, soft_run
 from topograd.search.utility import DEPLOYMENTS, structural_capability
 from topograd.topology.composition import Composition, enumerate_compositions
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 STAGES = 3
 USABLE = 2
@@ -79,7 +79,7 @@ def _learned(arm: str, weight: float, sizes: Sizes, seed: int) -> Row:
     with TemporaryDirectory() as folder:
         trainer = start(config, Path(folder) / "run")
         results = trainer.train()
-        found = soft_outcome(trainer.config, trainer.more_extra())
+        found = soft_outcome(trainer.task.config, trainer.task.extra_state())
     composition = nearest(found["transmissivities"])
     return {
         "arm": arm,

@@ -49,7 +49,7 @@ from topograd.search.soft import soft_outcome, soft_run
 from topograd.search.stage_costs import probe_costs
 from topograd.search.surgery import surgery_outcome, surgery_run
 from topograd.topology.composition import Composition, enumerate_compositions
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 STAGES = 3
 OPERATIONS = 10
@@ -97,7 +97,7 @@ def by_soft_boundaries(sizes: Sizes, seed: int) -> str:
     with TemporaryDirectory() as folder:
         trainer = start(replace(config, save_every=0), Path(folder) / "run")
         trainer.train()
-        parts = soft_outcome(trainer.config, trainer.more_extra())["partition"]
+        parts = soft_outcome(trainer.task.config, trainer.task.extra_state())["partition"]
     return str(Composition.of(parts))
 
 
@@ -110,7 +110,7 @@ def by_surgery(sizes: Sizes, seed: int) -> str:
     with TemporaryDirectory() as folder:
         trainer = start(replace(surgery_run(config, moves), save_every=0), Path(folder) / "run")
         trainer.train()
-        parts = surgery_outcome(trainer.config, trainer.more_extra())["partition"]
+        parts = surgery_outcome(trainer.task.config, trainer.task.extra_state())["partition"]
     return str(Composition.of(parts))
 
 

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim, specialists
     from topograd.data.windows import Text
     from topograd.decode.autotune import DraftRule
-    from topograd.decode.engine import Composed, Engine, Prefix, generate_tokens
+    from topograd.decode.engine import Engine
     from topograd.decode.model import Model, generate, load
     from topograd.decode.sampling import Sampling
     from topograd.decode.speculation import Speculate
+    from topograd.decode.strategies import FixedDepth, PathEnsemble, generate_tokens
     from topograd.decode.wand import Wand
     from topograd.errors import TopogradError
     from topograd.evaluation.texts import score
     from topograd.exec.forward import Predictor, stage_outputs
+    from topograd.exec.linear_cross_entropy import linear_cross_entropy
+    from topograd.exec.objectives import OBJECTIVES
+    from topograd.exec.train_step import train_step
     from topograd.nn.adapted.adapt import adapt
     from topograd.nn.config import MIXERS, GPTConfig
     from topograd.nn.gpt import GPT
@@ -46,18 +50,16 @@ if TYPE_CHECKING:
     from topograd.topology.dag import Edge, Stage, Topology
     from topograd.topology.plan import Plan
     from topograd.training.evaluation import Evaluation, evaluate
-    from topograd.training.executor import train_step
-    from topograd.training.linear_cross_entropy import linear_cross_entropy
-    from topograd.training.loop import TrainingLoop
-    from topograd.training.objectives import OBJECTIVES
     from topograd.training.optimizers import OPTIMIZERS, make_optimizers
-    from topograd.training.trainer import Trainer, resume, start
+    from topograd.training.runs import resume, start
+    from topograd.training.step_runner import StepRunner
+    from topograd.training.trainer import Trainer
 
     __version__: str
 else:
     _HOME = {
         "Bus": "nn.stack",
-        "Composed": "decode.engine",
+        "PathEnsemble": "decode.strategies",
         "Composition": "topology.composition",
         "Configuration": "topology.configuration",
         "DraftRule": "decode.autotune",
@@ -73,14 +75,14 @@ else:
         "MODELS": "nn.spec",
         "Model": "decode.model",
         "ModelSpec": "nn.spec",
-        "OBJECTIVES": "training.objectives",
+        "OBJECTIVES": "exec.objectives",
         "OPTIMIZERS": "training.optimizers",
         "OptimizerConfig": "runs.config",
         "PROPERTIES": "search.properties",
         "REFERENCE": "pretrained",
         "Plan": "topology.plan",
         "Predictor": "exec.forward",
-        "Prefix": "decode.engine",
+        "FixedDepth": "decode.strategies",
         "Sampling": "decode.sampling",
         "Speculate": "decode.speculation",
         "Stack": "nn.stack",
@@ -91,23 +93,23 @@ else:
         "TopologyConfig": "runs.topology_config",
         "TrainConfig": "runs.config",
         "Trainer": "training.trainer",
-        "TrainingLoop": "training.loop",
+        "StepRunner": "training.step_runner",
         "Wand": "decode.wand",
         "adapt": "nn.adapted.adapt",
         "evaluate": "training.evaluation",
         "generate": "decode.model",
-        "generate_tokens": "decode.engine",
-        "linear_cross_entropy": "training.linear_cross_entropy",
+        "generate_tokens": "decode.strategies",
+        "linear_cross_entropy": "exec.linear_cross_entropy",
         "load": "decode.model",
         "make_optimizers": "training.optimizers",
         "pool": "nn.pooling",
         "prepare": "nn.preparation",
         "preset": "runs.config",
-        "resume": "training.trainer",
+        "resume": "training.runs",
         "score": "evaluation.texts",
         "stage_outputs": "exec.forward",
-        "start": "training.trainer",
-        "train_step": "training.executor",
+        "start": "training.runs",
+        "train_step": "exec.train_step",
     }
     _FOLDERS = ("fields", "geometry", "interfaces", "optim", "specialists")
 
@@ -136,13 +138,13 @@ __all__ = [
     "PROPERTIES",
     "REFERENCE",
     "Bus",
-    "Composed",
     "Composition",
     "Configuration",
     "DraftRule",
     "Edge",
     "Engine",
     "Evaluation",
+    "FixedDepth",
     "GPTConfig",
     "Head",
     "HeadedStack",
@@ -150,20 +152,20 @@ __all__ = [
     "Model",
     "ModelSpec",
     "OptimizerConfig",
+    "PathEnsemble",
     "Plan",
     "Predictor",
-    "Prefix",
     "Sampling",
     "Speculate",
     "Stack",
     "Stage",
+    "StepRunner",
     "Text",
     "TopogradError",
     "Topology",
     "TopologyConfig",
     "TrainConfig",
     "Trainer",
-    "TrainingLoop",
     "Wand",
     "__version__",
     "adapt",

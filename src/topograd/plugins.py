@@ -14,12 +14,12 @@ ENTRIES: dict[str, dict[str, str]] = {
         "ddc-adam": "topograd.training.optimizers:ddc_adam",
         "ddc-muon": "topograd.training.optimizers:ddc_muon",
     },
-    "search": {  # used by `training/trainer.py`
-        "soft": "topograd.search.soft:SoftTrainer",
-        "surgery": "topograd.search.surgery:SurgeryTrainer",
+    "search": {  # used by `training/runs.py`
+        "soft": "topograd.search.soft:SoftTask",
+        "surgery": "topograd.search.surgery:SurgeryTask",
     },
-    "backward engine": {  # used by `training/loop.py`
-        "scan": "topograd.interfaces.engines:scan_step",
-        "hybrid": "topograd.interfaces.engines:hybrid_step",
+    "backward engine": {  # used by `training/step_runner.py`
+        "scan": "topograd.interfaces.engines:Scan",
+        "hybrid": "topograd.interfaces.engines:Hybrid",
     },
 }

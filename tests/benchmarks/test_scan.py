@@ -9,9 +9,11 @@ import torch
 
 import scan as bench
 from calls import shown
+from papers.latent_bounded_interfaces.measure import build_model
 from scan import Settings, bench_scan, main, row, scan_tables
 from topograd.errors import ConfigError
-from topograd.interfaces.measure import build_model
+from topograd.exec.gradient import GradientEngine
+from topograd.interfaces.engines import Scan
 from topograd.timing import Spread
 
 SMALL = Settings(
@@ -99,12 +101,12 @@ def test_memory_of_every_step(results: dict[str, Any]) -> None:
 
 
 def test_a_wrong_engine_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bench.backward
+    real = bench.train_step
 
-    def wrong(*args: Any, **settings: Any) -> Any:
-        return real(*args, scale=1.01 if settings["engine"] == "scan" else 1.0, **settings)
+    def wrong(*args: Any, gradient: GradientEngine) -> Any:
+        return real(*args, scale=1.01 if isinstance(gradient, Scan) else 1.0, gradient=gradient)
 
-    monkeypatch.setattr(bench, "backward", wrong)
+    monkeypatch.setattr(bench, "train_step", wrong)
     steps = bench._steps(SMALL)
     models = {step.interface: build_model(SMALL, step.interface) for step in steps}
     assert bench._agreement(SMALL, steps, models)["worst"] == pytest.approx(0.01, rel=1e-3)

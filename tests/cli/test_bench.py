@@ -113,8 +113,8 @@ def test_what_cannot_be_measured(staged: Path, backprop: Path, call: Any) -> Non
     ("words", "why"),
     [
         ("decode --rank 4", "Unrecognized options: --rank"),
-        ("encode", "'encode' was given to bench; choose one of decode, pipeline"),
-        ("", "nothing was given to bench; choose one of decode, pipeline"),
+        ("encode", "'encode' was given to bench; choose one of decode, serve, pipeline"),
+        ("", "nothing was given to bench; choose one of decode, serve, pipeline"),
         (
             "scan --json",
             "'bench scan' is not installed; in a clone of the repository, run python benchmarks/scan.py",

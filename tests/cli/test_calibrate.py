@@ -7,7 +7,7 @@ import pytest
 
 from topograd.cli import progress
 from topograd.cli.main import main
-from topograd.decode import calibrate, modes
+from topograd.decode import calibrate, depths
 from topograd.decode.autotune import DraftRule, RowCosts
 from topograd.decode.calibrate import Tuning, heldout_readings, load
 from topograd.decode.calibration import EPS
@@ -86,7 +86,7 @@ def test_more_text_is_more_tokens_and_the_run_is_calibrated_anew(folder: Path, c
 def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = DraftRule(0.25, 6)
     monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, rule, 1.374, rule, COSTS))
-    monkeypatch.setattr(modes, "tune_drafting", lambda session, engine, text, tuning: tuning)
+    monkeypatch.setattr(depths, "tune_drafting", lambda session, engine, text, tuning: tuning)
     answer = call("calibrate", folder, "--bytes", 500)
     assert answer.code == 0
     for words in ("1 → 2", "p99 |Δ|", "top-1 changes", "max gain", "top-1 agrees", "leave after 1..2, %"):
@@ -103,7 +103,7 @@ def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPa
 
 def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, None, 1.0, None, COSTS))
-    monkeypatch.setattr(modes, "tune_drafting", lambda session, engine, text, tuning: tuning)
+    monkeypatch.setattr(depths, "tune_drafting", lambda session, engine, text, tuning: tuning)
     tuning = call("calibrate", folder, "--bytes", 500, "--json").json["tuning"]
     assert tuning == {
         "stage": None,

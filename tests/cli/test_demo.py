@@ -1,18 +1,19 @@
-"""The demo, on its smallest settings: two real processes train, and the rest reads what they left."""
+"""The demo, on its smallest settings. Both trainings run here; test_demo_pair.py has them in processes."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from topograd.cli import demo_depth
+from topograd.cli import demo_depth, demo_pair
 from topograd.cli.main import main
 from topograd.decode import calibrate
 from topograd.decode.settings import DecodeSettings
@@ -35,7 +36,14 @@ def reference(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             DecodeSettings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2),
         )
         patch.setattr(demo_depth, "TOKENS", 12)
+        patch.setattr(demo_pair, "side_by_side", one_after_the_other)
         yield folder
+
+
+def one_after_the_other(folder: Path, flags: Mapping[str, list[str]]) -> None:
+    for words in flags.values():
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            assert main(["train", *words, "--json"]) == 0
 
 
 @pytest.fixture(scope="module")

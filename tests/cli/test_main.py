@@ -41,7 +41,6 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "bench",
         "report",
         "space",
-        "interfaces",
         "probe",
         "inspect",
         "search",

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from topograd.cli.main import main
-from topograd.decode.engine import Engine, Prefix, generate_batch
+from topograd.decode.engine import Engine
 from topograd.decode.model import load
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.runs.folder import Run
 from topograd.serve.server import Running, bind, open_served
 from topograd.serve.settings import Limits
@@ -83,7 +84,7 @@ def test_ragged_texts_are_those_of_one_alone(own: Path) -> None:
         for parameter in stack.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     prompts = [session.tokenizer.encode(text) for text in ("def read(self", "x", "class Node:")]
-    mode = Prefix(Engine(stack, session.plan, session.config.model.context), 1)
+    mode = FixedDepth(Engine(stack, session.plan, session.config.model.context), 1)
     together = generate_batch(mode, prompts, 12)
     assert together == [generate_batch(mode, [prompt], 12)[0] for prompt in prompts]
     assert len({tuple(emitted.token for emitted in text) for text in together}) == 3, "they differ"

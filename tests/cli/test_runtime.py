@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from topograd.decode.agreement import differences
-from topograd.decode.engine import Prefix, generate_batch
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
 
@@ -41,7 +41,7 @@ def test_the_text_is_the_same_without_onnxruntime_but_at_ties(call: Any, bare: p
     session = open_session(REFERENCE)
     prompts = [session.tokenizer.encode(prompt, "prompt") for prompt in PROMPTS]
     engines = [engine_of(session, name) for name in ("torch", "onnx")]
-    torch, onnx = ([generate_batch(Prefix(engine), [p], 24)[0] for p in prompts] for engine in engines)
+    torch, onnx = ([generate_batch(FixedDepth(engine), [p], 24)[0] for p in prompts] for engine in engines)
     for text, ids in zip((*without, *with_), (*torch, *onnx), strict=True):
         assert text["text"] == session.tokenizer.decode(emitted.token for emitted in ids)
     found = differences(engines[0], prompts, onnx, torch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from topograd.cli.main import INTERRUPTED
 from topograd.runs.folder import Run
+from topograd.training.trainer import Task, Trainer
 
 Call = Callable[..., Any]
 
@@ -79,6 +82,40 @@ def test_bad_input_is_one_line(
     places = {"BASE": straight.folder, "SPEC": spec, "NEW": tmp_path / "new", "CHAT": chat}
     assert said in call(*(places.get(word, word) for word in words)).refusal
     assert not (tmp_path / "new").exists()
+
+
+def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM arrives within a step."""
+    before = Trainer._one_step
+
+    def one_step(trainer: Trainer[Task]) -> list[float]:
+        if trainer.step == step:
+            signal.raise_signal(signal.SIGTERM)
+        return before(trainer)
+
+    patch.setattr(Trainer, "_one_step", one_step)
+
+
+def test_a_signal_saves_and_says_how_to_go_on(
+    straight: Run, call: Call, spec: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 2)
+        stopped = tune(call, spec, chat, "--json")
+    assert stopped.code == INTERRUPTED
+    assert (
+        f"stopped and saved at step 3 of 4; continue with: topograd finetune {spec} --resume" in stopped.err
+    )
+    assert call("finetune", spec, "--resume", "--json").json["steps"] == 4
+    words = ("route", straight.folder, "--specialists", spec, "--data", chat, "--json", "--out")
+    whole = call(*words, tmp_path / "whole").json
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 9)
+        assert call(*words, tmp_path / "parts").code == INTERRUPTED
+    assert not (tmp_path / "parts").exists()
+    assert (tmp_path / "parts.work" / "checkpoints" / "step-00000010").is_dir()
+    assert call(*words, tmp_path / "parts").json == whole
+    assert not (tmp_path / "parts.work").exists()
 
 
 def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Help and a mistyped flag are answered before anything heavy is imported, and every option has help.
 
-Each verb is asked in an interpreter of its own, with all of its sub-verbs: one that imports torch for its
-help would hide the next.
+Each verb is asked in a process of its own, with all of its sub-verbs: one that imports torch for its help
+would hide the next. The processes are forked from one that has what all verbs need.
 """
 
 import ast
@@ -22,38 +22,47 @@ from topograd.cli.main import VERBS, main
 HEAVY = ("torch", "numpy", "scipy", "matplotlib", "optuna", "transformers", "tokenizers", "safetensors")
 
 ASK = """
-import contextlib, io, json, re, sys
+import contextlib, io, json, os, re, sys
+from topograd.cli import console
 from topograd.cli.main import main
-
-verb, heavy = sys.argv[1], sys.argv[2].split(",")
-found = []
 
 def ask(*words):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(words))
     said = {"out": out.getvalue(), "err": err.getvalue()}
-    found.append({"words": words, "code": code, **said, "heavy": sorted(set(heavy) & set(sys.modules))})
-    return out.getvalue()
+    return {"words": words, "code": code, **said, "heavy": sorted(set(heavy) & set(sys.modules))}
 
-overview = ask(verb, "--help")
-ask(verb, "--no-such-flag")
-parts = re.match(r"usage: topograd \\S+ \\{(\\S+)\\} \\.\\.\\.", overview)
-for part in parts[1].split(",") if parts else ():
-    ask(verb, part, "--help")
-    ask(verb, part, "--no-such-flag")
-print(json.dumps(found))
+def ask_all(verb):
+    yield (overview := ask(verb, "--help"))
+    yield ask(verb, "--no-such-flag")
+    parts = re.match(r"usage: topograd \\S+ \\{(\\S+)\\} \\.\\.\\.", overview["out"])
+    for part in parts[1].split(",") if parts else ():
+        yield ask(verb, part, "--help")
+        yield ask(verb, part, "--no-such-flag")
+
+heavy, verbs = (word.split(",") for word in sys.argv[1:])
+for verb in verbs:
+    child = os.fork()
+    if child == 0:
+        print(json.dumps({verb: list(ask_all(verb))}), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """What every verb says to --help and to a flag that it does not have, with what was imported by then."""
+    command = [sys.executable, "-c", ASK, ",".join(HEAVY), ",".join(VERBS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {verb: said for line in done.stdout.splitlines() for verb, said in json.loads(line).items()}
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_and_a_mistyped_flag_import_nothing_heavy(verb: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, verb, ",".join(HEAVY)], capture_output=True, text=True, check=True
-    )
-    answers = json.loads(done.stdout)
-    assert len(answers) >= 2
-    for answer in answers:
+def test_help_and_a_mistyped_flag_import_nothing_heavy(verb: str, answers: dict[str, Any]) -> None:
+    assert len(answers[verb]) >= 2
+    for answer in answers[verb]:
         words = answer["words"]
         assert answer["heavy"] == [], words
         if words[-1] == "--help":

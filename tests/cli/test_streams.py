@@ -86,7 +86,7 @@ def test_a_name_that_is_no_unicode_is_escaped(tmp_path: Path) -> None:
 def test_ctrl_c_during_imports_is_one_line(command: list[str], moment: str) -> None:
     """SIGINT as soon as a module has been imported; Python itself says when."""
     process = subprocess.Popen(
-        [*command, "interfaces", "leak"],
+        [*command, "bench", "decode"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},

@@ -12,7 +12,7 @@ import pytest
 from topograd.runs.config import PRESETS, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
-from topograd.training.trainer import start
+from topograd.training.runs import start
 from waiting import LIMIT, wait_until
 
 KEYS = {"run", "steps", "bpb", "ece", "reliability", "effective_rank", "usefulness", "tokens", "bytes"}
@@ -226,7 +226,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(size: list[str], tmp_path: Path) -> 
             "model": {"layers": 2, "width": 16, "heads": 2, "context": 16},
         }
     )
-    run = start(config, tmp_path / "run").run
+    run = start(config, tmp_path / "run").task.run
     command = [sys.executable, "-m", "topograd", "train", "--resume", str(run.folder), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_until(run.metrics_file.exists, "a step")

@@ -35,6 +35,34 @@ def test_regions_train_stop_resume_and_write(
     assert "exit 2 does not exist; the model has 1 stage" in refusal
 
 
+SCAN = ["--partition", "1,1,1,1", "--model.layers", "4", "--interface", "S=4,r=4", "--steps", "6"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--backward scan --jacobian pullback --jacobian-chunk 2",
+        "--backward hybrid --jacobian batched",
+        "--backward scan --jacobian forward --recompute",
+        "--recompute",
+    ],
+)
+def test_every_backward_has_autograds_losses_and_resumes(
+    size: list[str], call: Any, tmp_path: Path, words: str
+) -> None:
+    def losses(name: str) -> list[float]:
+        return [r["loss"][0] for r in Run.open(tmp_path / name).metrics() if r["kind"] == "train"]
+
+    call("train", *size, *SCAN, "--out", tmp_path / "plain", "--json")
+    call("train", *size, *SCAN, *words.split(), "--out", tmp_path / "whole", "--json")
+    call("train", *size, *SCAN, *words.split(), "--out", tmp_path / "run", "--stop-after", 2, "--json")
+    call("train", "--resume", tmp_path / "run", "--json")
+    assert len(losses("whole")) == 6
+    assert losses("run") == losses("whole"), "bit for bit"
+    rounding = 0 if words == "--recompute" else 1e-4  # float32, six steps
+    assert losses("whole") == pytest.approx(losses("plain"), abs=rounding)
+
+
 def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path) -> None:
     shown = call("train", *size, *WORDS, "--out", tmp_path / "run")
     assert shown.code == 0
@@ -56,6 +84,12 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
         ("--interface S=4,r=4 --partition 4", "is one region, so no interface joins it"),
         ("--interface S=4,r=4 --stage-heads per-stage", "with an interface it must be 'shared'"),
         ("--interface S=4,r=4 --objective residual", "with an interface it must be 'cross-entropy'"),
+        ("--jacobian pullback", "--jacobian is 'pullback', which nothing uses; give backward scan"),
+        (
+            "--partition 1,1,2 --interface S=4,r=4 --backward scan --jacobian pullback "
+            "--model.architecture mamba2",
+            "has no hand-written pullback",
+        ),
         (
             "--model.architecture mamba2 --model.ssm-state 6",
             "--model.ssm-state is 6; it must be a multiple of 4",

@@ -9,7 +9,7 @@ import pytest
 from topograd.convert.own_text import OwnText, OwnTextConfig, write_own_text
 from topograd.convert.prompts import Prompts
 from topograd.data.corpus import Document
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
 from topograd.runs.session import Session
 
 SHAPE = OwnTextConfig(length=16, rows=8)

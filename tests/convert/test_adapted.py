@@ -63,7 +63,7 @@ def test_logits_and_greedy_text_are_the_models_own(theirs: tuple[Path, Any], run
         )[0, len(prompt) :]
         .tolist()
     )
-    ours = [e.token for _, e in tg.generate_tokens(tg.Prefix(model.engine), [prompt], 6)]
+    ours = [e.token for _, e in tg.generate_tokens(tg.FixedDepth(model.engine), [prompt], 6)]
     assert ours == written
     text = model.generate("def read", tokens=6)
     assert model.generate("def read", tokens=6, depth="speculate:lookup") == text

@@ -139,7 +139,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_time_memory_and_output_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 2)
+    monkeypatch.setattr(chat, "SECONDS", 1)
     with pytest.raises(CheckpointError, match="cannot be rendered") as caught:
         render_chat(ENDLESS[name], [{"role": "user", "content": "a"}])
     assert "\n" not in str(caught.value)

@@ -51,7 +51,7 @@ def test_greedy_text_is_the_models_own(source: Source, imported: Path) -> None:
     written = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(prompt) :].tolist()
-    ours = [e.token for _, e in tg.generate_tokens(tg.Prefix(model.engine), [prompt], 12)]
+    ours = [e.token for _, e in tg.generate_tokens(tg.FixedDepth(model.engine), [prompt], 12)]
     assert ours == written
     text = model.generate("def read", tokens=12)
     assert model.generate("def read", tokens=12, depth="speculate:3") == text

@@ -14,8 +14,8 @@ pytest.importorskip("onnxruntime")
 from topograd.convert import onnx_export
 from topograd.convert.export import export_model
 from topograd.convert.onnx_export import SCRIPT, write_onnx
-from topograd.decode.engine import Prefix, generate_batch
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
@@ -53,7 +53,7 @@ def test_the_script_writes_the_texts_of_the_manifest(exported: Path) -> None:
 
 def test_the_script_continues_tokens_as_torch_does(exported: Path) -> None:
     session = open_session(REFERENCE)
-    (text,) = generate_batch(Prefix(engine_of(session, "torch")), [[5, 6, 7]], 32)
+    (text,) = generate_batch(FixedDepth(engine_of(session, "torch")), [[5, 6, 7]], 32)
     assert [int(token) for token in run(exported, "5", "6", "7").split()] == [e.token for e in text]
 
 
@@ -62,6 +62,6 @@ def test_what_is_no_chain_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     session.plan = Plan.of(Topology.chain("2,2,2,2").with_input_bus(), 8)
     with pytest.raises(ConfigError, match="no plain chain of stages that predict"):
         write_onnx(tmp_path, session)
-    monkeypatch.setattr(onnx_export, "obstacle", lambda stack: "Mamba2 layers are not written")
+    monkeypatch.setattr(onnx_export, "unsupported_reason", lambda stack: "Mamba2 layers are not written")
     with pytest.raises(ConfigError, match="cannot be written as ONNX: Mamba2 layers are not written"):
         write_onnx(tmp_path, session)

@@ -12,7 +12,7 @@ import torch
 from topograd.convert import own_text
 from topograd.convert.own_text import OwnText, OwnTextConfig, rows_of_step, write_own_text
 from topograd.convert.prompts import Prompts
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
 from topograd.errors import RunError
 from topograd.runs.session import Session
 

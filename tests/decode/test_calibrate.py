@@ -18,9 +18,10 @@ from topograd.decode import calibrate
 from topograd.decode.autotune import DraftRule, RowCosts, simulate
 from topograd.decode.calibrate import Tuning, heldout_readings, load, measure_costs, store, tune
 from topograd.decode.calibration import EPS, Bounds, Calibration, Sample
-from topograd.decode.engine import Engine, Prefix, generate_batch
+from topograd.decode.depths import engine_of
+from topograd.decode.engine import Engine
 from topograd.decode.exit_rules import check_exits
-from topograd.decode.modes import engine_of
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError, RunError
 from topograd.nn.stack import Stack
 from topograd.runs.folder import Run
@@ -325,6 +326,6 @@ def test_the_models_own_text_is_read_behind_its_prompts(session: Session) -> Non
     each = min(calibrate.OWN_TOKENS, engine.context - start)
     assert own.lengths == (each,) * rows
     prompt = text.inputs[0][:start].tolist()
-    [written] = generate_batch(Prefix(engine), [prompt], each)
-    [first] = generate_batch(Prefix(engine, 0), [prompt], 1)
+    [written] = generate_batch(FixedDepth(engine), [prompt], each)
+    [first] = generate_batch(FixedDepth(engine, 0), [prompt], 1)
     assert own.agrees[0][0] == int(first[0].token == written[0].token)

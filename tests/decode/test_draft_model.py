@@ -8,10 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decoding import written
 from topograd.decode.autotune import DraftRule
-from topograd.decode.draft_model import ModelDrafter, common
-from topograd.decode.engine import Engine, Prefix, generate_batch
+from topograd.decode.draft_model import ModelDrafter, common_prefix
+from topograd.decode.drafters import CompositeDrafter
+from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.nn.gpt import GPT
 
 texts = st.lists(st.integers(0, 2), max_size=8)
@@ -19,7 +22,7 @@ texts = st.lists(st.integers(0, 2), max_size=8)
 
 @given(texts, texts)
 def test_the_common_beginning(a: list[int], b: list[int]) -> None:
-    n = common(a, b)
+    n = common_prefix(a, b)
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
 
@@ -31,22 +34,23 @@ def test_the_model_itself_is_always_right(mild: GPT, mild_engine: Engine) -> Non
     ran: list[int] = []
     layer = small.stack.layers[0]
     hook = layer.register_forward_pre_hook(lambda module, given: ran.append(given[0].shape[1]))
-    found = generate_batch(mode, [[1, 2, 3, 4]], 16)[0]
+    (found,), tally = written(mode, [[1, 2, 3, 4]], 16)
     hook.remove()
     assert [e.token for e in found] == [
-        e.token for e in generate_batch(Prefix(mild_engine), [[1, 2, 3, 4]], 16)[0]
+        e.token for e in generate_batch(FixedDepth(mild_engine), [[1, 2, 3, 4]], 16)[0]
     ]
-    assert mode.tally.acceptance == 1
-    assert sum(ran) <= len(found) + 4 + mode.tally.rounds
+    assert tally.acceptance == 1
+    assert sum(ran) <= len(found) + 4 + tally.rounds
 
 
 @torch.inference_mode()
 def test_rows_beyond_its_context_are_not_drafted(mild_engine: Engine, make_gpt: Callable[..., GPT]) -> None:
     small = Engine(make_gpt(context=6, layers=1), "1", 6)
     drafter = ModelDrafter(mild_engine, small, rule=DraftRule(0.0, 3))
-    cache = mild_engine.start([list(range(8)), [1, 2, 3]])
-    mode = Speculate(mild_engine, drafter)
-    mode.begin(2)
-    drafts = drafter.draft(cache, [True, True], mode.sampling, mode.generators)
+    batch = mild_engine.start([list(range(8)), [1, 2, 3]])
+    drafts = CompositeDrafter(mild_engine, [drafter]).draft(batch)
     assert drafts[0].tokens == []
     assert len(drafts[1].tokens) == 3
+    for sequence in batch:
+        sequence.cache.free(sequence)
+    assert not drafter._cache._table.slots, "the small model's places are given back"

@@ -10,8 +10,8 @@ from torch import nn
 
 from topograd.decode.autotune import DraftRule
 from topograd.decode.draft_stage import DraftStageDrafter
-from topograd.decode.engine import Engine, Prefix
-from topograd.decode.speculation import Speculate
+from topograd.decode.drafters import CompositeDrafter
+from topograd.decode.engine import Engine
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.draft_stage import DraftStage
@@ -31,17 +31,16 @@ def test_drafts_are_those_of_the_unrolled_stage(mild: GPT, mild_engine: Engine) 
     """In ragged rows, round after round, behind rounds in which some rows did not draft."""
     stage = stage_of(mild)
     drafter = DraftStageDrafter(mild_engine, stage, DraftRule(0.0, 3))
-    mode = Speculate(mild_engine, drafter)
-    cache = mild_engine.start([[1, 2, 3, 4], [9, 8], [5, 6, 7]])
-    mode.begin(3)
+    composite = CompositeDrafter(mild_engine, [drafter])
+    batch = mild_engine.start([[1, 2, 3, 4], [9, 8], [5, 6, 7]])
+    cache, drafted = batch[0].cache, 0
     for turn in range(4):
-        active = [True, turn != 1, turn != 2]
-        texts = [list(text) for text in cache.tokens]
-        drafts = drafter.draft(cache, active, mode.sampling, mode.generators)
-        for text, draft, on in zip(texts, drafts, active, strict=True):
-            if not on or turn == 0:
-                assert draft.tokens == []
-                continue
+        active = [s for i, s in enumerate(batch) if (turn, i) not in ((1, 1), (2, 2))]
+        texts = [list(s.tokens) for s in active]
+        drafts = composite.draft(active)
+        for text, draft in zip(texts, drafts, strict=True):
+            assert turn or not draft.tokens, "at first the model has no state"
+            drafted += len(draft.tokens)
             chain = list(text)
             for step, token in enumerate(draft.tokens):
                 inputs = torch.tensor([chain])
@@ -49,9 +48,10 @@ def test_drafts_are_those_of_the_unrolled_stage(mild: GPT, mild_engine: Engine) 
                 said = [stage.readout(g) for g in stage.unroll(inputs, states, step + 1)][-1][0, -1]
                 assert token == int(stage.vocabulary[said.argmax()])
                 chain.append(token)
-        cache.truncate([len(text) for text in texts])
-        Prefix(mild_engine).engine.run(cache, 3)
-        mild_engine.append(cache, [[turn + 1] if on else [] for on in active])
+        cache.truncate(active, [len(text) for text in texts])
+        mild_engine.run(batch, 3)
+        mild_engine.append(active, [[turn + 1]] * len(active))
+    assert drafted > 12
 
 
 def test_it_needs_a_memory(forgetful: Engine, make_gpt: Callable[..., GPT]) -> None:

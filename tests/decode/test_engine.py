@@ -11,11 +11,17 @@ from torch import Tensor, nn
 
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode.autotune import DraftRule
-from topograd.decode.engine import Composed, Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
-from topograd.decode.recompute import RecomputedCache
+from topograd.decode.engine import Emitted, Engine
 from topograd.decode.sampling import Sampling, draw, probabilities
 from topograd.decode.speculation import Speculate
-from topograd.errors import ConfigError, DivergenceError, StackError
+from topograd.decode.strategies import (
+    DecodeStrategy,
+    FixedDepth,
+    PathEnsemble,
+    generate_batch,
+    generate_tokens,
+)
+from topograd.errors import ConfigError, DivergenceError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.adapted.adapt import adapt
 from topograd.nn.gpt import GPT
@@ -26,8 +32,14 @@ CONTEXT, LAST = 24, 3
 SAMPLING = Sampling(temperature=0.8, top_k=20, seed=11)
 
 
-def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, tokens)]
+def tokens_of(
+    strategy: DecodeStrategy,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling | None = None,
+) -> list[list[int]]:
+    rows = generate_batch(strategy, prompts, tokens, sampling)
+    return [[emitted.token for emitted in row] for row in rows]
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -40,24 +52,26 @@ def test_every_prefix_is_the_slow_loop_in_batches_and_beyond_the_context(
 ) -> None:
     expected = [greedy(gpt, engine.plan, prompt, 14, stage, CONTEXT) for prompt in prompts]
     assert len({tuple(row[-5:]) for row in expected}) > 1
-    assert tokens_of(Prefix(engine, stage), prompts, 14) == expected
-    assert all(e.stage == stage for row in generate_batch(Prefix(engine, stage), prompts[:2], 3) for e in row)
+    assert tokens_of(FixedDepth(engine, stage), prompts, 14) == expected
+    assert all(
+        e.exit == stage for row in generate_batch(FixedDepth(engine, stage), prompts[:2], 3) for e in row
+    )
 
 
 def test_stages_write_unlike_texts(engine: Engine, prompts: list[list[int]]) -> None:
     """So that the comparisons of this folder can fail."""
-    written = {str(tokens_of(Prefix(engine, stage), prompts[:2], 8)) for stage in range(4)}
+    written = {str(tokens_of(FixedDepth(engine, stage), prompts[:2], 8)) for stage in range(4)}
     assert len(written) == 4
-    assert generate_batch(Prefix(engine), prompts, 2) == generate_batch(Prefix(engine, LAST), prompts, 2), (
-        "the default"
-    )
+    assert generate_batch(FixedDepth(engine), prompts, 2) == generate_batch(
+        FixedDepth(engine, LAST), prompts, 2
+    ), "the default"
 
 
 @pytest.mark.parametrize("context", [1, 2, 5])
 def test_small_and_odd_contexts(gpt: GPT, make_engine: Callable[..., Engine], context: int) -> None:
     engine = make_engine(gpt, context=context)
     expected = [greedy(gpt, engine.plan, prompt, 12, LAST, context) for prompt in ([1], [2, 3, 4])]
-    assert tokens_of(Prefix(engine), [[1], [2, 3, 4]], 12) == expected
+    assert tokens_of(FixedDepth(engine), [[1], [2, 3, 4]], 12) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,26 +88,26 @@ def test_other_topologies(gpt: GPT, make_engine: Callable[..., Engine], topology
     engine = make_engine(gpt, topology)
     for stage in range(len(topology.stages)):
         expected = [greedy(gpt, engine.plan, prompt, 6, stage, CONTEXT) for prompt in ([1, 2], [3])]
-        assert tokens_of(Prefix(engine, stage), [[1, 2], [3]], 6) == expected
+        assert tokens_of(FixedDepth(engine, stage), [[1, 2], [3]], 6) == expected
 
 
 @torch.inference_mode()
 def test_logits_of_a_batch_are_those_of_its_rows(gpt: GPT, engine: Engine, prompts: list[list[int]]) -> None:
-    cache = engine.start(prompts)
+    batch = engine.start(prompts)
     for stage in (0, 2, LAST):
-        cache.run(stage)
-        z = engine.logits(cache, stage)
-        assert z.shape == (len(prompts), 1, 50)
+        engine.run(batch, stage)
+        z = engine.logits(batch, stage)
+        assert z.shape == (len(prompts), 50)
         for row, prompt in enumerate(prompts):
-            close(z[row, 0], next_logits(gpt, engine.plan, prompt[-CONTEXT:], stage))
-    engine.append(cache, [[1], [], [2], [3], []])
-    assert cache.lengths() == [2, 5, 3, 13, CONTEXT]
-    cache.run(LAST)
-    close(engine.logits(cache, LAST)[3, 0], next_logits(gpt, engine.plan, [*prompts[3][-12:], 3], LAST))
-    z = engine.logits(cache, LAST, [2, 5, 1, 3, 1])
-    assert z.shape == (5, 5, 50)
+            close(z[row], next_logits(gpt, engine.plan, prompt[-CONTEXT:], stage))
+    engine.append(batch, [[1], [], [2], [3], []])
+    assert [len(sequence) for sequence in batch] == [2, 5, 3, 13, CONTEXT]
+    engine.run(batch, LAST)
+    close(engine.logits(batch, LAST)[3], next_logits(gpt, engine.plan, [*prompts[3][-12:], 3], LAST))
+    z = engine.logits(batch, LAST, [2, 5, 1, 3, 1])
+    assert z.shape == (12, 50)
     hidden = stage_outputs(gpt, engine.plan, torch.tensor([prompts[1]]), [LAST])[LAST]
-    close(z[1], gpt.readout(hidden, LAST)[0])
+    close(z[2:7], gpt.readout(hidden, LAST)[0])
     assert engine.vocab == 50
 
 
@@ -109,21 +123,21 @@ def sampled(gpt: GPT, engine: Engine, prompt: Sequence[int], tokens: int, sampli
 
 
 def test_each_row_has_a_random_stream_of_its_own(gpt: GPT, engine: Engine, prompts: list[list[int]]) -> None:
-    mode, rows = Prefix(engine, sampling=SAMPLING), prompts[2:]
-    found = tokens_of(mode, rows, 14)
-    assert found == tokens_of(mode, rows, 14), "begin starts the streams anew"
+    full, rows = FixedDepth(engine), prompts[2:]
+    found = tokens_of(full, rows, 14, SAMPLING)
+    assert found == tokens_of(full, rows, 14, SAMPLING), "streams begin anew"
     for row, prompt in enumerate(rows):
         own = Sampling(temperature=0.8, top_k=20, seed=11 + row)
         assert found[row] == sampled(gpt, engine, prompt, 14, own)
-        assert found[row] == tokens_of(Prefix(engine, sampling=own), [prompt], 14)[0]
-    assert found != tokens_of(Prefix(engine, sampling=Sampling(temperature=0.8, top_k=20)), rows, 14)
+        assert found[row] == tokens_of(full, [prompt], 14, own)[0]
+    assert found != tokens_of(full, rows, 14, Sampling(temperature=0.8, top_k=20))
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLING], ids=["greedy", "sampled"])
 def test_a_finished_row_stops_and_the_others_go_on(
     engine: Engine, prompts: list[list[int]], sampling: Sampling | None
 ) -> None:
-    whole = generate_batch(Prefix(engine, sampling=sampling), prompts[:3], 12)
+    whole = generate_batch(FixedDepth(engine), prompts[:3], 12, sampling)
     rows: list[list[Emitted]] = [[], [], []]
     asked = []
 
@@ -131,16 +145,16 @@ def test_a_finished_row_stops_and_the_others_go_on(
         asked.append((row, emitted))
         return row == 1 and len(rows[1]) == 4
 
-    for row, emitted in generate_tokens(Prefix(engine, sampling=sampling), prompts[:3], 12, finished):
+    for row, emitted in generate_tokens(FixedDepth(engine), prompts[:3], 12, finished, sampling):
         rows[row].append(emitted)
     assert rows == [whole[0], whole[1][:4], whole[2]]
     assert len(asked) == 28
 
 
 def test_tokens_come_as_they_are_made(engine: Engine) -> None:
-    stream = generate_tokens(Prefix(engine), [[1], [2]], 10**9)
+    stream = generate_tokens(FixedDepth(engine), [[1], [2]], 10**9)
     assert [next(stream)[0] for _ in range(5)] == [0, 1, 0, 1, 0]
-    assert list(generate_tokens(Prefix(engine), [[1]], 0)) == []
+    assert list(generate_tokens(FixedDepth(engine), [[1]], 0)) == []
 
 
 def by_hand(gpt: GPT, window: Sequence[int], path: Sequence[int]) -> Tensor:
@@ -155,8 +169,8 @@ def by_hand(gpt: GPT, window: Sequence[int], path: Sequence[int]) -> Tensor:
 
 
 def test_one_full_path_is_full_depth(engine: Engine, prompts: list[list[int]]) -> None:
-    found = generate_batch(Composed(engine, {(0, 1, 2, 3): 2.0}), prompts, 14)
-    assert found == generate_batch(Prefix(engine), prompts, 14)
+    found = generate_batch(PathEnsemble(engine, {(0, 1, 2, 3): 2.0}), prompts, 14)
+    assert found == generate_batch(FixedDepth(engine), prompts, 14)
 
 
 WEIGHTS = {(0, 1): 1.0, (0, 1, 2, 3): 2.5, (0, 2): 0.5}
@@ -172,9 +186,12 @@ def test_paths_are_pooled_as_by_hand(
         each = [w * by_hand(gpt, window, path).log_softmax(-1) for path, w in weights.items()]
         return torch.stack(each).sum(0).div(sum(weights.values())).log_softmax(-1)
 
-    mode = Composed(engine, weights)
+    mode = PathEnsemble(engine, weights)
     with torch.inference_mode():
-        found = mode.pooled(mode.engine.start(prompts)).log_softmax(-1)
+        batch = mode.engine.start(prompts)
+        for end in mode.ends:
+            mode.engine.run(batch, end)
+        found = mode.predictions(batch).log_softmax(-1)
         for row, prompt in enumerate(prompts):
             close(found[row], pooled(prompt[-CONTEXT:]))
     window, expected = list(prompts[1]), []
@@ -183,70 +200,47 @@ def test_paths_are_pooled_as_by_hand(
         window = moved(window, expected[-1], CONTEXT)
     written = generate_batch(mode, prompts[:2], 24)[1]
     assert [emitted.token for emitted in written] == expected
-    assert {emitted.stage for emitted in written} == {max(path[-1] for path in weights)}
+    assert {emitted.exit for emitted in written} == {max(path[-1] for path in weights)}
 
 
-MODES: dict[str, Callable[[Engine], Mode]] = {
-    "prefix": lambda engine: Prefix(engine, 1),
-    "sampled": lambda engine: Prefix(engine, sampling=SAMPLING),
-    "composed": lambda engine: Composed(engine, WEIGHTS),
+MODES: dict[str, Callable[[Engine], DecodeStrategy]] = {
+    "prefix": lambda engine: FixedDepth(engine, 1),
+    "full": FixedDepth,
+    "composed": lambda engine: PathEnsemble(engine, WEIGHTS),
     "speculate": lambda engine: Speculate(engine, DraftRule(0.2, 3)),
 }
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
-def test_a_stack_without_memory_writes_the_same(
-    engine: Engine, forgetful: Engine, prompts: list[list[int]], mode: Callable[[Engine], Mode]
+@pytest.mark.parametrize("sampling", [None, SAMPLING], ids=["greedy", "sampled"])
+def test_a_stack_without_states_writes_the_same(
+    engine: Engine,
+    forgetful: Engine,
+    prompts: list[list[int]],
+    mode: Callable[[Engine], DecodeStrategy],
+    sampling: Sampling | None,
 ) -> None:
-    assert engine.remembers
-    assert not forgetful.remembers
-    assert isinstance(forgetful.start(prompts), RecomputedCache)
-    assert generate_batch(mode(forgetful), prompts[1:4], 14) == generate_batch(mode(engine), prompts[1:4], 14)
+    assert engine.keeps_states
+    assert not forgetful.keeps_states
+    found, expected = (generate_batch(mode(e), prompts[1:4], 14, sampling) for e in (forgetful, engine))
+    assert found == expected
 
 
 @torch.inference_mode()
 def test_what_is_recomputed_follows_the_tokens(engine: Engine, forgetful: Engine) -> None:
     """Going back and on to the same length must not find the old answer."""
     for token in (5, 6):
-        caches = [each.start([[1, 2, 3], [4]]) for each in (engine, forgetful)]
-        for cache in caches:
-            cache.push([[7], [8]])
-            cache.run(LAST)
-            cache.truncate([3, 1])
-            cache.push([[token], [token]])
-            cache.run(LAST)
+        batches = [each.start([[1, 2, 3], [4]]) for each in (engine, forgetful)]
+        for batch in batches:
+            cache = batch[0].cache
+            cache.push(batch, [[7], [8]])
+            cache.run(batch, LAST)
+            cache.truncate(batch, [3, 1])
+            cache.push(batch, [[token], [token]])
+            cache.run(batch, LAST)
         for counts in (None, [4, 2], [1, 2]):
-            found, expected = (cache.hidden(LAST, counts) for cache in reversed(caches))
-            for row, count in enumerate(counts or [1, 1]):
-                close(found[row, :count], expected[row, :count])
-
-
-@torch.inference_mode()
-def test_what_is_recomputed_refuses_what_cannot_be(forgetful: Engine) -> None:
-    cache = forgetful.start([[1, 2, 3], [4]])
-    assert isinstance(cache, RecomputedCache)
-    with pytest.raises(StackError, match=r"^stage 4 has not run that many positions; run it first$"):
-        cache.hidden(LAST)
-    cache.run(LAST)
-    with pytest.raises(StackError, match=r"^stage 4 has not run that many positions; run it first$"):
-        cache.hidden(LAST, [1, 2])
-    with pytest.raises(StackError, match=r"^stage 1 has not run"):
-        cache.hidden(0)
-    assert cache.hidden(LAST, [3, 1]).shape == (2, 3, 32)
-    message = rf"^a row would pass {CONTEXT} positions; make a cache with more capacity$"
-    with pytest.raises(StackError, match=message):
-        cache.push([[], [0] * CONTEXT])
-    for lengths, row in (
-        ([4, 1], "4: row 1 has 3"),
-        ([0, 2], "2: row 2 has 1"),
-        ([0, -1], "-1: row 2 has 1"),
-    ):
-        with pytest.raises(StackError, match=rf"^cannot go back to {row} positions$"):
-            cache.truncate(lengths)
-    assert cache.tokens == [[1, 2, 3], [4]], "nothing was changed"
-    cache.truncate([2, 1])
-    with pytest.raises(StackError, match=r"^stage 4 has not run"):
-        cache.hidden(LAST)
+            found, expected = (batch[0].cache.hidden(batch, LAST, counts) for batch in reversed(batches))
+            close(found, expected)
 
 
 class Toy(nn.Module):
@@ -279,33 +273,33 @@ def test_an_adapted_module_writes(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(stack, "1,1,1", context=8)
     for stage in (0, 2):
         expected = [greedy(stack, engine.plan, prompt, 12, stage, 8) for prompt in ([3], [1, 4, 1])]
-        assert tokens_of(Prefix(engine, stage), [[3], [1, 4, 1]], 12) == expected
+        assert tokens_of(FixedDepth(engine, stage), [[3], [1, 4, 1]], 12) == expected
 
 
 def test_what_makes_no_sense_is_refused(gpt: GPT, engine: Engine, make_engine: Callable[..., Engine]) -> None:
     nothing: list[list[list[int]]] = [[], [[]], [[1], []]]
     for empty in nothing:
         with pytest.raises(ConfigError, match=r"^a prompt has no token; start with the document separator$"):
-            generate_batch(Prefix(engine), empty, 1)
+            generate_batch(FixedDepth(engine), empty, 1)
     with pytest.raises(ConfigError, match=r"^tokens is -1; it must be at least 0$"):
-        generate_batch(Prefix(engine), [[1]], -1)
+        generate_batch(FixedDepth(engine), [[1]], -1)
     for stage, shown in ((4, 5), (-1, 0)):
         message = rf"^exit {shown} does not exist; the model has 4 stages that predict: give 1 to 4$"
         with pytest.raises(ConfigError, match=message):
-            Prefix(engine, stage)
+            FixedDepth(engine, stage)
     with pytest.raises(ConfigError, match=r"^context is 0; it must be at least 1$"):
         make_engine(gpt, context=0)
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
     assert (silent.exits, silent.last, silent.stage_of(1)) == ([0, 2, 3], 2, 2), "stage 2 is no exit"
     with pytest.raises(ConfigError, match=r"^exit 4 does not exist; the model has 3 stages that predict"):
-        Prefix(silent, 3)
+        FixedDepth(silent, 3)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")], ids=str)
 def test_paths_without_a_positive_weight_are_refused(engine: Engine, weight: float) -> None:
     message = rf"^path 1,3 has weight {weight}; a weight is a positive number$"
     with pytest.raises(ConfigError, match=message):
-        Composed(engine, {(0, 1): 1.0, (0, 2): weight})
+        PathEnsemble(engine, {(0, 1): 1.0, (0, 2): weight})
 
 
 def test_paths_that_end_where_nothing_is_predicted_are_refused(
@@ -314,8 +308,8 @@ def test_paths_that_end_where_nothing_is_predicted_are_refused(
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
     message = r"^path 1-2 ends at a stage that was not trained to predict; these were: 1, 3, 4$"
     with pytest.raises(ConfigError, match=message):
-        Composed(silent, {(0, 1, 2, 3): 1.0, (0, 1): 1.0})
-    assert generate_batch(Composed(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
+        PathEnsemble(silent, {(0, 1, 2, 3): 1.0, (0, 1): 1.0})
+    assert generate_batch(PathEnsemble(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
@@ -323,7 +317,7 @@ def test_paths_that_end_where_nothing_is_predicted_are_refused(
 def test_logits_that_are_not_finite_are_refused(
     make_gpt: Callable[..., GPT],
     make_engine: Callable[..., Engine],
-    mode: Callable[[Engine], Mode],
+    mode: Callable[[Engine], DecodeStrategy],
     value: float,
 ) -> None:
     model = make_gpt()

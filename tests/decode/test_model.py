@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import topograd as tg
-from topograd.decode.engine import Emitted, Prefix, generate_batch
+from topograd.decode.depths import engine_of
+from topograd.decode.engine import Emitted
 from topograd.decode.model import Generated, Model, Piece, generate, load
-from topograd.decode.modes import engine_of
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.runs.session import Session, heldout_text
 
@@ -31,7 +32,7 @@ def model(session: Session) -> Model:
 
 
 def test_a_text_is_a_string_that_knows_how_it_came_about(session: Session, model: Model) -> None:
-    [written] = generate_batch(Prefix(engine_of(session)), [list(b"loss")], 9)
+    [written] = generate_batch(FixedDepth(engine_of(session)), [list(b"loss")], 9)
     made = model.generate("loss", 9)
     assert isinstance(made, str)
     assert made == bytes(e.token for e in written if e.token < 256).decode(errors="replace")
@@ -74,10 +75,10 @@ def test_pieces_are_shown_as_they_come_and_a_piece_is_a_token(
     """What is held back at the end comes with the last token: it is no token of its own."""
     written = iter([0x61, 0xC3, 0xA9, 0x78, 0xC3])
 
-    def next_token(self: Prefix, *_: object) -> list[list[Emitted]]:
+    def next_token(self: FixedDepth, *_: object) -> list[list[Emitted]]:
         return [[Emitted(next(written), 1)]]
 
-    monkeypatch.setattr(Prefix, "advance", next_token)
+    monkeypatch.setattr(FixedDepth, "step", next_token)
     shown: list[Piece] = []
     made = model.generate("", 5, on_piece=shown.append)
     assert made == "aéx�"
@@ -117,7 +118,7 @@ def test_logits_are_what_the_model_predicts_behind_each_token(session: Session, 
     with torch.inference_mode():
         cache = engine.start([tokens])
         engine.run(cache, engine.exits[-1])
-        torch.testing.assert_close(z, engine.logits(cache, engine.exits[-1], [10])[0])
+        torch.testing.assert_close(z, engine.logits(cache, engine.exits[-1], [10]))
     rows = model.logits(torch.tensor([tokens, tokens[::-1]]))
     assert rows.shape == (2, 10, 257)
     torch.testing.assert_close(rows[0], z)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from topograd.decode.autotune import RowCosts
-from topograd.decode.policy import Acceptance, Paying
+from topograd.decode.policy import Acceptance, ExpectedGainPolicy
 from topograd.errors import ConfigError
 
 CHEAP = RowCosts(0.01, {1: 1.0, 2: 1.05, 4: 1.15, 16: 1.75}, 1.0)
@@ -30,45 +32,69 @@ def test_acceptances_by_score() -> None:
 
 
 def test_what_is_worth_most_is_chosen() -> None:
-    policy = Paying(RATES, CHEAP, 1.2)
-    assert policy.look(0, 1.0, {"lookup": guesses(3, 4, 5)}, "draft", 1) == ("lookup", 3)
-    assert policy.look(0, 1.0, {"lookup": guesses(1)}, "draft", 1) == ("draft", 1)
-    assert policy.look(0, 1.0, {"lookup": guesses(1)}, None, 1) == ("lookup", 1)
-    assert policy.look(0, 1.0, {"lookup": []}, None, 1) == (None, 0)
-    assert policy.look(0, 0.01, {"lookup": guesses(3)}, "draft", 1) == (None, 0), "it would not be reached"
+    policy = ExpectedGainPolicy(RATES, CHEAP, 1.2)
+    assert policy.choose(0, 1.0, {"lookup": guesses(3, 4, 5)}, "draft", 1) == ("lookup", 3)
+    assert policy.choose(0, 1.0, {"lookup": guesses(1)}, "draft", 1) == ("draft", 1)
+    assert policy.choose(0, 1.0, {"lookup": guesses(1)}, None, 1) == ("lookup", 1)
+    assert policy.choose(0, 1.0, {"lookup": []}, None, 1) == (None, 0)
+    assert policy.choose(0, 0.01, {"lookup": guesses(3)}, "draft", 1) == (None, 0), "it would not be reached"
 
 
 def test_nothing_pays_where_rows_are_dear() -> None:
-    policy = Paying(RATES, DEAR, 1.2)
-    assert policy.look(0, 1.0, {"lookup": guesses(3, 4)}, "draft", 1) == (None, 0)
-    assert policy.keep("draft", 0.9, 0, 1.0, 1, True) is None
+    policy = ExpectedGainPolicy(RATES, DEAR, 1.2)
+    assert policy.choose(0, 1.0, {"lookup": guesses(3, 4)}, "draft", 1) == (None, 0)
+    assert policy.accept("draft", 0.9, 0, 1.0, 1, True) is None
 
 
 def test_a_guess_is_kept_by_its_own_score() -> None:
-    policy = Paying(RATES, CHEAP, 1.2)
-    assert policy.keep("draft", 0.9, 0, 1.0, 1, True) == pytest.approx(0.8)
-    assert policy.keep("draft", 0.9, 1, 0.5, 1, True) == pytest.approx(0.4)
-    assert policy.keep("draft", 0.1, 0, 0.4, 1, True) is None, "0.04 tokens for 0.06"
+    policy = ExpectedGainPolicy(RATES, CHEAP, 1.2)
+    assert policy.accept("draft", 0.9, 0, 1.0, 1, True) == pytest.approx(0.8)
+    assert policy.accept("draft", 0.9, 1, 0.5, 1, True) == pytest.approx(0.4)
+    assert policy.accept("draft", 0.1, 0, 0.4, 1, True) is None, "0.04 tokens for 0.06"
 
 
 def test_what_pays_together_is_taken_together() -> None:
     """Two rows cost half a token more than one, eight hardly more than two: drafts are long or none."""
     stepped = RowCosts(0.01, {1: 1.0, 2: 1.8, 16: 1.9}, 1.0)
-    policy = Paying({"lookup": Acceptance((1.0, 4.0), (0.3, 0.8), 0.5)}, stepped, 1.0)
-    assert policy.look(0, 1.0, {"lookup": guesses(*[4] * 8)}, None, 1) == ("lookup", 8)
-    assert policy.look(0, 1.0, {"lookup": guesses(*[1] * 8)}, None, 1) == (None, 0)
-    assert policy.keep("lookup", 4.0, 0, 1.0, 1, False) == pytest.approx(0.8)
+    policy = ExpectedGainPolicy({"lookup": Acceptance((1.0, 4.0), (0.3, 0.8), 0.5)}, stepped, 1.0)
+    assert policy.choose(0, 1.0, {"lookup": guesses(*[4] * 8)}, None, 1) == ("lookup", 8)
+    assert policy.choose(0, 1.0, {"lookup": guesses(*[1] * 8)}, None, 1) == (None, 0)
+    assert policy.accept("lookup", 4.0, 0, 1.0, 1, False) == pytest.approx(0.8)
 
 
 def test_many_rows_pay_less() -> None:
     full = RowCosts(0.01, {1: 1.0, 4: 1.1, 8: 4.0, 16: 8.0}, 1.0)
-    policy = Paying(RATES, full, 1.2)
+    policy = ExpectedGainPolicy(RATES, full, 1.2)
     assert policy.price(0, 1, False) < policy.price(0, 8, False)
 
 
 def test_as_json_and_back() -> None:
-    policy = Paying(RATES, CHEAP, 1.25)
-    assert Paying.from_dict(policy.as_dict()) == policy
-    assert Paying().keep("somebody", 0.95, 0, 1.0, 1, True) is not None, (
+    policy = ExpectedGainPolicy(RATES, CHEAP, 1.25)
+    assert ExpectedGainPolicy.from_dict(policy.as_dict()) == policy
+    assert ExpectedGainPolicy().accept("somebody", 0.95, 0, 1.0, 1, True) is not None, (
         "priors for whom nothing was measured"
     )
+
+
+def test_drafts_of_a_batch_pay_together_or_not_at_all() -> None:
+    """A pass over several sequences costs more as soon as one has a draft: one guess must not pay for it."""
+    policy = ExpectedGainPolicy(RATES, replace(CHEAP, uneven=0.2), 1.0)
+    assert policy.pays([[0.9]]), "alone nothing else is uneven"
+    assert not policy.pays([[0.8], [], [], []])
+    assert policy.pays([[0.9], [0.9], [0.8, 0.7], []])
+    assert not policy.pays([[], []])
+    assert not ExpectedGainPolicy(RATES, DEAR, 1.0).pays([[0.9], [0.9]])
+
+
+def test_a_drafter_that_is_refused_more_than_it_promised_is_asked_less() -> None:
+    policy = ExpectedGainPolicy(RATES, RowCosts(0.01, {1: 1.0, 2: 1.2, 16: 3.0}, 1.0), 1.2)
+    found = {"lookup": guesses(3, 4)}
+    assert policy.choose(0, 1.0, found, None, 1)[0] == "lookup"
+    for _ in range(200):
+        policy.observe("lookup", 0.9 * policy.trust("lookup"), accepted=False)
+    assert policy.trust("lookup") < 0.1
+    assert policy.choose(0, 1.0, found, None, 1) == (None, 0)
+    for _ in range(400):
+        policy.observe("lookup", 0.9 * policy.trust("lookup"), accepted=True)
+    assert policy.trust("lookup") == 1.0, "what was long ago is forgotten"
+    assert ExpectedGainPolicy.from_dict(policy.as_dict()) == policy, "it is of this process alone"

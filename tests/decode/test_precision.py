@@ -8,7 +8,7 @@ pytest.importorskip("onnxruntime")
 
 from topograd.data.windows import Text
 from topograd.decode.calibrate import heldout_readings
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
 from topograd.decode.precision import precision_cost
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session, open_session

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding import written
 from tests.oracles.decoding import moved, next_logits
 from topograd.data.windows import Text
 from topograd.decode.autotune import DraftRule
 from topograd.decode.calibrate import exit_readings
-from topograd.decode.engine import Composed, Emitted, Engine, Mode, Prefix, generate_batch
+from topograd.decode.engine import Emitted, Engine
 from topograd.decode.exit_rules import check_exits
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble, generate_batch
 from topograd.decode.wand import FEW, Wand
 from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.nn.gpt import GPT
@@ -70,7 +72,9 @@ CASES = {
 TOGETHER = [name for name, case in CASES.items() if any(len(terms) > 1 for terms in case.exits)]
 
 
-def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[list[int]]:
+def tokens_of(
+    mode: DecodeStrategy, prompts: Sequence[Sequence[int]], tokens: int = TOKENS
+) -> list[list[int]]:
     return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, tokens)]
 
 
@@ -116,8 +120,8 @@ def test_every_prefix_predicts_by_the_terms_of_its_exit(
     assert engine.last == len(case.exits) - 1
     for place, terms in enumerate(case.exits):
         expected = [slow_text(gpt, engine.plan, prompt, terms, 6) for prompt in ([1, 2], [3])]
-        assert tokens_of(Prefix(engine, place), [[1, 2], [3]], 6) == expected
-    assert tokens_of(Prefix(engine), [[1, 2], [3]], 6) == expected, "the last exit is the model"
+        assert tokens_of(FixedDepth(engine, place), [[1, 2], [3]], 6) == expected
+    assert tokens_of(FixedDepth(engine), [[1, 2], [3]], 6) == expected, "the last exit is the model"
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -127,7 +131,7 @@ def test_what_a_model_predicts_is_not_its_last_stage(
     """D1, and that the comparisons of this file can fail."""
     engine = make_engine(gpt, CASES[name].topology)
     alone = slow_text(gpt, engine.plan, [1, 2], {engine.exits[-1]: 1.0})
-    assert tokens_of(Prefix(engine), [[1, 2]]) != [alone]
+    assert tokens_of(FixedDepth(engine), [[1, 2]]) != [alone]
 
 
 @torch.inference_mode()
@@ -140,15 +144,15 @@ def test_logits_of_ragged_rows_at_several_positions_and_of_few_tokens(
     cache = engine.start(rows)
     engine.run(cache, last)
     z = engine.logits(cache, last, [3, 2])
-    assert z.shape == (2, 3, VOCAB)
+    assert z.shape == (5, VOCAB)
     for row, window in enumerate(rows):
         count = (3, 2)[row]
         for place in range(count):
             some = window[: len(window) - count + place + 1]
             expected = slow_logits(gpt, engine.plan, some, CASES[name].exits[-1])
-            torch.testing.assert_close(z[row, place], expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(z[3 * row + place], expected, rtol=0, atol=1e-10)
     few = engine.logits(cache, last, [3, 2], chosen)
-    torch.testing.assert_close(few, z[:, :, chosen], rtol=0, atol=1e-12)
+    torch.testing.assert_close(few, z[:, chosen], rtol=0, atol=1e-12)
 
 
 # Leaving early.
@@ -185,7 +189,7 @@ def test_a_token_that_leaves_is_the_likeliest_of_the_sum_so_far(
     case = CASES[name]
     engine = make_engine(mild, case.topology)
     expected = slow_wand(mild, engine.plan, case.exits, LIMITS[name])
-    assert len({emitted.stage for emitted in expected}) > 1, "one exit alone would show little"
+    assert len({emitted.exit for emitted in expected}) > 1, "one exit alone would show little"
     assert generate_batch(Wand(engine, LIMITS[name]), [[3, 1, 4]], TOKENS)[0] == expected
 
 
@@ -212,7 +216,7 @@ def test_pruning_reads_every_term_of_the_sum_for_the_survivors_only(
             read.append((stage, len(rows)))
         return readout(h, stage, rows)
 
-    monkeypatch.setattr(engine.stack, "readout", spied)
+    monkeypatch.setattr(engine.runtime, "readout", spied)
     bounds = [1.001 * gain for gain in gains]
     assert generate_batch(Wand(engine, limits, bounds=bounds), [[3, 1, 4]], TOKENS)[0] == expected
     assert read, "some tokens were chosen among few"
@@ -233,10 +237,10 @@ def test_drafts_are_verified_by_what_the_model_predicts(
     accepted = 0
     for place in range(engine.last):
         for rule in (DraftRule(0.0, 3), DraftRule(0.5, 6)):
-            mode = Speculate(engine, rule, place)
-            assert tokens_of(mode, rows, 10) == expected
-            assert mode.tally.drafted > 0
-            accepted += mode.tally.accepted
+            texts, tally = written(Speculate(engine, rule, place), rows, 10)
+            assert [[e.token for e in row] for row in texts] == expected
+            assert tally.drafted > 0
+            accepted += tally.accepted
     assert accepted > 0
 
 
@@ -246,14 +250,13 @@ def test_what_a_draft_computed_is_not_computed_again_for_the_sum(
 ) -> None:
     engine = make_engine(mild, RESIDUAL)
     visits, mode = visits_of(engine.stack), Speculate(engine, DraftRule(0.0, 4), 1)
-    cache = engine.start([[3, 1, 4]])
-    mode.begin(1)
-    emitted = mode.advance(cache, [True])[0]
-    pending = list(range(3 + mode.tally.drafted))
+    (sequence,) = engine.start([[3, 1, 4]])
+    emitted = mode.step([sequence])[0]
+    pending = list(range(3 + sequence.tally.drafted))
     for layer in range(4):
         assert [p for call in visits.calls[layer] for p in call[0]] == pending
     assert len(visits.calls[3]) == 1
-    assert len(emitted) == mode.tally.accepted + 1
+    assert len(emitted) == sequence.tally.accepted + 1
 
 
 # Which layers run.
@@ -285,7 +288,7 @@ def test_only_the_layers_run_that_an_exit_predicts_by(
     """A decoder runs for its own exit alone, and at full depth only if the prediction reads it."""
     engine = make_engine(gpt, CASES[name].topology)
     visits = visits_of(engine.stack)
-    tokens_of(Prefix(engine, place), [[1, 2]], 3)
+    tokens_of(FixedDepth(engine, place), [[1, 2]], 3)
     assert {layer for layer, calls in enumerate(visits.calls) if calls} == layers
 
 
@@ -295,12 +298,12 @@ def test_a_decoder_catches_up_when_a_later_token_needs_it(
     """Exit 1 is behind while tokens leave elsewhere; going back to it gives what it would have given."""
     engine = make_engine(mild, Topology.chain("1,1").with_decoders(1))
     with torch.inference_mode():
-        cache = engine.start([[1, 2, 3]])
-        engine.run(cache, 3)
-        cache.push([[4, 5]])
-        engine.run(cache, 3)
-        engine.run(cache, 1)
-        z = engine.logits(cache, 1, [5])[0]
+        batch = engine.start([[1, 2, 3]])
+        engine.run(batch, 3)
+        batch[0].cache.push(batch, [[4, 5]])
+        engine.run(batch, 3)
+        engine.run(batch, 1)
+        z = engine.logits(batch, 1, [5])
     for place in range(5):
         expected = next_logits(mild, engine.plan, [1, 2, 3, 4, 5][: place + 1], 1)
         torch.testing.assert_close(z[place], expected, rtol=0, atol=1e-10)
@@ -329,17 +332,19 @@ def test_a_model_that_predicts_by_a_path_writes_with_it(
     chain = Topology.chain("1,1,1,1", objective=objective)
     engine = make_engine(gpt, replace(chain, prediction="path:1,3"))
     visits = visits_of(engine.stack)
-    found = tokens_of(Prefix(engine), [[1, 2], [3]])
+    found = tokens_of(FixedDepth(engine), [[1, 2], [3]])
     assert [bool(calls) for calls in visits.calls] == [True, False, True, False]
     for prompt, row in zip(([1, 2], [3]), found, strict=True):
         window = list(prompt)
         for token in row:
             assert token == int(by_hand(gpt, window, (0, 2), objective == "residual").argmax())
             window = moved(window, token, CONTEXT)
-    assert found == tokens_of(Prefix(engine, 3), [[1, 2], [3]]), "the last exit predicts as the model does"
-    assert found == tokens_of(Composed(engine, {(0, 2): 1.0}), [[1, 2], [3]])
-    assert tokens_of(Prefix(engine, 1), [[1, 2]]) != found[:1]
-    assert {emitted.stage for emitted in generate_batch(Prefix(engine), [[1]], 2)[0]} == {3}
+    assert found == tokens_of(FixedDepth(engine, 3), [[1, 2], [3]]), (
+        "the last exit predicts as the model does"
+    )
+    assert found == tokens_of(PathEnsemble(engine, {(0, 2): 1.0}), [[1, 2], [3]])
+    assert tokens_of(FixedDepth(engine, 1), [[1, 2]]) != found[:1]
+    assert {emitted.exit for emitted in generate_batch(FixedDepth(engine), [[1]], 2)[0]} == {3}
 
 
 def test_what_predicts_by_a_path_neither_leaves_early_nor_drafts(
@@ -366,7 +371,7 @@ def test_a_path_of_residual_stages_predicts_by_their_sum(
     engine = make_engine(gpt, RESIDUAL)
     window = [1, 2]
     total = sum(weights.values())
-    for token in tokens_of(Composed(engine, weights), [window])[0]:
+    for token in tokens_of(PathEnsemble(engine, weights), [window])[0]:
         each = [w / total * by_hand(gpt, window, p, True).log_softmax(-1) for p, w in weights.items()]
         assert token == int(torch.stack(each).sum(0).argmax())
         window = moved(window, token, CONTEXT)
@@ -401,7 +406,7 @@ def test_a_string_a_topology_and_a_plan_make_the_same_engine(gpt: GPT) -> None:
     """D17."""
     made = [Engine(gpt, given, CONTEXT) for given in ("2,2", Topology.chain("2,2"), Plan.of("2,2", 4))]
     assert {engine.plan.topology for engine in made} == {Topology.chain("2,2")}
-    assert len({str(tokens_of(Prefix(engine), [[1, 2]], 5)) for engine in made}) == 1
+    assert len({str(tokens_of(FixedDepth(engine), [[1, 2]], 5)) for engine in made}) == 1
     assert Engine(gpt, "2,2").context == gpt.context == CONTEXT
     assert Engine(gpt, "L").exits == [0]
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from decoding import written
 from tests.oracles.decoding import greedy
 from topograd.decode.autotune import DraftRule
-from topograd.decode.engine import Engine, Mode, Prefix, generate_batch
+from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, generate_batch
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
@@ -30,16 +32,16 @@ def model(request: pytest.FixtureRequest, make_gpt: Callable[..., GPT]) -> GPT:
     return make_gpt(later=0.15, width=16, architecture=request.param, ssm_state=8)
 
 
-def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+def tokens_of(mode: DecodeStrategy, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, TOKENS)]
 
 
 def test_every_prefix_writes_what_the_slow_way_writes(model: GPT, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(model)
-    assert engine.remembers
+    assert engine.keeps_states
     for stage in (0, LAST):
         expected = [greedy(model, engine.plan, prompt, TOKENS, stage, CONTEXT) for prompt in PROMPTS]
-        assert tokens_of(Prefix(engine, stage)) == expected
+        assert tokens_of(FixedDepth(engine, stage)) == expected
 
 
 @pytest.mark.parametrize("longest", [1, 3, 6])
@@ -48,18 +50,17 @@ def test_speculation_replays_instead_of_rolling_back(
 ) -> None:
     engine = make_engine(model)
     replayed: list[int] = []
-    rewind = RecurrentState.rewind
+    truncate = RecurrentState.truncate
 
-    def watched(state: RecurrentState, marks: Sequence[int]) -> list[int]:
-        reached = rewind(state, marks)
-        replayed.append(sum(mark - here for mark, here in zip(marks, reached, strict=True)))
+    def watched(state: RecurrentState, length: int) -> int:
+        reached = truncate(state, length)
+        replayed.append(length - reached)
         return reached
 
-    monkeypatch.setattr(RecurrentState, "rewind", watched)
-    mode = Speculate(engine, DraftRule(0.0, longest), 0)
-    found = tokens_of(mode)
-    assert found == tokens_of(Prefix(engine, None))
-    assert 0 < mode.tally.accepted < mode.tally.drafted
+    monkeypatch.setattr(RecurrentState, "truncate", watched)
+    found, tally = written(Speculate(engine, DraftRule(0.0, longest), 0), PROMPTS, TOKENS)
+    assert [[e.token for e in row] for row in found] == tokens_of(FixedDepth(engine))
+    assert 0 < tally.accepted < tally.drafted
     if longest > 1:
         assert max(replayed) > 0, "some draft was kept and another was not"
 
@@ -68,9 +69,9 @@ def test_leaving_early_and_catching_up(model: GPT, make_engine: Callable[..., En
     """Positions that a token left pending are run later, as one batch."""
     engine = make_engine(model)
     (emitted,) = generate_batch(Wand(engine, [0.4, 0.4, 0.4]), PROMPTS[:1], TOKENS)
-    assert len({token.stage for token in emitted}) > 1
+    assert len({token.exit for token in emitted}) > 1
     never = tokens_of(Wand(engine, [float("inf")] * 3), PROMPTS[:1])
-    assert never == tokens_of(Prefix(engine, None), PROMPTS[:1])
+    assert never == tokens_of(FixedDepth(engine, None), PROMPTS[:1])
 
 
 @pytest.mark.parametrize("pool", ["tail", "mean", "cumulative"])
@@ -83,13 +84,13 @@ def test_regions_write_what_teacher_forcing_says(
         for parameter in relay.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
     engine = make_engine(model, Topology.regions("1,1,1,1"))
-    written = [
-        [emitted.token for emitted in row] for row in generate_batch(Prefix(engine, None), PROMPTS, 16)
+    rows = [
+        [emitted.token for emitted in row] for row in generate_batch(FixedDepth(engine, None), PROMPTS, 16)
     ]
-    for prompt, row in zip(PROMPTS, written, strict=True):
+    for prompt, row in zip(PROMPTS, rows, strict=True):
         inputs = torch.tensor([[*prompt, *row]])
         logits = model.readout(stage_outputs(model, engine.plan, inputs, [LAST])[LAST], LAST)
         assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == row
     assert engine.exits == [LAST], "one region predicts"
     with pytest.raises(ConfigError, match="exit 2 does not exist; the model has 1 stage"):
-        Prefix(engine, 1)
+        FixedDepth(engine, 1)

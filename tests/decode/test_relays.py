@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from topograd.decode.engine import Engine, Prefix, generate_batch
+from topograd.decode.engine import Engine
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, add_relays
@@ -38,7 +39,7 @@ def test_writing_is_reading_the_whole_again(
             nn.init.normal_(parameter, std=0.4)
     engine = make_engine(model, topology)
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
-    written = generate_batch(Prefix(engine, stage), prompts, 6)
+    written = generate_batch(FixedDepth(engine, stage), prompts, 6)
     for prompt, said in zip(prompts, written, strict=True):
         tokens = list(prompt)
         for emitted in said:

@@ -14,11 +14,10 @@ from torch import nn
 from retrofits import add_draft
 from topograd.decode.calibrate import heldout_readings, load, own_text, store, tune
 from topograd.decode.calibration import Calibration
-from topograd.decode.engine import generate_batch
+from topograd.decode.depths import default_depth, engine_of, strategy_of
 from topograd.decode.lookup import NGramTable
-from topograd.decode.modes import default_depth, engine_of, mode_of
 from topograd.decode.retrofitted import KIND, open_exits, open_retrofit, retrofit_tensors
-from topograd.decode.sampling import Sampling
+from topograd.decode.strategies import generate_batch
 from topograd.errors import RunError
 from topograd.nn.draft_stage import DraftStage, unit
 from topograd.runs.session import Session, heldout_text, open_session
@@ -72,7 +71,7 @@ def with_exits(three: Session, tmp_path: Path) -> Session:
 
 
 def written(session: Session, depth: str) -> list[int]:
-    mode = mode_of(depth, session, engine_of(session), Sampling())
+    mode = strategy_of(depth, session, engine_of(session))
     return [emitted.token for emitted in generate_batch(mode, PROMPT, 11)[0]]
 
 
@@ -84,7 +83,7 @@ def test_exits_are_what_prefixes_predict_and_full_depth_stays(with_exits: Sessio
         cache = engine.start(PROMPT)
         for stage in range(3):
             engine.run(cache, stage)
-            h = cache.hidden(stage)
+            h = cache[0].cache.hidden(cache, stage)
             read = translators[stage](unit(h)) if stage < 2 else h
             wanted = session.stack.readout(read, stage)
             assert torch.allclose(engine.logits(cache, stage), wanted, rtol=0, atol=1e-12)

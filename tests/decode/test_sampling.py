@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from topograd.decode.engine import Engine
 from topograd.decode.sampling import (
     Sampling,
     acceptance,
     draw,
-    generators,
     probabilities,
     quantile,
     residual,
@@ -170,7 +170,7 @@ def test_quantile_inverts_the_cumulative_sum() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     p = distribution(0.5, 0.0, 0.2, 0.3)
-    [generator] = generators(Sampling(seed=0), 1)
+    generator = torch.Generator().manual_seed(0)
     draws = torch.tensor([draw(p, generator) for _ in range(4000)])
     shares = torch.bincount(draws, minlength=4) / len(draws)
     assert (shares - p).abs().max() < 0.03  # about 4 standard deviations
@@ -214,7 +214,7 @@ def test_the_outcome_has_exactly_the_targets_distribution(case: str) -> None:
 
 def test_verify_end_to_end() -> None:
     q, p = distribution(0.4, 0.3, 0.2, 0.0, 0.1), distribution(0.1, 0.2, 0.3, 0.4, 0.0)
-    [generator] = generators(Sampling(seed=0), 1)
+    generator = torch.Generator().manual_seed(0)
     tokens, accepted, count = [], 0, 8000
     for _ in range(count):
         drafted = draw(q, generator)
@@ -230,7 +230,7 @@ def test_verify_end_to_end() -> None:
 
 
 def test_equal_distributions_accept_everything_and_disjoint_ones_nothing() -> None:
-    [generator] = generators(Sampling(seed=1), 1)
+    generator = torch.Generator().manual_seed(1)
     p = probabilities(logits(1), Sampling(temperature=1.0))
     for _ in range(200):
         token = draw(p, generator)
@@ -240,7 +240,7 @@ def test_equal_distributions_accept_everything_and_disjoint_ones_nothing() -> No
 
 
 def test_greedy_distributions_are_verified_by_equality() -> None:
-    [generator] = generators(Sampling(), 1)
+    generator = torch.Generator().manual_seed(0)
     one, other = distribution(0, 1, 0), distribution(0, 0, 1)
     assert verify(1, one, one, generator) == (True, 1)
     assert verify(1, one, other, generator) == (False, 2)
@@ -262,15 +262,16 @@ def stream(generator: torch.Generator) -> list[int]:
     return [draw(distribution(*[1] * 50), generator) for _ in range(20)]
 
 
-def test_rows_have_their_own_streams_and_the_first_is_a_single_rows() -> None:
+def test_sequences_have_their_own_streams_and_the_first_is_a_single_ones(engine: Engine) -> None:
     before = torch.get_rng_state()
-    rows = [stream(generator) for generator in generators(Sampling(seed=7), 3)]
+    cache = engine.new_cache()
+    rows = [stream(cache.new(Sampling(seed=7).shifted(r)).generator) for r in range(3)]
     assert len({tuple(row) for row in rows}) == 3
-    assert [stream(generators(Sampling(seed=7 + r), 1)[0]) for r in range(3)] == rows
+    assert [stream(cache.new(Sampling(seed=7 + r)).generator) for r in range(3)] == rows
     assert torch.equal(torch.get_rng_state(), before), "the global generator is not touched"
 
 
 def test_the_largest_seed_has_rows_too() -> None:
-    last, wrapped = generators(Sampling(seed=2**63 - 1), 2)
-    assert last.initial_seed() == 2**63 - 1
-    assert wrapped.initial_seed() == 0
+    last = Sampling(seed=2**63 - 1)
+    assert last.shifted(0).seed == 2**63 - 1
+    assert last.shifted(1).seed == 0

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding import written
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode import speculation
 from topograd.decode.autotune import DraftRule
-from topograd.decode.engine import Emitted, Engine, Mode, Prefix, generate_batch, generate_tokens
+from topograd.decode.engine import Emitted, Engine
+from topograd.decode.lookup import TextLookup
 from topograd.decode.sampling import Sampling, probabilities
+from topograd.decode.sequence import Tally
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, generate_batch, generate_tokens
 from topograd.errors import ConfigError, DivergenceError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
@@ -30,8 +34,14 @@ def expected(mild: GPT, mild_engine: Engine, prompts: list[list[int]]) -> list[l
     return [greedy(mild, mild_engine.plan, prompt, 30, LAST, CONTEXT) for prompt in prompts]
 
 
-def tokens_of(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    return [[emitted.token for emitted in row] for row in generate_batch(mode, prompts, tokens)]
+def tokens_of(
+    strategy: DecodeStrategy,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling | None = None,
+) -> list[list[int]]:
+    rows = generate_batch(strategy, prompts, tokens, sampling)
+    return [[emitted.token for emitted in row] for row in rows]
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -47,8 +57,8 @@ def test_a_batch_writes_what_full_depth_writes(
     stage: int,
 ) -> None:
     mode = Speculate(mild_engine, DraftRule(threshold, longest), stage)
-    assert tokens_of(mode, prompts, 30) == expected
-    tally = mode.tally
+    rows, tally = written(mode, prompts, 30)
+    assert [[e.token for e in row] for row in rows] == expected
     if threshold == 100:
         assert tally.drafted == 0
         assert math.isnan(tally.acceptance)
@@ -70,8 +80,9 @@ def test_a_single_row_writes_what_full_depth_writes(
 
 def test_stages_that_hardly_agree(gpt: GPT, engine: Engine, prompts: list[list[int]]) -> None:
     mode = Speculate(engine, DraftRule(0.0, 4), 1)
-    assert tokens_of(mode, prompts, 14) == tokens_of(Prefix(engine), prompts, 14)
-    assert mode.tally.acceptance < 0.2
+    rows, tally = written(mode, prompts, 14)
+    assert [[e.token for e in row] for row in rows] == tokens_of(FixedDepth(engine), prompts, 14)
+    assert tally.acceptance < 0.2
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 7])
@@ -102,13 +113,10 @@ def test_rounds_are_those_of_the_slow_loop(mild: GPT, mild_engine: Engine, rule:
             accepted += token == draft
             if token != draft:
                 break
-    mode = Speculate(mild_engine, rule)
-    assert generate_batch(mode, [[3, 1, 4]], 30)[0] == emitted[:30]
-    tally = mode.tally
+    (text,), tally = written(Speculate(mild_engine, rule), [[3, 1, 4]], 30)
+    assert text == emitted[:30]
     assert (tally.rounds, tally.drafted, tally.accepted) == (rounds, drafted, accepted)
-    assert {e.stage for e in emitted} == {0, LAST}
-    mode.begin(1)
-    assert mode.tally.rounds == 0, "a new batch is counted anew"
+    assert {e.exit for e in emitted} == {0, LAST}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -117,36 +125,36 @@ def test_nothing_is_computed_twice_in_a_round(
     mild_engine: Engine, visits_of: Callable[[Stack], Any], stage: int
 ) -> None:
     visits, mode = visits_of(mild_engine.stack), Speculate(mild_engine, DraftRule(0.0, 4), stage)
-    cache = mild_engine.start([[3, 1, 4]])
-    mode.begin(1)
+    (sequence,) = batch = mild_engine.start([[3, 1, 4]])
+    tally = sequence.tally
     for _ in range(4):
         visits.clear()
-        start, drafted = cache.lengths()[0], mode.tally.drafted
-        unread = start - 1 if mode.tally.rounds else 0
-        emitted = mode.advance(cache, [True])[0]
-        drafted = mode.tally.drafted - drafted
+        start, drafted = len(sequence), tally.drafted
+        unread = start - 1 if tally.rounds else 0
+        emitted = mode.step(batch)[0]
+        drafted = tally.drafted - drafted
         pending = list(range(unread, start + drafted))
         for layer in range(stage + 1):
             assert [p for call in visits.calls[layer] for p in call[0]] == pending
             assert len(visits.calls[layer]) == drafted + 1
         for layer in range(stage + 1, 4):
             assert visits.calls[layer] == [[pending]], "the deep stages run their queue as one batch"
-        assert cache.lengths() == [start + len(emitted)]
-    assert 0 < mode.tally.accepted < mode.tally.drafted, "some drafts were taken back"
+        assert len(sequence) == start + len(emitted)
+    assert 0 < tally.accepted < tally.drafted, "some drafts were taken back"
 
 
 def test_a_row_that_is_finished_stops_in_the_middle_of_a_draft(
     mild_engine: Engine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    written: list[list[int]] = [[] for _ in prompts]
+    rows: list[list[int]] = [[] for _ in prompts]
 
     def finished(row: int, emitted: Emitted) -> bool:
-        return row % 2 == 0 and len(written[row]) == row + 3
+        return row % 2 == 0 and len(rows[row]) == row + 3
 
     for row, emitted in generate_tokens(Speculate(mild_engine, DraftRule(0.0, 5)), prompts, 20, finished):
-        written[row].append(emitted.token)
+        rows[row].append(emitted.token)
     kept = [row + 3 if row % 2 == 0 else 20 for row in range(len(prompts))]
-    assert written == [row[:n] for row, n in zip(expected, kept, strict=True)]
+    assert rows == [row[:n] for row, n in zip(expected, kept, strict=True)]
 
 
 def test_drafting_with_a_stage_that_cannot_is_refused(mild_engine: Engine) -> None:
@@ -173,13 +181,13 @@ def test_logits_that_are_not_finite_at_a_drafted_position_are_found(
     def spoilt(h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         logits = readout(h, stage, rows)
         if stage == LAST:
-            assert logits.shape[1] == 3
-            logits[:, place, 5] = math.nan
+            assert len(logits) == 3
+            logits[place, 5] = math.nan
         return logits
 
-    monkeypatch.setattr(engine.stack, "readout", spoilt)
+    monkeypatch.setattr(engine.runtime, "readout", spoilt)
     with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
-        generate_batch(Speculate(engine, DraftRule(0.0, 2), sampling=sampling), [[1, 2]], 1)
+        generate_batch(Speculate(engine, DraftRule(0.0, 2)), [[1, 2]], 1, sampling)
 
 
 ROWS, PROMPT = 1500, [2, 0]
@@ -205,12 +213,13 @@ def small(make_gpt: Callable[..., GPT]) -> GPT:
     return make_gpt(layers=2, width=8, heads=1, vocab=5, context=6)
 
 
-def shares(mode: Mode, rows: int) -> Tensor:
+def shares(strategy: DecodeStrategy, rows: int, sampling: Sampling) -> tuple[Tensor, Tally]:
     """How often each pair of tokens is written. Row r has the stream of seed + r: a batch is many seeds."""
     found = torch.zeros(5, 5, dtype=torch.float64)
-    for a, b in tokens_of(mode, [PROMPT] * rows, 2):
-        found[a, b] += 1 / rows
-    return found
+    texts, tally = written(strategy, [PROMPT] * rows, 2, sampling)
+    for a, b in texts:
+        found[a.token, b.token] += 1 / rows
+    return found, tally
 
 
 @pytest.mark.parametrize(
@@ -225,11 +234,11 @@ def test_sampled_text_has_the_full_models_distribution(
     small: GPT, make_engine: Callable[..., Engine], rule: DraftRule, sampling: Sampling
 ) -> None:
     engine = make_engine(small, "1,1", context=6)
-    mode = Speculate(engine, rule, sampling=sampling)
     exact, draft = (pairs(small, engine, stage, sampling) for stage in (1, 0))
     assert distance(exact, draft) > 3 * FARTHEST
-    assert distance(shares(mode, ROWS), exact) < FARTHEST
-    assert 0.2 * ROWS < mode.tally.accepted < 0.95 * mode.tally.drafted
+    found, tally = shares(Speculate(engine, rule), ROWS, sampling)
+    assert distance(found, exact) < FARTHEST
+    assert 0.2 * ROWS < tally.accepted < 0.95 * tally.drafted
 
 
 def test_to_accept_every_draft_would_be_seen(
@@ -237,17 +246,54 @@ def test_to_accept_every_draft_would_be_seen(
 ) -> None:
     monkeypatch.setattr(speculation, "verify", lambda token, q, p, generator: (True, token))
     engine, sampling = make_engine(small, "1,1", context=6), Sampling(temperature=1.0, seed=1)
-    found = shares(Speculate(engine, DraftRule(0.0, 3), sampling=sampling), 400)
+    found, _ = shares(Speculate(engine, DraftRule(0.0, 3)), 400, sampling)
     assert distance(found, pairs(small, engine, 1, sampling)) > 2 * FARTHEST
 
 
 def test_sampled_rows_do_not_depend_on_one_another(mild_engine: Engine, prompts: list[list[int]]) -> None:
     rule = DraftRule(0.2, 3)
 
-    def written(rows: list[list[int]], seed: int) -> list[list[int]]:
-        mode = Speculate(mild_engine, rule, sampling=Sampling(temperature=0.7, seed=seed))
-        return tokens_of(mode, rows, 20)
+    def drawn(rows: list[list[int]], seed: int) -> list[list[int]]:
+        return tokens_of(Speculate(mild_engine, rule), rows, 20, Sampling(temperature=0.7, seed=seed))
 
-    together = written(prompts[2:], 5)
-    assert together == [written([prompt], 5 + row)[0] for row, prompt in enumerate(prompts[2:])]
-    assert together != written(prompts[2:], 6)
+    together = drawn(prompts[2:], 5)
+    assert together == [drawn([prompt], 5 + row)[0] for row, prompt in enumerate(prompts[2:])]
+    assert together != drawn(prompts[2:], 6)
+
+
+@torch.inference_mode()
+def test_drafts_of_unlike_lengths_are_verified_in_one_pass(
+    mild_engine: Engine, visits_of: Callable[[Stack], Any]
+) -> None:
+    """Whoever drafts: each text its own lookups, none of them padded."""
+    prompts = [[7, 8, 9, 7, 8, 9, 7, 8], [1, 2, 3], [4, 5, 4, 5, 4], [6]]
+    batch, mode = mild_engine.start(prompts), Speculate(mild_engine, TextLookup())
+    visits = visits_of(mild_engine.stack)
+    lengths = set()
+    for _ in range(6):
+        visits.clear()
+        before = [(s.marks[LAST], len(s), s.tally.drafted) for s in batch]
+        mode.step(batch)
+        drafted = [s.tally.drafted - b[2] for s, b in zip(batch, before, strict=True)]
+        due = [n - mark + d for (mark, n, _), d in zip(before, drafted, strict=True)]
+        assert [[len(row) for row in call] for call in visits.calls[LAST]] == [[sum(due)]]
+        lengths |= set(drafted)
+    assert len(lengths) > 1
+
+
+def test_greedy_and_sampled_texts_are_verified_together(
+    mild_engine: Engine, prompts: list[list[int]]
+) -> None:
+    """Each as alone: the sampling is the sequence's own."""
+    mode = Speculate(mild_engine, DraftRule(0.2, 3))
+    samplings = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(), Sampling(temperature=1.2, seed=9)]
+    cache = mild_engine.new_cache()
+    batch = [cache.new(sampling) for sampling in samplings]
+    with torch.inference_mode():
+        cache.push(batch, prompts[:4])
+        while min(len(s) for s in batch) < 20:
+            mode.step([s for s in batch if len(s) < 20])
+    for sequence, prompt, sampling in zip(batch, prompts, samplings, strict=False):
+        if len(prompt) < 10:
+            alone = tokens_of(mode, [prompt], 20 - len(prompt), sampling)[0]
+            assert sequence.tokens[len(prompt) : 20] == alone

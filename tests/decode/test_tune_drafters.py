@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from topograd.decode.autotune import RowCosts
-from topograd.decode.drafters import Drafting
-from topograd.decode.engine import Engine, Prefix, generate_batch
-from topograd.decode.lookup import LookupDrafter
-from topograd.decode.policy import Paying
+from topograd.decode.engine import Engine
+from topograd.decode.lookup import TextLookup
+from topograd.decode.policy import ExpectedGainPolicy
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.decode.tune_drafters import (
     Choice,
     acceptances,
@@ -37,22 +37,21 @@ def engine(mild: GPT, make_engine: Callable[..., Engine]) -> Engine:
 @pytest.fixture(scope="module")
 def rows(engine: Engine) -> list[list[int]]:
     prompts = [[3, 4, 5, 3, 4, 5, 3], [7, 8, 9, 7, 8, 9, 7]]
-    written = generate_batch(Prefix(engine), prompts, TOKENS)
+    written = generate_batch(FixedDepth(engine), prompts, TOKENS)
     return [p + [e.token for e in row] for p, row in zip(prompts, written, strict=True)]
 
 
 def test_a_replay_goes_as_the_speculation_does(engine: Engine, rows: list[list[int]]) -> None:
-    known = known_texts(rows, 7, [LookupDrafter(engine)])
-    policy = Paying(acceptances(known), CHEAP, 1.1)
+    known = known_texts(rows, 7, [TextLookup()])
+    policy = ExpectedGainPolicy(acceptances(known), CHEAP, 1.1)
     seconds = 0.0
     for row in rows:
-        mode = Speculate(engine, Drafting(engine, [LookupDrafter(engine)], policy))
-        cache = engine.start([row[:7]])
-        mode.begin(1)
-        while len(cache.tokens[0]) < len(row):
-            drafted = mode.tally.drafted
-            mode.advance(cache, [True])
-            seconds += CHEAP.deep_seconds(mode.tally.drafted - drafted + 1)
+        mode = Speculate(engine, TextLookup(), policy=policy)
+        (sequence,) = engine.start([row[:7]])
+        while len(sequence) < len(row):
+            drafted = sequence.tally.drafted
+            mode.step([sequence])
+            seconds += CHEAP.deep_seconds(sequence.tally.drafted - drafted + 1)
     found = replay(known, policy, ["lookup"])
     assert found == pytest.approx(TOKENS * len(rows) / seconds, rel=0.1), "but for drafts behind the end"
     assert found > 1
@@ -79,12 +78,16 @@ def test_steps_are_replayed(rows: list[list[int]]) -> None:
 
 
 def test_what_does_not_pay_is_not_chosen(engine: Engine, rows: list[list[int]]) -> None:
-    known = known_texts(rows, 7, [LookupDrafter(engine)])
+    known = known_texts(rows, 7, [TextLookup()])
     assert choose_drafters(known, DEAR, ["lookup"], None) is None
     chosen = choose_drafters(known, CHEAP, ["lookup"], None)
     assert chosen is not None
-    _, found = tune_speedup(known, Paying(acceptances(known), CHEAP, 1.0), ["lookup"])
-    assert found == chosen.predicted >= replay(known, Paying(acceptances(known), CHEAP, 1.0), ["lookup"])
+    _, found = tune_speedup(known, ExpectedGainPolicy(acceptances(known), CHEAP, 1.0), ["lookup"])
+    assert (
+        found
+        == chosen.predicted
+        >= replay(known, ExpectedGainPolicy(acceptances(known), CHEAP, 1.0), ["lookup"])
+    )
 
 
 def test_rows_are_timed(engine: Engine) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.oracles.decoding import moved, next_logits
-from topograd.decode.cache import Cache
-from topograd.decode.engine import Emitted, Engine, Prefix, generate_batch
+from topograd.decode.engine import Emitted, Engine
 from topograd.decode.sampling import Sampling, draw, probabilities
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.decode.wand import FEW, Wand
 from topograd.errors import ConfigError, DivergenceError
-from topograd.exec.forward import StageStates, stage_outputs
+from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
 from topograd.topology.dag import Topology
@@ -45,13 +45,13 @@ def slow(
     return emitted
 
 
-def run(mode: Wand, prompt: Sequence[int] = PROMPT) -> list[Emitted]:
-    return generate_batch(mode, [prompt], TOKENS)[0]
+def run(wand: Wand, prompt: Sequence[int] = PROMPT, sampling: Sampling | None = None) -> list[Emitted]:
+    return generate_batch(wand, [prompt], TOKENS, sampling)[0]
 
 
 def test_infinite_thresholds_are_full_depth(engine: Engine, prompts: list[list[int]]) -> None:
     for prompt in prompts:
-        assert run(Wand(engine, NEVER), prompt) == generate_batch(Prefix(engine), [prompt], TOKENS)[0]
+        assert run(Wand(engine, NEVER), prompt) == generate_batch(FixedDepth(engine), [prompt], TOKENS)[0]
 
 
 @pytest.mark.parametrize("tau", [-1.0, -math.inf])
@@ -60,10 +60,13 @@ def test_thresholds_below_every_margin_are_the_first_stage(
 ) -> None:
     visits = visits_of(engine.stack)
     assert (
-        run(Wand(engine, (tau, math.inf, math.inf))) == generate_batch(Prefix(engine, 0), [PROMPT], TOKENS)[0]
+        run(Wand(engine, (tau, math.inf, math.inf)))
+        == generate_batch(FixedDepth(engine, 0), [PROMPT], TOKENS)[0]
     )
     assert visits.calls[1:] == [[], [], []], "nothing deeper runs"
-    assert run(Wand(engine, (math.inf, tau, 0.0))) == generate_batch(Prefix(engine, 1), [PROMPT], TOKENS)[0]
+    assert (
+        run(Wand(engine, (math.inf, tau, 0.0))) == generate_batch(FixedDepth(engine, 1), [PROMPT], TOKENS)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,8 +77,8 @@ def test_tokens_and_stages_are_those_of_the_slow_loop(
     mild: GPT, mild_engine: Engine, thresholds: tuple[float, ...], sampling: Sampling | None
 ) -> None:
     expected = slow(mild, mild_engine, thresholds, sampling)
-    assert len({emitted.stage for emitted in expected}) > 1, "one stage alone would show little"
-    assert run(Wand(mild_engine, thresholds, sampling)) == expected
+    assert len({emitted.exit for emitted in expected}) > 1, "one stage alone would show little"
+    assert run(Wand(mild_engine, thresholds), sampling=sampling) == expected
 
 
 def test_leaving_early_is_approximate(mild_engine: Engine) -> None:
@@ -87,28 +90,31 @@ def test_leaving_early_is_approximate(mild_engine: Engine) -> None:
 @torch.inference_mode()
 def test_the_memory_is_that_of_the_full_model(mild: GPT, mild_engine: Engine) -> None:
     """Also behind tokens that left early, and after the context was full."""
-    mode, cache = Wand(mild_engine, (0.5, 0.5, 1.0)), mild_engine.start([PROMPT])
-    assert isinstance(cache, Cache)
-    mode.begin(1)
+    wand, batch = Wand(mild_engine, (0.5, 0.5, 1.0)), mild_engine.start([PROMPT])
+    (sequence,), cache = batch, batch[0].cache
     for steps in (11, 13):
-        queues, stages = [], set()
+        pending, exits = [], set()
         for _ in range(steps):
-            stages.add(mode.advance(cache, [True])[0][0].stage)
-            queues.append(cache.pending(LAST)[0])
-        assert len(stages) > 1
-        assert max(queues) > 1
-        cache.run(LAST)
-        inputs = torch.tensor(cache.tokens)
-        states = StageStates(mild_engine.stack, mild_engine.plan, 1, CONTEXT)
-        stage_outputs(mild_engine.stack, mild_engine.plan, inputs, [LAST], states=states)
-        whole = stage_outputs(mild, mild_engine.plan, inputs, range(4))
+            exits.add(wand.step(batch)[0][0].exit)
+            pending.append(cache.pending(sequence, LAST))
+        assert len(exits) > 1
+        assert max(pending) > 1
+        cache.run(batch, LAST)
+        n = len(sequence)
+        full = mild_engine.start([sequence.tokens])
+        mild_engine.run(full, LAST)
+        whole = stage_outputs(mild, mild_engine.plan, torch.tensor([sequence.tokens]), range(4))
         for stage in range(4):
-            close(cache.hidden(stage, cache.lengths()), whole[stage])
-            for own, full in zip(cache.memories[stage].layers, states.stages[stage].layers, strict=True):
-                n = inputs.shape[1]
-                close(own.keys[:, :, :n], full.keys[:, :, :n])
-                close(own.values[:, :, :n], full.values[:, :, :n])
-    assert inputs.shape[1] < len(PROMPT) + 24, "the older half was forgotten once"
+            close(cache.hidden(batch, stage, [n]), whole[stage][0])
+            for own, other in zip(cache.stages[stage].slots, full[0].cache.stages[stage].slots, strict=True):
+                assert own is not None
+                assert other is not None
+                for mine, theirs in ((own.keys, other.keys), (own.values, other.values)):
+                    a, b = (
+                        s.rooms[p.place.room][p.place.slot] for s, p in ((mine, sequence), (theirs, full[0]))
+                    )
+                    close(a[:, :n], b[:, :n])
+    assert n < len(PROMPT) + 24, "the older half was forgotten once"
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -119,15 +125,14 @@ def close(a: Tensor, b: Tensor) -> None:
 def test_a_queue_runs_as_one_batch_when_a_token_goes_deeper(
     mild_engine: Engine, visits_of: Callable[[Stack], Any]
 ) -> None:
-    visits, mode = visits_of(mild_engine.stack), Wand(mild_engine, (1.0, math.inf, math.inf))
-    cache = mild_engine.start([PROMPT])
-    mode.begin(1)
+    visits, wand = visits_of(mild_engine.stack), Wand(mild_engine, (1.0, math.inf, math.inf))
+    batch = mild_engine.start([PROMPT])
     stages: list[int] = []
     deep: list[list[int]] = []
     for step in range(20):
         visits.clear()
         waiting = len(PROMPT) + step - sum(map(len, deep))
-        stages.append(mode.advance(cache, [True])[0][0].stage)
+        stages.append(wand.step(batch)[0][0].exit)
         assert visits.calls[0] == [[list(range(len(PROMPT)) if not step else [len(PROMPT) + step - 1])]]
         assert visits.calls[1] == visits.calls[2] == visits.calls[3]
         deep += [call[0] for call in visits.calls[3]]
@@ -150,7 +155,7 @@ class Spy:
                 self.sizes.append(len(rows))
             return readout(h, stage, rows)
 
-        monkeypatch.setattr(engine.stack, "readout", spied)
+        monkeypatch.setattr(engine.runtime, "readout", spied)
 
 
 THRESHOLDS = (1.5, 1.5, math.inf)
@@ -189,9 +194,9 @@ def test_pruning_with_a_bound_of_nothing_keeps_the_leader(mild: GPT, mild_engine
     """It shows that pruning decides: with a bound that does not hold, the text differs."""
     pruned = run(Wand(mild_engine, (math.inf, 1e9, math.inf), bounds=(1e9, 0.0, 1e9)))
     assert [e.token for e in pruned] == [
-        e.token for e in generate_batch(Prefix(mild_engine, 1), [PROMPT], TOKENS)[0]
+        e.token for e in generate_batch(FixedDepth(mild_engine, 1), [PROMPT], TOKENS)[0]
     ]
-    assert {e.stage for e in pruned} == {LAST}
+    assert {e.exit for e in pruned} == {LAST}
     assert pruned != run(Wand(mild_engine, NEVER))
 
 
@@ -199,7 +204,7 @@ def test_nothing_is_pruned_where_tokens_are_drawn(
     mild: GPT, mild_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling, spy = Sampling(temperature=0.9, seed=4), Spy(mild_engine, monkeypatch)
-    found = run(Wand(mild_engine, THRESHOLDS, sampling, bounds=(0.0,) * LAST))
+    found = run(Wand(mild_engine, THRESHOLDS, bounds=(0.0,) * LAST), sampling=sampling)
     assert found == slow(mild, mild_engine, THRESHOLDS, sampling)
     assert spy.sizes == []
 
@@ -235,11 +240,31 @@ def test_stages_that_do_not_predict_are_no_exits(gpt: GPT, make_engine: Callable
     assert found != run(Wand(silent, (-math.inf, math.inf)))
 
 
-def test_several_rows_are_refused(engine: Engine) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^wand writes one row at a time and 2 are given; use full or spec"
-    ):
-        generate_batch(Wand(engine, NEVER), [[1], [2]], 1)
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.9, seed=4)], ids=["greedy", "sampled"])
+def test_sequences_together_write_what_each_writes_alone(
+    mild_engine: Engine, prompts: list[list[int]], sampling: Sampling | None
+) -> None:
+    wand = Wand(mild_engine, (0.7, 0.5, 0.4))
+    together = generate_batch(wand, prompts, TOKENS, sampling)
+    for row, prompt in enumerate(prompts):
+        own = None if sampling is None else sampling.shifted(row)
+        assert together[row] == run(wand, prompt, own)
+    assert len({tuple(e.exit for e in row) for row in together}) > 1, "their exits differ"
+
+
+@torch.inference_mode()
+def test_those_that_have_not_left_share_each_later_stage(
+    mild_engine: Engine, prompts: list[list[int]], visits_of: Callable[[Stack], Any]
+) -> None:
+    visits, wand = visits_of(mild_engine.stack), Wand(mild_engine, (0.7, 0.5, 0.4))
+    batch = mild_engine.start(prompts)
+    deep = 0
+    for _ in range(12):
+        visits.clear()
+        exits = [row[0].exit for row in wand.step(batch)]
+        assert all(len(calls) == (max(exits) >= layer) for layer, calls in enumerate(visits.calls))
+        deep += sum(exit_ == LAST for exit_ in exits) > 1
+    assert deep, "several went to the end in one pass"
 
 
 @pytest.mark.parametrize("thresholds", [NEVER, (0.0, 0.0, 0.0)], ids=["full", "early"])

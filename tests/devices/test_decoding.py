@@ -17,9 +17,8 @@ from tests.devices.test_training import FAMILIES
 from tests.nn.conftest import LLAMA, llama, transformer
 from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.draft_stage import DraftStageDrafter
-from topograd.decode.engine import Mode
-from topograd.decode.rows import Rows
-from topograd.decode.speculation import Tally
+from topograd.decode.sequence import Tally
+from topograd.decode.strategies import DecodeStrategy, continue_tokens
 from topograd.runs.topology_config import TopologyConfig
 
 Begin = Callable[[], None]
@@ -34,33 +33,35 @@ SAMPLED = tg.Sampling(temperature=0.8, top_p=0.9, seed=3)
 TOKENS = 12
 RULE = tg.DraftRule(0.0, 3)
 """Every draft of at most three tokens is made."""
-FEW: dict[str, Callable[[tg.Engine], Mode]] = {
-    "full": tg.Prefix,
-    "prefix": lambda engine: tg.Prefix(engine, 1),
-    "sampled": lambda engine: tg.Prefix(engine, sampling=SAMPLED),
-    "composed": lambda engine: tg.Composed(engine, {(0, 1, 2, 3): 1.0, (0, 2, 3): 0.5}),
+FEW: dict[str, Callable[[tg.Engine], DecodeStrategy]] = {
+    "full": tg.FixedDepth,
+    "prefix": lambda engine: tg.FixedDepth(engine, 1),
+    "sampled": tg.FixedDepth,
+    "composed": lambda engine: tg.PathEnsemble(engine, {(0, 1, 2, 3): 1.0, (0, 2, 3): 0.5}),
 }
 
 
-def written(mode: Mode, prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    each = tg.generate_tokens(mode, prompts, TOKENS)
-    return [(row, emitted.token, emitted.stage) for row, emitted in each]
-
-
 def both(
-    make: Callable[[torch.device], Mode], prompts: Sequence[Sequence[int]]
-) -> tuple[Transfers, Mode, list[tuple[int, int, int]]]:
-    """Write on the CPU and on the device: what crossed while the text was written, and the text."""
-    modes: list[Mode] = []
+    make: Callable[[torch.device], DecodeStrategy],
+    prompts: Sequence[Sequence[int]],
+    sampling: tg.Sampling | None = None,
+) -> tuple[Transfers, Tally, list[tuple[int, int, int]]]:
+    """Write on the CPU and on the device: what crossed while the text was written, drafts, and the text."""
+    tally = Tally()
 
     def run(device: torch.device, begin: Begin) -> Any:
-        modes.append(make(device))
+        strategy = make(device)
         begin()
-        return written(modes[-1], prompts)
+        batch = strategy.engine.start(prompts, sampling)
+        text = [(row, e.token, e.exit) for row, e in continue_tokens(strategy, batch, TOKENS)]
+        tally.__init__()  # type: ignore[misc]
+        for sequence in batch:
+            tally.add(sequence.tally)
+        return text
 
     expected, found, transfers = on_both(run)
     assert found == expected
-    return transfers, modes[-1], found
+    return transfers, tally, found
 
 
 @pytest.mark.parametrize(
@@ -71,21 +72,21 @@ def both(
 def test_a_token_is_one_read(mixer: str, depth: str, rows: str) -> None:
     """Of all rows, over the end of the context: prefill, steps, and what a full row forgets."""
 
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         return FEW[depth](engine_of(random_gpt(later=0.15, **MIXERS[mixer]).to(device), context=8))
 
-    transfers, _, _ = both(make, ROWS[rows])
+    transfers, _, _ = both(make, ROWS[rows], SAMPLED if depth == "sampled" else None)
     check(transfers, "full depth", TOKENS)
 
 
 @pytest.mark.parametrize("mixer", ["gpt", "mamba2"])
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 def test_wand_reads_once_at_each_exit_that_it_asks(mixer: str, sampling: tg.Sampling | None) -> None:
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         engine = engine_of(random_gpt(later=0.15, **MIXERS[mixer]).to(device))
-        return tg.Wand(engine, [0.6, 0.5, 0.5], sampling)
+        return tg.Wand(engine, [0.6, 0.5, 0.5])
 
-    transfers, _, text = both(make, ROWS["one row"])
+    transfers, _, text = both(make, ROWS["one row"], sampling)
     asked = sum(stage + 1 for _, _, stage in text)
     drawn = 0 if sampling is None else sum(stage < 3 for _, _, stage in text)  # of the exit's own logits
     check(transfers, "WAND: each exit", asked + drawn)
@@ -93,7 +94,7 @@ def test_wand_reads_once_at_each_exit_that_it_asks(mixer: str, sampling: tg.Samp
 
 
 def test_wand_with_bounds_reads_the_survivors_too() -> None:
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         engine = engine_of(random_gpt(later=0.15).to(device))
         return tg.Wand(engine, [50.0] * 3, bounds=[0.3] * 3)
 
@@ -103,21 +104,15 @@ def test_wand_with_bounds_reads_the_survivors_too() -> None:
     assert (transfers.reads, transfers.writes) == (TOKENS * (3 * exits[0] + last[0]), 0)
 
 
-def rounds_of(mode: Mode, rows: int) -> Tally:
-    assert isinstance(mode, tg.Speculate)
-    assert mode.tally.drafted > 0
-    return mode.tally
-
-
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 def test_a_round_reads_every_draft_and_one_verdict(mixer: str, sampling: tg.Sampling | None) -> None:
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         engine = engine_of(random_gpt(later=0.15, **MIXERS[mixer]).to(device))
-        return tg.Speculate(engine, RULE, sampling=sampling)
+        return tg.Speculate(engine, RULE)
 
-    transfers, mode, _ = both(make, ROWS["one row"])
-    tally = rounds_of(mode, 1)
+    transfers, tally, _ = both(make, ROWS["one row"], sampling)
+    assert tally.drafted > 0
     drafts, verdicts = pinned("speculation: each drafted"), pinned("speculation: each verification")
     assert transfers.reads == tally.drafted * drafts[0] + tally.rounds * verdicts[0]
     assert transfers.writes == tally.drafted * drafts[1] + tally.rounds * verdicts[1]
@@ -125,9 +120,9 @@ def test_a_round_reads_every_draft_and_one_verdict(mixer: str, sampling: tg.Samp
 
 @pytest.mark.parametrize("drafter", ["prefix", "stage", "model"])
 def test_ragged_rows_draft_and_are_verified_together(drafter: str) -> None:
-    advances: list[int] = []
+    steps: list[int] = []
 
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         model = random_gpt(later=0.15).to(device)
         engine = engine_of(model)
         small = engine_of(random_gpt(later=0.15, layers=1).to(device), "1")
@@ -136,33 +131,33 @@ def test_ragged_rows_draft_and_are_verified_together(drafter: str) -> None:
             "stage": lambda: DraftStageDrafter(engine, stage_of(model), RULE),
             "model": lambda: ModelDrafter(engine, small, rule=RULE),
         }[drafter]()
-        mode = tg.Speculate(engine, drafts)
-        advance = mode.advance
-        advances[:] = [0]
+        strategy = tg.Speculate(engine, drafts)
+        step = strategy.step
+        steps[:] = [0]
 
         def counted(*given: Any) -> Any:
-            advances[0] += 1
-            return advance(*given)
+            steps[0] += 1
+            return step(*given)
 
-        mode.advance = counted  # type: ignore[method-assign,assignment]
-        return mode
+        strategy.step = counted  # type: ignore[method-assign,assignment]
+        return strategy
 
-    transfers, mode, _ = both(make, ROWS["ragged rows"])
-    rounds_of(mode, 3)
+    transfers, tally, _ = both(make, ROWS["ragged rows"])
+    assert tally.drafted > 0
     vocabulary = int(drafter == "stage")  # its list of tokens, once
     assert transfers.writes == 0
-    assert transfers.reads <= advances[0] * (3 + 1) + vocabulary, "three drafts and a verdict, for all rows"
+    assert transfers.reads <= steps[0] * (3 + 1) + vocabulary, "three drafts and a verdict, for all rows"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", ["one row", "ragged rows"])
 def test_every_family(family: Any, rows: str) -> None:
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         torch.manual_seed(0)
         stack = transformer(family, **FAMILIES[family] | {"context": 24}).double().eval()
         for parameter in stack.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        return tg.Prefix(tg.Engine(stack.to(device), "2,2"))
+        return tg.FixedDepth(tg.Engine(stack.to(device), "2,2"))
 
     transfers, _, _ = both(make, ROWS[rows])
     check(transfers, "full depth", TOKENS)
@@ -170,24 +165,24 @@ def test_every_family(family: Any, rows: str) -> None:
 
 @pytest.mark.parametrize("rows", ["one row", "ragged rows"])
 def test_regions_joined_by_interfaces(rows: str) -> None:
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         torch.manual_seed(0)
         topology = TopologyConfig(partition="1,1,2", interface="S=4,r=4,pool=mean").build(4)
         stack = tg.GPTConfig(layers=4, width=16, heads=2, vocab=23, context=24).build(topology).double()
         tg.prepare(stack, topology)
         for parameter in stack.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        return tg.Prefix(tg.Engine(stack.eval().to(device), topology))
+        return tg.FixedDepth(tg.Engine(stack.eval().to(device), topology))
 
     transfers, _, _ = both(make, ROWS[rows])
     check(transfers, "full depth", TOKENS)
 
 
 def test_an_adapted_module_is_recomputed() -> None:
-    def make(device: torch.device) -> Mode:
+    def make(device: torch.device) -> DecodeStrategy:
         torch.manual_seed(0)
         stack = tg.adapt(llama().eval().double().to(device), **LLAMA)
-        return tg.Prefix(tg.Engine(stack, "2,2", context=9))
+        return tg.FixedDepth(tg.Engine(stack, "2,2", context=9))
 
     transfers, _, _ = both(make, ROWS["ragged rows"])
     own = [one for one in transfers.seen if not one.place.startswith("nn/adapted/adapt.py:_trace")]
@@ -195,34 +190,36 @@ def test_an_adapted_module_is_recomputed() -> None:
 
 
 def test_rows_that_come_and_go() -> None:
-    """As a server has them: caches of one row each, run together."""
+    """As a server has them: sequences of one cache, run together, one of which is new and one forked."""
 
     def run(device: torch.device, begin: Begin) -> Any:
         engine = engine_of(random_gpt(later=0.15).to(device))
-        mode = tg.Prefix(engine)
+        strategy = tg.FixedDepth(engine)
         with torch.inference_mode():
-            rows = Rows([engine.start([prompt]) for prompt in ROWS["ragged rows"]])
-            mode.begin(3)
+            batch = engine.start(ROWS["ragged rows"])
+            cache = batch[0].cache
             begin()
-            return [[t.token for row in mode.advance(rows, [True] * 3) for t in row] for _ in range(TOKENS)]
+            text = [[t.token for row in strategy.step(batch) for t in row] for _ in range(TOKENS - 2)]
+            cache.free(batch.pop(1))
+            batch += [cache.new(), cache.fork(batch[0], 5)]
+            engine.append(batch[2:3], [[4]])
+            return [*text, *([t.token for row in strategy.step(batch) for t in row] for _ in range(2))]
 
     expected, found, transfers = on_both(run)
     assert found == expected
     check(transfers, "full depth", TOKENS)
 
 
-def test_selected_rows_go_on() -> None:
+def test_forked_rows_go_on() -> None:
     def run(device: torch.device, begin: Begin) -> Any:
         engine = engine_of(random_gpt(later=0.15, **MIXERS["hybrid"]).to(device))
-        mode = tg.Prefix(engine)
+        strategy = tg.FixedDepth(engine)
         with torch.inference_mode():
-            cache = engine.start(ROWS["ragged rows"])
-            mode.begin(3)
-            mode.advance(cache, [True] * 3)
+            batch = engine.start(ROWS["ragged rows"])
+            strategy.step(batch)
             begin()
-            cache.select([2, 0])
-            mode.begin(2)
-            return [[t.token for row in mode.advance(cache, [True] * 2) for t in row] for _ in range(3)]
+            some = [batch[0].cache.fork(batch[2]), batch[0]]
+            return [[t.token for row in strategy.step(some) for t in row] for _ in range(3)]
 
     expected, found, transfers = on_both(run)
     assert_same(found, expected)

@@ -14,15 +14,16 @@ from torch import Tensor
 import topograd as tg
 from devices import assert_same, on_both, second_device
 from tests.devices.pinned import check, pinned
+from tests.exec.test_local_objectives import RULES, made
 from tests.nn.conftest import GPT2, LLAMA, VOCAB, gpt2, llama, transformer
 from tests.test_every_topology import KINDS
-from tests.training.test_local_objectives import RULES, made
 from topograd.data.images import Pictures
+from topograd.exec.gradient import BACKWARDS
+from topograd.exec.objectives import teacher_logits
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.stack import Stack
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.image_evaluation import evaluate_images
-from topograd.training.objectives import teacher_logits
 
 Begin = Callable[[], None]
 CLOSE = 1e-11  # in float64; silu's gradient is written out for a device without kernels
@@ -175,7 +176,7 @@ def test_a_step_of_the_loop_reads_once(optimizer: str, batches: int) -> None:
         )
         plan = tg.prepare(stack, "2,2")
         stack.to(device)
-        loop = tg.TrainingLoop(stack, tg.make_optimizers(stack, tg.OptimizerConfig(name=optimizer)), clip=0.5)
+        loop = tg.StepRunner(stack, tg.make_optimizers(stack, tg.OptimizerConfig(name=optimizer)), clip=0.5)
         for number in range(3):
             begin()
             done = loop.step(
@@ -184,7 +185,7 @@ def test_a_step_of_the_loop_reads_once(optimizer: str, batches: int) -> None:
         return done, dict(stack.named_parameters())
 
     expected, found, transfers = on_both(run)
-    check(transfers, "`TrainingLoop.step`")
+    check(transfers, "`StepRunner.step`")
     assert transfers.async_writes == 3 * batches  # inputs, targets, rotary frequencies
     assert_same(found, expected)  # in float32: bit for bit
 
@@ -193,7 +194,7 @@ def test_a_group_that_breaks_is_halted_on_a_device_too() -> None:
     def run(device: torch.device, begin: Begin) -> Any:
         stack, plan = of_kind("chain")
         stack.to(device)
-        loop = tg.TrainingLoop(stack, tg.make_optimizers(stack, tg.OptimizerConfig(name="adamw")))
+        loop = tg.StepRunner(stack, tg.make_optimizers(stack, tg.OptimizerConfig(name="adamw")))
         with torch.no_grad():
             next(stack.layers[3].parameters()).fill_(torch.inf)
         done = loop.step(plan, [(tokens("cpu"), tokens("cpu", 1))])
@@ -213,7 +214,7 @@ def test_a_scan_checks_its_jacobians_once(backward: str) -> None:
         plan = tg.prepare(stack, topology)
         stack.to(device)
         optimizers = tg.make_optimizers(stack, tg.OptimizerConfig(name="sgd"))
-        loop = tg.TrainingLoop(stack, optimizers, backward=backward)
+        loop = tg.StepRunner(stack, optimizers, gradient=BACKWARDS[backward]())
         for _ in range(steps):
             begin()
             stack.zero_grad()
@@ -265,11 +266,13 @@ def test_a_run_on_a_device(config: tg.TrainConfig, tmp_path: Path) -> None:
         trainer = tg.start(replace(here, device=device.type), folder)
         begin()
         trainer.train(stop_after=4)
-        return tg.resume(folder).train(), [r["loss"] for r in trainer.run.metrics() if r["kind"] == "train"]
+        return tg.resume(folder).train(), [
+            r["loss"] for r in trainer.task.run.metrics() if r["kind"] == "train"
+        ]
 
     expected, found, transfers = on_both(run)
-    steps = [place for place in transfers.places("read") if place.startswith("training/loop.py")]
-    assert sum(transfers.places("read")[place] for place in steps) == 6 * pinned("`TrainingLoop.step`")[0]
+    steps = [place for place in transfers.places("read") if place.startswith("training/step_runner.py")]
+    assert sum(transfers.places("read")[place] for place in steps) == 6 * pinned("`StepRunner.step`")[0]
     uploads = [place for place in transfers.places("write") if place.startswith("training/")]
     assert [place for place in uploads if not place.startswith("training/monitors.py")] == []
     for result in (expected[0], found[0]):
@@ -289,7 +292,7 @@ def test_a_run_begins_with_the_same_weights_on_every_device(
     here = config.changed(model=spec, optimizer=tg.OptimizerConfig(name=optimizer), **settings)
 
     def run(device: torch.device, begin: Begin) -> Any:
-        return tg.start(replace(here, device=device.type), tmp_path / device.type).stack.state_dict()
+        return tg.start(replace(here, device=device.type), tmp_path / device.type).task.stack.state_dict()
 
     expected, found, _ = on_both(run, own_stream=True)
     assert_same(found, expected)
@@ -309,7 +312,7 @@ def test_resuming_draws_what_would_have_been_drawn(config: tg.TrainConfig, tmp_p
         resumed = tg.resume(tmp_path / "stopped")
         resumed.train()
     losses = [
-        [record["loss"] for record in trainer.run.metrics() if record["kind"] == "train"]
+        [record["loss"] for record in trainer.task.run.metrics() if record["kind"] == "train"]
         for trainer in (straight, resumed)
     ]
     assert losses[0] == losses[1]

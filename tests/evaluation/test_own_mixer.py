@@ -1,4 +1,4 @@
-"""A run whose mixer is the one of `examples/own_parts.py`: its memory is all that decoding asks for."""
+"""A run whose mixer is the one of `examples/own_parts.py`: its state is all that decoding asks for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 import topograd as tg
 from topograd.cli.main import main
-from topograd.decode.engine import Prefix, generate_batch
 from topograd.decode.model import Model
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.evaluation.scoring import Scorer, TokenRow
 from topograd.nn.layer_state import LayerState
 
@@ -72,8 +72,8 @@ def test_rows_of_unlike_lengths_are_what_each_is_alone(model: Model) -> None:
         for row, score in zip(bundle, each, strict=True):
             assert score.total[-1] == pytest.approx(exact(model, list(row.tokens), row.start), abs=1e-3)
     prompts = [drawn(7), drawn(2)]
-    together = generate_batch(Prefix(model.engine), prompts, 6)
-    alone = [generate_batch(Prefix(model.engine), [prompt], 6)[0] for prompt in prompts]
+    together = generate_batch(FixedDepth(model.engine), prompts, 6)
+    alone = [generate_batch(FixedDepth(model.engine), [prompt], 6)[0] for prompt in prompts]
     assert [[e.token for e in row] for row in together] == [[e.token for e in row] for row in alone]
 
 

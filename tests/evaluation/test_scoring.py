@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from pieces import pooled
 from tests.oracles.scoring import token_logprobs
-from topograd.decode.engine import Composed, Engine
+from topograd.decode.engine import Engine
+from topograd.decode.strategies import PathEnsemble
 from topograd.errors import ConfigError
 from topograd.evaluation.scoring import Scorer, TokenRow, common
 from topograd.nn.gpt import GPT
@@ -73,7 +75,7 @@ def test_every_exit_scores_what_predicting_each_token_by_itself_gives(
                 assert score.mean_loss[k] == pytest.approx(-sum(p for p, _ in slow) / len(slow), rel=1e-9)
 
 
-def test_a_model_without_memory_scores_the_same(make_engine: MakeEngine) -> None:
+def test_a_model_that_keeps_no_states_scores_the_same(make_engine: MakeEngine) -> None:
     class Plain(nn.Module):
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
@@ -84,8 +86,9 @@ def test_a_model_without_memory_scores_the_same(make_engine: MakeEngine) -> None
             return out
 
     engine = make_engine()
-    twin = make_engine()
-    twin.stack, twin.remembers = _plain(Plain), False
+    twin = Engine(_plain(Plain), engine.plan, engine.context)
+    assert engine.keeps_states
+    assert not twin.keeps_states
     for ours, theirs in zip(
         Scorer(engine).score(bundles_of()), Scorer(twin).score(bundles_of()), strict=True
     ):
@@ -145,13 +148,12 @@ def test_depths_are_those_of_generation(make_engine: MakeEngine) -> None:
             for a, b in zip(ours, theirs, strict=True):
                 close(a.logprob[0], b.logprob[exit_])
     for named, weights in (("path:1,3", "1,3"), ("branches:1-3*3+1-2", "1-3*3+1-2")):
-        mode = Composed(engine, parse_branches(weights))
+        strategy = PathEnsemble(engine, parse_branches(weights))
         row = bundles[2][0]
         for place in range(row.start, len(row.tokens)):
-            with torch.inference_mode():
-                pooled = mode.pooled(mode.engine.start([row.tokens[:place]])).log_softmax(-1)
+            slow = pooled(strategy, row.tokens[:place])
             found = Scorer(engine, named).score([[row]])[0][0].logprob[0, place - row.start]
-            close(found, pooled[0, row.tokens[place]].double())
+            close(found, slow[row.tokens[place]].double())
 
 
 def test_a_model_that_predicts_by_a_path_is_scored_by_it(make_engine: MakeEngine) -> None:

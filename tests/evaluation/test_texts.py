@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from topograd.decode.engine import Composed
+from pieces import pooled
 from topograd.decode.model import Model
+from topograd.decode.strategies import PathEnsemble
 from topograd.errors import ConfigError
 from topograd.evaluation.texts import _scored, encode_pair, score, score_texts
 from topograd.exec.forward import Predictor
@@ -100,13 +101,10 @@ def test_specialists_that_are_active_are_scored(pool: SpecialistPool) -> None:
 def test_a_path_may_end_at_a_specialist(pool: SpecialistPool) -> None:
     model = pool.model({"a": 1.0})
     [found] = score(model, "a stage", " loss", "path:1,3")
-    mode = Composed(model.engine, {(0, 2): 1.0})
+    strategy = PathEnsemble(model.engine, {(0, 2): 1.0})
     tokens = list(b"a stage loss")
-    slow = []
-    for place in range(len(tokens) - 5, len(tokens)):
-        with torch.inference_mode():
-            z = mode.pooled(mode.engine.start([tokens[:place]])).log_softmax(-1)
-        slow.append(float(z[0, tokens[place]]))
+    places = range(len(tokens) - 5, len(tokens))
+    slow = [float(pooled(strategy, tokens[:place])[tokens[place]]) for place in places]
     assert found.score.logprob[0].tolist() == pytest.approx(slow, abs=1e-5)
 
 

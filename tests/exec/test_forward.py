@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pieces import Decoded
 from topograd.errors import StackError
-from topograd.exec.forward import StageStates, run_stage, stage_logits, stage_outputs
+from topograd.exec.forward import run_stage, stage_logits, stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Bus
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
@@ -148,23 +149,21 @@ def test_a_stage_needs_a_message_for_each_source(model: GPT, inputs: Tensor) -> 
         run_stage(model, stage, [x0], model.bus(x0, inputs))
 
 
-def test_a_stage_that_missed_positions_is_refused(model: GPT, inputs: Tensor) -> None:
-    plan = Plan.of(Topology.chain("2,2"), 4)
-    states = StageStates(model, plan, batch=2, capacity=9)
-    stage_outputs(model, plan, inputs[:, :3], [0], states=states)
-    with pytest.raises(StackError, match="stage 1 has seen 0 of 3 positions; ask for the same stages"):
-        stage_outputs(model, plan, inputs[:, 3:], [1], states=states)
-
-
 def test_a_prefix_decodes_alone(model: GPT, inputs: Tensor) -> None:
-    """Stages that are never asked for need no memory."""
+    """A stage that is never asked for runs nothing; asked for later, it runs all that is pending."""
     plan = Plan.of(Topology.chain("2,2"), 4)
-    states = StageStates(model, plan, batch=2, capacity=9)
-    stage_outputs(model, plan, inputs[:, :6], [0], states=states)
-    rest = stage_outputs(model, plan, inputs[:, 6:], [0], states=states)[0]
-    whole = stage_outputs(model, plan, inputs, [0])[0]
-    torch.testing.assert_close(rest, whole[:, 6:], rtol=1e-12, atol=1e-12)
-    assert (states.length, states.seen) == (9, [9, 0])
+    decoded = Decoded(model, plan, rows=2, capacity=9)
+    decoded.outputs(inputs[:, :6], [0])
+    rest = decoded.outputs(inputs[:, 6:], [0])[0]
+    whole = stage_outputs(model, plan, inputs, [0, 1])
+    torch.testing.assert_close(rest, whole[0][:, 6:], rtol=1e-12, atol=1e-12)
+    assert [sequence.marks for sequence in decoded.batch] == [[9, 0]] * 2
+    with pytest.raises(StackError, match="stage 2 has not run that many positions; run it first"):
+        decoded.cache.hidden(decoded.batch, 1)
+    with torch.inference_mode():
+        decoded.cache.run(decoded.batch, 1)
+        late = decoded.cache.hidden(decoded.batch, 1, [9, 9]).unflatten(0, (2, 9))
+    torch.testing.assert_close(late, whole[1], rtol=1e-12, atol=1e-12)
 
 
 def test_logits_with_a_graph_are_those_of_the_outputs(model: GPT, inputs: Tensor) -> None:

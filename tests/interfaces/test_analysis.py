@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from papers.latent_bounded_interfaces.measure import build_model, random_tokens
+from papers.latent_bounded_interfaces.shape import Shape
 from topograd.errors import StackError
 from topograd.exec.forward import run_stage
+from topograd.exec.train_step import train_step
 from topograd.interfaces import SegmentInterface
 from topograd.interfaces.analysis import (
     adjoint_norms,
@@ -18,10 +21,8 @@ from topograd.interfaces.analysis import (
     message_spread,
     singular_values,
 )
-from topograd.interfaces.engines import backward
-from topograd.interfaces.measure import build_model, random_tokens
+from topograd.interfaces.engines import Scan
 from topograd.interfaces.regions import Regions
-from topograd.interfaces.settings import Shape
 from topograd.nn.gpt import GPT
 
 SHAPE = Shape(regions=4, region_layers=1, width=16, heads=2, vocab=11, context=12, batch=2)
@@ -112,7 +113,9 @@ def test_a_model_against_one_whole_graph(stack: GPT) -> None:
     assert found["adjoint_norm"] == pytest.approx(norms)
     assert found["message_rank"] == pytest.approx([message_rank(m.detach()).item() for m in messages])
     assert found["message_spread"] == pytest.approx([message_spread(m.detach()).item() for m in messages])
-    J = backward(stack, SHAPE.topology, inputs, targets, engine="scan").jacobians
+    engine = Scan()
+    train_step(stack, SHAPE.topology, inputs, targets, gradient=engine)
+    J = engine.jacobians
     assert J is not None
     assert {name: found[name] for name in describe_jacobians(J)} == describe_jacobians(J)
 

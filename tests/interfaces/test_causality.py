@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.oracles.interfaces import interface_forward
-from topograd.errors import ConfigError, StackError
+from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
-from topograd.interfaces.causality import future_gradient, leak
+from topograd.interfaces.causality import future_gradient
 from topograd.nn.config import ARCHITECTURES, Architecture, Maps, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentRelay, add_interfaces
@@ -155,17 +155,8 @@ def test_a_planted_leak_of_an_early_region_is_found(layer: int, ahead: int, foun
     assert (future_gradient(stack, PLAN, tokens()) > 0) == found
 
 
-def test_leak_of_a_small_model() -> None:
-    assert leak() == 0.0
-    assert leak(pool="mean", segments=1, causal=False) > 1e-3
-
-
 def test_bad_input() -> None:
     stack = model(SegmentInterface(segments=4, rank=4))
     for inputs in (tokens(1), tokens()[0]):
         with pytest.raises(StackError, match=r"the inputs have shape \(.*\); give tokens \(batch, time\)"):
             future_gradient(stack, PLAN, inputs)
-    with pytest.raises(ConfigError, match="causal=False pools the whole sequence"):
-        leak(causal=False)
-    with pytest.raises(ConfigError, match="S is 5 and the context 32"):
-        leak(segments=5)

@@ -3,24 +3,27 @@
 from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.oracles.interfaces import interface_forward, interface_loss
-from topograd.errors import ConfigError, TopologyError
-from topograd.interfaces.engines import Backward, backward, region_step
-from topograd.interfaces.settings import BackwardEngine
+from topograd.errors import ConfigError, StackError, TopologyError
+from topograd.exec.gradient import Autograd, GradientEngine
+from topograd.exec.objectives import CrossEntropy, Distillation
+from topograd.exec.train_step import train_step
+from topograd.interfaces.engines import Hybrid, Scan
 from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
+from topograd.nn.layer_dropout import dropped_layers
+from topograd.runs.topology_config import Backward, TopologyConfig
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
-from topograd.training.loop import TrainingLoop
-from topograd.training.objectives import CrossEntropy, Distillation
 from topograd.training.optimizers import OptimizerSet
+from topograd.training.step_runner import StepRunner, engine_of
 
 VOCAB, CONTEXT = 11, 12
 TAIL = SegmentInterface(segments=4, rank=4)
@@ -30,22 +33,22 @@ INTERFACES = {
     "cumulative": SegmentInterface(segments=3, rank=5, pool="cumulative", maps="linear"),
     "published": SegmentInterface(segments=1, rank=4, pool="mean", causal=False),
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "autograd": {"engine": "autograd"},
-    "loop": {"engine": "scan"},
-    "loop-untrimmed": {"engine": "scan", "trimmed": False},
-    "batched": {"engine": "scan", "jacobian": "batched"},
-    "batched-untrimmed-chunks": {"engine": "scan", "jacobian": "batched", "trimmed": False, "chunk": 1},
-    "forward": {"engine": "scan", "jacobian": "forward"},
-    "forward-chunks": {"engine": "scan", "jacobian": "forward", "chunk": 3},
-    "pullback": {"engine": "scan", "jacobian": "pullback"},
-    "pullback-chunks": {"engine": "scan", "jacobian": "pullback", "chunk": 1},
-    "tree": {"engine": "scan", "scan": "tree"},
-    "chunked": {"engine": "scan", "scan": "chunked"},
-    "hybrid": {"engine": "hybrid"},
-    "hybrid-0": {"engine": "hybrid", "carried": 0},
-    "hybrid-all": {"engine": "hybrid", "carried": 2},
-    "hybrid-tree-batched": {"engine": "hybrid", "carried": 1, "scan": "tree", "jacobian": "batched"},
+ENGINES: dict[str, GradientEngine] = {
+    "autograd": Autograd(),
+    "loop": Scan(),
+    "loop-untrimmed": Scan(trimmed=False),
+    "batched": Scan("batched"),
+    "batched-untrimmed-chunks": Scan("batched", 1, trimmed=False),
+    "forward": Scan("forward"),
+    "forward-chunks": Scan("forward", 3),
+    "pullback": Scan("pullback"),
+    "pullback-chunks": Scan("pullback", 1),
+    "tree": Scan(scan="tree"),
+    "chunked": Scan(scan="chunked"),
+    "hybrid": Hybrid(),
+    "hybrid-0": Hybrid(carried=0),
+    "hybrid-all": Hybrid(carried=2),
+    "hybrid-tree-batched": Hybrid("batched", scan="tree", carried=1),
 }
 
 
@@ -107,9 +110,9 @@ MAIN = ("autograd", "loop", "loop-untrimmed", "batched", "forward-chunks", "pull
 def test_every_gradient_is_the_reference_s(interface: str, way: str) -> None:
     stack, topology, loss, expected = known(interface)
     assert expected.keys() == dict(stack.named_parameters()).keys(), "every parameter reaches the loss"
-    step = backward(stack, topology, *batch(), **ENGINES[way])
+    losses = train_step(stack, topology, *batch(), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
-    torch.testing.assert_close(step.loss, loss, rtol=1e-14, atol=0)
+    torch.testing.assert_close(losses[-1], loss, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -118,7 +121,7 @@ def test_every_architecture(architecture: str, way: str) -> None:
     stack, topology = model(TAIL, "1,1,1,1", architecture=architecture)
     _, expected = slow(stack, topology, *batch())
     assert len(expected) == len(list(stack.parameters()))
-    backward(stack, topology, *batch(), **ENGINES[way])
+    train_step(stack, topology, *batch(), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
 
 
@@ -129,23 +132,20 @@ def test_adjoints_are_the_gradients_of_the_messages(interface: str) -> None:
     logits, messages = interface_forward(stack, topology, inputs)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     expected = torch.stack([g.flatten(1) for g in torch.autograd.grad(loss, messages)])
-    for name in ("loop", "hybrid", "hybrid-all"):
-        adjoints = backward(stack, topology, inputs, targets, **ENGINES[name]).adjoints
+    for engine in (Scan(), Hybrid(), Hybrid(carried=2)):
+        train_step(stack, topology, inputs, targets, gradient=engine)
         stack.zero_grad(set_to_none=True)
-        assert adjoints is not None
-        torch.testing.assert_close(adjoints, expected, rtol=1e-11, atol=1e-15)
+        assert engine.adjoints is not None
+        torch.testing.assert_close(engine.adjoints, expected, rtol=1e-11, atol=1e-15)
 
 
 def test_what_a_step_reports() -> None:
     stack, topology, _, _ = known("tail")
 
-    def report(name: str) -> Backward:
-        step = backward(stack, topology, *batch(), **ENGINES[name])
+    scan, hybrid, carried = Scan(), Hybrid(), Hybrid(carried=2)
+    for engine in (scan, hybrid, carried):
+        train_step(stack, topology, *batch(), gradient=engine)
         stack.zero_grad(set_to_none=True)
-        return step
-
-    assert report("autograd").adjoints is None
-    scan, hybrid, carried = report("loop"), report("hybrid"), report("hybrid-all")
     assert scan.jacobians is not None
     assert scan.jacobians.shape == (2, 2, 12, 12), "regions 1 and 2 of four"
     assert hybrid.jacobians is not None
@@ -158,7 +158,7 @@ def test_what_a_step_reports() -> None:
 def test_few_regions(partition: str, way: str) -> None:
     stack, topology = model(TAIL, partition)
     _, expected = slow(stack, topology, *batch())
-    backward(stack, topology, *batch(), **ENGINES[way])
+    train_step(stack, topology, *batch(), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
 
 
@@ -168,17 +168,17 @@ def test_tied_head_and_shared_layer(way: str) -> None:
     stack.layers[2] = stack.layers[1]  # two regions share their parameters
     _, expected = slow(stack, topology, *batch())
     assert len(expected) == len(list(stack.parameters()))
-    backward(stack, topology, *batch(), **ENGINES[way])
+    train_step(stack, topology, *batch(), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
 
 
 @pytest.mark.parametrize("way", ["autograd", "loop", "hybrid"])
 def test_gradients_are_scaled_and_added(way: str) -> None:
     stack, topology, loss, expected = known("tail")
-    backward(stack, topology, *batch(), **ENGINES[way], scale=0.25)
-    step = backward(stack, topology, *batch(), **ENGINES[way], scale=0.5)
+    train_step(stack, topology, *batch(), gradient=ENGINES[way], scale=0.25)
+    losses = train_step(stack, topology, *batch(), gradient=ENGINES[way], scale=0.5)
     assert_same(taken(stack), {name: 0.75 * g for name, g in expected.items()})
-    torch.testing.assert_close(step.loss, loss, rtol=1e-14, atol=0)
+    torch.testing.assert_close(losses[-1], loss, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("way", ["autograd", "loop", "batched", "pullback", "hybrid"])
@@ -186,7 +186,7 @@ def test_gradients_are_scaled_and_added(way: str) -> None:
 def test_inputs_shorter_than_the_context(way: str, time: int) -> None:
     stack, topology, _, _ = known("mean")
     _, expected = slow(stack, topology, *batch(time))
-    backward(stack, topology, *batch(time), **ENGINES[way])
+    train_step(stack, topology, *batch(time), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
 
 
@@ -198,7 +198,7 @@ def test_frozen_parameters_get_none(way: str) -> None:
         parameter.requires_grad_(not name.startswith(frozen))
     _, expected = slow(stack, topology, *batch())
     assert not any(name.startswith(frozen) for name in expected)
-    backward(stack, topology, *batch(), **ENGINES[way])
+    train_step(stack, topology, *batch(), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
 
 
@@ -207,7 +207,7 @@ def test_float32_to_one_part_in_a_million_of_them_all(architecture: str) -> None
     stack, topology = model(TAIL, "1,1,1,1", torch.float32, architecture=architecture)
     grads = []
     for way in ("autograd", "loop"):
-        backward(stack, topology, *batch(), **ENGINES[way])
+        train_step(stack, topology, *batch(), gradient=ENGINES[way])
         grads.append(torch.cat([g.double().flatten() for g in taken(stack).values()]))
     assert (grads[1] - grads[0]).norm() <= 1e-6 * grads[0].norm()
 
@@ -223,17 +223,17 @@ def test_what_a_topology_says_of_gradients_holds_for_every_engine(change: str, w
         topology = replace(topology, stages=(*topology.stages[:-1], last), reduction="sum")
     train_step(stack, topology, *batch())
     expected = taken(stack)
-    backward(stack, topology, *batch(), **ENGINES[way])
+    train_step(stack, topology, *batch(), gradient=ENGINES[way])
     assert_same(taken(stack), expected)
 
 
-@pytest.mark.parametrize("engine", ["autograd", "scan", "hybrid"])
-def test_a_region_step_is_a_train_step(engine: Any) -> None:
+@pytest.mark.parametrize("engine", ["autograd", "loop", "hybrid"])
+def test_a_step_returns_the_losses_of_all_regions(engine: str) -> None:
     stack, topology = model(TAIL, "2,1,2,1")
     plan = Plan.of(topology, len(stack.layers))
     losses = train_step(stack, plan, *batch(), scale=0.5)
     expected = taken(stack)
-    found = region_step(stack, plan, *batch(), engine=engine, scale=0.5)
+    found = train_step(stack, plan, *batch(), gradient=ENGINES[engine], scale=0.5)
     assert_same(taken(stack), expected)
     assert found.shape == (4,)
     assert found[:3].isnan().all()
@@ -241,8 +241,12 @@ def test_a_region_step_is_a_train_step(engine: Any) -> None:
     assert not found.requires_grad
 
 
-@pytest.mark.parametrize("engine", ["scan", "hybrid"])
-def test_a_region_step_takes_other_objectives_and_a_teacher(engine: Any) -> None:
+EVERY = [name for name in ENGINES if name != "autograd"]
+"""What must take whatever autograd takes."""
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_objectives_and_a_teacher(way: str) -> None:
     stack, topology = model(TAIL, "1,1,1,1")
     last = replace(topology.stages[-1], objective="distillation")
     plan = Plan.of(replace(topology, stages=(*topology.stages[:-1], last)), len(stack.layers))
@@ -251,20 +255,129 @@ def test_a_region_step_takes_other_objectives_and_a_teacher(engine: Any) -> None
     for objectives in (None, {"distillation": Distillation(mix=0.9)}, {"distillation": CrossEntropy(0.1)}):
         losses = train_step(stack, plan, *batch(), **shown, objectives=objectives)
         expected = taken(stack)
-        found = region_step(stack, plan, *batch(), engine=engine, **shown, objectives=objectives)
+        found = train_step(stack, plan, *batch(), **shown, objectives=objectives, gradient=ENGINES[way])
         assert_same(taken(stack), expected)
         torch.testing.assert_close(found, losses, rtol=1e-13, atol=0, equal_nan=True)
 
 
-def test_a_training_loop_may_choose_its_backward() -> None:
+@pytest.mark.parametrize("way", EVERY)
+def test_a_loss_of_every_third_token(way: str) -> None:
+    stack, topology = model(TAIL, "1,1,1,1")
+    last = replace(topology.stages[-1], every=3)
+    plan = Plan.of(replace(topology, stages=(*topology.stages[:-1], last)), len(stack.layers))
+    losses = train_step(stack, plan, *batch())
+    expected = taken(stack)
+    found = train_step(stack, plan, *batch(), gradient=ENGINES[way])
+    assert_same(taken(stack), expected)
+    torch.testing.assert_close(found, losses, rtol=1e-13, atol=0, equal_nan=True)
+    assert not torch.equal(losses[-1], train_step(stack, topology, *batch())[-1])
+
+
+@pytest.mark.parametrize("interface", ["tail", "mean"])
+@pytest.mark.parametrize("way", [name for name in EVERY if not name.startswith("pullback")])
+def test_layers_that_are_left_out_are_left_out_wherever_they_run_again(way: str, interface: str) -> None:
+    stack, topology, _, whole = known(interface)
+
+    def gradients(engine: GradientEngine) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        with dropped_layers(stack.layers, [0.5] * len(stack.layers)):
+            train_step(stack, topology, *batch(), gradient=engine)
+        return taken(stack)
+
+    expected = gradients(Autograd())
+    assert any(not torch.equal(g, whole[name]) for name, g in expected.items()), "something was left out"
+    shown = {name: g for name, g in gradients(ENGINES[way]).items() if expected[name].any()}
+    assert_same(shown, {name: g for name, g in expected.items() if g.any()})
+
+
+@pytest.mark.parametrize("way", ["loop", "hybrid"])
+def test_what_is_refused_in_one_line_and_changes_nothing(way: str) -> None:
+    stack, topology = model(TAIL, "1,1,1,1")
+    frozen = Plan.of(topology, len(stack.layers)).halted([0])
+    refused: list[tuple[Topology | Plan, dict[str, Any], str]] = [
+        (frozen, {}, r"none may be frozen: use backward 'autograd'"),
+        (topology, {"states": {1: torch.zeros(2, CONTEXT, 8)}}, "takes no states, .* backward 'autograd'"),
+        (topology, {"transport": object()}, "takes no transport; use .*RegionScan"),
+    ]
+    for given, settings, why in refused:
+        with pytest.raises((ConfigError, TopologyError), match=why) as caught:
+            train_step(stack, given, *batch(), **settings, gradient=ENGINES[way])
+        assert "\n" not in str(caught.value)
+        assert all(p.grad is None for p in stack.parameters())
+
+
+def test_a_pullback_refuses_what_its_formulas_do_not_know() -> None:
+    stack, topology = model(TAIL, "1,1,1,1")
+    two, few = model(TAIL, "2,2", architecture="mamba2")
+    with dropped_layers(stack.layers, [0.1] * 4), pytest.raises(ConfigError, match="no layer dropout; use"):
+        train_step(stack, topology, *batch(), gradient=Scan("pullback"))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StackError, match="knows no bf16; use"):
+        train_step(stack, topology, *batch(), gradient=Scan("pullback"))
+    with pytest.raises(StackError, match=r"no hand-written pullback, .* use jacobian='loop'"):
+        train_step(*model(TAIL, "1,1,1", architecture="mamba2"), *batch(), gradient=Scan("pullback"))
+    assert all(p.grad is None for p in stack.parameters())
+    assert train_step(two, few, *batch(), gradient=Scan("pullback"))[-1] > 0, "two regions have no Jacobian"
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("interface", ["tail", "mean"])
+def test_layers_that_run_again_give_the_same_gradients(way: str, interface: str) -> None:
+    """By autograd bit for bit; a scan takes Jacobians of a second forward, which rounds as the first does."""
+    stack, topology, _, expected = known(interface)
+    losses = train_step(stack, topology, *batch(), gradient=ENGINES[way])
+    kept = taken(stack)
+    again = train_step(stack, topology, *batch(), gradient=ENGINES[way], recompute=True)
+    torch.testing.assert_close(again, losses, rtol=0 if way == "autograd" else 1e-14, atol=0, equal_nan=True)
+    found = taken(stack)
+    assert_same(found, kept, 0 if way == "autograd" else 1e-13)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("way", ["autograd", "loop", "pullback", "hybrid"])
+def test_less_is_saved_where_layers_run_again(way: str) -> None:
+    stack, topology = model(TAIL, "3,3,3")
+
+    def most_saved(recompute: bool) -> int:
+        saved: WeakSet[Tensor] = WeakSet()
+        peak = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal peak
+            kept = tensor.detach()
+            saved.add(kept)
+            peak = max(peak, sum(one.numel() for one in saved))
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            train_step(stack, topology, *batch(), gradient=ENGINES[way], recompute=recompute)
+        taken(stack)
+        return peak
+
+    assert most_saved(True) < 0.75 * most_saved(False)
+
+
+def test_products_of_jacobians_are_not_rounded_to_bfloat16() -> None:
+    """Q (Qᵀ J) has columns of mean zero, to float32's rounding and not to bfloat16's."""
+    stack, topology = model(TAIL, "1,1,1,1", torch.float32)
+    engine = Scan()
+    with torch.autocast("cpu", torch.bfloat16):
+        train_step(stack, topology, *batch(), gradient=engine)
+    assert engine.jacobians is not None
+    assert engine.adjoints is not None
+    assert engine.jacobians.dtype == engine.adjoints.dtype == torch.float32
+    means = engine.jacobians.unflatten(2, (3, 4)).mean(3)
+    assert means.abs().max() < 1e-6 * engine.jacobians.abs().max()
+
+
+def test_a_step_runner_may_choose_its_backward() -> None:
     """By the names that a run's settings have."""
     trained = {}
-    for engine in get_args(BackwardEngine):
+    for engine in get_args(Backward):
         stack, topology = model(TAIL, "1,1,1,1")
         plan = Plan.of(topology, len(stack.layers))
-        loop = TrainingLoop(
-            stack, OptimizerSet.of(torch.optim.SGD(stack.parameters(), lr=0.1)), backward=engine
-        )
+        optimizers = OptimizerSet.of(torch.optim.SGD(stack.parameters(), lr=0.1))
+        settings = TopologyConfig(partition="1,1,1,1", interface="S=4,r=4", backward=engine)
+        loop = StepRunner(stack, optimizers, gradient=engine_of(settings))
         steps = [loop.step(plan, [batch(), batch(9)]) for _ in range(3)]
         trained[engine] = {name: p.detach() for name, p in stack.named_parameters()}
         assert [step.losses.isnan().tolist() for step in steps] == [[True, True, True, False]] * 3
@@ -273,28 +386,28 @@ def test_a_training_loop_may_choose_its_backward() -> None:
         assert_same(trained[engine], trained["autograd"])
 
 
-def test_a_region_step_of_anything_else_needs_autograd() -> None:
+def test_a_step_of_anything_else_needs_autograd() -> None:
     stack, _ = model(TAIL, "1,1,1,1")
     plan = Plan.of("2,2", len(stack.layers))
-    assert region_step(stack, plan, *batch()).isfinite().all()
+    assert train_step(stack, plan, *batch()).isfinite().all()
     taken(stack)
     with pytest.raises(TopologyError, match="region 2 reads through 'identity', which is no interface"):
-        region_step(stack, plan, *batch(), engine="scan")
+        train_step(stack, plan, *batch(), gradient=Scan())
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("engine", "message"),
     [
-        ({"engine": "magic"}, "engine 'magic' is unknown; choose one of autograd, scan, hybrid"),
-        ({"engine": "scan", "jacobian": "magic"}, "jacobian 'magic' is unknown; choose one of loop"),
-        ({"engine": "scan", "scan": "magic"}, "method='magic'; choose 'matvec', 'chunked' or 'tree'"),
-        ({"engine": "scan", "chunk": 0}, "chunk is 0; it must be at least 1"),
-        ({"engine": "hybrid", "carried": 3}, "carried is 3; of 4 regions, 0 to 2"),
-        ({"engine": "hybrid", "carried": -1}, "carried is -1; of 4 regions, 0 to 2"),
+        (Scan("magic"), "jacobian 'magic' is unknown; choose one of loop"),  # type: ignore[arg-type]
+        (Scan(scan="magic"), "method='magic'; choose 'matvec', 'chunked' or 'tree'"),  # type: ignore[arg-type]
+        (Scan(chunk=0), "chunk is 0; it must be at least 1"),
+        (Scan(chunk=2), "chunk is 2; it must be left out, since jacobian 'loop'"),
+        (Hybrid(carried=3), "carried is 3; of 4 regions, 0 to 2"),
+        (Hybrid(carried=-1), "carried is -1; of 4 regions, 0 to 2"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings(engine: Scan, message: str) -> None:
     stack, topology, _, _ = known("tail")
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        backward(stack, topology, *batch(), **settings)
+        train_step(stack, topology, *batch(), gradient=engine)
     stack.zero_grad(set_to_none=True)

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from tests.oracles.interfaces import canvas_with_states, next_states
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces import jacobian
-from topograd.interfaces.jacobian import Visit, Way, interface_jacobian, tangent_basis, visit
+from topograd.interfaces.jacobian import Visit, interface_jacobian, tangent_basis, visit
 from topograd.interfaces.regions import Regions
 from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.stack import Bus
+from topograd.runs.topology_config import Jacobian
 from topograd.topology.dag import Topology
 
 CONTEXT, BATCH = 12, 3
@@ -82,7 +83,7 @@ def defined(regions: Regions, message: Tensor, bus: Bus) -> Tensor:
     return per_sample
 
 
-def seen(interface: str, way: Way, architecture: str = "transformer") -> Visit:
+def seen(interface: str, way: Jacobian, architecture: str = "transformer") -> Visit:
     regions, message, bus, _ = inner_region(interface, architecture)
     return visit(regions, 1, message, bus, way)
 
@@ -140,7 +141,7 @@ def test_the_dead_directions_lose_nothing(interface: str) -> None:
     ("way", "trimmed", "calls"), [("loop", True, 6), ("loop", False, 6), ("batched", True, 3)]
 )
 def test_rank_minus_two_rows_for_each_state(
-    way: Way, trimmed: bool, calls: int, monkeypatch: pytest.MonkeyPatch
+    way: Jacobian, trimmed: bool, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S - 1 = 3 states of rank 4: two VJPs each in a loop, one each when batched."""
     one = seen("tail", way)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
+from topograd.exec.train_step import train_step
 from topograd.nn.adapted.adapt import Adapted, adapt
 from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 
 def tokens() -> Tensor:

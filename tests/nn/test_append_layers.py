@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from topograd.errors import StackError
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 SIZES: dict[str, Any] = {"width": 16, "heads": 2, "vocab": 23, "context": 9, "ssm_state": 4}
 ARCHITECTURES = ("transformer", "mamba2", "mamba3", "hybrid")

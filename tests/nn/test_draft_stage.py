@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pieces import Decoded
 from topograd.errors import StackError
-from topograd.exec.forward import StageStates, stage_outputs
+from topograd.exec.forward import stage_outputs
 from topograd.nn.draft_stage import RELAY, DraftStage, PreviousRelay, rank_tokens, shifted, step_mask
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
@@ -85,8 +86,8 @@ def test_it_is_a_stage_of_a_topology() -> None:
     out = stage_outputs(whole, plan, inputs, [1, 2])
     first = next(iter(stage.unroll(inputs, out[1], 1)))
     torch.testing.assert_close(out[2], first)
-    memory = StageStates(whole, plan, 2, 16)
-    parts = [stage_outputs(whole, plan, inputs[:, t : t + 1], [2], memory)[2] for t in range(TIME)]
+    decoded = Decoded(whole, plan, 2, 16)
+    parts = [decoded.outputs(inputs[:, t : t + 1], [2])[2] for t in range(TIME)]
     torch.testing.assert_close(torch.cat(parts, 1), out[2])
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pieces import Decoded
 from tests.oracles.interfaces import canvas_with_states, interface_forward, next_states, pools
 from topograd.errors import ConfigError
-from topograd.exec.forward import StageStates, run_stage, stage_outputs
+from topograd.exec.forward import run_stage, stage_outputs
 from topograd.nn.config import ARCHITECTURES, Maps, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import Map, SegmentRelay, add_interfaces
@@ -244,8 +245,8 @@ def test_lean_runs_what_is_read_of_short_inputs(time: int) -> None:
 
 def decoded(stack: GPT, parts: list[int]) -> Tensor:
     plan, inputs = Plan.of(CHAIN, 4), tokens()
-    states = StageStates(stack, plan, len(inputs), CONTEXT)
-    said = [stage_outputs(stack, plan, part, [2], states)[2] for part in inputs.split(parts, dim=1)]
+    states = Decoded(stack, plan, len(inputs), CONTEXT)
+    said = [states.outputs(part, [2])[2] for part in inputs.split(parts, dim=1)]
     return stack.readout(torch.cat(said, dim=1), 2)
 
 

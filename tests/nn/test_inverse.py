@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from topograd.exec.train_step import train_step
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.mlp import Affine
 from topograd.nn.images.stack import make_image_stack
 from topograd.nn.inverse import Inverse, TargetRelay
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 
 def linear_relay(matrix: Tensor) -> TargetRelay:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pieces import Decoded
 from topograd.errors import ConfigError, StackError, TopologyError
-from topograd.exec.forward import StageStates, stage_outputs
+from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, LearnedRelay, Linear, LowRank, add_relays
 from topograd.nn.relays import RELAYS
@@ -19,7 +21,6 @@ from topograd.nn.stack import Bus, Stack
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import activation_rank
-from topograd.training.executor import train_step
 
 WIDTH, RANK = 16, 4
 BUS = Bus(torch.zeros(1), torch.zeros(1), torch.zeros(1))
@@ -160,8 +161,8 @@ def test_step_by_step_is_all_at_once(topology: Topology, make_gpt: Callable[...,
     model, inputs = with_relays(make_gpt, topology), torch.randint(23, (2, 9))
     plan = Plan.of(topology, 4)
     whole = stage_outputs(model, plan, inputs, [0, 1, 2])
-    states = StageStates(model, plan, batch=2, capacity=9)
-    steps = [stage_outputs(model, plan, part, [0, 1, 2], states) for part in inputs.split([4, 1, 1, 3], 1)]
+    states = Decoded(model, plan, rows=2, capacity=9)
+    steps = [states.outputs(part, [0, 1, 2]) for part in inputs.split([4, 1, 1, 3], 1)]
     for k in range(3):
         torch.testing.assert_close(torch.cat([s[k] for s in steps], 1), whole[k], rtol=1e-11, atol=1e-11)
 

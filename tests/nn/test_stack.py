@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.executor import graph_losses
+from pieces import Decoded
+from tests.oracles.train_step import graph_losses
+from topograd.decode.cache import Cache
 from topograd.errors import StackError
-from topograd.exec.forward import StageStates, stage_outputs
+from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 
 def close(a: Tensor, b: Tensor, tolerance: float) -> None:
@@ -188,14 +190,10 @@ def test_training_step_is_the_reference(case: Any, stack: Stack, topology: Topol
             close(parameter.grad, gradient, 1e-11)
 
 
-def decode(
-    stack: Stack, plan: Plan, inputs: Tensor, pieces: Sequence[int], states: StageStates
-) -> list[Tensor]:
+def decode(decoded: Decoded, inputs: Tensor, pieces: Sequence[int]) -> list[Tensor]:
     """Hidden states of every stage at all positions, decoded piece by piece."""
-    stages = range(len(plan.stages))
-    steps = [
-        stage_outputs(stack, plan, part, stages, states=states) for part in inputs.split(list(pieces), dim=1)
-    ]
+    stages = range(len(decoded.cache.plan.stages))
+    steps = [decoded.outputs(part, stages) for part in inputs.split(list(pieces), dim=1)]
     return [torch.cat([step[k] for step in steps], dim=1) for k in stages]
 
 
@@ -204,7 +202,7 @@ def test_decoding_in_pieces_is_the_full_forward(decoder: tuple[Any, Stack], piec
     case, stack = decoder
     inputs, plan = case.inputs(2), plan_of(stack, "2,2")
     whole = stage_outputs(stack, plan, inputs, [0, 1])
-    for k, h in enumerate(decode(stack, plan, inputs, pieces, StageStates(stack, plan, 2, 9))):
+    for k, h in enumerate(decode(Decoded(stack, plan, 2, 9), inputs, pieces)):
         close(h, whole[k], 1e-12)
 
 
@@ -212,27 +210,21 @@ def test_decoding_goes_back_and_on(decoder: tuple[Any, Stack]) -> None:
     case, stack = decoder
     inputs, other, plan = case.inputs(2), case.inputs(2), plan_of(stack, "1,1,2")
     other[:, :4] = inputs[:, :4]
-    states = StageStates(stack, plan, 2, 9)
-    decode(stack, plan, inputs, (5, 4), states)
-    reached = {tuple(memory.rewind([4, 4])) for memory in states.stages}
+    decoded = Decoded(stack, plan, 2, 9)
+    decode(decoded, inputs, (5, 4))
+    decoded.truncate(4)
+    reached = {mark for sequence in decoded.batch for mark in sequence.marks}
     assert len(reached) == 1, "stages that ran together go back together"
-    start = reached.pop()[0]
-    assert start <= 4, "a recurrent layer may go back further, and replays"
-    states.seen, states.length = [start] * 3, start
-    states.previous = other[:, start - 1] if start else None
-    replayed = decode(stack, plan, other[:, start:], (2, 7 - start), states)
+    assert reached.pop() <= 4, "a recurrent layer may go back further, and runs the rest again"
+    again = decode(decoded, other[:, 4:], (2, 3))
     whole = stage_outputs(stack, plan, other, [0, 1, 2])
-    for k, h in enumerate(replayed):
-        close(h, whole[k][:, start:], 1e-12)
+    for k, h in enumerate(again):
+        close(h, whole[k][:, 4:], 1e-12)
 
 
-def test_a_stack_that_cannot_decode_says_so(case: Any, stack: Stack) -> None:
-    plan = plan_of(stack, "2,2")
-    if case.decodes:
-        assert len(StageStates(stack, plan, batch=2, capacity=9).stages) == 2
-    else:
-        with pytest.raises(StackError, match="cannot decode step by step"):
-            StageStates(stack, plan, batch=2, capacity=9)
+def test_a_stack_that_keeps_no_states_is_run_from_the_start(case: Any, stack: Stack) -> None:
+    stages = Cache(stack, plan_of(stack, "2,2"), capacity=9).stages
+    assert [stage.from_start for stage in stages] == [not case.decodes] * 2
 
 
 def test_a_stack_without_parts_says_so() -> None:

@@ -34,22 +34,22 @@ from pipeline_settings import PipelineSettings
 from pipeline_worker import measure
 from plain_schedules import BackpropPipeline
 from topograd.cli.main import main
+from topograd.exec.objectives import objectives_of
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.parallel import checkpoint_set
 from topograd.parallel.checkpoint_set import SetStore
 from topograd.parallel.launch import is_restart
 from topograd.parallel.layout import Layout, keep_own
+from topograd.parallel.rank_task import RankTask
 from topograd.parallel.ranks import Ranks, join, leave
 from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.settings import ParallelConfig
 from topograd.parallel.sharding import part_shards, shard_layers
 from topograd.parallel.stage_loop import StageLoop
-from topograd.parallel.stage_trainer import StageTrainer
-from topograd.parallel.wire import StageWire
+from topograd.parallel.transport import MeshTransport
 from topograd.runs.config import OptimizerConfig
 from topograd.runs.topology_config import TopologyConfig
-from topograd.training.objectives import objectives_of
 from topograd.training.optimizers import make_optimizers
 from topograd.training.trainer import Trainer
 from torch_schedules import TorchPipeline
@@ -103,10 +103,10 @@ def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **
         shard_layers(stack, layout, ranks)
     made = make_optimizers(stack, OptimizerConfig(name=optimizer), plan)
     part_shards(made)
-    wire = StageWire(ranks, layout)
-    recompute = options.pop("recompute", False)
-    scan = RegionScan(ranks, wire, recompute=recompute) if crossing else None
-    return StageLoop(stack, made, ranks=ranks, layout=layout, wire=wire, scan=scan, **options)
+    if crossing:
+        options["gradient"] = RegionScan(options.pop("jacobian", "loop"), ranks=ranks)
+    transport = MeshTransport(ranks, layout)
+    return StageLoop(stack, made, ranks=ranks, layout=layout, transport=transport, **options)
 
 
 @job
@@ -130,8 +130,8 @@ def steps(
         store = SetStore(Path(folder) / "set", ranks)
         store.save(step=count, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
         kept = sum(not p.is_meta for p in stack.parameters())
-        gathered = 0 if loop.scan is None else loop.scan.gathered_bytes
-        sizes = {"sent": loop.wire.sent_bytes, "kept": kept, "gathered": gathered}
+        gathered = getattr(loop.gradient, "gathered_bytes", 0)
+        sizes = {"sent": loop.transport.sent_bytes, "kept": kept, "gathered": gathered}
         return {"steps": found, "waited": ranks.waited, **sizes}
 
 
@@ -222,14 +222,14 @@ def wait_at(last: int, gate: Path) -> None:
 @job
 def cli_with_a_late_rank(argv: list[str], rank: int, gone: str, folder: str = "") -> int:
     """The same, but one rank begins to train only when what matches a pattern in a folder is gone."""
-    spread = StageTrainer._spread
+    spread = RankTask.spread
 
-    def late(trainer: StageTrainer) -> None:
-        while trainer.ranks.rank == rank and list(trainer.run.checkpoints.glob(gone)):
+    def late(task: RankTask) -> None:
+        while task.ranks.rank == rank and list(task.run.checkpoints.glob(gone)):
             time.sleep(0.005)
-        spread(trainer)
+        spread(task)
 
-    StageTrainer._spread = late  # type: ignore[method-assign,assignment]
+    RankTask.spread = late  # type: ignore[method-assign,assignment]
     return main(argv)
 
 

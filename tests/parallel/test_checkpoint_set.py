@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from topograd.errors import CheckpointError
-from topograd.parallel.checkpoint_set import LoneStore
+from topograd.parallel.checkpoint_set import IndependentStageStore
 from topograd.parallel.layout import Layout, shed
 from topograd.runs.checkpoint import FolderStore
 from topograd.runs.config import OptimizerConfig
@@ -30,7 +30,7 @@ def half(server: ModuleType, place: int) -> tuple[torch.nn.Module, dict[str, tor
 
 
 def test_one_stage_comes_back_whole(server: ModuleType, tmp_path: Path) -> None:
-    store = LoneStore(tmp_path)
+    store = IndependentStageStore(tmp_path)
     stack, optimizers = half(server, 1)
     name = store.save(step=3, model=stack, optimizers=optimizers, extra={"a": 1}, keep=1)
     other, fresh = half(server, 1)
@@ -52,7 +52,7 @@ def test_one_stage_comes_back_whole(server: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_set_is_refused_when_a_byte_or_a_file_is_wrong(server: ModuleType, tmp_path: Path) -> None:
-    store = LoneStore(tmp_path)
+    store = IndependentStageStore(tmp_path)
     stack, optimizers = half(server, 0)
     name = store.save(step=1, model=stack, optimizers=optimizers, extra={}, keep=1)
     with pytest.raises(CheckpointError, match="does not fit the model"):  # it is one stage of two
@@ -73,7 +73,7 @@ def test_a_set_is_refused_when_a_byte_or_a_file_is_wrong(server: ModuleType, tmp
 def test_a_full_disk_leaves_the_one_before(
     server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = LoneStore(tmp_path)
+    store = IndependentStageStore(tmp_path)
     stack, optimizers = half(server, 0)
     store.save(step=1, model=stack, optimizers=optimizers, extra={}, keep=1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from topograd.errors import ParallelError
-from topograd.parallel.link import AHEAD, Address, Inlet, Outlet, difference
+from topograd.parallel.link import AHEAD, Address, Receiver, Sender, difference
 from waiting import wait_until
 
 SECONDS = 60.0
@@ -22,20 +22,20 @@ def address(free_port: Any) -> Iterator[Address]:
 
 
 @pytest.fixture
-def outlet(address: Address) -> Iterator[Outlet]:
-    made = Outlet(address, {"seed": 1}, buffer=4, batches=2, timeout=SECONDS)
+def outlet(address: Address) -> Iterator[Sender]:
+    made = Sender(address, {"seed": 1}, buffer=4, batches=2, timeout=SECONDS)
     yield made
     made.close(0)
 
 
-def put(outlet: Outlet, steps: range) -> None:
+def put(outlet: Sender, steps: range) -> None:
     for step in steps:
         for batch in range(2):
             outlet.put(step, torch.full((3,), 10.0 * step + batch))
 
 
-def test_messages_come_in_order_and_end(outlet: Outlet, address: Address) -> None:
-    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
+def test_messages_come_in_order_and_end(outlet: Sender, address: Address) -> None:
+    inlet = Receiver(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
     assert outlet.wait_for_listener(SECONDS)
     put(outlet, range(1, 4))
     for step in (1, 2, 3):
@@ -50,28 +50,28 @@ def test_messages_come_in_order_and_end(outlet: Outlet, address: Address) -> Non
 
 
 def test_nobody_is_waited_for_when_nobody_is_there_and_the_last_steps_are_kept(
-    outlet: Outlet, address: Address
+    outlet: Sender, address: Address
 ) -> None:
     put(outlet, range(1, 20))  # returns, though nobody listens
-    late = Inlet(address, {"seed": 1}, first=3, batches=2, timeout=SECONDS)
+    late = Receiver(address, {"seed": 1}, first=3, batches=2, timeout=SECONDS)
     arrived = late.take(SECONDS)
     assert arrived is not None
     assert arrived.step == 16  # of 4 that are kept
     late.close()
 
 
-def test_one_that_returns_gets_the_steps_that_it_asks_for(outlet: Outlet, address: Address) -> None:
+def test_one_that_returns_gets_the_steps_that_it_asks_for(outlet: Sender, address: Address) -> None:
     put(outlet, range(1, 5))
     for first in (3, 4):
-        inlet = Inlet(address, {"seed": 1}, first=first, batches=2, timeout=SECONDS)
+        inlet = Receiver(address, {"seed": 1}, first=first, batches=2, timeout=SECONDS)
         arrived = inlet.take(SECONDS)
         assert arrived is not None
         assert arrived.step == first
         inlet.close()
 
 
-def test_a_listener_that_does_not_take_holds_the_sender(outlet: Outlet, address: Address) -> None:
-    inlet = Inlet(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
+def test_a_listener_that_does_not_take_holds_the_sender(outlet: Sender, address: Address) -> None:
+    inlet = Receiver(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
     assert outlet.wait_for_listener(SECONDS)
     sender = threading.Thread(target=put, args=(outlet, range(1, 100)), daemon=True)
     sender.start()
@@ -93,8 +93,8 @@ def test_a_listener_that_does_not_take_holds_the_sender(outlet: Outlet, address:
     assert not sender.is_alive()  # with the listener gone it goes on
 
 
-def test_ends_that_differ_are_told_in_what(outlet: Outlet, address: Address) -> None:
-    inlet = Inlet(address, {"seed": 2}, first=1, batches=2, timeout=SECONDS)
+def test_ends_that_differ_are_told_in_what(outlet: Sender, address: Address) -> None:
+    inlet = Receiver(address, {"seed": 2}, first=1, batches=2, timeout=SECONDS)
     assert inlet.take(SECONDS) is None
     assert inlet.problem == "seed is 2 here and 1 at the stage before it"
     assert difference({"a": 1}, {"a": 1}) == ""

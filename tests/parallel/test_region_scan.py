@@ -5,32 +5,46 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from topograd.interfaces.engines import Scan
+from topograd.parallel.ranks import Ranks
+from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.settings import ParallelConfig
 from topograd.runs.checkpoint import load
 from topograd.runs.config import OptimizerConfig
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner
 
 REGIONS = {"partition": "1,1,1,1,1", "interface": "S=4,r=4"}
 
 
-@pytest.mark.parametrize(("world", "recompute"), [(2, False), (3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("stages", "replicas", "options"),
+    [
+        (2, 1, {}),
+        (3, 1, {"recompute": True}),
+        (4, 1, {}),
+        (2, 2, {"jacobian": "pullback"}),
+    ],
+)
 def test_losses_and_weights_are_those_of_autograd(
-    world: int, recompute: bool, launch: Any, server: ModuleType
+    stages: int, replicas: int, options: dict[str, Any], launch: Any, server: ModuleType
 ) -> None:
+    world = stages * replicas
     job = launch(
         "steps",
         world,
-        parallel=f"stages={world}",
+        parallel=f"stages={stages},replicas={replicas}",
         topology=REGIONS,
         accumulate=2,
         shape={"layers": 5},
-        recompute=recompute,
         clip=0.3,
+        **options,
     )
     stack, plan = server.model(REGIONS, layers=5)
     made = make_optimizers(stack, OptimizerConfig(name="adamw"), plan)
-    loop = TrainingLoop(stack, made, clip=0.3)
+    loop = StepRunner(stack, made, clip=0.3)
     expected = [loop.step(plan, server.batches(step, 2), step + 1) for step in range(3)]
     results = job.results()
     for result in results:
@@ -42,8 +56,44 @@ def test_losses_and_weights_are_those_of_autograd(
     for (name, a), b in zip(mine.state_dict().items(), stack.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
     n, batch = 3 * 4, 2
-    messages = (world - 1) * batch * n * 8  # bytes of a batch in float64, of all ranks
-    products = world * (world - 1) * batch * n * (n + 1) * 8
+    messages = (stages - 1) * batch * n * 8  # bytes of a batch in float64, of all ranks
+    products = stages * (stages - 1) * batch * n * (n + 1) * 8
     steps = 3 * 2
     assert sum(result["gathered"] for result in results) == steps * products
-    assert sum(result["sent"] for result in results) == steps * messages + (world - 1) * 80
+    assert sum(result["sent"] for result in results) == steps * messages + replicas * (stages - 1) * 80
+
+
+def test_with_bf16_they_are_those_of_a_scan_in_one_process(launch: Any, server: ModuleType) -> None:
+    """Products and the gather are float32's, so what is left is the order of sums: not bfloat16's 4e-3."""
+    shape = {"layers": 5, "double": False}
+    options = {"topology": REGIONS, "shape": shape, "accumulate": 1, "count": 1, "bf16": True}
+    job = launch("steps", 3, parallel="stages=3", **options)
+    stack, plan = server.model(REGIONS, layers=5, double=False)
+    made = make_optimizers(stack, OptimizerConfig(name="adamw"), plan)
+    done = StepRunner(stack, made, bf16=True, gradient=Scan()).step(plan, server.batches(0, 1))
+    for result in job.results():
+        assert result["steps"][0]["loss"][-1] == pytest.approx(float(done.losses[-1]), rel=1e-6)
+        assert result["steps"][0]["norm"] == pytest.approx(done.norm, rel=1e-6)
+
+
+class Told(RegionScan):
+    """The first of three ranks, which is told what the others have."""
+
+    others: tuple[Tensor, ...] = ()
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        return [own, *self.others]
+
+
+def test_products_are_never_rounded_to_bfloat16() -> None:
+    torch.manual_seed(0)
+    ranks = Ranks(0, ParallelConfig(stages=3), None, torch.device("cpu"))  # type: ignore[arg-type]
+    scan, others = Told(ranks=ranks), torch.randn(2, 2, 6, 7)
+    scan.others = tuple(others)
+    own = torch.randn(2, 2, 6, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scan.adjoint_behind(torch.zeros(2, 6), own.unbind(0), [])
+    exact = others.double()
+    expected = (exact[1, ..., 6][:, None] @ exact[1, ..., :6] @ exact[0, ..., :6])[:, 0]
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 1e-6 * expected.norm()

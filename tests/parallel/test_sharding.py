@@ -9,7 +9,7 @@ import torch
 
 from topograd.errors import ConfigError
 from topograd.files import dump_toml
-from topograd.parallel.stage_trainer import check_shards
+from topograd.parallel.rank_task import check_shards
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session

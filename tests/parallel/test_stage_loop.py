@@ -11,8 +11,8 @@ from torch import nn
 
 from topograd.runs.checkpoint import load
 from topograd.runs.config import OptimizerConfig
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner
 
 FREE: dict[str, Any] = {"bus": "detached", "heads": "own"}
 NO_X0 = {"x0_blend": False}
@@ -24,7 +24,7 @@ def alone(
     """The same steps in this process."""
     stack, plan = server.model(topology, **options.pop("shape", {}))
     made = make_optimizers(stack, OptimizerConfig(name=options.pop("optimizer", "adamw")), plan)
-    loop = TrainingLoop(stack, made, **options)
+    loop = StepRunner(stack, made, **options)
     found = []
     for step in range(count):
         done = loop.step(plan, server.batches(step, accumulate), step + 1)
@@ -88,12 +88,16 @@ def test_what_shares_nothing_is_the_same_bit_for_bit(launch: Any, server: Module
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("shard", ["", ",shard"])
-def test_replicas_share_the_batches_of_a_step(shard: str, launch: Any, server: ModuleType) -> None:
+@pytest.mark.parametrize(("shard", "recompute"), [("", False), (",shard", False), (",shard", True)])
+def test_replicas_share_the_batches_of_a_step(
+    shard: str, recompute: bool, launch: Any, server: ModuleType
+) -> None:
     """As copies of their stage, and with a shard of its layers each."""
     topology = {"partition": "1,1,2"}
     options: dict[str, Any] = {"accumulate": 4, "clip": 0.5}
-    job = launch("steps", 4, parallel=f"stages=2,replicas=2{shard}", topology=topology, **options)
+    job = launch(
+        "steps", 4, parallel=f"stages=2,replicas=2{shard}", topology=topology, recompute=recompute, **options
+    )
     stack, expected, optimizers = alone(server, topology, **options)
     for result in job.results():
         for ours, theirs in zip(result["steps"], expected, strict=True):

@@ -19,7 +19,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.runs.tune_config import PARTIAL
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
 Tune = Callable[..., Path]
@@ -55,7 +55,7 @@ def test_a_lora_run_is_small_and_its_logits_are_the_trained_ones(tune: Tune, bas
     assert not torch.equal(logits(tuned), logits(base))
     trainer = resume(tuned)  # unmerged, as it was trained
     with torch.no_grad():
-        unmerged = Predictor(trainer.stack, trainer.plan)(TOKENS)
+        unmerged = Predictor(trainer.task.stack, trainer.task.plan)(TOKENS)
     torch.testing.assert_close(logits(tuned), unmerged, rtol=1e-4, atol=1e-4)
     session = open_session(tuned)
     assert not any(name.endswith("lora_a") for name in session.stack.state_dict())

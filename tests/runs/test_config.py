@@ -239,6 +239,22 @@ def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, val
         ({"teacher_mix": 1.5}, "teacher_mix is 1.5"),
         ({"teacher_temperature": 0.0}, "teacher_temperature is 0.0"),
         ({"backward": "scan"}, "backward is scan, which scans over interfaces, and there are none"),
+        (
+            {"jacobian": "pullback"},
+            "jacobian is 'pullback', which nothing uses; give backward scan or hybrid",
+        ),
+        ({"jacobian_chunk": 2}, "jacobian_chunk is 2, which nothing uses; give jacobian batched, forward or"),
+        ({"jacobian_chunk": 0}, "jacobian_chunk is 0; it must be at least 1"),
+        (
+            {
+                "interface": "S=4,r=4",
+                "partition": "2,2",
+                "backward": "scan",
+                "jacobian": "pullback",
+                "bf16": True,
+            },
+            "bf16 is given and jacobian is pullback, which does not know it; use jacobian loop",
+        ),
         ({"interface": "S=4,r=4"}, "partition L is one region"),
         ({"interface": "S=4,r=4", "partition": "2,2", "heads": "per-stage"}, "heads is 'per-stage'; with an"),
         ({"interface": "S=3,r=4", "partition": "2,2"}, "S must divide the context"),

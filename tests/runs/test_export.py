@@ -16,7 +16,7 @@ from topograd.runs.export import export
 from topograd.runs.folder import Run
 from topograd.runs.session import heldout_text, open_session
 from topograd.training.evaluation import evaluate
-from topograd.training.trainer import resume
+from topograd.training.runs import resume
 
 STEP = "step-00000020"
 

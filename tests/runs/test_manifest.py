@@ -22,7 +22,7 @@ from topograd.runs.export import export
 from topograd.runs.folder import Run
 from topograd.runs.manifest import Manifest
 from topograd.runs.session import open_session
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 STEPS = 20
 
@@ -129,7 +129,7 @@ def test_any_flipped_bit_of_the_settings_is_refused(copy: Run) -> None:
 
 def test_a_checkpoint_of_another_run_is_refused(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
     """Of the same shape, with another seed: its weights would fit."""
-    other = start(replace(config, seed=2), tmp_path / "other").run
+    other = start(replace(config, seed=2), tmp_path / "other").task.run
     foreign = straight.checkpoints / f"step-{STEPS:08d}"
     shutil.copytree(foreign, other.checkpoints / foreign.name)
     refused(other.folder, r"checkpoint .* belongs to a run with other settings or another tokenizer; restore")
@@ -139,7 +139,7 @@ def test_a_manifest_cannot_be_exchanged_with_its_files(
     copy: Run, config: TrainConfig, tmp_path: Path
 ) -> None:
     """Settings and manifest of another run beside these checkpoints: each fits the other, and not them."""
-    other = start(replace(config, seed=2), tmp_path / "other").run
+    other = start(replace(config, seed=2), tmp_path / "other").task.run
     for name in ("config.toml", "manifest.json"):
         shutil.copy(other.folder / name, copy.folder / name)
     refused(copy.folder, "belongs to a run with other settings", (open_session,))
@@ -208,7 +208,7 @@ def test_a_log_that_fits_no_checkpoint_names_none(copy: Run) -> None:
 def test_the_log_of_another_run_is_noticed(copy: Run, config: TrainConfig, tmp_path: Path) -> None:
     other = start(replace(config, seed=2), tmp_path / "other")
     other.train()
-    shutil.copy(other.run.metrics_file, copy.metrics_file)
+    shutil.copy(other.task.run.metrics_file, copy.metrics_file)
     with pytest.raises(RunError, match=LOG):
         resume(copy.folder)
 

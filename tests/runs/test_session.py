@@ -26,7 +26,8 @@ from topograd.runs.session import (
 )
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.evaluation import Evaluation, evaluate
-from topograd.training.trainer import Trainer, start
+from topograd.training.runs import start
+from topograd.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +51,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 
 def test_a_session_has_the_weights_of_the_newest_checkpoint(trained: Trainer) -> None:
-    session = open_session(trained.run.folder)
-    assert (session.step, session.config) == (6, trained.config)
+    session = open_session(trained.task.run.folder)
+    assert (session.step, session.config) == (6, trained.task.config)
     assert not session.stack.training
-    for (name, one), two in zip(session.stack.named_parameters(), trained.stack.parameters(), strict=True):
+    for (name, one), two in zip(
+        session.stack.named_parameters(), trained.task.stack.parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
     inputs = torch.randint(257, (1, 16))
-    assert torch.equal(session.stack(inputs), trained.stack(inputs))
+    assert torch.equal(session.stack(inputs), trained.task.stack(inputs))
 
 
 def test_an_earlier_checkpoint_by_name(trained: Trainer) -> None:
-    session = open_session(trained.run.folder, "step-00000003")
+    session = open_session(trained.task.run.folder, "step-00000003")
     assert session.step == 3
     assert not torch.equal(
-        session.stack.get_parameter("head.weight"), trained.stack.get_parameter("head.weight")
+        session.stack.get_parameter("head.weight"), trained.task.stack.get_parameter("head.weight")
     )
     with pytest.raises(CheckpointError, match="no checkpoint 'last'; it has step-00000003, step-00000006"):
-        open_session(trained.run.folder, "last")
+        open_session(trained.task.run.folder, "last")
 
 
 def read(session: Session, data: Path | None = None, limit_bytes: int | None = None) -> Evaluation:
@@ -74,16 +77,16 @@ def read(session: Session, data: Path | None = None, limit_bytes: int | None = N
 
 
 def test_it_measures_what_the_training_measured(trained: Trainer) -> None:
-    recorded = json.loads(trained.run.results_file.read_text())
-    session = open_session(trained.run.folder)
+    recorded = json.loads(trained.task.run.results_file.read_text())
+    session = open_session(trained.task.run.folder)
     readings = read(session).as_dict()
     assert readings == {key: recorded[key] for key in readings}
     assert recorded.keys() - readings.keys() == {"run", "steps", "weights", "finished", "seconds"}
-    assert recorded["weights"] == session.weights == trained.run.store.weights("step-00000006")
+    assert recorded["weights"] == session.weights == trained.task.run.store.weights("step-00000006")
 
 
 def test_other_text_is_read_whole_or_up_to_a_limit(trained: Trainer, tmp_path: Path) -> None:
-    session = open_session(trained.run.folder)
+    session = open_session(trained.task.run.folder)
     other = tmp_path / "other.txt"
     other.write_text("another text, of nothing but this " * 20)
     whole = read(session, other)
@@ -98,7 +101,7 @@ def test_other_text_is_read_whole_or_up_to_a_limit(trained: Trainer, tmp_path: P
 
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(trained: Trainer, tmp_path: Path) -> None:
-    folder = shutil.copytree(trained.run.folder, tmp_path / "run")
+    folder = shutil.copytree(trained.task.run.folder, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(CheckpointError, match="no checkpoint yet; train it with: topograd train --resume"):
         open_session(folder)
@@ -107,7 +110,7 @@ def test_a_run_without_a_checkpoint_says_how_to_get_one(trained: Trainer, tmp_pa
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained: Trainer, tmp_path: Path) -> None:
-    folder = shutil.copytree(trained.run.folder, tmp_path / "run")
+    folder = shutil.copytree(trained.task.run.folder, tmp_path / "run")
     config = (folder / "config.toml").read_text()
     (folder / "config.toml").write_text(config.replace("width = 16", "width = 32"))
     (folder / "manifest.json").unlink()  # as in a run of version 0.1
@@ -120,9 +123,9 @@ def weight(stack: Stack) -> torch.Tensor:
 
 
 def test_the_seed_makes_the_model(trained: Trainer) -> None:
-    one, plan = build_stack(trained.config)
-    two, _ = build_stack(trained.config)
-    other, _ = build_stack(replace(trained.config, seed=9))
+    one, plan = build_stack(trained.task.config)
+    two, _ = build_stack(trained.task.config)
+    other, _ = build_stack(replace(trained.task.config, seed=9))
     assert torch.equal(weight(one), weight(two))
     assert not torch.equal(weight(one), weight(other))
     assert [one.has_head(stage) for stage in range(len(plan.stages))] == [True, True]
@@ -131,7 +134,7 @@ def test_the_seed_makes_the_model(trained: Trainer) -> None:
 @pytest.mark.parametrize("device", ["abacus", "cuda:99", ""])
 def test_a_device_that_is_not_there(device: str, trained: Trainer) -> None:
     with pytest.raises(ConfigError, match=r"cannot be used \(.*\); try 'cpu'"):
-        device_of(replace(trained.config, device=device))
+        device_of(replace(trained.task.config, device=device))
 
 
 ASKED = """
@@ -146,7 +149,7 @@ print(" ".join(found) or "none")
 
 
 def test_opening_a_run_imports_no_optimizer(trained: Trainer) -> None:
-    command = [sys.executable, "-c", ASKED, str(trained.run.folder)]
+    command = [sys.executable, "-c", ASKED, str(trained.task.run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "none\n"
@@ -162,7 +165,7 @@ def test_settings_and_topologies_need_no_torch() -> None:
 
 def test_a_checkpoint_may_have_its_own_topology(trained: Trainer, tmp_path: Path) -> None:
     """As a search leaves it: that of the weights, not that of the start."""
-    folder = shutil.copytree(trained.run.folder, tmp_path / "run")
+    folder = shutil.copytree(trained.task.run.folder, tmp_path / "run")
     run = Run.open(folder)
     config = read_settings(run)
     table = {"partition": "2", "heads": "shared"}
@@ -174,7 +177,7 @@ def test_a_checkpoint_may_have_its_own_topology(trained: Trainer, tmp_path: Path
     run.store.save(step=7, model=stack, optimizers={}, extra=extra, keep=9)
     session = open_session(folder)
     assert (session.step, session.plan) == (7, plan)
-    assert open_session(folder, "step-00000006").plan == trained.plan
+    assert open_session(folder, "step-00000006").plan == trained.task.plan
     with pytest.raises(ConfigError, match="unknown setting partitoin"):
         topology_at(config, {"topology": {"partitoin": "2"}})
 
@@ -183,7 +186,7 @@ def test_a_tokenizer_of_another_size_is_refused_without_a_manifest_too(
     trained: Trainer, tmp_path: Path
 ) -> None:
     """A run of version 0.1 has no digest of it, but its head has as many rows as it had tokens (R1)."""
-    folder = shutil.copytree(trained.run.folder, tmp_path / "run")
+    folder = shutil.copytree(trained.task.run.folder, tmp_path / "run")
     (folder / "manifest.json").unlink()
     BPETokenizer(((104, 101), (108, 108))).save(folder / "tokenizer.json")
     with pytest.raises(RunError, match=r"tokenizer\.json has 259 tokens and the model 257; restore it"):

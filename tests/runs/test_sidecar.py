@@ -27,7 +27,7 @@ from topograd.runs.sidecar import (
     open_sidecar,
     update_sidecar,
 )
-from topograd.training.trainer import resume
+from topograd.training.runs import resume
 
 SETTINGS: dict[str, Any] = {"peft_type": "SPECIALIST", "rank": 4, "rates": [0.1, 2.5e-5]}
 

@@ -1,5 +1,5 @@
 """ONNX Runtime gives what torch gives: logits of every exit of every stack to float32's rounding, over any
-schedule of pushes, runs, rollbacks and selections, in ragged rows, and past the context; and equal texts."""
+schedule of pushes, runs, rollbacks and forks, at any lengths, past the context; and equal texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytest.importorskip("onnxruntime")
 
 from topograd.decode.agreement import is_tie
 from topograd.decode.autotune import DraftRule
-from topograd.decode.cache import Cache
-from topograd.decode.engine import Composed, Engine, Prefix, generate_batch
+from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import FixedDepth, PathEnsemble, generate_batch
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
-from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle, shared_settings
+from topograd.runtime.onnx_runtime import OnnxRuntime, shared_settings, unsupported_reason
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
 
@@ -50,7 +50,7 @@ TOPOLOGIES = {
 
 
 class Pair:
-    """The same cache in torch and in onnxruntime."""
+    """The same sequences in torch and in onnxruntime."""
 
     def __init__(self, stack: Stack, topology: Topology | str, rows: int) -> None:
         plan = Plan.of(topology, 4)
@@ -59,16 +59,16 @@ class Pair:
         self.rows = rows
 
     def begin(self) -> None:
-        self.caches = [engine.start([[1]] * self.rows) for engine in self.engines]
+        self.batches = [engine.start([[1]] * self.rows) for engine in self.engines]
 
     def act(self, chance: random.Random) -> None:
-        """Something that a mode could do, on both."""
-        lengths = self.caches[0].lengths()
-        kind = chance.choices(["append", "push", "run", "truncate", "select"], [3, 4, 5, 2, 1])[0]
+        """Something that a strategy could do, on both."""
+        lengths = [len(sequence) for sequence in self.batches[0]]
+        kind = chance.choices(["append", "push", "run", "truncate", "fork"], [3, 4, 5, 2, 1])[0]
         if kind == "append":  # may slide past the context
             new = [[chance.randrange(VOCAB)] * chance.randrange(2) for _ in lengths]
-            for engine, cache in zip(self.engines, self.caches, strict=True):
-                engine.append(cache, new)
+            for engine, batch in zip(self.engines, self.batches, strict=True):
+                engine.append(batch, new)
             return
         stage = chance.randrange(len(self.engines[0].plan.stages))
         new = [
@@ -76,31 +76,33 @@ class Pair:
         ]
         back = [chance.randint(max(n - 4, 0), n) for n in lengths]
         rows = [chance.randrange(len(lengths)) for _ in lengths]
-        for cache in self.caches:
+        some = sorted(chance.sample(range(len(lengths)), chance.randint(1, len(lengths))))
+        for which, batch in enumerate(self.batches):
+            cache = batch[0].cache
             if kind == "push":
-                cache.push(new)
+                cache.push(batch, new)
             elif kind == "run":
-                cache.run(stage)
+                cache.run([batch[i] for i in some], stage)
             elif kind == "truncate":
-                cache.truncate(back)
+                cache.truncate(batch, back)
             else:
-                assert isinstance(cache, Cache)
-                cache.select(rows)
+                self.batches[which] = [cache.fork(batch[row]) for row in rows]
+                for sequence in batch:
+                    cache.free(sequence)
 
     def check(self) -> None:
         """Logits of every exit, at the last positions that it has run."""
-        exact, fast = self.caches
-        for cache in self.caches:
-            cache.push([[2] * (not n) for n in cache.lengths()])
+        for batch in self.batches:
+            batch[0].cache.push(batch, [[2] * (not len(sequence)) for sequence in batch])
+        counts = [min(3, len(sequence)) for sequence in self.batches[0]]
         for stage in self.engines[0].exits:
-            for each, _ in self.engines[0].plan.prediction.after(stage):
-                for cache in self.caches:
-                    cache.run(each)
-            counts = [min(3, n) for n in exact.lengths()]
-            a, b = (e.logits(c, stage, counts) for e, c in zip(self.engines, (exact, fast), strict=True))
-            for row, count in enumerate(counts):
-                worst = (a[row, :count] - b[row, :count]).abs().max() if count else torch.zeros(())
-                assert worst <= BOUND * a.abs().max(), (stage, row)
+            for engine, batch in zip(self.engines, self.batches, strict=True):
+                engine.run(batch, stage)
+            a, b = (
+                e.logits(batch, stage, counts) for e, batch in zip(self.engines, self.batches, strict=True)
+            )
+            assert len(a) == len(b) == sum(counts)
+            assert (a - b).abs().max() <= BOUND * a.abs().max(), stage
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,7 @@ def test_texts_are_equal_but_for_ties(stack_of: Callable[[str], Stack], name: st
     engines = engines_of(stack_of(name))
     prompts = [[1, 2, 3], [4], [5] * 9]
     for exit_ in range(3):
-        ours, theirs = (generate_batch(Prefix(engine, exit_), prompts, 30) for engine in engines)
+        ours, theirs = (generate_batch(FixedDepth(engine, exit_), prompts, 30) for engine in engines)
         check_texts(engines[0], exit_, prompts, ours, theirs)
     drafted = generate_batch(Speculate(engines[1], DraftRule(0.0, 3)), prompts, 30)
     check_texts(engines[0], 2, prompts, drafted, theirs)
@@ -171,38 +173,40 @@ def check_texts(engine: Engine, exit_: int, prompts: list[list[int]], ours: list
         at = next(i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y)
         assert len(prompt) + at < CONTEXT, "a tie behind the context is not looked for"
         with torch.inference_mode():
-            cache = engine.start([[*prompt, *right[:at]]])
-            engine.run(cache, engine.exits[exit_])
-            logits = engine.logits(cache, engine.exits[exit_])[0, -1]
+            batch = engine.start([[*prompt, *right[:at]]])
+            engine.run(batch, engine.exits[exit_])
+            logits = engine.logits(batch, engine.exits[exit_])[0]
         assert is_tie(logits, left[at], right[at])
 
 
 @torch.inference_mode()
 def test_paths_share_sessions_and_agree(stack_of: Callable[[str], Stack]) -> None:
     engines = engines_of(stack_of("gpt-plain"))
-    texts = [generate_batch(Composed(e, {(0, 2): 1.0, (0, 1): 2.0}), [[1, 2], [3]], 12) for e in engines]
+    texts = [generate_batch(PathEnsemble(e, {(0, 2): 1.0, (0, 1): 2.0}), [[1, 2], [3]], 12) for e in engines]
     assert [[e.token for e in row] for row in texts[0]] == [[e.token for e in row] for row in texts[1]]
     runtime = engines[1].runtime
     assert isinstance(runtime, OnnxRuntime)
-    assert len(runtime._sessions) == 3, "a session for each interval, whichever path runs it"
+    intervals, layouts = {key[:2] for key in runtime._sessions}, {key[-1] for key in runtime._sessions}
+    assert (len(intervals), layouts) == (3, {True, False})
+    assert len(runtime._sessions) == 6, "one for each interval and layout, whichever path runs it"
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["gpt", "gemma2"])
 def test_the_head_on_some_tokens(stack_of: Callable[[str], Stack], name: str) -> None:
     engine = engines_of(stack_of(name))[1]
-    cache = engine.start([[1, 2, 3]])
+    batch = engine.start([[1, 2, 3]])
     some = torch.tensor([4, 0, 9])
     for stage in engine.exits:
-        engine.run(cache, stage)
-        whole = engine.logits(cache, stage)
+        engine.run(batch, stage)
+        whole = engine.logits(batch, stage)
         torch.testing.assert_close(
-            engine.logits(cache, stage, tokens=some), whole[..., some], rtol=1e-4, atol=1e-4
+            engine.logits(batch, stage, tokens=some), whole[..., some], rtol=1e-4, atol=1e-4
         )
 
 
 def test_what_cannot_be_run_is_refused(stack_of: Callable[[str], Stack]) -> None:
-    assert obstacle(stack_of("llama")) is None
+    assert unsupported_reason(stack_of("llama")) is None
     mamba = GPT(layers=2, width=32, heads=2, vocab=9, context=8, architecture="mamba3", ssm_state=4)
     with pytest.raises(
         ConfigError, match=r"Mamba3 layers are not written as ONNX operators.*--runtime torch"

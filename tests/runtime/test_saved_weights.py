@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
-from topograd.decode.engine import Prefix, generate_batch
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import open_session
@@ -25,7 +25,7 @@ def test_what_is_kept_is_used(tmp_path: Path, precision: str) -> None:
     shutil.copytree(REFERENCE, folder)
     session = open_session(folder)
     engine = engine_of(session, "onnx", precision)
-    (text,) = generate_batch(Prefix(engine), [[5, 6, 7]], 8)
+    (text,) = generate_batch(FixedDepth(engine), [[5, 6, 7]], 8)
     assert isinstance(engine.runtime, OnnxRuntime)
     file = weights_file(folder, precision)
     save_weights(file, engine.runtime.made, "int8" if precision == "int8" else "int4", session.weights)
@@ -34,7 +34,7 @@ def test_what_is_kept_is_used(tmp_path: Path, precision: str) -> None:
     assert again.runtime.made.keys() == engine.runtime.made.keys()
     for name, packed in engine.runtime.made.items():
         np.testing.assert_array_equal(again.runtime.made[name].codes, packed.codes)
-    assert generate_batch(Prefix(again), [[5, 6, 7]], 8) == [text]
+    assert generate_batch(FixedDepth(again), [[5, 6, 7]], 8) == [text]
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:

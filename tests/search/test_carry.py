@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError, StackError
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig, SearchConfig, StageOptimizer, TrainConfig
@@ -9,7 +10,6 @@ from topograd.search.carry import carry_heads, carry_state, check_searchable, ne
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 from topograd.training.optimizers import OptimizerSet, make_optimizers
 
 

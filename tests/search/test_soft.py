@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.executor import graph_losses
+from tests.oracles.train_step import graph_losses
 from topograd.errors import ConfigError, TopologyError
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
 from topograd.runs.session import open_session
-from topograd.search.soft import SoftBoundaries, SoftTrainer, expected_boundaries, soft_outcome, soft_run
+from topograd.search.soft import SoftBoundaries, SoftTask, expected_boundaries, soft_outcome, soft_run
 from topograd.topology.dag import Topology
 from topograd.training.evaluation import evaluate
-from topograd.training.executor import train_step
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 
 def boundaries_of(layers: int, config: SoftConfig, steps: int) -> SoftBoundaries:
@@ -142,7 +142,7 @@ def found(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A soft run that was never stopped."""
     trainer = start(soft_run(config, SoftConfig(stages=2)), tmp_path_factory.mktemp("soft") / "run")
     trainer.train()
-    return trainer.run
+    return trainer.task.run
 
 
 def test_learning_trains_the_model_and_gives_a_partition(config: TrainConfig, found: Run) -> None:
@@ -165,7 +165,7 @@ def test_what_is_evaluated_is_the_hard_partition(config: TrainConfig, found: Run
     results = found.read_results()
     assert results is not None
     trainer = resume(found.folder)
-    again = evaluate(trainer.stack, trainer.plan, trainer.text).as_dict()
+    again = evaluate(trainer.task.stack, trainer.task.plan, trainer.task.text).as_dict()
     assert again["bpb"] == results["bpb"]
     assert len(results["bpb"]["prefix"]) == 2
     assert [r["bpb"] for r in found.metrics() if r["kind"] == "eval"][-1] == results["bpb"]
@@ -192,13 +192,13 @@ def test_a_killed_soft_run_goes_on_as_if_nothing_had_happened(
         first = open_session(tmp_path / "run")
         assert first.config.topology.graph == "soft", "until it hardens it opens as what it is"
     trainer = resume(tmp_path / "run")
-    assert isinstance(trainer, SoftTrainer)
+    assert isinstance(trainer.task, SoftTask)
     trainer.train()
-    same = [[r | {"seconds": 0} for r in run.metrics()] for run in (found, trainer.run)]
+    same = [[r | {"seconds": 0} for r in run.metrics()] for run in (found, trainer.task.run)]
     assert same[0] == same[1]
     names = found.store.names()[-1]
-    assert trainer.run.store.weights(names) == found.store.weights(names)
-    extras = [run.store.extra(names) for run in (found, trainer.run)]
+    assert trainer.task.run.store.weights(names) == found.store.weights(names)
+    extras = [run.store.extra(names) for run in (found, trainer.task.run)]
     assert extras[0]["search"] == extras[1]["search"]
     assert extras[0]["topology"] == extras[1]["topology"]
 

@@ -10,7 +10,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.session import Session, open_session
 from topograd.search.dynamic import best_partition
 from topograd.search.stage_costs import Batch, costs_of_run, probe, probe_costs
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SurgeryConfig
 from topograd.runs.session import open_session
-from topograd.search.surgery import SurgeryTrainer, choose, neighbours, surgery_outcome, surgery_run
+from topograd.search.surgery import SurgeryTask, choose, neighbours, surgery_outcome, surgery_run
 from topograd.topology.composition import Composition
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
+from topograd.training.trainer import Trainer
 
 HERE, BETTER, BEST, WORSE = map(Composition.parse, ("2,2", "4", "1,3", "3,1"))
 SCORES = {HERE: 1.0, BETTER: 0.9, BEST: 0.8, WORSE: 1.1}
@@ -46,10 +48,10 @@ def test_stochastic_takes_a_worse_one_as_often_as_it_should() -> None:
     assert {choose(HERE, SCORES, config, generator) for _ in range(200)} == set(SCORES)
 
 
-def begun(config: TrainConfig, surgery: SurgeryConfig, folder: Path) -> SurgeryTrainer:
+def begun(config: TrainConfig, surgery: SurgeryConfig, folder: Path) -> Trainer[SurgeryTask]:
     trainer = start(surgery_run(config, surgery), folder)
-    assert isinstance(trainer, SurgeryTrainer)
-    return trainer
+    assert isinstance(trainer.task, SurgeryTask)
+    return cast("Trainer[SurgeryTask]", trainer)
 
 
 def test_an_operation_changes_boundaries_and_nothing_that_was_learned(
@@ -57,14 +59,14 @@ def test_an_operation_changes_boundaries_and_nothing_that_was_learned(
 ) -> None:
     modular = SurgeryConfig(every=100, deployment="modular", min_depth=2)
     trainer = begun(config.changed(heads="per-stage"), modular, tmp_path / "run")
-    stack = trainer.stack
+    stack = trainer.task.stack
     assert isinstance(stack, GPT)
     trainer.train(stop_after=3)
     layers = {name: value.clone() for name, value in stack.layers.state_dict().items()}
     head = stack.head.matrix(0).clone()
-    done = trainer.operate()
+    done = trainer.task.operate(trainer.step)
     assert done.after.parts == (2, 2)  # the only neighbour, and coupling and capability speak for it
-    assert (done.before, trainer.config.topology.partition) == (Composition.parse("4"), "2,2")
+    assert (done.before, trainer.task.config.topology.partition) == (Composition.parse("4"), "2,2")
     assert done.gain > 0
     assert done.merge == {}
     assert set(done.split) == {2}
@@ -79,8 +81,8 @@ def test_the_number_of_stages_can_be_kept(config: TrainConfig, tmp_path: Path) -
     walk = replace(WALK, stages=2)
     trainer = begun(config.changed(partition="2,2"), walk, tmp_path / "run")
     trainer.train()
-    assert trainer.operations
-    assert all(len(done["after"]) == 2 for done in trainer.operations)
+    assert trainer.task.operations
+    assert all(len(done["after"]) == 2 for done in trainer.task.operations)
     with pytest.raises(ConfigError, match="stages is 2, which surgery keeps, and partition is 4, of 1"):
         begun(config.changed(partition="4"), walk, tmp_path / "other")
 
@@ -91,14 +93,15 @@ def test_training_with_surgery(config: TrainConfig, heads: str, tmp_path: Path) 
     trainer = begun(config.changed(heads=heads), surgery, tmp_path / "run")
     results = trainer.train()
     session = open_session(tmp_path / "run")
-    outcome = surgery_outcome(session.config, trainer.run.store.extra(trainer.run.store.names()[-1]))
+    store = trainer.task.run.store
+    outcome = surgery_outcome(session.config, store.extra(store.names()[-1]))
     steps = [done["step"] for done in outcome["operations"]]
     assert steps == [4, 8]  # none in the last 4 steps
     assert outcome["operations"][0]["before"] == [4]
     assert outcome["operations"][0]["after"] == outcome["operations"][1]["before"] == [2, 2]
     assert outcome["partition"] == outcome["operations"][-1]["after"]
     assert [len(planned.layers) for planned in session.plan.stages] == outcome["partition"]
-    losses = [len(r["loss"]) for r in trainer.run.metrics() if r["kind"] == "train"]
+    losses = [len(r["loss"]) for r in trainer.task.run.metrics() if r["kind"] == "train"]
     assert losses[:8] == [1] * 4 + [2] * 4
     assert len(results["bpb"]["prefix"]) == len(outcome["partition"])
     assert results["bpb"]["prediction"] < 8
@@ -121,8 +124,8 @@ def test_a_surgery_run_goes_on_as_if_it_had_not_stopped(
     )
     whole = begun(config, WALK, tmp_path / "whole")
     whole.train()
-    moves = [(done["before"], done["after"]) for done in whole.operations]
-    assert [done["step"] for done in whole.operations] == [3, 6, 9]
+    moves = [(done["before"], done["after"]) for done in whole.task.operations]
+    assert [done["step"] for done in whole.task.operations] == [3, 6, 9]
     assert len({tuple(after) for _, after in moves} | {tuple(before) for before, _ in moves}) > 2
     for before, after in moves:
         near = [list(pi.parts) for pi in neighbours(Composition.of(before), 1)]
@@ -138,22 +141,22 @@ def test_a_surgery_run_goes_on_as_if_it_had_not_stopped(
     with pytest.raises(InterruptedError):
         resume(tmp_path / "parts").train(on_step=kill)
     trainer = resume(tmp_path / "parts")
-    assert isinstance(trainer, SurgeryTrainer)
+    assert isinstance(trainer.task, SurgeryTask)
     trainer.train()
-    assert trainer.operations == whole.operations
-    assert records(trainer.run) == records(whole.run)
-    name = whole.run.store.names()[-1]
-    assert trainer.run.store.weights(name) == whole.run.store.weights(name)
+    assert trainer.task.operations == whole.task.operations
+    assert records(trainer.task.run) == records(whole.task.run)
+    name = whole.task.run.store.names()[-1]
+    assert trainer.task.run.store.weights(name) == whole.task.run.store.weights(name)
 
 
 def test_a_broken_stage_keeps_its_boundaries(config: TrainConfig, tmp_path: Path) -> None:
     trainer = begun(config.changed(partition="2,2", heads="per-stage"), WALK, tmp_path / "run")
     trainer.train(stop_after=2)
     with torch.no_grad():
-        trainer.stack.head_parameters(1)[0].fill_(math.nan)
+        trainer.task.stack.head_parameters(1)[0].fill_(math.nan)
     trainer.train(stop_after=4)
-    assert trainer.loop.halted == {1}
-    assert trainer.operations == []
+    assert trainer.task.loop.halted == {1}
+    assert trainer.task.operations == []
 
 
 def test_bad_settings(config: TrainConfig, tmp_path: Path) -> None:

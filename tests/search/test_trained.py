@@ -13,7 +13,7 @@ from topograd.search.properties import read_numbers
 from topograd.search.trained import Trained, as_runs, worth
 from topograd.search.utility import DEPLOYMENTS, Weights, utility
 from topograd.topology.composition import Composition
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 
 @pytest.fixture(autouse=True)

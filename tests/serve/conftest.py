@@ -17,19 +17,18 @@ from topograd.decode.text import TextStream
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session
 from topograd.serve.jobs import Job, Progress
-from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.server import Running, bind, open_served
 from topograd.serve.settings import Limits
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 from waiting import LIMIT
 
 STAGES = 4
 
 
 @pytest.fixture(scope="session")
-def served() -> Served:
+def served() -> ServedModel:
     return open_served(REFERENCE, None, Limits(rows=6, waiting=12, chunk=16, seconds=60, grace=2))
 
 
@@ -37,7 +36,7 @@ def served() -> Served:
 def serve() -> Callable[..., Any]:
     """Starts a server in a thread; returns it and how to stop it."""
 
-    def start(served: Served, token: str | None = None) -> tuple[Running, Callable[[], None]]:
+    def start(served: ServedModel, token: str | None = None) -> tuple[Running, Callable[[], None]]:
         running = Running(served, bind("127.0.0.1", 0), token)
         ready = threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(running.run(ready.set)))
@@ -55,10 +54,10 @@ def serve() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def start_server(served: Served, serve: Callable[..., Any]) -> Callable[..., Any]:
+def start_server(served: ServedModel, serve: Callable[..., Any]) -> Callable[..., Any]:
     """The same with the reference model, and other limits if there are any."""
     return lambda token=None, **limits: serve(
-        Served(served.model, Limits(**limits)) if limits else served, token
+        ServedModel(served.model, Limits(**limits)) if limits else served, token
     )
 
 
@@ -103,7 +102,7 @@ class Desk:
         self.session = session
         self.model = Model(session)
         engine: Engine = self.model.engine
-        self.scheduler = Scheduler(Lanes(session, engine), Limits(**limits), Counters())
+        self.scheduler = Scheduler(session, engine, Limits(**limits), Counters())
         self.told: dict[int, list[Progress]] = {}
 
     def job(self, prompt: list[int], tokens: int, depth: str = "full", **more: Any) -> Job:

@@ -11,17 +11,17 @@ import pytest
 from topograd.serve.answers import Answer, error_body, finite, timings
 from topograd.serve.fields import CHAT, COMPLETION, read
 from topograd.serve.jobs import Job, Progress, Scored, Written
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 
 
-def job_of(served: Served, prompt: list[int]) -> Job:
+def job_of(served: ServedModel, prompt: list[int]) -> Job:
     asked = read(COMPLETION, {"prompt": prompt, "max_tokens": 3})
     (job,) = served.jobs(asked, [prompt], 3, lambda index: lambda progress: None)
     return job
 
 
 @pytest.fixture
-def job(served: Served) -> Job:
+def job(served: ServedModel) -> Job:
     return job_of(served, served.encode("é"))
 
 
@@ -30,7 +30,7 @@ def _chunks(answer: Answer, *steps: Progress) -> list[dict[str, Any]]:
     return [json.loads(event[6:]) for event in said.split("\n\n") if event]
 
 
-def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: Served, job: Job) -> None:
+def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: ServedModel, job: Job) -> None:
     answer = Answer(served, read(COMPLETION, {"logprobs": 1}), [job], chat=False)
     first, second = "é".encode()
     answer.choices[0].take(
@@ -50,7 +50,7 @@ def test_tokens_that_are_no_text_alone_are_spelled_as_bytes(served: Served, job:
     assert finite(-0.5) == -0.5
 
 
-def test_chunks_of_a_chat(served: Served, job: Job) -> None:
+def test_chunks_of_a_chat(served: ServedModel, job: Job) -> None:
     answer = Answer(served, read(CHAT, {"messages": [{"role": "user"}], "stream": True}), [job], chat=True)
     chunks = _chunks(
         answer,
@@ -66,7 +66,7 @@ def test_chunks_of_a_chat(served: Served, job: Job) -> None:
     assert answer.end() == "data: [DONE]\n\n"
 
 
-def test_chunks_with_an_echo_come_after_the_prompts_scores(served: Served, job: Job) -> None:
+def test_chunks_with_an_echo_come_after_the_prompts_scores(served: ServedModel, job: Job) -> None:
     fields = {"echo": True, "logprobs": 0, "stream": True, "stream_options": {"include_usage": True}}
     answer = Answer(served, read(COMPLETION, fields), [job], chat=False)
     scores = (None, *(Scored(-1.0) for _ in job.prompt[1:]))
@@ -84,7 +84,7 @@ def test_chunks_with_an_echo_come_after_the_prompts_scores(served: Served, job: 
     assert usage["usage"]["prompt_tokens"] == len(job.prompt)
 
 
-def test_the_token_that_ends_a_text_is_scored_but_not_shown(served: Served, job: Job) -> None:
+def test_the_token_that_ends_a_text_is_scored_but_not_shown(served: ServedModel, job: Job) -> None:
     """lm-eval drops the last score, that of the token it did not ask for: there must be one."""
     ended = Progress(
         (Written(97, "a", 3, score=Scored(-1.0)), Written(5, "", 3, score=Scored(-2.0), end=True)),
@@ -110,10 +110,10 @@ def test_the_token_that_ends_a_text_is_scored_but_not_shown(served: Served, job:
     ]
 
 
-def test_times_and_errors(served: Served, job: Job) -> None:
+def test_times_and_errors(served: ServedModel, job: Job) -> None:
     clock = job.timings
     clock.asked, clock.admitted, clock.first, clock.finished = 0.0, 1.0, 2.0, 4.0
-    clock.drafted, clock.accepted, job.left, job.stages = 4, 3, 0, [0, 0, 3]
+    clock.drafted, clock.accepted, job.remaining, job.exits = 4, 3, 0, [0, 0, 3]
     found = timings([job])
     assert (found["queued_ms"], found["first_token_ms"], found["total_ms"]) == (1000, 2000, 4000)
     assert (found["tokens_per_second"], found["acceptance"], found["mean_stage"]) == (1.0, 0.75, 2.0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from topograd.serve.server import Running
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 from waiting import LIMIT, wait_until
 
 Ask = Callable[..., dict[str, Any]]
@@ -32,7 +32,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def test_depths_by_field_and_by_id_are_what_generate_writes(ask: Ask, served: Served) -> None:
+def test_depths_by_field_and_by_id_are_what_generate_writes(ask: Ask, served: ServedModel) -> None:
     for suffix, depth in {
         "full": "full",
         "prefix-1": "prefix:1",
@@ -163,7 +163,7 @@ def test_a_completion_streams(client: httpx.Client, ask: Ask) -> None:
     assert chunks[-1]["timings"]["completion_tokens"] == 8
 
 
-def test_echo_with_logprobs_is_the_models_log_softmax(ask: Ask, served: Served) -> None:
+def test_echo_with_logprobs_is_the_models_log_softmax(ask: Ask, served: ServedModel) -> None:
     tokens = served.encode("def read(self, size=-1):\n    return self.")
     for depth, stage in (("full", 3), ("prefix:2", 1)):
         choice = ask(prompt=tokens, echo=True, logprobs=1, max_tokens=1, depth=depth)["choices"][0][
@@ -210,7 +210,7 @@ def test_curl(running: Running) -> None:
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] == "length"
 
 
-def test_tokens_and_candidates(client: httpx.Client, served: Served) -> None:
+def test_tokens_and_candidates(client: httpx.Client, served: ServedModel) -> None:
     found = client.post("/tokenize", json={"content": "def read("}).json()
     assert served.decode(found["tokens"]) == "".join(found["pieces"]) == "def read("
     assert found["count"] == len(found["tokens"])

@@ -8,7 +8,7 @@ import pytest
 
 from topograd.errors import ConfigError
 from topograd.serve.names import known_depths, model_name, split_id
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 
 IDS = {
     "m": ("m", None),
@@ -46,7 +46,7 @@ def test_a_folder_becomes_a_name(tmp_path: Path) -> None:
     assert model_name(tmp_path / "(!)") == "model"
 
 
-def test_a_calibrated_model_knows_its_depths(served: Served) -> None:
+def test_a_calibrated_model_knows_its_depths(served: ServedModel) -> None:
     found = known_depths(served.model.session)
     assert found[:4] == ["full", "prefix-1", "prefix-2", "prefix-3"]
     assert {"speculate", "wand-0.001"} <= set(found)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests.oracles.decoding import next_logits
-from topograd.decode.engine import generate_batch
-from topograd.decode.modes import mode_of
+from topograd.decode.depths import strategy_of
 from topograd.decode.sampling import Sampling
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import DivergenceError
-from topograd.serve import scheduler as module
 from topograd.serve.jobs import Job
 
 DEPTHS = ("full", "prefix:1", "prefix:3", "speculate:3", "speculate:lookup", "path:1,3", "branches:1-4*2+1-2")
@@ -23,8 +22,8 @@ DEPTHS = ("full", "prefix:1", "prefix:3", "speculate:3", "speculate:lookup", "pa
 
 def alone(desk: Any, job: Job) -> list[int]:
     """What the mode writes without company, by the loop that `generate` uses."""
-    mode = mode_of(job.depth, desk.session, desk.model.engine, job.sampling)
-    (row,) = generate_batch(mode, [job.prompt], job.tokens)
+    strategy = strategy_of(job.depth, desk.session, desk.model.engine, job.sampling.greedy)
+    (row,) = generate_batch(strategy, [job.prompt], job.tokens, job.sampling)
     return [emitted.token for emitted in row]
 
 
@@ -36,8 +35,8 @@ def test_answers_do_not_depend_on_who_else_is_there(make_desk: Callable[..., Any
     for _ in range(14):
         prompt = [dice.randrange(97, 110) for _ in range(dice.randint(1, 9))]
         depth, drawn = dice.choice(DEPTHS), Sampling(temperature=0.9, top_k=20, seed=dice.randrange(99))
-        if dice.random() < 0.5 or (depth.startswith("speculate") and len(prompt) > 2):
-            drawn = Sampling()  # near the end of the context drafts stop, and other numbers are drawn
+        if dice.random() < 0.5 or depth in ("speculate", "speculate:lookup"):
+            drawn = Sampling()  # how many lookups pay depends on the company; then other numbers are drawn
         jobs.append(desk.job(prompt, dice.randint(1, 7), depth, sampling=drawn))
     for job in jobs:
         desk.scheduler.add([job])
@@ -142,7 +141,7 @@ def test_a_long_prompt_stalls_nobody(make_desk: Callable[..., Any]) -> None:
         desk.scheduler.step()
     assert len(desk.tokens(quick)) == before + 3, "a token in every step"
     assert desk.finish(short) == "length", "it did not wait for the long prompt"
-    assert long.read < 14
+    assert long.prompt_pos < 14
     desk.run()
     assert desk.tokens(long) == alone(desk, long)
 
@@ -177,7 +176,7 @@ def test_cancelled_late_and_stopped_texts_leave_their_rows(make_desk: Callable[.
     desk.scheduler.stop()
     assert [desk.finish(job) for job in (stays, waits)] == ["cancelled", "cancelled"]
     assert not desk.scheduler.active
-    assert all(not row.busy for row in desk.scheduler.base.rows)
+    assert all(not slot.busy for slot in desk.scheduler.base.slots)
     assert desk.scheduler.counters.finishes["cancelled"] == 4, "one that had no row yet counts too"
     again = desk.job([105], 3)
     desk.scheduler.add([again])
@@ -200,14 +199,14 @@ def test_unknown_depths_and_failures_end_one_text_only(
     bad = desk.job([102], 3, "prefix:1")
     desk.scheduler.add([good])
     desk.scheduler.add([bad])
-    plain = module.Lane.advance
+    plain = FixedDepth.step
 
-    def advance(lane: Any, jobs: Any, rows: Any) -> Any:
-        if any(job is bad for job in jobs):
+    def step(strategy: FixedDepth, batch: Any) -> Any:
+        if strategy.exit == 0:
             raise error
-        return plain(lane, jobs, rows)
+        return plain(strategy, batch)
 
-    monkeypatch.setattr(module.Lane, "advance", advance)
+    monkeypatch.setattr(FixedDepth, "step", step)
     error: Exception = RuntimeError("/secret/path")
     desk.run()
     assert desk.tokens(good) == alone(desk, good)
@@ -226,7 +225,7 @@ def test_stops_ends_and_text(make_desk: Callable[..., Any]) -> None:
     desk.scheduler.add([plain])
     desk.run()
     tokens = desk.tokens(plain)
-    ended = desk.job([100, 101], 8, ends=frozenset([tokens[4]]))
+    ended = desk.job([100, 101], 8, stop_ids=frozenset([tokens[4]]))
     desk.scheduler.add([ended])
     desk.run()
     assert desk.tokens(ended) == tokens[: tokens.index(tokens[4]) + 1]
@@ -241,8 +240,8 @@ def test_memory_of_rows_is_bounded(make_desk: Callable[..., Any]) -> None:
         depth = ("full", "path:1,3", "branches:1-4*2+1-2", f"branches:1-2*{turn + 1}")[turn % 4]
         desk.scheduler.add([desk.job([100 + turn], 2, depth)])
         desk.run()
-        pools = [desk.scheduler.base, *desk.scheduler._pools.values()]
-        assert sum(len(pool.rows) for pool in pools) <= 3
+        pools = list(desk.scheduler._pools.values())
+        assert sum(len(pool.slots) for pool in pools) <= 3
         assert len(pools) <= 4
 
 

@@ -16,7 +16,7 @@ from topograd.evaluation.scoring import Scorer, TokenRow
 from topograd.evaluation.texts import score
 from topograd.serve.scheduler import scores
 from topograd.serve.server import Running
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 
 ROUNDING = 2e-4
 """The server and `score` cut batches otherwise; the reference model is float32."""
@@ -33,7 +33,9 @@ def test_a_token_is_scored_by_the_log_softmax() -> None:
 
 
 @pytest.mark.parametrize("depth", ["full", "prefix:1", "path:1,3", "branches:1-4*3+1-2"])
-def test_echo_with_logprobs_is_score(ask: Callable[..., dict[str, Any]], served: Served, depth: str) -> None:
+def test_echo_with_logprobs_is_score(
+    ask: Callable[..., dict[str, Any]], served: ServedModel, depth: str
+) -> None:
     tokens = served.encode("def read(self, size=-1):\n    return self.")
     answer = ask(prompt=tokens, echo=True, logprobs=1, max_tokens=0, depth=depth)["choices"][0]["logprobs"]
     [[found]] = Scorer(served.model.engine, depth).score([[TokenRow(tokens, 1)]])
@@ -43,7 +45,7 @@ def test_echo_with_logprobs_is_score(ask: Callable[..., dict[str, Any]], served:
 
 @pytest.mark.filterwarnings("ignore")
 def test_lm_evals_local_completions_agrees_to_the_item(
-    running: Running, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Running, served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

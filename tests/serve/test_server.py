@@ -17,21 +17,20 @@ import httpx
 import pytest
 
 from topograd.cli.main import INTERRUPTED, main
-from topograd.decode.engine import generate_batch
+from topograd.decode.depths import strategy_of
 from topograd.decode.model import Model
-from topograd.decode.modes import mode_of
 from topograd.decode.sampling import Sampling
+from topograd.decode.strategies import generate_batch
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import Session
 from topograd.serve.jobs import Job, Progress
-from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.server import Running, bind, is_loopback, open_served
 from topograd.serve.settings import Limits
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 from waiting import LIMIT
 
 COMMAND = [sys.executable, "-m", "topograd", "serve", "--port", "0", "--grace", "60"]
@@ -88,7 +87,7 @@ def test_a_kill_loses_nothing_else_and_a_stop_lets_running_texts_finish() -> Non
 
 @pytest.mark.parametrize(("ignored", "last"), [(False, signal.SIGINT), (True, signal.SIGTERM)])
 def test_the_signal_that_ends_it_and_one_that_is_ignored(
-    ignored: bool, last: signal.Signals, served: Served
+    ignored: bool, last: signal.Signals, served: ServedModel
 ) -> None:
     """Ctrl-C ends it, but where it is ignored, as under nohup: it is meant for somebody else then."""
 
@@ -117,9 +116,9 @@ def test_the_exit_code_says_which_signal_it_was(
     assert main(["serve", "--port", "0"]) == code
 
 
-def _written(served: Served, prompts: list[list[int]]) -> list[list[int]]:
+def _written(served: ServedModel, prompts: list[list[int]]) -> list[list[int]]:
     """What a scheduler writes behind prompts, side by side."""
-    scheduler = Scheduler(Lanes(served.model.session, served.model.engine), Limits(rows=8), Counters())
+    scheduler = Scheduler(served.model.session, served.model.engine, Limits(rows=8), Counters())
     texts: list[list[int]] = [[] for _ in prompts]
     for text, prompt in zip(texts, prompts, strict=True):
 
@@ -132,7 +131,7 @@ def _written(served: Served, prompts: list[list[int]]) -> list[list[int]]:
     return texts
 
 
-def test_runtimes(served: Served, double: Session) -> None:
+def test_runtimes(served: ServedModel, double: Session) -> None:
     """ONNX Runtime where it can, and torch, write the same texts; int8 is another model."""
     assert served.model.engine.runtime.name == "onnx"
     assert Model(double).engine.runtime.name == "torch", "ONNX Runtime has no float64 here"
@@ -144,7 +143,7 @@ def test_runtimes(served: Served, double: Session) -> None:
     small = open_served(REFERENCE, None, Limits(), weights="int8")
     engine = small.model.engine
     assert (engine.runtime.name, engine.runtime.precision) == ("onnx", "int8")
-    alone = generate_batch(mode_of("full", small.model.session, engine, Sampling()), prompts[:1], 12)[0]
+    alone = generate_batch(strategy_of("full", small.model.session, engine), prompts[:1], 12)[0]
     assert _written(small, prompts)[0] == [emitted.token for emitted in alone]
     with pytest.raises(ConfigError, match="choose torch, onnx"):
         open_served(REFERENCE, None, Limits(), runtime="fast")

@@ -13,13 +13,13 @@ from topograd.serve.chats import Chats
 from topograd.serve.fields import RequestError
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
-from topograd.serve.texts import Tell
+from topograd.serve.texts import OnProgress
 from topograd.specialists.attach import new_specialist
 from topograd.specialists.records import spelled
 from topograd.specialists.tokens import NewToken
 
 
-def _listener(tokens: list[int]) -> Tell:
+def _listener(tokens: list[int]) -> OnProgress:
     """Whoever listens keeps the tokens."""
     return lambda choice: lambda progress: tokens.extend(each.token for each in progress.written)
 
@@ -34,12 +34,12 @@ def test_rows_with_and_without_specialists(base: Session, tmp_path: Path) -> Non
     served = open_served(base.run.folder, "base", Limits(rows=2), [tmp_path / "quiet"])
     assert served.specialists is not None
     assert served.specialists.names == ["quiet"]
-    from topograd.serve.lanes import Lanes
+
     from topograd.serve.metrics import Counters
     from topograd.serve.scheduler import Scheduler
 
-    lanes = Lanes(served.model.session, served.model.engine, served.specialists)
-    scheduler = Scheduler(lanes, served.limits, Counters())
+    model = served.model
+    scheduler = Scheduler(model.session, model.engine, served.limits, Counters(), served.specialists)
     asked = {"n": 1, "depth": None, "model": None, "stop": (), "seed": 0, "temperature": 0, "top_k": None}
     asked |= {"top_p": 1, "ignore_eos": False, "weights": None}
     told: dict[str, list[int]] = {"with": [], "without": []}
@@ -54,7 +54,7 @@ def test_rows_with_and_without_specialists(base: Session, tmp_path: Path) -> Non
     expected = served.specialists.generate([[100, 101]], [{"quiet": 1.0}], 5)
     assert told["with"] == expected[0]
     with pytest.raises(ConfigError, match="full depth"):
-        lanes.of("prefix:1", job.sampling, (("quiet", 1.0),))
+        scheduler.strategy("prefix:1", True, (("quiet", 1.0),))
 
 
 def test_prompts_are_spelled_as_generate_spells_them(base: Session, tmp_path: Path) -> None:

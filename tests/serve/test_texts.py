@@ -8,7 +8,7 @@ import pytest
 
 from topograd.serve.fields import COMPLETION, RequestError, read
 from topograd.serve.jobs import Progress
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 
 
 def _silent(index: int) -> Any:
@@ -18,12 +18,12 @@ def _silent(index: int) -> Any:
     return tell
 
 
-def jobs_of(served: Served, **fields: Any) -> list[Any]:
+def jobs_of(served: ServedModel, **fields: Any) -> list[Any]:
     asked = read(COMPLETION, fields)
     return served.jobs(asked, served.prompts(asked["prompt"]), asked["max_tokens"], _silent)
 
 
-def test_prompts_in_four_forms(served: Served) -> None:
+def test_prompts_in_four_forms(served: ServedModel) -> None:
     tokens = served.encode("def ")
     assert served.prompts("def ") == [tokens]
     assert served.prompts(["def ", ""]) == [tokens, [served.tokenizer.separator]]
@@ -33,7 +33,7 @@ def test_prompts_in_four_forms(served: Served) -> None:
         served.prompts([2048])
 
 
-def test_sampling_seeds_and_stops(served: Served) -> None:
+def test_sampling_seeds_and_stops(served: ServedModel) -> None:
     jobs = jobs_of(served, prompt="a", n=2, seed=2**63 - 1, temperature=0.5, top_k=0, top_p=0.9, stop="x")
     assert [job.sampling.seed for job in jobs] == [2**63 - 1, 0]
     assert (jobs[0].sampling.top_k, jobs[0].sampling.top_p) == (None, 0.9)
@@ -41,7 +41,7 @@ def test_sampling_seeds_and_stops(served: Served) -> None:
     assert jobs_of(served, prompt="a")[0].sampling.temperature == 1.0
 
 
-def test_what_fits_into_the_context(served: Served) -> None:
+def test_what_fits_into_the_context(served: ServedModel) -> None:
     assert served.room([1] * 250, None) == 6
     assert served.room([1] * 250, 6) == 6
     for count, tokens in ((250, 7), (256, None), (257, None), (300, 0)):
@@ -51,7 +51,7 @@ def test_what_fits_into_the_context(served: Served) -> None:
     assert served.room([1] * 256, 0) == 0
 
 
-def test_specialists_that_are_not_there(served: Served) -> None:
+def test_specialists_that_are_not_there(served: ServedModel) -> None:
     with pytest.raises(RequestError, match="this server has: none"):
         jobs_of(served, prompt="a", specialists=["x"])
     with pytest.raises(RequestError, match="1 weights for 0 specialists"):

@@ -18,7 +18,7 @@ async def _all(worker: Worker, desk: Any, texts: int) -> list[tuple[int, str | N
     inbox: Inbox = asyncio.Queue()
     jobs = [desk.job([100 + k], 3) for k in range(texts)]
     for index, job in enumerate(jobs):
-        job.tell = worker.tell(inbox, index)
+        job.on_progress = worker.on_progress(inbox, index)
     assert worker.room(texts)
     worker.submit(jobs)
     found: list[tuple[int, str | None]] = []
@@ -44,7 +44,7 @@ async def _writes(worker: Worker, desk: Any, waits: float) -> list[int]:
     """How many tokens came with each hand-over, if a step takes `waits` seconds."""
     inbox: Inbox = asyncio.Queue()
     job = desk.job([100], 9)
-    job.tell = worker.tell(inbox, 0)
+    job.on_progress = worker.on_progress(inbox, 0)
     plain = worker.scheduler.step
 
     def step() -> bool:
@@ -81,7 +81,7 @@ async def _stopped(worker: Worker, desk: Any) -> str | None:
     worker.start(asyncio.get_running_loop())
     inbox: Inbox = asyncio.Queue()
     job = desk.job([100], 10)
-    job.tell = worker.tell(inbox, 0)
+    job.on_progress = worker.on_progress(inbox, 0)
     worker.submit([job])
     await asyncio.to_thread(worker.stop)
     finish = None

@@ -123,7 +123,7 @@ def test_on_a_turned_base_it_costs_nothing_and_without_it_much(
     found = compared(chats, sidecar, carry(sidecar, old, new, tmp_path / "t"), old, new, context=32)
     lost = {name: abs(found[name] - found["old base with it"]) for name in ("aligned", "nothing done")}
     assert lost["aligned"] < 1e-3
-    assert lost["nothing done"] > 0.05
+    assert lost["nothing done"] > 1000 * lost["aligned"]
 
 
 def test_what_cannot_be_carried_is_refused(

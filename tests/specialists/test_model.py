@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from topograd.decode.model import Model
+from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
 from topograd.runs.session import Session
@@ -65,21 +66,19 @@ def test_the_base_runs_once_for_all_rows(
     gpt: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
-    cache = pool.engine.start([[1, 2], [3, 4], [5, 6]])
-    ran: list[int] = []
-    original = cache._run  # type: ignore[union-attr]
+    batch = pool.engine.start([[1, 2], [3, 4], [5, 6]])
+    ran: list[tuple[int, int]] = []
+    original = batch[0].cache._run
 
-    def watched(stage: int, counts: list[int]) -> None:
-        ran.append(stage)
-        original(stage, counts)
+    def watched(some: list[Sequence], stage: int) -> None:
+        ran.append((stage, len(some)))
+        original(some, stage)
 
-    monkeypatch.setattr(cache, "_run", watched)
-    mode = pool.mode([{}, {"b": 1.0}, {}])
-    mode.begin(3)
-    mode.advance(cache, [True] * 3)
-    assert ran == [0, 1, 2, 4], "the three stages of the base, then the specialist that somebody wants"
-    with pytest.raises(ConfigError, match="the batch has 2 rows and specialists are given for 3"):
-        mode.begin(2)
+    monkeypatch.setattr(batch[0].cache, "_run", watched)
+    pool.strategy([{}, {"b": 1.0}, {}]).step(batch)
+    assert ran == [(0, 3), (1, 3), (2, 3), (4, 1)], "the base for all, then a specialist for who wants it"
+    with pytest.raises(ConfigError, match="specialists are given for 2 sequences; give one set for each"):
+        pool.strategy([{}, {}]).step(batch)
 
 
 def test_models_of_a_pool_share_their_weights(gpt: Session, tmp_path: Path) -> None:
@@ -104,11 +103,15 @@ def test_specialists_of_different_bases_are_refused(bases: Bases, tmp_path: Path
         SpecialistPool(attach(bases["gpt"], [])).generate(["a", "b"], [{}])
 
 
-def test_a_row_that_ends_waits_for_the_others(gpt: Session, tmp_path: Path) -> None:
-    pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
-    mode = pool.mode([{}, {"a": 1.0}])
-    assert isinstance(mode, Mixed)
-    cache = pool.engine.start([[1, 2], [3]])
-    mode.begin(2)
-    first = mode.advance(cache, [True, False])
-    assert [len(row) for row in first] == [1, 0]
+def test_a_sequence_that_ended_is_left_alone_and_the_others_keep_their_specialists(
+    gpt: Session, tmp_path: Path
+) -> None:
+    pool, prompts = SpecialistPool.open(gpt, folders(gpt, tmp_path)), [[1, 2], [3]]
+    mixed = pool.strategy([{}, {"a": 1.0}])
+    assert isinstance(mixed, Mixed)
+    batch = pool.engine.start(prompts)
+    written = [mixed.step(batch[1:])[0][0] for _ in range(4)]
+    assert [e.token for e in written] == pool.generate(prompts[1:], [{"a": 1.0}], tokens=4)[0]
+    assert {e.exit for e in written} == {mixed.exits[1]}
+    assert batch[0].tokens == prompts[0]
+    assert batch[0].marks == [0] * len(batch[0].marks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import stage_outputs
 from topograd.runs.session import Session
 from topograd.runs.sidecar import Sidecar
+from topograd.runs.workspace import Workspace
 from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
-from topograd.specialists.router import Router, open_router, regret, save_router, train_router
+from topograd.specialists.router import Router, RouterTask, open_router, regret, save_router, train_router
+from topograd.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +92,26 @@ def test_nothing_to_choose_is_refused(gpt: Session, made: tuple[Attached, dict[s
         train_router(attach(gpt, []), texts())
     with pytest.raises(ConfigError, match="give more text"):
         train_router(made[0], [(i[:1], t[:1]) for i, t in texts()[:1]])
+
+
+def test_a_training_that_was_stopped_goes_on_bit_for_bit(
+    made: tuple[Attached, dict[str, Sidecar]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, found = train_router(made[0], texts())
+    one_step, steps = Trainer._one_step, list[int]()
+
+    def interrupted(trainer: Trainer[RouterTask]) -> list[float]:
+        steps.append(trainer.step)
+        if len(steps) == 100:
+            signal.raise_signal(signal.SIGTERM)
+        return one_step(trainer)
+
+    monkeypatch.setattr(Trainer, "_one_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_router(made[0], texts(), work=tmp_path)
+    resumed, again = train_router(made[0], texts(), work=tmp_path)
+    assert steps == list(range(300))
+    assert again == found
+    assert len(Workspace(tmp_path).metrics()) == 300
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name

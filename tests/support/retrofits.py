@@ -11,7 +11,7 @@ from topograd.decode.autotune import RowCosts
 from topograd.decode.calibrate import Tuning, heldout_readings, store
 from topograd.decode.calibration import Calibration
 from topograd.decode.lookup import NGramTable
-from topograd.decode.policy import Paying
+from topograd.decode.policy import ExpectedGainPolicy
 from topograd.decode.retrofitted import KIND, retrofit_tensors
 from topograd.decode.tune_drafters import Choice
 from topograd.nn.draft_stage import DraftStage
@@ -37,7 +37,7 @@ def retrofitted_copy(source: Path, folder: Path) -> Path:
     session = open_session(shutil.copytree(source, folder))
     add_draft(session, 0.1)
     readings = heldout_readings(session, heldout_text(session, None, 300))
-    choice = Choice(("lookup", "table", "draft"), Paying(), 2.0)
+    choice = Choice(("lookup", "table", "draft"), ExpectedGainPolicy(), 2.0)
     costs = RowCosts(0.1, {1: 0.5, 4: 0.75}, 1.0)
     store(session, Calibration.of(readings, session.step), Tuning(0, None, 1.0, None, costs, choice, choice))
     return folder

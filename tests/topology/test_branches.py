@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from pieces import Decoded
 from topograd.errors import ConfigError, TopologyError
-from topograd.exec.forward import StageStates, stage_outputs
+from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus
@@ -57,9 +58,12 @@ def by_hand(model: GPT, inputs: Tensor, layers: list[int], head: int) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of(model: GPT, found: Branches, inputs: Tensor, states: StageStates | None = None) -> list[Tensor]:
+def logits_of(model: GPT, found: Branches, inputs: Tensor, states: Decoded | None = None) -> list[Tensor]:
     """The logits of every path."""
-    hidden = stage_outputs(model, found.plan, inputs, sorted(set(found.ends)), states=states)
+    ends = sorted(set(found.ends))
+    hidden = (
+        stage_outputs(model, found.plan, inputs, ends) if states is None else states.outputs(inputs, ends)
+    )
     return [model.readout(hidden[node], found.plan.stages[node].head) for node in found.ends]
 
 
@@ -151,7 +155,7 @@ def test_no_gradient_crosses_and_messages_are_dropped_after_their_last_use() -> 
 
 def test_every_node_has_a_memory_of_its_own(model: GPT, plan: Plan, inputs: Tensor) -> None:
     found = branches(plan, [(0, 1, 2, 3), (0, 2), (0, 2, 3), (0,)])
-    states = StageStates(model, found.plan, len(inputs), inputs.shape[1])
+    states = Decoded(model, found.plan, len(inputs), inputs.shape[1])
     whole = logits_of(model, found, inputs)
     pieces = [logits_of(model, found, inputs[:, a:b], states) for a, b in ((0, 5), (5, 6), (6, 7), (7, 8))]
     for p, z in enumerate(whole):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import tomllib
 from dataclasses import replace
@@ -18,7 +17,7 @@ from topograd.runs.folder import Run
 from topograd.runs.session import heldout_text, open_session
 from topograd.topology.dag import EMBEDDING, Edge, Stage
 from topograd.training.evaluation import evaluate
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 STEPS = 4
 ROOT = Edge(EMBEDDING, transmissivity=1.0)
@@ -60,6 +59,20 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "interface": {"partition": "1,1,2", "interface": "S=4,r=4,pool=tail"},
     "interface-scan": {"partition": "1,1,2", "interface": "S=4,r=4", "backward": "scan"},
     "interface-hybrid": {"partition": "1,1,1,1", "interface": "S=4,r=4", "backward": "hybrid"},
+    "interface-pullback": {
+        "partition": "1,1,1,1",
+        "interface": "S=4,r=4",
+        "backward": "scan",
+        "jacobian": "pullback",
+        "jacobian_chunk": 2,
+    },
+    "recompute": {"partition": "2,2", "recompute": True},
+    "interface-recompute": {
+        "partition": "1,1,2",
+        "interface": "S=4,r=4",
+        "backward": "scan",
+        "recompute": True,
+    },
 }
 
 
@@ -67,10 +80,6 @@ def settings(name: str, config: TrainConfig, teacher: Run) -> TrainConfig:
     table = dict(TOPOLOGIES[name])
     if table.get("objective") == "distillation":
         table["teacher"] = str(teacher.folder)
-    engines = importlib.import_module("topograd.interfaces.engines")
-    engine = table.get("backward")
-    if engine is not None and not hasattr(engines, f"{engine}_step"):
-        pytest.skip(f"topograd.interfaces.engines has no {engine}_step")
     base = config.changed(partition="L", steps=STEPS, save_every=2, eval_every=0, keep=3)
     return base.changed(model=config.model.changed(layers=4), **table)
 
@@ -90,22 +99,22 @@ def test_it_trains_resumes_bit_for_bit_and_is_measured_again(
 ) -> None:
     chosen = settings(name, config, straight)
     whole = start(chosen, tmp_path / "whole")
-    first = {n: p.detach().clone() for n, p in whole.stack.named_parameters()}
+    first = {n: p.detach().clone() for n, p in whole.task.stack.named_parameters()}
     whole.train()
-    still = [n for n, p in whole.stack.named_parameters() if torch.equal(p, first[n])]
+    still = [n for n, p in whole.task.stack.named_parameters() if torch.equal(p, first[n])]
     assert not still, f"these parameters never learned: {still}"
-    assert final(whole.run)["finished"]
+    assert final(whole.task.run)["finished"]
 
     start(chosen, tmp_path / "parts").train(stop_after=3)
     trainer = resume(tmp_path / "parts", "step-00000002")
-    assert (trainer.step, trainer.config, trainer.plan) == (2, whole.config, whole.plan)
+    assert (trainer.step, trainer.task.config, trainer.task.plan) == (2, whole.task.config, whole.task.plan)
     trainer.train()
-    assert final(trainer.run) == final(whole.run)
+    assert final(trainer.task.run) == final(whole.task.run)
 
     session = open_session(tmp_path / "parts")
-    assert session.plan == whole.plan
+    assert session.plan == whole.task.plan
     assert evaluate(session.stack, session.plan, heldout_text(session)).as_dict().items() <= (
-        final(whole.run).items()
+        final(whole.task.run).items()
     )
 
 

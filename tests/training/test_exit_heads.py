@@ -14,7 +14,7 @@ from topograd.runs.session import open_session
 from topograd.training import exit_heads
 from topograd.training.exit_heads import begin_exit_heads, leading_map
 from topograd.training.hidden_states import StateBatch
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 
 def rows(seed: int = 0, count: int = 200, width: int = 6) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_frozen_run_begins_better_and_keeps_full_depth(
     start(tuned, tmp_path / "ended")
     resume(tmp_path / "ended").train()
     assert losses("ended") == losses("begun")
-    monkeypatch.setattr("topograd.training.trainer.begin_exit_heads", lambda *_: None)
+    monkeypatch.setattr("topograd.training.runs.begin_exit_heads", lambda *_: None)
     start(tuned, tmp_path / "zero").train()
     assert losses("begun")[0] < losses("zero")[0]
     tokens = torch.arange(12)[None]

@@ -13,7 +13,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.session import open_session
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.gap import gap_percent, measure_step
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from topograd.data.shards import shards_in_memory
 from topograd.errors import ConfigError, DataError, RunError
+from topograd.exec.train_step import train_step
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
 from topograd.training import hidden_states
-from topograd.training.executor import train_step
 from topograd.training.hidden_states import (
     HiddenStates,
     StateLoader,

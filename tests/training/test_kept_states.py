@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from topograd.errors import ConfigError
+from topograd.exec.objectives import teacher_logits
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack, open_session
 from topograd.training.kept_states import LOGITS, kept_layers
-from topograd.training.objectives import teacher_logits
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 
 def asked(config: TrainConfig, base: Run, **tune: Any) -> TrainConfig:
@@ -79,18 +79,18 @@ def test_a_teachers_logits_are_computed_once(
     table = {"partition": "1,1", "objective": "distillation", "teacher": str(straight.folder)}
     chosen = config.changed(steps=4, save_every=2, eval_every=0, teacher_top=vocab, **table)
     trainer = start(chosen, tmp_path / "student")
-    trainer._open_states(None)
+    trainer.task.prepare(0, None)
     assert (tmp_path / "student" / LOGITS / "teacher.json").is_file()
-    assert trainer.states is not None
-    batch = next(trainer.states)
+    assert trainer.task.states is not None
+    batch = next(trainer.task.states)
     assert batch.teacher is not None
-    assert trainer.teacher is not None
-    running = teacher_logits(trainer.teacher.predictor, batch.inputs)
+    assert trainer.task.teacher is not None
+    running = teacher_logits(trainer.task.teacher.predictor, batch.inputs)
     everything = slice(0, batch.inputs.numel())
     torch.testing.assert_close(batch.teacher(everything), running(everything))
 
-    trainer.states.seek({"epoch": 0, "row": 0})
-    monkeypatch.setattr(trainer.teacher.predictor, "forward", lambda *_: pytest.fail("it ran again"))
+    trainer.task.states.seek({"epoch": 0, "row": 0})
+    monkeypatch.setattr(trainer.task.teacher.predictor, "forward", lambda *_: pytest.fail("it ran again"))
     assert trainer.train()["finished"]
     assert not (tmp_path / "student" / LOGITS).exists(), "what is done is forgotten"
 

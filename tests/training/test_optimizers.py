@@ -22,7 +22,6 @@ from topograd.runs.session import build_stack, open_session
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import (
     OPTIMIZERS,
     head_gauges,
@@ -30,7 +29,8 @@ from topograd.training.optimizers import (
     mlp_gauges,
     parameter_groups,
 )
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
+from topograd.training.step_runner import StepRunner
 
 PER_STAGE = Topology.chain(Configuration.parse("2,2", heads="per-stage"))
 CASES: dict[str, tuple[Topology, dict[str, Any]]] = {
@@ -270,7 +270,7 @@ def apart(name: str) -> float:
     for gauge in gauges:
         for n, tensor in gauge.act(named, gauge.element(named)).items():
             named[n].copy_(tensor)
-    loops = [TrainingLoop(s, make_optimizers(s, OptimizerConfig(name=name))) for s in (stack, twin)]
+    loops = [StepRunner(s, make_optimizers(s, OptimizerConfig(name=name))) for s in (stack, twin)]
     generator = torch.Generator().manual_seed(0)
     off = 0.0
     for _ in range(6):
@@ -294,7 +294,7 @@ def test_a_halted_stage_rests_in_its_gauges_too(name: str) -> None:
     torch.manual_seed(0)
     stack = model(Topology.chain("2,2"))
     plan = Plan.of("2,2", 4)
-    loop = TrainingLoop(stack, make_optimizers(stack, OptimizerConfig(name=name)), halted={0})
+    loop = StepRunner(stack, make_optimizers(stack, OptimizerConfig(name=name)), halted={0})
     before = {n: p.detach().clone() for n, p in stack.named_parameters()}
     inputs, targets = torch.randint(24, (2, 4, 8))
     for _ in range(2):
@@ -379,7 +379,7 @@ def test_an_optimizer_of_your_own_by_its_address(foreign: str, config: TrainConf
     run = trained_in_parts(chosen, tmp_path)
     assert TrainConfig.from_dict(run.read_config()).optimizer.name == f"{foreign}:make"
     assert losses(run)[-1][0] < losses(run)[0][0] - 0.3
-    made = resume(run.folder).loop.optimizers.optimizers
+    made = resume(run.folder).task.loop.optimizers.optimizers
     assert [type(o).__name__ for o in made.values()] == ["RMSprop"]
 
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from topograd.data.windows import Text
 from topograd.exec.forward import Predictor, stage_logits
+from topograd.exec.objectives import teacher_logits
 from topograd.nn.gpt import GPT
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import evaluate
-from topograd.training.objectives import teacher_logits
 
 if TYPE_CHECKING:
-    from tests.training.conftest import Tiny
+    from tests.exec.conftest import Tiny
 
 NBYTES = 77
 ROUNDING = 1e-6  # evaluate computes its logits' softmax in float32

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
+from topograd.exec.objectives import teacher_logits
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.session import Session
 from topograd.topology.dag import Topology
 from topograd.training import sparse_teacher
-from topograd.training.executor import train_step
-from topograd.training.objectives import teacher_logits
 from topograd.training.sparse_teacher import open_teacher_logits, write_teacher
 
 

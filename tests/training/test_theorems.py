@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Bus
@@ -23,10 +24,9 @@ from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 if TYPE_CHECKING:
-    from tests.training.conftest import Case, Gradients, Tiny
+    from tests.exec.conftest import Case, Gradients, Tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},

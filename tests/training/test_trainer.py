@@ -11,7 +11,7 @@ import torch
 from topograd.errors import ConfigError, DataError, DivergenceError, RunError, StackError, TopologyError
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 STEPS = 20
 
@@ -51,20 +51,20 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
     """Where gradient crosses, or where every stage hears the broken one, nothing is left to train."""
     trainer = start(config.changed(transmissivity=transmissivity), tmp_path / "run")
     trainer.train(stop_after=5)
-    saved = weights(trainer.run, 5)
+    saved = weights(trainer.task.run, 5)
     with torch.no_grad():
-        trainer.stack.layers[layer].get_parameter("mlp.up.weight")[0, 0] = float("nan")
-    before = {name: p.detach().clone() for name, p in trainer.stack.named_parameters()}
+        trainer.task.stack.layers[layer].get_parameter("mlp.up.weight")[0, 0] = float("nan")
+    before = {name: p.detach().clone() for name, p in trainer.task.stack.named_parameters()}
     with pytest.raises(
         DivergenceError, match=f"the loss of stage {stage} is nan at step 6; nothing was changed"
     ):
         trainer.train()
-    for name, parameter in trainer.stack.named_parameters():
+    for name, parameter in trainer.task.stack.named_parameters():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), f"{name} was changed"
-    assert [step for step, _ in losses(trainer.run)][-1] == 5
-    assert weights(trainer.run, 5) == saved
-    assert trainer.loop.halted == set()
-    resume(trainer.run.folder).train(stop_after=7)
+    assert [step for step, _ in losses(trainer.task.run)][-1] == 5
+    assert weights(trainer.task.run, 5) == saved
+    assert trainer.task.loop.halted == set()
+    resume(trainer.task.run.folder).train(stop_after=7)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_a_gradient_that_is_not_finite_stops_before_it_is_used(
 ) -> None:
     trainer = start(config.changed(transmissivity=transmissivity), tmp_path / "run")
     trainer.train(stop_after=1)
-    before = {n: p.detach().clone() for n, p in trainer.stack.named_parameters()}
-    trainer.stack.get_parameter(name).register_hook(lambda gradient: gradient * float("inf"))
+    before = {n: p.detach().clone() for n, p in trainer.task.stack.named_parameters()}
+    trainer.task.stack.get_parameter(name).register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(DivergenceError, match=f"the gradient of {where} is not finite at step 2"):
         trainer.train()
-    assert all(torch.equal(p, before[n]) for n, p in trainer.stack.named_parameters())
+    assert all(torch.equal(p, before[n]) for n, p in trainer.task.stack.named_parameters())
 
 
 def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp
         seen: list[float] = []
 
         def record(*_: object) -> None:
-            gradients = [p.grad for p in trainer.stack.parameters() if p.grad is not None]
+            gradients = [p.grad for p in trainer.task.stack.parameters() if p.grad is not None]
             seen.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
 
-        for optimizer in trainer.loop.optimizers.optimizers.values():
+        for optimizer in trainer.task.loop.optimizers.optimizers.values():
             optimizer.register_step_pre_hook(record)
         trainer.train(stop_after=1)
-        assert trainer.run.metrics()[0]["grad_norm"] == pytest.approx(first_norm, rel=1e-4)
+        assert trainer.task.run.metrics()[0]["grad_norm"] == pytest.approx(first_norm, rel=1e-4)
         return seen
 
     free = start(joined, tmp_path / "free")
-    free.loop._gradients(free.plan, [next(free.loader)], 1)
-    squares = [p.grad.square().sum() for p in free.stack.parameters() if p.grad is not None]
+    free.task.loop._gradients(free.task.plan, [next(free.task.loader)], 1)
+    squares = [p.grad.square().sum() for p in free.task.stack.parameters() if p.grad is not None]
     first_norm = float(torch.stack(squares).sum().sqrt())
     assert norms(1e6)[0] == pytest.approx(first_norm, rel=1e-4)
     assert norms(0.01)[0] == pytest.approx(0.01, rel=1e-4)
@@ -118,29 +118,31 @@ def test_accumulated_batches_give_the_gradient_of_the_large_one(config: TrainCon
     halves = start(replace(config, batch=4, accumulate=2), tmp_path / "halves")
     for trainer in (large, halves):
         torch.manual_seed(0)
-        for parameter in trainer.stack.parameters():  # behind the zeros of a new model no gradient flows
+        for parameter in trainer.task.stack.parameters():  # behind the zeros of a new model no gradient flows
             parameter.data.add_(0.1 * torch.randn_like(parameter))
-        batches = [next(trainer.loader) for _ in range(trainer.config.accumulate)]
-        trainer.loop._gradients(trainer.plan, batches, len(batches))
-    for (name, one), two in zip(large.stack.named_parameters(), halves.stack.parameters(), strict=True):
+        batches = [next(trainer.task.loader) for _ in range(trainer.task.config.accumulate)]
+        trainer.task.loop._gradients(trainer.task.plan, batches, len(batches))
+    for (name, one), two in zip(
+        large.task.stack.named_parameters(), halves.task.stack.parameters(), strict=True
+    ):
         assert one.grad is not None, name
         assert one.grad.any(), name
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-3, atol=1e-4 * float(one.grad.abs().max()))
     for trainer in (large, halves):
-        trainer.stack.zero_grad()
-        trainer.loader.seek({"epoch": 0, "row": 0})
+        trainer.task.stack.zero_grad()
+        trainer.task.loader.seek({"epoch": 0, "row": 0})
         trainer.train(stop_after=1)
-    assert losses(large.run)[0][1] == pytest.approx(losses(halves.run)[0][1], rel=1e-5)
+    assert losses(large.task.run)[0][1] == pytest.approx(losses(halves.task.run)[0][1], rel=1e-5)
 
 
 def test_bf16_computes_nearly_the_same(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
     trainer = start(replace(config, bf16=True), tmp_path / "run")
     result = trainer.train(stop_after=2)
-    rough = losses(trainer.run)
+    rough = losses(trainer.task.run)
     assert rough != losses(straight)[:2], "it was not computed in bfloat16"
     for (_, ours), (_, exact) in zip(rough, losses(straight), strict=False):
         assert ours == pytest.approx(exact, rel=0.02)  # bfloat16 has 8 bits
-    assert all(p.dtype == torch.float32 for p in trainer.stack.parameters())
+    assert all(p.dtype == torch.float32 for p in trainer.task.stack.parameters())
     assert result["steps"] == 2
 
 
@@ -148,13 +150,13 @@ def test_the_seed_decides(config: TrainConfig, straight: Run, tmp_path: Path) ->
     for seed, same in ((1, True), (2, False)):
         trainer = start(replace(config, seed=seed), tmp_path / str(seed))
         trainer.train(stop_after=2)
-        assert (losses(trainer.run) == losses(straight)[:2]) is same
+        assert (losses(trainer.task.run) == losses(straight)[:2]) is same
 
 
 def test_a_folder_in_use_is_refused(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
     trainer = start(config, tmp_path / "run")
-    with trainer.run.lock(), pytest.raises(RunError, match="in use by another process"):
-        resume(trainer.run.folder).train()
+    with trainer.task.run.lock(), pytest.raises(RunError, match="in use by another process"):
+        resume(trainer.task.run.folder).train()
     with pytest.raises(RunError, match="already holds a run"):
         start(config, straight.folder)
 
@@ -183,7 +185,7 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
 def test_the_learning_rates_follow_the_schedule(config: TrainConfig, tmp_path: Path) -> None:
     rates = OptimizerConfig(matrices=0.1, head=0.01, warmup=0.25, warmdown=0.5, floor=0.1)
     trainer = start(replace(config, steps=8, optimizer=rates), tmp_path / "run")
-    made = trainer.loop.optimizers.optimizers
+    made = trainer.task.loop.optimizers.optimizers
     seen: list[tuple[float, float]] = []
 
     def record(*_: object) -> None:

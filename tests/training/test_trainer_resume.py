@@ -16,11 +16,13 @@ import torch
 
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.runs import checkpoint
+from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
-from topograd.training.tasks import Reading
-from topograd.training.trainer import OnStep, resume, start
+from topograd.runs.workspace import Workspace
+from topograd.training.runs import resume, start
+from topograd.training.trainer import OnStep, Reading, Schedule, StepRecord, Task, Trainer, train_task
 
 STEPS = 20
 
@@ -77,17 +79,78 @@ def test_crashed_and_resumed(
     for step in crashes:
         with pytest.raises(Crash):
             trainer.train(on_step=crash_at(step))
-        with open(trainer.run.metrics_file, "a") as file:
+        with open(trainer.task.run.metrics_file, "a") as file:
             file.write('{"kind": "train", "st')  # as a kill within a write leaves it
         trainer = resume(tmp_path / "run")
     trainer.train()
-    assert_same(trainer.run, straight)
+    assert_same(trainer.task.run, straight)
+
+
+def test_checkpoints_by_the_clock_change_nothing(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
+    """A step takes longer than a nanosecond, so each is saved; the hour of `straight` never comes."""
+    trainer = start(replace(config, save_seconds=1e-9), tmp_path / "run")
+    with pytest.raises(Crash):
+        trainer.train(on_step=crash_at(11))
+    trainer = resume(tmp_path / "run")
+    assert trainer.step == 11
+    steps = [int(name.rpartition("-")[2]) for name in trainer.task.run.store.names()]
+    assert steps == [4, 8, 11], "those of the clock take no other one's place"
+    trainer.train()
+    assert_same(trainer.task.run, straight)
+    assert trainer.task.run.store.names() == straight.store.names()
+    with pytest.raises(ConfigError, match="save_seconds is -1"):
+        replace(config, save_seconds=-1.0)
+
+
+class Sum(Task):
+    """One number that learns, with noise from torch's generator; `told` is the state beside it."""
+
+    def __init__(self, steps: int = 6) -> None:
+        super().__init__(Schedule(steps, save_every=2))
+        torch.manual_seed(0)
+        self.model = self.layer = torch.nn.Linear(1, 1)
+        self.optimizers = {"sgd": torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)}
+        self.key = {"steps": steps}
+        self.told: list[int] = []
+
+    def step(self, step: int) -> StepRecord:
+        self.told.append(step)
+        self.optimizers["sgd"].zero_grad()
+        loss = (self.model(torch.randn(4, 1)) - 1).square().mean()
+        loss.backward()
+        self.optimizers["sgd"].step()
+        return StepRecord([loss.item()])
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"told": self.told}
+
+    def load_extra(self, loaded: Checkpoint) -> None:
+        self.told = loaded.extra["told"]
+
+
+def test_any_task_is_trained_in_memory_or_resumed_in_a_folder(tmp_path: Path) -> None:
+    memory, seen = Sum(), list[float]()
+    train_task(memory, None, lambda step, of, losses, _: seen.extend(losses))
+    with pytest.raises(Crash):
+        train_task(Sum(), tmp_path, crash_at(5))
+    resumed = Sum()
+    train_task(resumed, tmp_path)
+    assert [r["loss"][0] for r in Workspace(tmp_path).metrics()] == seen
+    assert resumed.told == memory.told == list(range(6))
+    assert torch.equal(resumed.layer.weight, memory.layer.weight)
+    other = Sum(7)
+    train_task(other, tmp_path)
+    assert other.told == list(range(7)), "another key begins anew"
+    with pytest.raises(RunError, match="belongs to a training with other settings or other data"):
+        Trainer(Sum(), Workspace(tmp_path)).load("step-00000007")
+    with pytest.raises(RunError, match="in use by another process"), Workspace(tmp_path).lock():
+        train_task(Sum(7), tmp_path)
 
 
 NURSERY = """
 import os, signal, sys
 from topograd.runs import checkpoint
-from topograd.training.trainer import resume
+from topograd.training.runs import resume
 
 def train(after):
     sync = checkpoint.sync
@@ -121,7 +184,7 @@ def half_written(run: Run, after: int) -> bool:
 def test_killed_in_the_middle_of_a_save_and_resumed(
     config: TrainConfig, straight: Run, tmp_path: Path
 ) -> None:
-    run = start(replace(config, save_every=1), tmp_path / "run").run
+    run = start(replace(config, save_every=1), tmp_path / "run").task.run
     command = [sys.executable, "-c", NURSERY, str(run.folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
         assert nursery.stdin is not None
@@ -151,11 +214,11 @@ def test_an_interrupt_saves_and_the_handlers_come_back(
     for expected in (6, 13):
         result = trainer.train(on_step=interrupt)
         assert (result["steps"], result["finished"]) == (expected, False)
-        assert (trainer.run.checkpoints / f"step-{expected:08d}").is_dir()
+        assert (trainer.task.run.checkpoints / f"step-{expected:08d}").is_dir()
         trainer = resume(tmp_path / "run")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     trainer.train()
-    assert_same(trainer.run, straight)
+    assert_same(trainer.task.run, straight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -214,8 +277,8 @@ def test_a_second_interrupt_ends_the_last_save_and_the_checkpoint_before_it_load
     again = resume(tmp_path / "run")
     assert again.step == stands
     again.train()
-    assert_same(again.run, straight)
-    assert not list(again.run.checkpoints.glob(".*"))
+    assert_same(again.task.run, straight)
+    assert not list(again.task.run.checkpoints.glob(".*"))
 
 
 def test_a_run_that_somebody_trained_on_meanwhile_is_not_taken_back(
@@ -229,11 +292,11 @@ def test_a_run_that_somebody_trained_on_meanwhile_is_not_taken_back(
         RunError, match=r"was trained on by another process while it was being opened; resume"
     ):
         slow.train()
-    assert quick.run.store.names()[-1] == "step-00000011", "nothing was lost"
+    assert quick.task.run.store.names()[-1] == "step-00000011", "nothing was lost"
     quick.train(stop_after=13)
     resume(tmp_path / "run").train()
-    assert losses(quick.run) == losses(straight)
-    assert weights(quick.run) == weights(straight)
+    assert losses(quick.task.run) == losses(straight)
+    assert weights(quick.task.run) == weights(straight)
 
 
 def test_a_new_run_that_somebody_trained_meanwhile_is_not_begun_again(
@@ -256,7 +319,7 @@ def test_a_run_that_begins_with_anothers_weights_begins_so_again(
     again = resume(tmp_path / "run")
     assert again.step == 0
     given = open_session(straight.folder).stack.state_dict()
-    assert all(torch.equal(tensor, given[name]) for name, tensor in again.stack.state_dict().items())
+    assert all(torch.equal(tensor, given[name]) for name, tensor in again.task.stack.state_dict().items())
 
 
 def test_a_finished_run_has_nothing_left_to_train(straight: Run, tmp_path: Path) -> None:
@@ -340,5 +403,5 @@ def test_other_topologies_and_tokenizers_resume_too(
     with pytest.raises(Crash):
         start(config, tmp_path / "parts").train(on_step=crash_at(5))
     resume(tmp_path / "parts").train()
-    assert losses(Run.open(tmp_path / "parts")) == losses(whole.run)
-    assert weights(Run.open(tmp_path / "parts"), 6) == weights(whole.run, 6)
+    assert losses(Run.open(tmp_path / "parts")) == losses(whole.task.run)
+    assert weights(Run.open(tmp_path / "parts"), 6) == weights(whole.task.run, 6)

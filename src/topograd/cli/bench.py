@@ -1,4 +1,4 @@
-"""`topograd bench`: ways of decoding against full depth; in a clone also `bench pipeline`, a script."""
+"""`topograd bench`: strategies of decoding, alone and in a server; in a clone also `bench pipeline`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.table import Table
@@ -25,6 +25,10 @@ from topograd.cli.console import (
 from topograd.decode.settings import DecodeSettings
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
+from topograd.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from topograd.runs.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,19 @@ class Decode:
     json: Json = False
 
 
-_KINDS: dict[str, type[Decode]] = {"decode": Decode}
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Measure texts of several clients at once at some depth against full depth, as the server runs them."""
+
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
+    """The run's folder; by default the reference model that comes with the package."""
+    settings: Annotated[ServeSettings, tyro.conf.arg(name="")] = field(default_factory=ServeSettings)
+    runtime: RuntimeFlag = None
+    weights: WeightsFlag = "float32"
+    json: Json = False
+
+
+_KINDS: dict[str, type[Decode] | type[Serve]] = {"decode": Decode, "serve": Serve}
 _SCRIPTS = {"pipeline": "pipeline_ways"}
 """Benchmarks beside peers: scripts of a clone, which are not installed."""
 
@@ -57,6 +73,8 @@ def run(argv: list[str]) -> int:
 
     session = open_session(asked.folder or REFERENCE)
     note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
+    if isinstance(asked, Serve):
+        return _serve(session, asked)
     results = bench_decode(session, asked.settings, asked.runtime, asked.weights)
     if asked.json:
         print_json(results)
@@ -64,6 +82,32 @@ def run(argv: list[str]) -> int:
         console = out()
         for table in (decode_table(results), curve_table(results["wand"])):
             console.print(table)
+    return 0
+
+
+def _serve(session: Session, asked: Serve) -> int:
+    from topograd.decode.depths import engine_of
+    from topograd.serve.benchmark import bench_serve
+
+    results = bench_serve(session, engine_of(session, asked.runtime, asked.weights), asked.settings)
+    if asked.json:
+        print_json(results)
+        return 0
+    table = Table(
+        title=f"{Path(results['run']).name}: {asked.settings.clients} clients", title_justify="left"
+    )
+    for column in ("depth", "tok/s", "speed", "kept", "ties", "mismatches"):
+        table.add_column(column, justify="left" if column == "depth" else "right")
+    table.add_row("full", number(results["full_tokens_per_second"], 0), "1.00", "", "", "")
+    table.add_row(
+        asked.settings.depth,
+        number(results["tokens_per_second"], 0),
+        number(results["speedup_over_full"], 2),
+        number(results["acceptance"], 2),
+        str(results["ties"]),
+        str(results["mismatches"]),
+    )
+    out().print(table)
     return 0
 
 

@@ -43,8 +43,8 @@ def run(argv: list[str]) -> int:
     from topograd.cli.progress import counted
     from topograd.decode.calibrate import heldout_readings, own_text, store, tune
     from topograd.decode.calibration import Calibration
+    from topograd.decode.depths import engine_of, tune_drafting
     from topograd.decode.exit_rules import check_exits
-    from topograd.decode.modes import engine_of, tune_drafting
     from topograd.runs.session import open_session
 
     session = open_session(asked.folder)

@@ -12,9 +12,8 @@ from rich.text import Text
 from topograd.cli.bench import decode_table
 from topograd.cli.console import note
 from topograd.decode.benchmark import bench_decode
+from topograd.decode.depths import engine_of, strategy_of
 from topograd.decode.model import continue_text
-from topograd.decode.modes import engine_of, mode_of
-from topograd.decode.sampling import Sampling
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.text import TextStream
 from topograd.errors import RunError
@@ -47,9 +46,10 @@ def decoding(folder: Path) -> dict[str, Any]:
 
 def picture(session: Session) -> dict[str, Any]:
     """A text that leaves early, token by token, and the stage at which each left."""
-    mode = mode_of(DEPTH, session, engine_of(session), Sampling())
+    strategy = strategy_of(DEPTH, session, engine_of(session))
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
-    text = continue_text(mode, prompt, TOKENS, TextStream(session.tokenizer))
+    (sequence,) = strategy.engine.start([prompt])
+    text = continue_text(strategy, sequence, TOKENS, TextStream(session.tokenizer))
     pieces = [(piece.text, piece.exit) for piece in text]
     return {"prompt": PROMPT, "depth": DEPTH, "stages": len(session.plan.predicting()), "pieces": pieces}
 

@@ -25,9 +25,9 @@ from topograd.cli.console import note, number, percent
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.progress import trainings_progress
 from topograd.cli.results import POOLINGS, stored_results
-from topograd.decode.engine import Prefix, generate_batch
-from topograd.decode.modes import engine_of
+from topograd.decode.depths import engine_of
 from topograd.decode.sampling import Sampling
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.report.data import RunData
@@ -173,8 +173,8 @@ def _samples(session: Session) -> list[dict[str, str]]:
 
 def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
-    mode = Prefix(engine_of(session), stage, Sampling(temperature=0.7, top_k=50))
-    [written] = generate_batch(mode, [prompt], SAMPLE_TOKENS)
+    sampling = Sampling(temperature=0.7, top_k=50)
+    [written] = generate_batch(FixedDepth(engine_of(session), stage), [prompt], SAMPLE_TOKENS, sampling)
     text = session.tokenizer.decode([emitted.token for emitted in written])
     return {"title": title, "prompt": PROMPT, "text": text}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from topograd.cli.console import Json, number, out, parse, print_json
 from topograd.cli.flags import as_typed, flags_of
-from topograd.cli.progress import counted, training_progress
+from topograd.cli.progress import counted, say_how_to_resume, training_progress
 from topograd.errors import ConfigError
 from topograd.specialists.settings import FineTune
 
@@ -45,22 +46,21 @@ def run(argv: list[str]) -> int:
 
     try:
         if asked.resume:
-            tuning = FineTuning.resume(asked.folder, asked.base)
+            trainer = FineTuning.resume(asked.folder, asked.base)
         else:
-            tuning = FineTuning.start(asked.folder, asked.settings, asked.base)
+            trainer = FineTuning.start(asked.folder, asked.settings, asked.base)
     except ConfigError as error:  # it speaks of settings
         raise ConfigError(as_typed(str(error), flags_of(Finetune), argv)) from None
     with training_progress(asked.folder.name) as on_step:
-        result = tuning.train(
-            asked.stop_after,
-            lambda step, steps, loss: on_step(step, steps, [loss], None),
-            counted("rows of the base's hidden states"),
-        )
+        result = trainer.train(asked.stop_after, on_step, counted("rows of the base's hidden states"))
     if asked.json:
         print_json(result)
     else:
         out().print(preservation_table(result))
-    return 0 if result["base_bit_identical"] else 1
+    if not result["base_bit_identical"]:
+        return 1
+    again = f"topograd finetune {shlex.quote(str(asked.folder))} --resume"
+    return say_how_to_resume(result, trainer.task.schedule.steps, again, asked.stop_after)
 
 
 def _check(asked: Finetune) -> None:

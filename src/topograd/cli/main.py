@@ -39,7 +39,6 @@ VERBS = {
     "space": "look around the space of partitions",
     "probe": "where a model knows something, stage by stage",
     "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",
-    "interfaces": "check bounded interfaces: exact gradients, no look ahead, which backward pays",
     "doctor": "what is installed here, what each extra would add, and whether it works",
 }
 MOVED = {
@@ -50,7 +49,7 @@ MOVED = {
     "probe catalogue": "python -m papers check catalogue",
     "probe ladder": "python -m papers check ladder",
     "probe families": "python -m papers check families",
-    "interfaces costs": "python -m papers check costs",
+    "interfaces": "python -m papers check parity, leak, plan or costs",
     "bench scan": "python benchmarks/scan.py",
     "bench kernel": "python benchmarks/kernel.py",
     "bench optim": "python benchmarks/optimizer_step.py",

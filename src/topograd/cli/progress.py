@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from topograd.cli.console import note
+from topograd.cli.main import INTERRUPTED
 
 if TYPE_CHECKING:
-    from topograd.training.tasks import Reading
-    from topograd.training.trainer import OnStep
+    from topograd.training.trainer import OnStep, Reading
 
 OnMore = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
@@ -81,6 +81,16 @@ def counted(what: str) -> OnMore:
             note(f"{what}: {done} of {total}")
 
     return on_more
+
+
+def say_how_to_resume(
+    results: Mapping[str, Any], steps: int, again: str, stop_after: int | None = None
+) -> int:
+    """Name the command that goes on with a training that is not finished; returns the exit code."""
+    if results["finished"]:
+        return 0
+    note(f"stopped and saved at step {results['steps']} of {steps}; continue with: {again}")
+    return 0 if results["steps"] >= min(stop_after or steps, steps) else INTERRUPTED
 
 
 class _Speed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,12 @@ def run(argv: list[str]) -> int:
         answer |= {"prompt": asked.prompt, "specialists": dict(chosen)}
     else:
         texts = [rows_of(path, pool.attached, asked.context) for path in asked.data]
+        work = asked.out.with_name(f"{asked.out.name}.work")
         router, found = train_router(
-            pool.attached, [(i[: asked.rows], t[: asked.rows]) for i, t in texts], asked.seed
+            pool.attached, [(i[: asked.rows], t[: asked.rows]) for i, t in texts], asked.seed, work
         )
         save_router(asked.out, pool.attached, sidecars, router, found)
+        shutil.rmtree(work)
         answer |= {"specialists": list(sidecars), **found}
     if asked.json:
         print_json(answer)

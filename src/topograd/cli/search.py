@@ -346,13 +346,12 @@ def _probed(asked: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any
 
 def _searched(asked: Soft | Surgery) -> tuple[dict[str, Any], int]:
     """Train a run that searches, or go on with one, and say what it found."""
-    from topograd.cli.main import INTERRUPTED
-    from topograd.cli.progress import training_progress
+    from topograd.cli.progress import say_how_to_resume, training_progress
     from topograd.cli.results import stored_results
     from topograd.cli.train import fresh_folder
     from topograd.runs.folder import Run
     from topograd.runs.session import read_settings
-    from topograd.training.trainer import resume, start
+    from topograd.training.runs import resume, start
 
     if asked.resume is None:
         config = asked.config()
@@ -371,12 +370,11 @@ def _searched(asked: Soft | Surgery) -> tuple[dict[str, Any], int]:
             return _outcome(run, results), 0
         trainer = resume(asked.resume)
     tokens = config.batch * config.accumulate * config.model.context
-    with training_progress(trainer.run.folder.name, tokens) as on_step:
+    with training_progress(trainer.task.run.folder.name, tokens) as on_step:
         results = trainer.train(on_step=on_step)
-    if not results["finished"]:
-        again = f"topograd search {asked.kind} --resume {shlex.quote(str(trainer.run.folder))}"
-        note(f"stopped and saved at step {results['steps']} of {config.steps}; continue with: {again}")
-    return _outcome(trainer.run, results), 0 if results["finished"] else INTERRUPTED
+    again = f"topograd search {asked.kind} --resume {shlex.quote(str(trainer.task.run.folder))}"
+    code = say_how_to_resume(results, config.steps, again)
+    return _outcome(trainer.task.run, results), code
 
 
 def _outcome(run: Run, results: dict[str, Any]) -> dict[str, Any]:
@@ -395,12 +393,12 @@ def _outcome(run: Run, results: dict[str, Any]) -> dict[str, Any]:
 def _pareto(asked: Pareto) -> dict[str, Any]:
     import hashlib
 
+    from topograd.exec.objectives import OBJECTIVES
     from topograd.files import dump_json
     from topograd.report.pareto import write_pareto
     from topograd.search.pareto import explore
     from topograd.search.properties import named_objectives
     from topograd.search.trained import as_runs
-    from topograd.training.objectives import OBJECTIVES
 
     for name in asked.objective:
         OBJECTIVES.check(name)

@@ -14,7 +14,6 @@ import tyro
 
 from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.flags import flags_of
-from topograd.cli.main import INTERRUPTED
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
 from topograd.parallel.settings import ParallelConfig
@@ -22,7 +21,7 @@ from topograd.parallel.torchrun import let_the_first_speak, speaks_for_machine
 from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
-    from topograd.training.trainer import Trainer
+    from topograd.training.runs import RunTrainer
 
 _WITH_RESUME = ("--resume", "--from", "--stop-after", "--parallel", "--json", "--help")
 
@@ -75,7 +74,7 @@ def run(argv: list[str]) -> int:
         from topograd.cli.train_on_ranks import train_on_ranks
 
         return train_on_ranks(asked, spread)
-    from topograd.training.trainer import resume, start
+    from topograd.training.runs import resume, start
 
     if asked.resume is not None:
         found = finished(asked)
@@ -208,28 +207,24 @@ def finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     return session.config, results
 
 
-def train(asked: Train, trainer: Trainer) -> int:
+def train(asked: Train, trainer: RunTrainer) -> int:
     """Train with a progress bar, print the results, return the exit code."""
-    from topograd.cli.progress import counted, training_progress
+    from topograd.cli.progress import counted, say_how_to_resume, training_progress
     from topograd.convert.card import write_card
 
-    config = trainer.config
-    for reason in trainer.data.skipped:
+    task, config = trainer.task, trainer.task.config
+    for reason in task.data.skipped:
         note(f"not read: {reason}")
-    units = config.accumulate * trainer.task.units
-    with training_progress(trainer.run.folder.name, units, trainer.task.unit) as on_step:
+    units = config.accumulate * task.source.units
+    with training_progress(task.run.folder.name, units, task.source.unit) as on_step:
         results = trainer.train(asked.stop_after, on_step, counted("states of frozen layers, rows"))
-    write_card(trainer.run)
-    show(asked, trainer.config, results)
+    write_card(task.run)
+    show(asked, task.config, results)
     if "halted" in results:
         stages = ", ".join(map(str, results["halted"]))
-        note(f"stage {stages} broke and was halted; the others went on: see {trainer.run.metrics_file}")
-    if results["finished"]:
-        return 0
-    again = f"topograd train --resume {shlex.quote(str(trainer.run.folder))}"
-    note(f"stopped and saved at step {results['steps']} of {config.steps}; continue with: {again}")
-    asked_for = min(asked.stop_after or config.steps, config.steps)
-    return 0 if results["steps"] >= asked_for else INTERRUPTED
+        note(f"stage {stages} broke and was halted; the others went on: see {task.run.metrics_file}")
+    again = f"topograd train --resume {shlex.quote(str(task.run.folder))}"
+    return say_how_to_resume(results, config.steps, again, asked.stop_after)
 
 
 def show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:

@@ -78,6 +78,8 @@ class TrainImages:
     """Pictures in a step."""
     accumulate: int = 1
     """Batches whose gradients add up before a step."""
+    batch_parts: int = 1
+    """Equal parts in which a batch is run one after another: less memory, the gradient of the whole batch."""
     seed: int = 0
     """Of the weights and of the order of the pictures."""
     eval_every: int = 500
@@ -86,12 +88,16 @@ class TrainImages:
     """Held-out pictures that an evaluation reads."""
     save_every: int = 500
     """Steps between checkpoints; 0 saves only at the end."""
+    save_seconds: float = 600.0
+    """Seconds after which a checkpoint is saved in any case; 0 saves by steps alone."""
     keep: int = 2
     """Checkpoints that are kept."""
     bf16: bool = False
     """Compute in bfloat16 where autocast allows it."""
     compile: bool = False
     """Compile the layers with torch.compile."""
+    recompute: bool = False
+    """Layers keep their inputs alone and run again in the backward: less memory, a third more work."""
     device: str = "cpu"
     """Where torch computes: cpu, cuda, mps."""
     optimizer: OptimizerConfig = field(default_factory=image_optimizer)

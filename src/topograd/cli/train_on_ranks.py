@@ -58,7 +58,7 @@ def _train(asked: Train, ranks: Ranks, folder: Path) -> int:
     if ranks.first:
         return train(asked, trainer)
     results = trainer.train(asked.stop_after)
-    wanted = min(asked.stop_after or trainer.config.steps, trainer.config.steps)
+    wanted = min(asked.stop_after or trainer.task.schedule.steps, trainer.task.schedule.steps)
     return 0 if results["steps"] >= wanted else INTERRUPTED
 
 
@@ -67,12 +67,12 @@ def _train_alone(asked: Train, config: ParallelConfig, folder: Path) -> int:
     from functools import partial
 
     from topograd.cli.progress import training_progress
+    from topograd.parallel.independent_stage import IndependentStageTask
     from topograd.parallel.launch import is_restart
-    from topograd.parallel.lone_stage import LoneTrainer
-    from topograd.training.trainer import resume, start
+    from topograd.training.runs import resume, start
 
     own = folder if asked.resume is not None else folder / f"stage-{config.stage}"
-    make = partial(LoneTrainer, parallel=config)
+    make = partial(IndependentStageTask, parallel=config)
     if asked.resume is not None or (is_restart() and (own / "config.toml").is_file()):
         trainer = resume(own, asked.from_, make)
     else:

@@ -6,8 +6,9 @@ p_t is the base's distribution behind position t on the draft vocabulary, read o
 head; q^{(j)} is the stage's, unrolled j times on its own states (`nn/draft_stage.py`). Positions whose next
 token is outside the draft vocabulary do not count. The base is not run and not changed.
 
-Matrices learn by Muon, gains by AdamW, with a linear warmdown. The state of a training is kept every
-SAVE_SECONDS, and the same call goes on from it; batches are a function of the seed and the step.
+Matrices learn by Muon, gains by AdamW, with a linear warmdown. In a folder the training is saved every
+SAVE_SECONDS, and the same call goes on from there (`training/trainer.py`); batches are a function of the seed
+and the step.
 
 Cost a token: 6 multiply-adds a parameter and step, and 4 |V| width for the frozen head. Source: "EAGLE-3"
 (Li et al. 2025) §3.2: no regression on states, a loss on tokens alone, on own states.
@@ -16,9 +17,7 @@ Cost a token: 6 multiply-adds a parameter and step, and 4 |V| width for the froz
 from __future__ import annotations
 
 import math
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,15 +33,13 @@ from topograd.convert.own_text import (
     rows_of_step,
     training_rows,
 )
-from topograd.errors import RunError
 from topograd.limits import SEED, check_numbers
 from topograd.nn.draft_stage import DraftStage
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.training.muon import Muon
+from topograd.training.trainer import OnStep, Schedule, StepRecord, Task, train_task
 
 SAVE_SECONDS = 20.0
-OnStep = Callable[[int, int, float], None]
-"""Called with the step, of how many, and the loss."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,31 @@ class DraftTraining:
         )  # fmt: skip
 
 
+class DraftTask(Task):
+    """A draft stage that learns from a model's own text."""
+
+    def __init__(self, stage: DraftStage, text: OwnText, config: DraftTraining) -> None:
+        self.rows = training_rows(len(text))
+        steps = max(1, math.ceil(len(self.rows) * config.epochs / config.batch))
+        super().__init__(Schedule(steps, save_seconds=SAVE_SECONDS))
+        self.stage, self.text, self.config = stage, text, config
+        self.model, self.optimizers = stage, _optimizers(stage, config)
+        self.key = {**asdict(config), "tokens": text.tokens, "weights": text.weights, "total": steps}
+
+    def step(self, step: int) -> StepRecord:
+        scale = warmup_stable_warmdown(step, self.schedule.steps, warmup=0.02, warmdown=0.6, floor=0.0)
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = scale * group["initial_lr"]
+        block = self.text.take(rows_of_step(self.rows, self.config.batch, self.config.seed, step))
+        loss = draft_loss(self.stage, block, self.config)
+        loss.backward()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return StepRecord([loss.item()])
+
+
 def train_draft_stage(
     stage: DraftStage,
     text: OwnText,
@@ -74,31 +96,9 @@ def train_draft_stage(
     work: Path | None = None,
     on_step: OnStep | None = None,
 ) -> None:
-    """Teach the stage; with a `work` folder it goes on where a training that was killed has been."""
-    config = config or DraftTraining()
-    rows = training_rows(len(text))
-    steps = max(1, math.ceil(len(rows) * config.epochs / config.batch))
-    optimizers = _optimizers(stage, config)
-    kept = None if work is None else work / "draft-training.pt"
-    key = {**asdict(config), "tokens": text.tokens, "weights": text.weights, "total": steps}
-    first = _resume(kept, key, stage, optimizers)
-    saved = time.monotonic()
-    for step in range(first, steps):
-        scale = warmup_stable_warmdown(step, steps, warmup=0.02, warmdown=0.6, floor=0.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = scale * group["initial_lr"]
-        block = text.take(rows_of_step(rows, config.batch, config.seed, step))
-        loss = draft_loss(stage, block, config)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if on_step is not None:
-            on_step(step + 1, steps, loss.item())
-        if kept is not None and (time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps):
-            saved = time.monotonic()
-            _keep(kept, key, step + 1, stage, optimizers)
+    """Teach the stage; with a `work` folder it goes on where a training that was stopped has been."""
+    folder = None if work is None else work / "draft-training"
+    train_task(DraftTask(stage, text, config or DraftTraining()), folder, on_step)
 
 
 def draft_loss(stage: DraftStage, block: Block, config: DraftTraining) -> Tensor:
@@ -157,40 +157,13 @@ def agreement_on(
     return {"agreement": (hits / max(count, 1)).tolist(), "chain": (chains / max(count, 1)).tolist()}
 
 
-def _optimizers(stage: DraftStage, config: DraftTraining) -> list[torch.optim.Optimizer]:
+def _optimizers(stage: DraftStage, config: DraftTraining) -> dict[str, torch.optim.Optimizer]:
     matrices = [p for p in stage.parameters() if p.dim() == 2]
     others = [p for p in stage.parameters() if p.dim() != 2]
-    made: list[torch.optim.Optimizer] = [Muon(matrices, lr=config.matrices, weight_decay=0.01)]
+    made: dict[str, torch.optim.Optimizer] = {"muon": Muon(matrices, lr=config.matrices, weight_decay=0.01)}
     if others:
-        made.append(torch.optim.AdamW(others, lr=config.scalars, weight_decay=0.0))
-    for optimizer in made:
+        made["adamw"] = torch.optim.AdamW(others, lr=config.scalars, weight_decay=0.0)
+    for optimizer in made.values():
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
     return made
-
-
-def _keep(
-    file: Path, key: dict[str, object], step: int, stage: DraftStage, optimizers: list[torch.optim.Optimizer]
-) -> None:
-    temporary = file.with_suffix(".tmp")
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    torch.save({"key": key, "step": step, "stage": stage.state_dict(), "optimizers": states}, temporary)
-    os.replace(temporary, file)
-
-
-def _resume(
-    file: Path | None, key: dict[str, object], stage: DraftStage, optimizers: list[torch.optim.Optimizer]
-) -> int:
-    """The step to go on with; 0 where nothing was kept, or something else."""
-    if file is None or not file.is_file():
-        return 0
-    try:
-        kept = torch.load(file, weights_only=True, map_location=stage.vocabulary.device)
-    except Exception as problem:  # torch names no one kind of error for a damaged file
-        raise RunError(f"{file} cannot be read ({type(problem).__name__}); delete it") from None
-    if kept["key"] != key:
-        return 0
-    stage.load_state_dict(kept["stage"])
-    for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
-    return int(kept["step"])

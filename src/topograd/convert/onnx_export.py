@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from topograd.decode.engine import Engine, generate_batch
+from topograd.decode.engine import Engine
+from topograd.decode.strategies import generate_batch
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.files import dump_json, write_atomic
 from topograd.runs.session import Session
 from topograd.runtime.layers import EPSILON
-from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle
+from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 from topograd.topology.dag import EMBEDDING
 
 SCRIPT = Path(__file__).with_name("onnx_script.py")
@@ -49,7 +50,8 @@ def write_onnx(folder: Path, session: Session) -> None:
         if which not in heads:
             heads[which] = "head.onnx" if which < 0 else f"head-{which + 1}.onnx"
             runtime.head_graph(planned.head).write(folder / heads[which])
-        states = {name: list(shape) for name, shape in runtime.shapes(planned).items()}
+        shapes = runtime.shapes(planned)
+        states = {f"{kind}.{i}": list(shapes[i]) for i in planned.layers for kind in ("keys", "values")}
         output = f"h.{planned.stage.stop}"
         stages.append({"file": name, "head": heads[which], "states": states, "output": output})
     context = session.config.model.context
@@ -76,7 +78,7 @@ def write_onnx(folder: Path, session: Session) -> None:
 
 def _check(session: Session) -> None:
     where, plan = session.run.folder, session.plan
-    problem = obstacle(session.stack)
+    problem = unsupported_reason(session.stack)
     if problem is not None:
         raise ConfigError(f"{where} cannot be written as ONNX: {problem}; keep the run's folder")
     chain = all(
@@ -105,7 +107,7 @@ def _texts(session: Session, engine: Engine) -> list[dict[str, Any]]:
     for margin in MARGINS if engine.last else MARGINS[:1]:
         margins = [margin] * engine.last
         (text,) = generate_batch(Wand(engine, margins), [prompt], WRITTEN)
-        tokens = [[emitted.token, emitted.stage + 1] for emitted in text]
+        tokens = [[emitted.token, emitted.exit + 1] for emitted in text]
         finite = [min(value, 1e30) for value in margins]
         found.append({"prompt": prompt, "margins": finite, "tokens": tokens})
     return found

@@ -25,18 +25,18 @@ class Row:
         x = TABLES["embedding"][self.tokens] * np.float32(PLAN["scale"])
         if "previous" in TABLES:
             x[1:] += TABLES["previous"][self.tokens[:-1]]
-        size = np.square(x).mean(-1, keepdims=True) + PLAN["epsilon"]
-        return (x / np.sqrt(size) if PLAN["normed"] else x)[None].astype(np.float32)
+        size = np.sqrt(np.square(x).mean(-1, keepdims=True) + PLAN["epsilon"]) if PLAN["normed"] else 1
+        return (x / size)[None].astype(np.float32)
 
     def run(self, k):  # all that waits before stage k, as one batch; the stages before it first
         start, x0 = self.h[k].shape[1], self.embed()
-        h = self.run(k - 1) if k else x0
         if start < len(self.tokens):
-            where, feeds = np.arange(start, len(self.tokens)), {**TABLES, **self.states[k]}
-            seen = where[:, None] - np.arange(PLAN["room"])
+            at, feeds = np.arange(start, len(self.tokens))[None], {**TABLES, **self.states[k]}
+            seen, heads = at.T - np.arange(PLAN["room"]), next(iter(self.states[k].values())).shape[1]
             feeds |= {f"mask.{w}": ((seen >= 0) & (seen < (w or 2**31)))[None, None] for w in PLAN["windows"]}
-            feeds |= {"h": h[:, start:], "x0": x0[:, start:], "positions": where[None], "starts": where[:1]}
-            feeds["tokens"] = np.array([self.tokens[start:]])
+            feeds |= {"h": (self.run(k - 1) if k else x0)[:, start:], "x0": x0[:, start:], "positions": at}
+            feeds |= {"tokens": np.array([self.tokens[start:]]), "unpack": at - start, "pack": at[0] - start}
+            feeds["scatter"] = np.stack(np.broadcast_arrays(0, np.arange(heads), at.T), -1)
             given, names = ([v.name for v in vs] for vs in (STAGES[k].get_inputs(), STAGES[k].get_outputs()))
             found = dict(zip(names, STAGES[k].run(names, {n: feeds[n] for n in given}), strict=True))
             self.h[k] = np.concatenate([self.h[k], found[PLAN["stages"][k]["output"]]], axis=1)

@@ -191,18 +191,22 @@ def _write_block(engine: Engine, prompts: Prompts, config: OwnTextConfig, number
     first = number * config.rows
     rows = [_Writer(prompts.row(first + i, config.length), ends) for i in range(config.rows)]
     begun = min(config.length, min(len(row.given) for row in rows))
-    cache = engine.start([row.begin(begun) for row in rows])
+    batch = engine.start([row.begin(begun) for row in rows])
     full = engine.exits[-1]
     generator = torch.Generator(engine_device(engine)).manual_seed((config.seed * 2**20 + number) % 2**63)
     heat = torch.zeros(config.rows, 1, device=engine_device(engine))
     heat[::SAMPLED_EVERY] = TEMPERATURE
     for length in range(begun, config.length + 1):
-        engine.run(cache, full)
+        engine.run(batch, full)
         if length == config.length:
             break
-        chosen = _choose(engine.logits(cache, full)[:, -1], heat, generator).tolist()
-        engine.append(cache, [[row.next(token)] for row, token in zip(rows, chosen, strict=True)])
-    states = [cache.hidden(stage, [config.length] * config.rows) for stage in engine.exits]
+        chosen = _choose(engine.logits(batch, full), heat, generator).tolist()
+        engine.append(batch, [[row.next(token)] for row, token in zip(rows, chosen, strict=True)])
+    counts, cache = [config.length] * config.rows, batch[0].cache
+    states = [
+        cache.hidden(batch, stage, counts).unflatten(0, (config.rows, config.length))
+        for stage in engine.exits
+    ]
     kept = torch.stack([h / h.float().square().mean(-1, keepdim=True).sqrt() for h in states], dim=2)
     return {
         "tokens": torch.tensor([row.tokens for row in rows], dtype=torch.int32),

@@ -28,8 +28,8 @@ from topograd.convert.own_text import OwnText, OwnTextConfig, heldout_rows, trai
 from topograd.convert.prompts import Prompts
 from topograd.convert.translators import fit_exits
 from topograd.data.corpus import read_corpus
+from topograd.decode.depths import engine_of
 from topograd.decode.lookup import NGramTable
-from topograd.decode.modes import engine_of
 from topograd.decode.retrofitted import KIND, open_retrofit, retrofit_folder, retrofit_tensors
 from topograd.errors import ConfigError, RunError
 from topograd.limits import check_numbers
@@ -90,7 +90,7 @@ def retrofit(
         stage = open_retrofit(session, init).stage.train().requires_grad_(True)
     vocabulary = stage.vocabulary
     train_draft_stage(
-        stage, written, config.training, work, lambda step, of, loss: tell("steps of teaching", step, of)
+        stage, written, config.training, work, lambda step, of, *_: tell("steps of teaching", step, of)
     )
     table = NGramTable.of(tokens[learning], own[learning])
     held = torch.from_numpy(tokens[heldout_rows(len(written))])
@@ -105,7 +105,9 @@ def retrofit(
     }
     translators: dict[int, Translator] = {}
     if exits:
-        translators, found["exits"] = fit_exits(session, written, lambda done, of: tell("exits", done, of))
+        translators, found["exits"] = fit_exits(
+            session, written, lambda done, of: tell("exits", done, of), work=work
+        )
     sidecar = create_sidecar(
         folder,
         kind=KIND,

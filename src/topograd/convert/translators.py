@@ -16,6 +16,7 @@ Tuned Lens" (Belrose et al. 2023), which trains; the start by least squares is o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from topograd.nn.draft_stage import rank_tokens
 from topograd.nn.stack import Stack
 from topograd.nn.translator import Translator
 from topograd.runs.session import Session
+from topograd.training.trainer import Schedule, StepRecord, Task, train_task
 
 STEPS, ROWS = 100, 2
 MEASURED_ROWS = 16
@@ -39,10 +41,14 @@ OnStep = Callable[[int, int], None]
 
 
 def fit_exits(
-    session: Session, text: OwnText, on_step: OnStep | None = None, steps: int = STEPS
+    session: Session,
+    text: OwnText,
+    on_step: OnStep | None = None,
+    steps: int = STEPS,
+    work: Path | None = None,
 ) -> tuple[dict[int, Translator], list[dict[str, Any]]]:
     """The translators of all exits but the last, by head, and how often each exit says what full depth says:
-    with its translator, and without one (`lens`)."""
+    with its translator, and without one (`lens`). With a `work` folder a call that was stopped goes on."""
     rows = training_rows(len(text))
     measuring = greedy_rows(text, heldout_rows(len(text)))[:MEASURED_ROWS]
     tokens = torch.from_numpy(text.all_tokens()[0][rows])
@@ -54,7 +60,8 @@ def fit_exits(
         translator = fitted[head] = Translator(session.stack.width)
         lens = agreement(session.stack, translator, text, measuring, place, head)
         regress(translator, text, rows, place)
-        fit(session.stack, translator, text, rows, place, head, vocab, steps)
+        task = TranslatorTask(session.stack, translator, text, rows, place, head, vocab, steps)
+        train_task(task, None if work is None else work / f"exit-{place + 1}")
         rate = agreement(session.stack, translator, text, measuring, place, head)
         parameters = sum(p.numel() for p in translator.parameters())
         found.append({"stage": place + 1, "parameters": parameters, "agreement": rate, "lens": lens})
@@ -81,29 +88,42 @@ def regress(translator: Translator, text: OwnText, rows: Sequence[int], place: i
     translator.affine.bias.copy_(solved[-1])
 
 
-def fit(
-    stack: Stack,
-    translator: Translator,
-    text: OwnText,
-    rows: Sequence[int],
-    place: int,
-    head: int,
-    vocab: Tensor,
-    steps: int,
-) -> None:
-    """Teach a translator what the last stage says."""
-    optimizer = torch.optim.Adam(translator.parameters(), lr=RATE)
-    for step in range(steps):
+class TranslatorTask(Task):
+    """A translator that learns what the last stage says, from the states at `place`, read by `head`."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        translator: Translator,
+        text: OwnText,
+        rows: Sequence[int],
+        place: int,
+        head: int,
+        vocab: Tensor,
+        steps: int,
+    ) -> None:
+        super().__init__(Schedule(steps))
+        self.stack, self.text, self.rows, self.vocab = stack, text, rows, vocab
+        self.model = self.translator = translator
+        self.place, self.head = place, head
+        self.optimizers = {"adam": torch.optim.Adam(translator.parameters(), lr=RATE)}
+        about = {"tokens": text.tokens, "weights": text.weights, "place": place, "head": head}
+        self.key = about | {"vocabulary": len(vocab), "steps": steps}
+
+    def step(self, step: int) -> StepRecord:
+        optimizer = self.optimizers["adam"]
         for group in optimizer.param_groups:
-            group["lr"] = RATE * (1 - step / steps)
-        block = text.take(rows_of_step(rows, ROWS, 0, step))
+            group["lr"] = RATE * (1 - step / self.schedule.steps)
+        block = self.text.take(rows_of_step(self.rows, ROWS, 0, step))
         states = block.states[:, 1:].flatten(0, 1)
         with torch.no_grad():
-            wanted = stack.readout(states[:, -1], stack.last_stage, vocab).softmax(-1)
-        said = stack.readout(translator(states[:, place]), head, vocab)
+            wanted = self.stack.readout(states[:, -1], self.stack.last_stage, self.vocab).softmax(-1)
+        said = self.stack.readout(self.translator(states[:, self.place]), self.head, self.vocab)
         optimizer.zero_grad()
-        F.cross_entropy(said, wanted).backward()
+        loss = F.cross_entropy(said, wanted)
+        loss.backward()
         optimizer.step()
+        return StepRecord([loss.item()])
 
 
 @torch.no_grad()

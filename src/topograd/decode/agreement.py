@@ -42,9 +42,9 @@ def differences(
 @torch.inference_mode()
 def full_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
     """Logits (vocab,) of full depth behind these tokens."""
-    cache, last = engine.start([tokens]), engine.exits[-1]
-    engine.run(cache, last)
-    return engine.logits(cache, last)[0, -1]
+    batch, last = engine.start([tokens]), engine.exits[-1]
+    engine.run(batch, last)
+    return engine.logits(batch, last)[0]
 
 
 def is_tie(logits: Tensor, a: int, b: int) -> bool:
@@ -64,10 +64,10 @@ def distinct(texts: Sequence[Sequence[Emitted]]) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-def mean_stage(texts: Sequence[Sequence[Emitted]]) -> float:
-    """The mean, counted from 1, of the stages at which tokens left."""
-    stages = [emitted.stage + 1 for text in texts for emitted in text]
-    return sum(stages) / len(stages)
+def mean_exit(texts: Sequence[Sequence[Emitted]]) -> float:
+    """The mean, counted from 1, of the exits at which tokens left."""
+    exits = [emitted.exit + 1 for text in texts for emitted in text]
+    return sum(exits) / len(exits)
 
 
 def _tokens(text: Sequence[Emitted]) -> list[int]:

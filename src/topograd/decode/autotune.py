@@ -48,6 +48,8 @@ class RowCosts:
     """The stages behind them with their readout, for M rows at once; some sizes M, at least two."""
     full: float
     """One token at full depth, as plain decoding runs it."""
+    uneven: float = 0.0
+    """What a pass over several sequences costs more where some of them have drafts."""
 
     def __post_init__(self) -> None:
         if len(self.deep) < 2 or min(self.deep) < 1:

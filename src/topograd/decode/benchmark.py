@@ -1,12 +1,12 @@
 """How fast each way of running a model is, against full depth, and how much it agrees with it.
 
-Everything is measured in one process with one engine: in each round every mode continues the same held-out
-prompts, in an order that rotates, and a speedup is the median over rounds of the time at full depth over the
-mode's (`timing.py`). Full depth is decoded with the same cache and kernels as the rest. Only decoding is
-timed: every prompt has been read when the clock starts (but not in the comparison of batches).
+Everything is measured in one process with one engine: in each round every strategy continues the same
+held-out prompts, in an order that rotates, and a speedup is the median over rounds of the time at full depth
+over the strategy's (`timing.py`). Full depth is decoded with the same cache and kernels as the rest. Only
+decoding is timed: every prompt has been read when the clock starts (but not in the comparison of batches).
 
-    agreement    teacher-forced: share of held-out tokens where the mode's token is full depth's; calibrated
-                 on the even windows, measured on the odd ones
+    agreement    teacher-forced: share of held-out tokens where the strategy's token is full depth's;
+                 calibrated on the even windows, measured on the odd ones
     identical    share of prompts whose free-running text is full depth's
     ties         texts under speculation that leave full depth's where its two best logits are closer than
                  rounding between batch shapes (`agreement.py`); all other differences are mismatches
@@ -27,17 +27,19 @@ from typing import Any
 import torch
 
 from topograd.data.windows import Text
-from topograd.decode.agreement import differences, distinct, identical, mean_stage
+from topograd.decode.agreement import differences, distinct, identical, mean_exit
 from topograd.decode.autotune import DraftRule, simulate
 from topograd.decode.calibrate import Tuning, heldout_readings, own_text, tune
 from topograd.decode.calibration import Calibration
-from topograd.decode.engine import Emitted, Engine, Mode, Prefix, continue_tokens, generate_batch
+from topograd.decode.depths import PRUNING_VOCAB, engine_of, speculation_of
+from topograd.decode.engine import Emitted, Engine
 from topograd.decode.exit_rules import agreement, check_exits, exits, thresholds
-from topograd.decode.modes import PRUNING_VOCAB, engine_of, speculation_of
 from topograd.decode.readings import Readings
 from topograd.decode.sampling import Sampling
+from topograd.decode.sequence import Tally
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
 from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
@@ -63,10 +65,13 @@ def bench_decode(
     calibration = Calibration.of(seen, session.step)
     tuning = tune(engine, calibration.sample, own_text(session, engine, text))
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)
-    modes = _modes(engine, calibration, tuning)
-    written = {name: continued(mode, prompts, settings.tokens) for name, mode in modes.items()}
-    seconds = in_turns(modes, prompts, settings)
-    speed = {name: ratio(seconds, "full", name).as_dict() for name in modes}
+    strategies = _strategies(engine, calibration, tuning)
+    written = {
+        name: continued(strategy, prompts, settings.tokens, _sampling(name))
+        for name, strategy in strategies.items()
+    }
+    seconds = in_turns(strategies, prompts, settings)
+    speed = {name: ratio(seconds, "full", name).as_dict() for name in strategies}
     tokens = settings.tokens * len(prompts)
     rate = {name: tokens / sorted(times)[len(times) // 2] for name, times in seconds.items()}
     results = {
@@ -147,38 +152,44 @@ def ways(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Continued:
-    """What a mode wrote after each prompt, how long that took, and the share of its drafts that were kept."""
+    """What a strategy wrote after each prompt, how long that took, and the share of its drafts accepted."""
 
     texts: list[list[Emitted]]
     seconds: float
     acceptance: float | None
 
 
-def continued(mode: Mode, prompts: Sequence[Sequence[int]], tokens: int) -> Continued:
-    """Continue each prompt by itself. Reading the prompt, at full depth for every mode, is not timed."""
-    texts, seconds, drafted, accepted = [], 0.0, 0, 0
+def continued(
+    strategy: DecodeStrategy, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling | None = None
+) -> Continued:
+    """Continue each prompt by itself. Reading the prompt, at full depth for every strategy, is not timed."""
+    texts, seconds, tally = [], 0.0, Tally()
     for prompt in prompts:
-        cache = mode.engine.start([prompt])
+        batch = strategy.engine.start([prompt], sampling)
         with torch.inference_mode():
-            mode.engine.run(cache, mode.engine.exits[-1])
+            strategy.engine.run(batch, strategy.engine.exits[-1])
         began = time.perf_counter()
-        texts.append([emitted for _, emitted in continue_tokens(mode, cache, tokens)])
+        texts.append([emitted for _, emitted in continue_tokens(strategy, batch, tokens)])
         seconds += time.perf_counter() - began
-        if isinstance(mode, Speculate):
-            drafted, accepted = drafted + mode.tally.drafted, accepted + mode.tally.accepted
-    return Continued(texts, seconds, accepted / drafted if drafted else None)
+        tally.add(batch[0].tally)
+    return Continued(texts, seconds, tally.acceptance if tally.drafted else None)
 
 
 def in_turns(
-    modes: Mapping[str, Mode], prompts: Sequence[Sequence[int]], settings: DecodeSettings
+    strategies: Mapping[str, DecodeStrategy], prompts: Sequence[Sequence[int]], settings: DecodeSettings
 ) -> dict[str, list[float]]:
-    """Seconds of each mode in each round, in an order that rotates."""
-    names = list(modes)
+    """Seconds of each strategy in each round, in an order that rotates."""
+    names = list(strategies)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(settings.rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds[name].append(continued(modes[name], prompts, settings.tokens).seconds)
+            done = continued(strategies[name], prompts, settings.tokens, _sampling(name))
+            seconds[name].append(done.seconds)
     return seconds
+
+
+def _sampling(name: str) -> Sampling:
+    return Sampling(temperature=WARM) if name.endswith(", sampled") else Sampling()
 
 
 def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:
@@ -189,22 +200,20 @@ def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:
     return [text.inputs[row][text.targets[row] != -100][:tokens].tolist() for row in chosen]
 
 
-def _modes(engine: Engine, calibration: Calibration, tuning: Tuning) -> dict[str, Mode]:
+def _strategies(engine: Engine, calibration: Calibration, tuning: Tuning) -> dict[str, DecodeStrategy]:
     bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
-    warm = Sampling(temperature=WARM)
-    modes: dict[str, Mode] = {"full": Prefix(engine)}
-    for stage in range(engine.last):
-        modes[f"prefix:{stage + 1}"] = Prefix(engine, stage)
+    made: dict[str, DecodeStrategy] = {"full": FixedDepth(engine)}
+    for exit_ in range(engine.last):
+        made[f"prefix:{exit_ + 1}"] = FixedDepth(engine, exit_)
     for rule in ("sum-of-bounds", "rival-gain"):
-        modes[f"wand:{rule}"] = Wand(engine, thresholds(calibration, rule), bounds=bounds)
+        made[f"wand:{rule}"] = Wand(engine, thresholds(calibration, rule), bounds)
     for eps in EPS:
-        modes[f"wand:flip-rate:{eps}"] = Wand(
-            engine, thresholds(calibration, "flip-rate", eps=eps), bounds=bounds
-        )
-    modes["speculate"] = speculation_of(engine, tuning, Sampling())
-    modes["full, sampled"] = Prefix(engine, None, warm)
-    modes["speculate, sampled"] = speculation_of(engine, tuning, warm)
-    return modes
+        limits = thresholds(calibration, "flip-rate", eps=eps)
+        made[f"wand:flip-rate:{eps}"] = Wand(engine, limits, bounds)
+    made["speculate"] = speculation_of(engine, tuning)
+    made["full, sampled"] = FixedDepth(engine)
+    made["speculate, sampled"] = speculation_of(engine, tuning, greedy=False)
+    return made
 
 
 def _prefixes(
@@ -249,7 +258,7 @@ def _wand(
                 "exits": shares.tolist(),
                 "mean_stage": (left.double().mean() + 1).item(),
                 "identical": identical(written[name].texts, written["full"].texts),
-                "free_running_mean_stage": mean_stage(written[name].texts),
+                "free_running_mean_stage": mean_exit(written[name].texts),
             }
         )
     good = [point for point in curve if point["agreement"] >= WANTED_AGREEMENT]
@@ -277,7 +286,7 @@ def _speculation(
         "identical": identical(texts, full),
         **differences(engine, prompts, texts, full),
         "distinct_4grams": distinct(texts),
-        "mean_stage": mean_stage(texts),
+        "mean_stage": mean_exit(texts),
     }
     if tuning.rule is not None:
         answer |= {"stage": tuning.stage + 1, "rule": vars(tuning.rule)}
@@ -314,11 +323,11 @@ def _batched(engine: Engine, tuning: Tuning, text: Text, settings: DecodeSetting
     """Several prompts at once, at full depth and with drafts whose acceptance differs from row to row."""
     prompts = heldout_prompts(text, settings.rows, settings.prompt_tokens)
     rule = tuning.rule or DraftRule(0.0, 4)
-    modes: dict[str, Mode] = {
-        "full": Prefix(engine),
+    both: dict[str, DecodeStrategy] = {
+        "full": FixedDepth(engine),
         "speculate": Speculate(engine, rule, tuning.stage),
     }
-    turns = {name: partial(generate_batch, mode, prompts, settings.tokens) for name, mode in modes.items()}
+    turns = {name: partial(generate_batch, one, prompts, settings.tokens) for name, one in both.items()}
     seconds = take_turns(turns, settings.rounds, warmup=1)
     speedup = ratio(seconds, "full", "speculate").as_dict()
     middle = sorted(seconds["full"])[len(seconds["full"]) // 2]

@@ -14,21 +14,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from topograd.data.windows import Text
 from topograd.decode.autotune import DraftRule, RowCosts, choose, low, simulate
+from topograd.decode.cache import Cache
 from topograd.decode.calibration import Calibration, Sample
-from topograd.decode.engine import Engine, Prefix, generate_batch
+from topograd.decode.engine import Engine
 from topograd.decode.readings import Readings, join, read
 from topograd.decode.retrofitted import exits_digest, open_exits
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.decode.tune_drafters import Choice
 from topograd.errors import ConfigError, RunError
-from topograd.exec.forward import StageStates, predict, stage_outputs
+from topograd.exec.forward import predict, stage_outputs
 from topograd.files import dump_json, read_json
 from topograd.nn.stack import Stack
 from topograd.nn.translator import TranslatedReader, Translator
 from topograd.runs.session import Session
-from topograd.runtime.protocol import Runtime, torch_beside
+from topograd.runtime.protocol import Runtime, single_threaded_torch
 from topograd.topology.plan import Plan
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -96,11 +99,10 @@ def exit_readings(
     for start in range(0, len(text.inputs), batch):
         inputs = text.inputs[start : start + batch].to(device)
         counted = (text.targets[start : start + batch] != -100).to(device)
-        states = None
-        if runtime is not None:
-            count, length = inputs.shape
-            states = StageStates(stack, plan, count, length, runtime.memories(plan, count, length))
-        outputs = stage_outputs(stack, plan, inputs, stages, states)
+        if runtime is None:
+            outputs = stage_outputs(stack, plan, inputs, stages)
+        else:
+            outputs = cached_outputs(runtime, plan, inputs, stages)
         rows = torch.arange(start, start + len(inputs), device=device)[:, None].expand_as(inputs)
         flat = {k: h[counted] for k, h in outputs.items()}
         logits = [predict(reader, plan, flat, plan.prediction.after(k)) for k in stages]
@@ -108,6 +110,20 @@ def exit_readings(
         if on_batch is not None:
             on_batch(min(start + batch, len(text.inputs)), len(text.inputs))
     return join(parts)
+
+
+@torch.inference_mode()
+def cached_outputs(runtime: Runtime, plan: Plan, inputs: Tensor, stages: list[int]) -> dict[int, Tensor]:
+    """The last hidden state of each of `stages` at every position, as a runtime decodes them."""
+    cache = Cache(runtime, plan, inputs.shape[1])
+    batch = [cache.new() for _ in inputs]
+    cache.push(batch, inputs.tolist())
+    counts = [inputs.shape[1]] * len(batch)
+    found = {}
+    for stage in stages:
+        cache.run(batch, stage)
+        found[stage] = cache.hidden(batch, stage, counts).unflatten(0, tuple(inputs.shape))
+    return found
 
 
 @torch.inference_mode()
@@ -121,28 +137,29 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
     sizes = [size for size in SIZES if size <= engine.context - length]
     if len(sizes) < 2:
         raise ConfigError(f"a context of {engine.context} tokens has no room for drafts; use at least 3")
-    cache, full, drafting = engine.start([[0] * length]), engine.exits[-1], engine.stage_of(stage)
-    engine.run(cache, full)
+    batch, full, drafting = engine.start([[0] * length]), engine.exits[-1], engine.stage_of(stage)
+    cache = batch[0].cache
+    engine.run(batch, full)
     drafts: list[float] = []
     rounds: dict[int, list[float]] = {size: [] for size in (0, *sizes)}  # 0: one token at full depth
 
     def read(last: int, rows: int) -> None:
-        engine.run(cache, last)
-        engine.logits(cache, last, [rows]).topk(2).values.tolist()
+        engine.run(batch, last)
+        engine.logits(batch, last, [rows]).topk(2).values.tolist()
 
     for _, size in itertools.product(range(ROUNDS), rounds):
-        with torch_beside(engine.runtime):
+        with single_threaded_torch(engine.runtime):
             began = time.perf_counter()
             for row in range(size):
                 here = time.perf_counter()
-                cache.push([[0]])
+                cache.push(batch, [[0]])
                 read(drafting, 1)
                 if row:
                     drafts.append(time.perf_counter() - here)
             if not size:
-                cache.push([[0]])
+                cache.push(batch, [[0]])
             read(full, max(size, 1))
-            cache.truncate([length])
+            cache.truncate(batch, [length])
             rounds[size].append(time.perf_counter() - began)
     draft = low(drafts)
     deep, least = {}, draft
@@ -158,7 +175,7 @@ def own_rows(engine: Engine, text: Text) -> tuple[list[list[int]], int]:
     spread = [rows[i * len(rows) // OWN_ROWS] for i in range(OWN_ROWS)] if len(rows) > OWN_ROWS else rows
     prompts = [row[:start].tolist() for row in spread]
     count = min(OWN_TOKENS, engine.context - start)
-    written = generate_batch(Prefix(engine), prompts, count)
+    written = generate_batch(FixedDepth(engine), prompts, count)
     return [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)], start
 
 

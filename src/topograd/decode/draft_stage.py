@@ -1,10 +1,9 @@
-"""Drafts by a draft stage (`nn/draft_stage.py`): one layer that hears the model's last state one position
-late.
+"""Drafts by a draft stage (`nn/draft_stage.py`), one layer that reads the model's states a position late.
 
-When a round begins, the model has run all tokens of a row but the last. The stage reads the tokens that are
-new to it with the model's own states, as one batch, and predicts behind the last; from there it goes on with
-its own states. Its keys and values of true states stay; those of its own are overwritten in the next round,
-which the memory of a layer allows (`layer_state.py`).
+When a round begins, the model has run all tokens of a sequence but the last. The stage reads the tokens that
+are new to it with the model's own states, as one batch, and predicts behind the last; from there it goes on
+with its own states. Its keys and values of true states stay; those of its own are overwritten in the next
+round.
 
 Cost a draft: the join, one layer and the head's draft vocabulary; about a twentieth of SmolLM2. Limits: the
 first round behind a prompt drafts nothing, since the model has no state yet.
@@ -12,162 +11,121 @@ first round behind a prompt drafts nothing, since the model has no state yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
 from topograd.decode.autotune import DraftRule
-from topograd.decode.draft_model import common
-from topograd.decode.drafters import Draft, Drafting, Generators, certainty
-from topograd.decode.engine import AnyCache, Engine
-from topograd.decode.recompute import RecomputedCache
-from topograd.decode.sampling import Sampling
+from topograd.decode.cache import Batch, Cache
+from topograd.decode.draft_model import Twin, common_prefix
+from topograd.decode.drafters import Draft, certainty
+from topograd.decode.engine import Engine
+from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
+from topograd.exec.stage_cache import StageCache
 from topograd.nn.draft_stage import DraftStage, unit
-from topograd.nn.host_numbers import send
 from topograd.nn.packed import PackedLinear
+from topograd.nn.slots import Place
+from topograd.nn.stack import Bus
+from topograd.runtime.protocol import TorchRuntime
+from topograd.topology.plan import Plan
 
 STAGE_RULE = DraftRule(0.3, 4)
 """Draft while the likeliest token has more than this probability, at most so many."""
 
 
+class _JoinedStage(StageCache):
+    """The layer's cache; what it reads is joined from x0 and the states of the positions before."""
+
+    join: PackedLinear
+    previous: dict[Place, Tensor]
+
+    def layers(self, h: Tensor, bus: Bus) -> dict[int, Tensor]:
+        assert bus.spans is not None
+        before = torch.cat([self.previous[place] for place in bus.spans.places])[None]
+        joined = torch.cat([unit(h), unit(before.to(h.dtype))], dim=-1)
+        return super().layers(self.join(joined.flatten(0, 1)).view(h.shape), bus)
+
+
+class _JoinedRuntime(TorchRuntime):
+    def stage_caches(self, plan: Plan, capacity: int) -> list[StageCache]:
+        return [_JoinedStage(self.stack, planned, capacity) for planned in plan.stages]
+
+
 class DraftStageDrafter:
-    """The draft stage, with a memory of its own beside the model's cache."""
+    """The draft stage, with a cache of its own beside the model's."""
 
     exit: int | None = None
     name = "draft"
 
     def __init__(self, engine: Engine, stage: DraftStage, rule: DraftRule | None = None) -> None:
-        if not engine.remembers:
+        if not engine.keeps_states:
             raise ConfigError("a draft stage needs a model that keeps its states while it decodes")
-        self.engine, self.stage, self.rule = engine, stage, rule or STAGE_RULE
+        self.stage, self.rule = stage, rule or STAGE_RULE
         self.vocabulary: Tensor | None = stage.vocabulary
         self.stack = stage.stack.for_decoding()
         relay = stage.relay
-        self.join = PackedLinear(torch.cat([relay.token.weight, relay.state.weight], dim=1))
-        self._full = engine.exits[-1]
-        self._known: list[list[int]] = []
-        """The tokens of each row that were read with the model's own states."""
-        self._alone = Drafting(engine, [self])
+        device = stage.vocabulary.device
+        self._cache = Cache(_JoinedRuntime(self.stack), Plan.of("1", 1), engine.context, device)
+        (joined,) = self._cache.stages
+        assert isinstance(joined, _JoinedStage)
+        joined.join = PackedLinear(torch.cat([relay.token.weight, relay.state.weight], dim=1))
+        self._joined, self._full = joined, engine.exits[-1]
 
-    def draft(
-        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
-    ) -> list[Draft]:
-        """It is a drafter by itself too."""
-        return self._alone.draft(cache, active, sampling, generators)
+    def _twin(self, sequence: Sequence) -> Twin:
+        if self.name not in sequence.drafter_state:
+            sequence.drafter_state[self.name] = Twin(self._cache)
+        twin: Twin = sequence.drafter_state[self.name]
+        return twin
 
-    def begin(self, cache: AnyCache, active: Sequence[bool]) -> list[bool]:
-        rows = len(cache.tokens)
-        if len(self._known) != rows:
-            self._memory = self.stack.layers[0].new_state(rows, self.engine.context + 1)  # type: ignore[operator]
-            self._known = [[] for _ in range(rows)]
-        self._kept = [common(mine, text) for mine, text in zip(self._known, cache.tokens, strict=True)]
-        assert not isinstance(cache, RecomputedCache), "the engine remembers"
-        pending = cache.pending(self._full)
-        able = [on and n == 1 for on, n in zip(active, pending, strict=True)]
-        self._at: list[int] | None = None
-        self._states = torch.empty(0)
+    def begin(self, batch: Batch) -> list[bool]:
+        able = [sequence.cache.pending(sequence, self._full) == 1 for sequence in batch]
+        for sequence, on in zip(batch, able, strict=True):
+            if on:
+                twin = self._twin(sequence)
+                common = common_prefix(twin.sequence.tokens, sequence.tokens)
+                twin.known = min(common, twin.known, len(sequence) - 1)
+                self._cache.truncate([twin.sequence], [twin.known])
         return able
 
-    def step(self, cache: AnyCache, drafting: Sequence[bool], new: Sequence[Sequence[int]]) -> Tensor:
-        if self._at is None:
-            return self._catch_up(cache, drafting)
-        starts = self._at
-        counts = [int(on and bool(tokens)) for on, tokens in zip(drafting, new, strict=True)]
-        tokens = [list(t) if n else [] for t, n in zip(new, counts, strict=True)]
-        before = [text[-1] if text else None for text in self._chains]
-        g = self._run(tokens, starts, self._states[:, None], before)
-        self._at = [start + n for start, n in zip(starts, counts, strict=True)]
-        for chain, added in zip(self._chains, tokens, strict=True):
-            chain.extend(added)
-        self._states = g[:, 0]
-        return self.stack.readout(self._states, 0)
-
-    def _catch_up(self, cache: AnyCache, drafting: Sequence[bool]) -> Tensor:
-        """Read what is new with the model's own states; logits behind the last token of each row."""
-        texts = cache.tokens
-        kept = [
-            min(n, len(text) - 1) if on else len(mine)
-            for n, text, mine, on in zip(self._kept, texts, self._known, drafting, strict=True)
+    def step(self, batch: Batch, drafts: abc.Sequence[Draft]) -> Tensor:
+        twins = [self._twin(sequence) for sequence in batch]
+        own = [twin.sequence for twin in twins]
+        new = [
+            [*sequence.tokens, *draft.tokens][len(mine) :]
+            for sequence, draft, mine in zip(batch, drafts, own, strict=True)
         ]
-        fresh = [text[n:] if on else [] for text, n, on in zip(texts, kept, drafting, strict=True)]
-        before = [
-            text[n - 1] if on and n else None for text, n, on in zip(texts, kept, drafting, strict=True)
-        ]
-        g = self._run(fresh, kept, self._heard(cache, fresh, kept), before)
-        counts = send([max(len(tokens), 1) for tokens in fresh], g.device)
-        self._states = g[torch.arange(len(g), device=g.device), counts - 1]
-        self._known = [
-            list(text) if on else mine for text, mine, on in zip(texts, self._known, drafting, strict=True)
-        ]
-        self._chains = [list(mine[-1:]) for mine in self._known]
-        self._at = [len(mine) for mine in self._known]
-        return self.stack.readout(self._states, 0)
-
-    def _heard(self, cache: AnyCache, fresh: Sequence[Sequence[int]], kept: Sequence[int]) -> Tensor:
-        """(rows, most, width): the model's states of the positions before the fresh ones; 0 at first."""
-        wanted = [len(tokens) - (n == 0 and bool(tokens)) for tokens, n in zip(fresh, kept, strict=True)]
-        width = max(len(tokens) for tokens in fresh)
-        if max(wanted) == 0:
-            return next(iter(self.join.buffers()), self.join.matrix).new_zeros(len(fresh), width, self.width)
-        states = cache.hidden(self._full, wanted)
-        if not any(n == 0 and tokens for tokens, n in zip(fresh, kept, strict=True)):
-            return states
-        padded = states.new_zeros(len(fresh), width + 1, states.shape[-1])
-        padded[:, 1 : 1 + states.shape[1]] = states
-        first = send([int(n > 0 or not tokens) for tokens, n in zip(fresh, kept, strict=True)], states.device)
-        place = torch.arange(width, device=states.device) + first[:, None]
-        return padded[torch.arange(len(fresh), device=states.device)[:, None], place]
-
-    @property
-    def width(self) -> int:
-        return self.join.matrix.shape[0] // 2
-
-    def _run(
-        self,
-        tokens: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        previous: Tensor,
-        before: Sequence[int | None],
-    ) -> Tensor:
-        """g of some tokens of each row that stand at `starts`, behind a token `before` and states."""
-        counts = [len(row) for row in tokens]
-        width, device = max(counts), previous.device
-        inputs = send([[*row, *[0] * (width - len(row))] for row in tokens], device)
-        offset: int | Tensor = starts[0]
-        if len(set(starts)) > 1 or len(set(counts)) > 1:  # what a row does not have goes behind the longest
-            spare = max(start + n for start, n in zip(starts, counts, strict=True))
-            rows = zip(starts, counts, strict=True)
-            offset = send(
-                [[start + i if i < n else spare for i in range(width)] for start, n in rows], device
-            )
+        if drafts[0].tokens:
+            states = self._cache.hidden(own, 0).split(1)
         else:
-            self._memory.rewind([starts[0]] * len(tokens))  # it may be ahead after ragged rows
-        x0 = self._embed(inputs, before)
-        bus = self.stack.bus(x0, inputs, offset)
-        joined = torch.cat([unit(x0), unit(previous.to(x0.dtype))], dim=-1)
-        h = self.join(joined.flatten(0, 1)).view(x0.shape)
-        g: Tensor = self.stack.layers[0](h, bus, self._memory)
-        return g
+            states = self._true_states(batch, own, new)
+            for twin, sequence in zip(twins, batch, strict=True):
+                twin.known = len(sequence)
+        self._cache.push(own, new)
+        self._joined.previous = {mine.place: h for mine, h in zip(own, states, strict=True)}
+        self._cache.run(own, 0)
+        return self.stack.readout(self._cache.hidden(own, 0), 0)
 
-    def _embed(self, inputs: Tensor, before: Sequence[int | None]) -> Tensor:
-        if all(token is None for token in before):
-            return self.stack.embed(inputs)
-        if all(token is not None for token in before):
-            return self.stack.embed(inputs, send(before, inputs.device))
-        each = [None if token is None else send([token], inputs.device) for token in before]
-        return torch.cat([self.stack.embed(inputs[i : i + 1], token) for i, token in enumerate(each)])
-
-    @torch.inference_mode()
-    def record(self, inputs: Tensor, states: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """What it would guess behind every position of known texts, in each step, and how sure it is."""
-        said = [self.stage.readout(g) for g in self.stage.unroll(inputs, states, steps)]
-        tokens = torch.stack([self.stage.vocabulary[logits.argmax(-1)] for logits in said])
-        return tokens, torch.stack([certainty(logits) for logits in said])
+    def _true_states(self, batch: Batch, own: list[Sequence], new: list[list[int]]) -> abc.Sequence[Tensor]:
+        """The model's states of the position before each new one; 0 before the first."""
+        counts = [len(tokens) - (not mine.tokens) for mine, tokens in zip(own, new, strict=True)]
+        like = self._joined.join.matrix
+        first = like.new_zeros(1, like.shape[0] // 2)
+        if not any(counts):
+            return [first] * len(own)
+        states = batch[0].cache.hidden(batch, self._full, counts).split(counts)
+        return [
+            h if mine.tokens else torch.cat([first.to(h.dtype), h])
+            for mine, h in zip(own, states, strict=True)
+        ]
 
     def scores(self, logits: Tensor) -> Tensor:
         return certainty(logits)
 
-    def pushed(self, row: int) -> int:
-        return 0
+    @torch.inference_mode()
+    def record(self, inputs: Tensor, states: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """What it would guess behind every position of known texts, in each step, and how sure it is."""
+        logits = [self.stage.readout(g) for g in self.stage.unroll(inputs, states, steps)]
+        tokens = torch.stack([self.stage.vocabulary[z.argmax(-1)] for z in logits])
+        return tokens, torch.stack([certainty(z) for z in logits])

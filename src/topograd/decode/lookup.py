@@ -1,7 +1,7 @@
 """Drafts that are looked up: in the text so far, and in a table of what the model wrote before.
 
-    LookupDrafter   the tokens behind the newest earlier place of the text's last n tokens, n large if it can
-    TableDrafter    the likeliest token behind the last n tokens in a text that was counted, then the next
+    TextLookup      the tokens behind the newest earlier place of the text's last n tokens, n large if it can
+    TableLookup     the likeliest token behind the last n tokens in a text that was counted, then the next
 
 A text is indexed as it grows (`NGramIndex`): for each n ≤ `longest`, the place behind every run of n tokens,
 the newest first. Both look-ups cost O(longest), whatever the length of the text. Drafted tokens are never
@@ -18,7 +18,8 @@ docs/models.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -26,9 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.decode.autotune import DraftRule
-from topograd.decode.drafters import Draft, Drafting, Generators, Guess
-from topograd.decode.engine import AnyCache, Engine
-from topograd.decode.sampling import Sampling
+from topograd.decode.drafters import Guess
+from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError, DataError
 
 LONGEST_MATCH = 8
@@ -49,7 +49,7 @@ class NGramIndex:
         self.text: list[int] = []
         self._behind: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
 
-    def follow(self, text: Sequence[int]) -> None:
+    def follow(self, text: abc.Sequence[int]) -> None:
         """Make `text` the text; what it has in common with the one before, from its start, is kept."""
         known = len(self.text)
         if list(text[:known]) != self.text:  # other rows, or a row that forgot its older half
@@ -60,7 +60,7 @@ class NGramIndex:
                 self._behind[n - 1][tuple(text[place - n : place])] = place
         self.text.extend(text[known:])
 
-    def find(self, ahead: Sequence[int], count: int) -> tuple[int, list[int]]:
+    def find(self, ahead: abc.Sequence[int], count: int) -> tuple[int, list[int]]:
         """The longest match n of the end of the text and `ahead`, and up to `count` tokens behind it."""
         end = [*self.text[max(0, len(self.text) - self.longest) :], *ahead][-self.longest :]
         for n in range(len(end), 0, -1):
@@ -73,33 +73,24 @@ class NGramIndex:
         return 0, []
 
 
-class LookupDrafter:
+class TextLookup:
     """What followed the last tokens where they stood before: at most `tokens` of it."""
 
     name = "lookup"
 
-    def __init__(self, engine: Engine, tokens: int = LOOKUP_TOKENS, longest: int = LONGEST_MATCH) -> None:
+    def __init__(self, tokens: int = LOOKUP_TOKENS, longest: int = LONGEST_MATCH) -> None:
         if tokens < 1 or longest < 1:
             raise ConfigError(f"a lookup has tokens {tokens} and longest {longest}; both are at least 1")
-        self.engine, self.rule, self.longest = engine, DraftRule(0.0, tokens), longest
-        self._rows: list[NGramIndex] = []
-        self._alone = Drafting(engine, [self])
+        self.rule, self.longest = DraftRule(0.0, tokens), longest
 
-    def draft(
-        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
-    ) -> list[Draft]:
-        """It is a drafter by itself too."""
-        return self._alone.draft(cache, active, sampling, generators)
+    def begin(self, sequence: Sequence) -> None:
+        index = sequence.drafter_state.get(self.name)
+        if index is None:
+            index = sequence.drafter_state[self.name] = NGramIndex(self.longest)
+        index.follow(sequence.tokens)
 
-    def begin(self, cache: AnyCache, active: Sequence[bool]) -> None:
-        if len(self._rows) != len(active):
-            self._rows = [NGramIndex(self.longest) for _ in active]
-        for index, text, on in zip(self._rows, cache.tokens, active, strict=True):
-            if on:
-                index.follow(text)
-
-    def find(self, row: int, ahead: Sequence[int], count: int) -> list[Guess]:
-        n, tokens = self._rows[row].find(ahead, min(count, self.rule.longest))
+    def find(self, sequence: Sequence, ahead: abc.Sequence[int], count: int) -> list[Guess]:
+        n, tokens = sequence.drafter_state[self.name].find(ahead, min(count, self.rule.longest))
         return [(token, float(n + i)) for i, token in enumerate(tokens)]
 
 
@@ -126,7 +117,7 @@ class NGramTable:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def find(self, end: Sequence[int]) -> Guess | None:
+    def find(self, end: abc.Sequence[int]) -> Guess | None:
         """The likeliest token behind the last of these tokens, and its share."""
         for n in ORDERS:
             if len(end) >= n:
@@ -151,7 +142,7 @@ class NGramTable:
         return cls(keys.view(np.uint64), tokens, shares)
 
 
-def _key(tokens: Sequence[int], n: int) -> int:
+def _key(tokens: abc.Sequence[int], n: int) -> int:
     """A hash of n tokens; `_counted` has the same for arrays."""
     key = n
     for token in tokens:
@@ -183,27 +174,19 @@ def _counted(
     return pairs[best, 0], pairs[best, 1], counts[best] / (totals + 1)
 
 
-class TableDrafter:
-    """The likeliest tokens of a table, one behind the other."""
+class TableLookup:
+    """The likeliest tokens of a table, one after the other."""
 
     name = "table"
 
-    def __init__(self, engine: Engine, table: NGramTable, rule: DraftRule | None = None) -> None:
-        self.engine, self.table, self.rule = engine, table, rule or DraftRule(0.4, LOOKUP_TOKENS)
-        self._alone = Drafting(engine, [self])
-        self._ends: list[list[int]] = []
+    def __init__(self, table: NGramTable, rule: DraftRule | None = None) -> None:
+        self.table, self.rule = table, rule or DraftRule(0.4, LOOKUP_TOKENS)
 
-    def draft(
-        self, cache: AnyCache, active: Sequence[bool], sampling: Sampling, generators: Generators
-    ) -> list[Draft]:
-        """It is a drafter by itself too."""
-        return self._alone.draft(cache, active, sampling, generators)
+    def begin(self, sequence: Sequence) -> None:
+        """Nothing is kept of a sequence."""
 
-    def begin(self, cache: AnyCache, active: Sequence[bool]) -> None:
-        self._ends = [text[-ORDERS[0] :] for text in cache.tokens]
-
-    def find(self, row: int, ahead: Sequence[int], count: int) -> list[Guess]:
-        end, found = [*self._ends[row], *ahead], list[Guess]()
+    def find(self, sequence: Sequence, ahead: abc.Sequence[int], count: int) -> list[Guess]:
+        end, found = [*sequence.tokens[-ORDERS[0] :], *ahead], list[Guess]()
         for _ in range(min(count, self.rule.longest)):
             guess = self.table.find(end)
             if guess is None:

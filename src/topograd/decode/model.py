@@ -2,7 +2,7 @@
 
 model = load("runs/mine")
 model.generate("def ", tokens=8)                     text, as a string that knows how it came about
-model.generate("def ", depth="prefix:1")             depths as in `depth/modes.py`
+model.generate("def ", depth="prefix:1")             depths as in `decode/depths.py`
 model.logits([1, 2, 3])                              what it predicts behind each token
 model.evaluate()                                     bits per byte and the rest, on its held-out text
 """
@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from topograd.data.windows import Text
-from topograd.decode.engine import Composed, Engine, Mode, Prefix, generate_tokens
-from topograd.decode.modes import default_depth, engine_of, mode_of
+from topograd.decode.depths import default_depth, engine_of, strategy_of
+from topograd.decode.engine import Engine
 from topograd.decode.sampling import Sampling
+from topograd.decode.sequence import Sequence as TokenSequence
 from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, continue_tokens
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
@@ -102,11 +104,12 @@ class Model:
         began = time.perf_counter()
         if depth is None:
             depth = default_depth(self.session) if draft is None else "speculate"
-        mode = mode_of(depth, self.session, engine, sampling, draft)
+        strategy = strategy_of(depth, self.session, engine, sampling.greedy, draft)
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for piece in continue_text(mode, begin, tokens, stream, tokenizer.stop_tokens):
+        (sequence,) = strategy.engine.start([begin], sampling)
+        for piece in continue_text(strategy, sequence, tokens, stream, tokenizer.stop_tokens):
             pieces.append(piece)
             if on_piece is not None:
                 on_piece(piece)
@@ -116,7 +119,8 @@ class Model:
             if on_piece is not None:
                 on_piece(last._replace(text=rest))
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        return _generated(stream.text, text, depth, mode, pieces, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return _generated(stream.text, text, depth, strategy, sequence, pieces, seconds)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, as the model was trained to read them; the separator where there are none."""
@@ -179,7 +183,11 @@ def check_request(prompt: str | Sequence[int], tokens: int) -> None:
 
 
 def continue_text(
-    mode: Mode, prompt: list[int], tokens: int, stream: TextStream, ends: Collection[int] = ()
+    strategy: DecodeStrategy,
+    sequence: TokenSequence,
+    tokens: int,
+    stream: TextStream,
+    ends: Collection[int] = (),
 ) -> Iterator[Piece]:
     """For each token the text that can be shown since it came, the exit that it left after, who drafted it.
 
@@ -188,23 +196,29 @@ def continue_text(
     What was held back, the beginning of a character or of a stop string, comes with the token that releases
     it; what is held back at the end, `stream.finish` gives.
     """
-    for _, emitted in generate_tokens(mode, [prompt], tokens):
-        yield Piece(stream.feed(emitted.token), emitted.stage, emitted.drafter)
+    for _, emitted in continue_tokens(strategy, [sequence], tokens):
+        yield Piece(stream.feed(emitted.token), emitted.exit, emitted.drafter)
         if stream.stopped or emitted.token in ends:
             break
 
 
 def _generated(
-    text: str, prompt: str, depth: str, mode: Mode, pieces: list[Piece], seconds: float
+    text: str,
+    prompt: str,
+    depth: str,
+    strategy: DecodeStrategy,
+    sequence: TokenSequence,
+    pieces: list[Piece],
+    seconds: float,
 ) -> Generated:
-    made = Generated(text)
+    made, tally = Generated(text), sequence.tally
     made.prompt, made.depth, made.pieces, made.seconds = prompt, depth, pieces, seconds
-    made.deepest = (mode.exit if isinstance(mode, Prefix | Composed) else mode.engine.last) + 1
+    made.deepest = strategy.exit + 1
     made.drafted = made.accepted = None
     made.by_drafter = {}
-    if isinstance(mode, Speculate):
-        made.drafted, made.accepted = mode.tally.drafted, mode.tally.accepted
-        made.by_drafter = {name: (c.drafted, c.accepted) for name, c in mode.tally.by.items()}
+    if isinstance(strategy, Speculate):
+        made.drafted, made.accepted = tally.drafted, tally.accepted
+        made.by_drafter = {name: (c.drafted, c.accepted) for name, c in tally.by.items()}
     elif depth == "speculate":  # the calibration found that drafts do not pay here
         made.drafted, made.accepted = 0, 0
     return made

@@ -17,6 +17,9 @@ Acceptances are of a guess behind guesses that were kept, by its score (`Accepta
 own text by `calibrate`, or the `PRIORS` here, which are SmolLM2's, rounded. Whether a guess is made depends
 on what is known before it is drawn, so sampled text stays exact.
 
+What is accepted while it runs corrects the rates (`observe`): a drafter whose guesses are accepted less than
+its scores promise is asked for fewer, or for none, until that changes.
+
 Limits. Guesses are taken as independent given their scores; rows of a batch as equally long.
 """
 
@@ -33,9 +36,11 @@ from topograd.decode.autotune import RowCosts
 from topograd.decode.drafters import Guess
 from topograd.errors import ConfigError
 
-MOST_STEPS = 8
+MAX_STEPS = 8
 """Computed guesses in one draft."""
 BUCKETS = 6
+MEMORY, PRIOR_GUESSES = 0.99, 8.0
+"""How fast judged guesses are forgotten, and how many must be judged before they count as much as scores."""
 
 
 @dataclass(frozen=True)
@@ -87,60 +92,89 @@ USUAL_SPEEDUP = 1.3
 
 
 @dataclass(frozen=True)
-class Paying:
+class ExpectedGainPolicy:
     """The policy; `costs.draft` is a computed guess, `costs.deep` full depth on some rows."""
 
     acceptance: Mapping[str, Acceptance] = field(default_factory=dict)
     costs: RowCosts = USUAL_COSTS
     speedup: float = USUAL_SPEEDUP
+    _prices: dict[tuple[int, int, bool], float] = field(default_factory=dict, repr=False, compare=False)
+    _observed: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
+    """By drafter, what its scores promised of its last guesses, and how many were accepted."""
+
+    def pays(self, chances: Sequence[Sequence[float]]) -> bool:
+        """Whether the drafts of a batch pay together, by the chance that each of their tokens is accepted."""
+        rows, drafted = len(chances), sum(map(len, chances))
+        if rows == 1 or not drafted:
+            return bool(drafted)
+        seconds = self.costs.deep_seconds
+        more = seconds(rows + drafted) - seconds(rows) + self.costs.uneven
+        return sum(map(sum, chances)) > self.speedup * rows * more / seconds(rows)
+
+    def observe(self, name: str, promised: float, accepted: bool) -> None:
+        """A guess with this promised chance was judged, behind accepted ones."""
+        before, kept = self._observed.get(name, (0.0, 0.0))
+        raw = promised / self.trust(name)
+        self._observed[name] = MEMORY * before + raw, MEMORY * kept + accepted
+
+    def trust(self, name: str) -> float:
+        """What a drafter's rates are multiplied by: accepted over promised guesses, at most 1."""
+        promised, accepted = self._observed.get(name, (0.0, 0.0))
+        return min(1.0, (accepted + PRIOR_GUESSES) / (promised + PRIOR_GUESSES))
 
     def _rates(self, name: str) -> Acceptance:
         return self.acceptance.get(name) or PRIORS.get(name, COMPUTED)
 
     def price(self, place: int, rows: int, computed: bool) -> float:
         """What one more guess must promise, in tokens."""
+        key = place, rows, computed
+        if key not in self._prices:
+            self._prices[key] = self._price(*key)
+        return self._prices[key]
+
+    def _price(self, place: int, rows: int, computed: bool) -> float:
         seconds = self.costs.deep_seconds
         more = (seconds(rows * (place + 2)) - seconds(rows * (place + 1))) / seconds(rows)
         made = self.costs.draft / seconds(rows) if computed else 0.0
         return self.speedup * (max(more, 0.0) + made)
 
-    def look(
-        self, place: int, chance: float, found: Mapping[str, Sequence[Guess]], steps: str | None, rows: int
+    def choose(
+        self, place: int, chance: float, found: Mapping[str, Sequence[Guess]], computed: str | None, rows: int
     ) -> tuple[str | None, int]:
         who: str | None = None
         count, most = 0, 0.0
         for name, guesses in found.items():
-            rates, likely, worth = self._rates(name), chance, 0.0
+            rates, trust, likely, worth = self._rates(name), self.trust(name), chance, 0.0
             for i, (_, score) in enumerate(guesses):
-                likely *= rates.at(score)
+                likely *= trust * rates.at(score)
                 worth += likely - self.price(place + i, rows, computed=False)
                 if worth > most:
                     who, count, most = name, i + 1, worth
-        if steps is not None and place < MOST_STEPS:
-            rate = self._rates(steps).mean
+        if computed is not None and place < MAX_STEPS:
+            rate = self.trust(computed) * self._rates(computed).mean
             first = chance * rate - self.price(place, rows, computed=True)
             if first + self._going_on(chance * rate, rate, place + 1, rows) > most:
-                who, count = steps, 1
+                who, count = computed, 1
         return who, count
 
     def _going_on(self, likely: float, rate: float, place: int, rows: int) -> float:
         """The most that computed guesses from this place on can be worth, behind what is `likely` kept."""
         most = worth = 0.0
-        for i in range(place, MOST_STEPS):
+        for i in range(place, MAX_STEPS):
             likely *= rate
             worth += likely - self.price(i, rows, computed=True)
             most = max(most, worth)
         return most
 
-    def keep(
+    def accept(
         self, name: str, score: float, place: int, chance: float, rows: int, computed: bool
     ) -> float | None:
-        rates = self._rates(name)
-        likely = chance * rates.at(score)
-        if not computed:  # `look` has counted how many pay together
+        rates, trust = self._rates(name), self.trust(name)
+        likely = chance * trust * rates.at(score)
+        if not computed:  # `choose` has counted how many pay together
             return likely
         worth = likely - self.price(place, rows, computed=False)
-        return likely if worth + self._going_on(likely, rates.mean, place + 1, rows) > 0 else None
+        return likely if worth + self._going_on(likely, trust * rates.mean, place + 1, rows) > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -148,7 +182,7 @@ class Paying:
         return {"acceptance": rates, "costs": self.costs.as_dict(), "speedup": self.speedup}
 
     @classmethod
-    def from_dict(cls, values: Any) -> Paying:
+    def from_dict(cls, values: Any) -> ExpectedGainPolicy:
         """What `as_dict` gave."""
         rates = {
             str(name): Acceptance(

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from topograd.data.windows import Text
+from topograd.decode.calibrate import cached_outputs
 from topograd.decode.engine import Engine
-from topograd.exec.forward import StageStates, predict, stage_outputs
+from topograd.exec.forward import predict, stage_outputs
 from topograd.runs.session import Session
 
 
@@ -34,10 +35,8 @@ def precision_cost(
     for row in range(len(text.inputs)):
         inputs, targets = text.inputs[row : row + 1], text.targets[row]
         counted = targets != -100
-        time = inputs.shape[1]
-        states = StageStates(stack, plan, 1, time, runtime.memories(plan, 1, time))
         own = stage_outputs(stack, plan, inputs, stages)
-        other = stage_outputs(stack, plan, inputs, stages, states)
+        other = cached_outputs(runtime, plan, inputs, stages)
         for k, stage in enumerate(stages):
             terms = plan.prediction.after(stage)
             z = [

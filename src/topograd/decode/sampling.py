@@ -25,7 +25,7 @@ stream.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +61,9 @@ class Sampling:
         """Whether nothing is drawn: each token is the likeliest one."""
         return self.temperature == 0
 
-
-def generators(sampling: Sampling, rows: int) -> list[torch.Generator]:
-    """One generator per row of a batch: row r has the stream of a single row with seed + r (modulo 2^63)."""
-    return [torch.Generator().manual_seed((sampling.seed + r) % 2**63) for r in range(rows)]
+    def shifted(self, number: int) -> Sampling:
+        """The same with a seed that is larger by `number` (modulo 2^63): another sequence's stream."""
+        return replace(self, seed=(self.seed + number) % 2**63) if number else self
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

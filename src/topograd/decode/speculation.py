@@ -1,20 +1,20 @@
-"""Speculation: somebody drafts, the model verifies the whole draft at once. Exact.
+"""Speculative decoding: a drafter proposes tokens, the full model verifies them in one pass. Exact.
 
-A round, in each row. A drafter (`drafters.py`) guesses the next tokens: the first stages of the model, a
-lookup in the text, a draft stage, a smaller model, or several of them. Those tokens are now pending before
+A round, in each sequence. A drafter (`drafters.py`) proposes the next tokens: the first stages of the model,
+a lookup in the text, a draft stage, a smaller model, or several of them. Those tokens are now pending before
 the later stages, which run them as one batch and predict at every drafted position what the full model would
 have written:
 
-    greedy     drafts are kept up to the first that is not the full model's own token, which replaces it
-    sampled    each draft x ~ q is kept with probability min(1, p / q), else replaced from the residual
+    greedy     drafts are accepted up to the first that is not the full model's own token, which replaces it
+    sampled    each draft x ~ q is accepted with probability min(1, p / q), else replaced from the residual
                (`sampling.verify`); whether to draft depends on what is before the token alone, so the text
                has exactly the full model's distribution
 
 and one token of the full model follows. What the draft stages computed is not computed again. A rejected
-draft is forgotten by taking every watermark back to the last token that was kept.
+draft is forgotten by taking every watermark back to the last accepted token.
 
-In a batch, rows draft side by side and each keeps what it may: their lengths drift apart, and the cache
-allows it. Source: "Product of Experts" §5.4.
+The drafts of all sequences of a batch are verified in one pass, whoever drafted them and however long they
+are. Source: "Product of Experts" §5.4.
 
 Limits. In float32, the same position in another batch shape is rounded differently: where the full model's
 two best logits are closer than that, the token can differ from token-by-token decoding. In float64 none did.
@@ -22,132 +22,120 @@ two best logits are closer than that, the token can differ from token-by-token d
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import abc
 
 import torch
 from torch import Tensor
 
 from topograd.decode.autotune import DraftRule
-from topograd.decode.drafters import Draft, Drafter, PrefixDrafter
-from topograd.decode.engine import AnyCache, Emitted, Engine, check_finite, read_together
+from topograd.decode.cache import Batch
+from topograd.decode.drafters import (
+    AutoregressiveDrafter,
+    CompositeDrafter,
+    Draft,
+    DraftPolicy,
+    LookupDrafter,
+    PrefixDrafter,
+)
+from topograd.decode.engine import Emitted, Engine, check_finite, read_together
 from topograd.decode.exit_rules import check_exits
-from topograd.decode.sampling import Sampling, draw, generators, probabilities, verify, verify_certain
+from topograd.decode.sampling import draw, probabilities, verify, verify_certain
+from topograd.decode.sequence import Count, Sequence
+from topograd.decode.strategies import DecodeStrategy
+
+Drafter = LookupDrafter | AutoregressiveDrafter
 
 
-@dataclass
-class Count:
-    """Drafts that were made, and kept."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """Drafts kept over drafts made."""
-        return self.accepted / self.drafted if self.drafted else math.nan
-
-
-@dataclass
-class Tally(Count):
-    """What a speculation did since `begin`."""
-
-    rounds: int = 0
-    by: dict[str, Count] = field(default_factory=dict)
-    """The same by drafter."""
-
-
-class Speculate:
-    """Draft by a rule with the stages up to exit `stage`, or by any drafter; verify with all stages."""
+class Speculate(DecodeStrategy):
+    """Draft by a rule with the stages up to exit `exit_`, or by some drafters; verify with all stages."""
 
     def __init__(
         self,
         engine: Engine,
-        drafter: Drafter | DraftRule,
-        stage: int = 0,
-        sampling: Sampling | None = None,
+        drafters: DraftRule | Drafter | abc.Sequence[Drafter],
+        exit_: int = 0,
+        policy: DraftPolicy | None = None,
     ) -> None:
         if engine.plan.prediction.path is not None:
             check_exits(engine.plan)
-        self.engine = engine
-        self.drafter = PrefixDrafter(engine, drafter, stage) if isinstance(drafter, DraftRule) else drafter
+        if isinstance(drafters, DraftRule):
+            drafters = PrefixDrafter(engine, drafters, exit_)
+        given = drafters if isinstance(drafters, abc.Sequence) else [drafters]
+        self.engine, self.exit = engine, engine.last
+        self.drafter = CompositeDrafter(engine, given, policy)
         self.full = engine.exits[-1]
-        self.sampling = sampling or Sampling()
-        self.tally = Tally()
-        self.drafted: list[int] = []
-        """How many tokens were drafted in each row by the last `advance`."""
 
-    def begin(self, rows: int) -> None:
-        self.generators = generators(self.sampling, rows)
-        self.tally = Tally()
+    def last_stages(self) -> list[int]:
+        return [self.full]
+
+    def first_stages(self) -> list[int]:
+        computing = self.drafter.computing
+        return [computing.stage] if isinstance(computing, PrefixDrafter) else []
 
     @torch.inference_mode()
-    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
-        start = cache.lengths()
-        drafts = self.drafter.draft(cache, active, self.sampling, self.generators)
+    def step(self, batch: Batch) -> list[list[Emitted]]:
+        start = [len(sequence) for sequence in batch]
+        drafts = self.drafter.draft(batch)
         counts = [len(draft.tokens) + 1 for draft in drafts]
-        self.engine.run(cache, self.full)
-        verdicts = self._judge(drafts, self.engine.logits(cache, self.full, counts), active)
+        self.engine.run(batch, self.full)
+        logits = self.engine.logits(batch, self.full, counts)
+        verdicts = _verified(batch, drafts, logits, counts)
         kept = [n + accepted for n, (accepted, _) in zip(start, verdicts, strict=True)]
-        if kept != cache.lengths():
-            cache.truncate(kept)
-        self.engine.append(cache, [[t] if on else [] for (_, t), on in zip(verdicts, active, strict=True)])
-        self._count(drafts, verdicts, active)
+        batch[0].cache.truncate(batch, kept)
+        self.engine.append(batch, [[token] for _, token in verdicts])
         return [
-            self._emitted(draft, accepted, token) if on else []
-            for draft, (accepted, token), on in zip(drafts, verdicts, active, strict=True)
+            self._emitted(sequence, draft, *verdict)
+            for sequence, draft, verdict in zip(batch, drafts, verdicts, strict=True)
         ]
 
-    def _emitted(self, draft: Draft, accepted: int, token: int) -> list[Emitted]:
-        last = self.engine.last
-        kept = zip(draft.tokens[:accepted], draft.exits, draft.drafters, strict=False)
+    def _emitted(self, sequence: Sequence, draft: Draft, accepted: int, token: int) -> list[Emitted]:
+        """The tokens of one sequence, counted."""
+        sequence.tally.rounds += 1
+        for place, name in enumerate(draft.drafters):
+            for count in (sequence.tally, sequence.tally.by.setdefault(name, Count())):
+                count.drafted += 1
+                count.accepted += place < accepted
+            if place <= accepted:  # those behind a rejected one were not judged
+                self.drafter.policy.observe(name, draft.promised[place], place < accepted)
+        made = zip(draft.tokens[:accepted], draft.exits, draft.drafters, strict=False)
         return [
-            *(Emitted(drafted, last if exit_ is None else exit_, who) for drafted, exit_, who in kept),
-            Emitted(token, last),
+            *(Emitted(drafted, self.exit if exit_ is None else exit_, who) for drafted, exit_, who in made),
+            Emitted(token, self.exit),
         ]
 
-    def _judge(
-        self, drafts: Sequence[Draft], logits: Tensor, active: Sequence[bool]
-    ) -> list[tuple[int, int]]:
-        """For each row how many drafts are kept, and the full model's token that follows them."""
-        if self.sampling.greedy:
-            return _agreed(drafts, logits)
-        each = zip(drafts, logits.cpu(), self.generators, active, strict=True)  # one copy for all rows
-        return [self._sampled(draft, z, g) if on else (0, 0) for draft, z, g, on in each]
 
-    def _sampled(self, draft: Draft, logits: Tensor, generator: torch.Generator) -> tuple[int, int]:
-        p = probabilities(logits[: len(draft.tokens) + 1], self.sampling)
-        for i, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
-            accepted, token = (
-                verify_certain(token, p[i], generator) if q is None else verify(token, q, p[i], generator)
-            )
-            if not accepted:
-                return i, token
-        return len(draft.tokens), draw(p[-1], generator)
+def _verified(
+    batch: Batch, drafts: abc.Sequence[Draft], logits: Tensor, counts: abc.Sequence[int]
+) -> list[tuple[int, int]]:
+    """For each sequence how many drafts are accepted, and the full model's token that follows them.
 
-    def _count(
-        self, drafts: Sequence[Draft], verdicts: Sequence[tuple[int, int]], active: Sequence[bool]
-    ) -> None:
-        self.drafted = [len(draft.tokens) for draft in drafts]
-        self.tally.rounds += sum(active)
-        for draft, (accepted, _) in zip(drafts, verdicts, strict=True):
-            for place, name in enumerate(draft.drafters):
-                for count in (self.tally, self.tally.by.setdefault(name, Count())):
-                    count.drafted += 1
-                    count.accepted += place < accepted
-
-
-def _agreed(drafts: Sequence[Draft], logits: Tensor) -> list[tuple[int, int]]:
-    """How many drafts of each row are the full model's likeliest tokens, and its token behind them.
-
-    All rows are read at once: logits (rows, most drafts + 1, vocab).
+    All are read at once: logits (N, vocab), `counts` of each sequence.
     """
-    best, tokens = read_together(*logits.max(-1))
-    verdicts = []
-    for draft, scores, own in zip(drafts, best, tokens, strict=True):
-        check_finite(scores[: len(draft.tokens) + 1])
-        wrong = (place for place, token in enumerate(draft.tokens) if token != own[place])
-        accepted = next(wrong, len(draft.tokens))
-        verdicts.append((accepted, own[accepted]))
-    return verdicts
+    if all(sequence.sampling.greedy for sequence in batch):
+        best, tokens = read_together(*logits.max(-1))
+        check_finite(best)
+        verdicts, first = [], 0
+        for draft, count in zip(drafts, counts, strict=True):
+            own = tokens[first : first + count]
+            first += count
+            wrong = (place for place, token in enumerate(draft.tokens) if token != own[place])
+            accepted = next(wrong, len(draft.tokens))
+            verdicts.append((accepted, own[accepted]))
+        return verdicts
+    each = zip(batch, drafts, logits.cpu().split(list(counts)), strict=True)  # one copy for all
+    return [_drawn(sequence, draft, z) for sequence, draft, z in each]
+
+
+def _drawn(sequence: Sequence, draft: Draft, logits: Tensor) -> tuple[int, int]:
+    p = probabilities(logits, sequence.sampling)  # one-hot where the sequence is greedy
+    for i, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
+        if sequence.sampling.greedy:
+            accepted, token = bool(p[i, token]), int(p[i].argmax())
+        elif q is None:
+            accepted, token = verify_certain(token, p[i], sequence.generator)
+        else:
+            accepted, token = verify(token, q, p[i], sequence.generator)
+        if not accepted:
+            return i, token
+    greedy = sequence.sampling.greedy
+    return len(draft.tokens), int(p[-1].argmax()) if greedy else draw(p[-1], sequence.generator)

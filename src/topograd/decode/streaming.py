@@ -51,14 +51,14 @@ def matrix_bytes(engine: Engine, stack: Stack) -> float:
 def row_costs(engine: Engine, sizes: Sequence[int] = ROWS, rounds: int = 15) -> dict[int, list[float]]:
     """Seconds of each number of new positions of one row that has read a few, in turns."""
     length = max(min(engine.context // 4, 64), 1)
-    cache, last = engine.start([[0] * length]), engine.exits[-1]
-    engine.run(cache, last)
+    batch, last = engine.start([[0] * length]), engine.exits[-1]
+    engine.run(batch, last)
 
     def step(size: int) -> None:
-        cache.push([[1] * size])
-        engine.run(cache, last)
-        engine.logits(cache, last, [size]).max(-1)
-        cache.truncate([length])
+        batch[0].cache.push(batch, [[1] * size])
+        engine.run(batch, last)
+        engine.logits(batch, last, [size]).max(-1)
+        batch[0].cache.truncate(batch, [length])
 
     sizes = [size for size in sizes if length + size <= engine.context]
     turns = {str(size): (lambda size=size: step(size)) for size in sizes}

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from topograd.decode.autotune import WORTHWHILE, RowCosts, low
-from topograd.decode.drafters import Guess, Source, Steps
-from topograd.decode.engine import AnyCache, Engine
-from topograd.decode.policy import Acceptance, Paying
-from topograd.runtime.protocol import torch_beside
+from topograd.decode.cache import Batch
+from topograd.decode.drafters import AutoregressiveDrafter, Draft, Guess, LookupDrafter
+from topograd.decode.engine import Engine
+from topograd.decode.policy import Acceptance, ExpectedGainPolicy
+from topograd.runtime.protocol import single_threaded_torch
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 ROUNDS = 7
 TIMED_LENGTH = 256
 """Positions before the timed ones, where the context has them."""
@@ -44,7 +45,7 @@ class Choice:
     """Drafters that pay together, and the policy that says when."""
 
     drafters: tuple[str, ...]
-    policy: Paying
+    policy: ExpectedGainPolicy
     predicted: float
     """Speedup over full depth in the replay."""
 
@@ -58,7 +59,7 @@ class Choice:
     @classmethod
     def from_dict(cls, values: Any) -> Choice:
         names = tuple(str(name) for name in values["drafters"])
-        return cls(names, Paying.from_dict(values["policy"]), float(values["predicted"]))
+        return cls(names, ExpectedGainPolicy.from_dict(values["policy"]), float(values["predicted"]))
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Known:
 def known_texts(
     rows: Sequence[Sequence[int]],
     start: int,
-    sources: Sequence[Source],
-    steps: Steps | None = None,
+    sources: Sequence[LookupDrafter],
+    steps: AutoregressiveDrafter | None = None,
     recorded: tuple[Tensor, Tensor] | None = None,
 ) -> Known:
     """What the drafters guess at every place of these texts."""
@@ -94,20 +95,21 @@ def known_texts(
     return Known(rows, start, looked, stepped)
 
 
-class _Row:
-    """A text that grows, as a source sees it."""
+class _Text:
+    """A text that grows, as a lookup sees it."""
 
     def __init__(self) -> None:
-        self.tokens: list[list[int]] = [[]]
+        self.tokens: list[int] = []
+        self.drafter_state: dict[str, Any] = {}
 
 
-def _looked(source: Source, row: Sequence[int], start: int) -> list[list[Guess]]:
-    text: Any = _Row()
+def _looked(source: LookupDrafter, row: Sequence[int], start: int) -> list[list[Guess]]:
+    text: Any = _Text()
     found: list[list[Guess]] = [[] for _ in range(start)]
     for place in range(start, len(row)):
-        text.tokens[0] = list(row[:place])
-        source.begin(text, [True])
-        found.append(source.find(0, [], source.rule.longest))
+        text.tokens = list(row[:place])
+        source.begin(text)
+        found.append(source.find(text, [], source.rule.longest))
     return found
 
 
@@ -135,7 +137,7 @@ def acceptances(known: Known) -> dict[str, Acceptance]:
     return {name: Acceptance.of(*both) for name, both in judged.items()}
 
 
-def replay(known: Known, policy: Paying, names: Sequence[str]) -> float:
+def replay(known: Known, policy: ExpectedGainPolicy, names: Sequence[str]) -> float:
     """The speedup over full depth of rounds with these drafters."""
     tokens, seconds = 0, 0.0
     for index, row in enumerate(known.rows):
@@ -149,7 +151,7 @@ def replay(known: Known, policy: Paying, names: Sequence[str]) -> float:
 
 
 def _round(
-    known: Known, policy: Paying, names: Sequence[str], index: int, start: int
+    known: Known, policy: ExpectedGainPolicy, names: Sequence[str], index: int, start: int
 ) -> tuple[int, int, int]:
     """Drafted, accepted and computed guesses of one round that begins with `start` tokens known."""
     row = known.rows[index]
@@ -159,14 +161,14 @@ def _round(
     while start + drafted < len(row):
         place = start + drafted
         found = {name: known.looked[name][index][place] for name in names if name in known.looked}
-        who, count = policy.look(drafted, chance, found, steps, 1)
+        who, count = policy.choose(drafted, chance, found, steps, 1)
         if who is None:
             break
         if who == steps:
             step = min(drafted, len(known.stepped[who][0]) - 1)
             token, score = (part[step][index][place] for part in known.stepped[who])
             computed += 1
-            kept = policy.keep(who, score, drafted, chance, 1, True)
+            kept = policy.accept(who, score, drafted, chance, 1, True)
             if kept is None:
                 steps = None
                 continue
@@ -174,7 +176,7 @@ def _round(
         else:
             guesses = found[who][: min(count, len(row) - place)]
         for token, score in guesses:
-            chance = policy.keep(who, score, drafted, chance, 1, who == steps) or chance
+            chance = policy.accept(who, score, drafted, chance, 1, who == steps) or chance
             right = right and token == row[start + drafted]
             drafted, accepted = drafted + 1, accepted + right
         if who != steps:
@@ -195,14 +197,16 @@ def choose_drafters(
             names = (*some, *([last] if last else []))
             if not names:
                 continue
-            policy, found = tune_speedup(known, Paying(rates, costs, 1.0), names)
+            policy, found = tune_speedup(known, ExpectedGainPolicy(rates, costs, 1.0), names)
             if found > (best.predicted if best else WORTHWHILE):
                 mine = {name: rates[name] for name in names}
                 best = Choice(names, replace(policy, acceptance=mine), found)
     return best
 
 
-def tune_speedup(known: Known, policy: Paying, names: Sequence[str]) -> tuple[Paying, float]:
+def tune_speedup(
+    known: Known, policy: ExpectedGainPolicy, names: Sequence[str]
+) -> tuple[ExpectedGainPolicy, float]:
     """The policy whose price of time is the speedup that it reaches, and that speedup."""
     best, most = policy, replay(known, policy, names)
     for _ in range(FIXED_POINT):
@@ -215,26 +219,29 @@ def tune_speedup(known: Known, policy: Paying, names: Sequence[str]) -> tuple[Pa
 
 
 @torch.inference_mode()
-def measure_rows(engine: Engine, steps: Steps | None = None) -> RowCosts:
+def measure_rows(
+    engine: Engine, steps: AutoregressiveDrafter | None = None, rounds: int = ROUNDS
+) -> RowCosts:
     """Seconds on this host: full depth on some rows at once, and one step of a drafter."""
     length = max(1, min(engine.context // 2, TIMED_LENGTH))
     sizes = [size for size in SIZES if size <= engine.context - length] or [1]
-    cache, full = engine.start([[0] * length]), engine.exits[-1]
-    engine.run(cache, full)
+    batch, full = engine.start([[0] * length]), engine.exits[-1]
+    cache = batch[0].cache
+    engine.run(batch, full)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     stepping: list[float] = []
-    for _ in range(ROUNDS):
-        with torch_beside(engine.runtime):
+    for _ in range(rounds):
+        with single_threaded_torch(engine.runtime):
             for size in sizes:
                 began = time.perf_counter()
-                cache.push([[0] * size])
-                engine.run(cache, full)
-                engine.logits(cache, full, [size]).max(-1).indices.tolist()
+                cache.push(batch, [[0] * size])
+                engine.run(batch, full)
+                engine.logits(batch, full, [size]).max(-1).indices.tolist()
                 seconds[size].append(time.perf_counter() - began)
-                cache.truncate([length])
+                cache.truncate(batch, [length])
             if steps is not None:
-                stepping += _steps(cache, steps)
-                cache.truncate([length])
+                stepping += _steps(batch, steps)
+                cache.truncate(batch, [length])
     deep, least = {}, 0.0
     for size in sizes:  # more rows never cost less
         deep[size] = least = max(least, low(seconds[size]))
@@ -243,15 +250,31 @@ def measure_rows(engine: Engine, steps: Steps | None = None) -> RowCosts:
     return RowCosts(low(stepping) if stepping else deep[1] * 1e-3, deep, deep[1])
 
 
-def _steps(cache: AnyCache, steps: Steps) -> list[float]:
+@torch.inference_mode()
+def measure_uneven(engine: Engine, sequences: int = 8, rounds: int = 5) -> float:
+    """Seconds that a pass over several sequences takes more where one of them has two positions."""
+    length = max(1, min(engine.context // 2, TIMED_LENGTH))
+    batch, full = engine.start([[0] * length] * sequences), engine.exits[-1]
+    engine.run(batch, full)
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _, first in itertools.product(range(rounds), seconds):
+        with single_threaded_torch(engine.runtime):
+            began = time.perf_counter()
+            batch[0].cache.push(batch, [[0] * first, *[[0]] * (sequences - 1)])
+            engine.run(batch, full)
+            seconds[first].append(time.perf_counter() - began)
+            batch[0].cache.truncate(batch, [length] * sequences)
+    return max(0.0, low(seconds[2]) - low(seconds[1]))
+
+
+def _steps(batch: Batch, steps: AutoregressiveDrafter) -> list[float]:
     """Seconds of some steps behind one new token."""
-    cache.push([[0]])
-    steps.begin(cache, [True])
-    new: list[list[int]] = [[]]
-    found = []
+    batch[0].cache.push(batch, [[0]])
+    steps.begin(batch)
+    draft, found = Draft(), []
     for _ in range(4):
         began = time.perf_counter()
-        steps.scores(steps.step(cache, [True], new)).tolist()
+        steps.scores(steps.step(batch, [draft])).tolist()
         found.append(time.perf_counter() - began)
-        new = [[0]]
+        draft.add(0, steps.name, 1.0)
     return found[1:]

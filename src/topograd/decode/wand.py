@@ -7,35 +7,35 @@ approximate is only the choice of the token that left, never the memory of those
 With a bound on how much a rival may still gain, the last head is read only for the candidates that can win
 (`wand.survivors`), where they are few. Source: "Product of Experts" §5.3 and Theorem 2.4.3.
 
-Limits. One row at a time: in a batch, a stage is saved only if every row leaves before it.
+In a batch, the sequences that have not left share each later stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
-from topograd.decode.engine import AnyCache, Chooser, Emitted, Engine, check_finite, read_together
+from topograd.decode.cache import Batch
+from topograd.decode.engine import Emitted, Engine, check_finite, choose, read_together
 from topograd.decode.exit_rules import check_exits, survivors
-from topograd.decode.sampling import Sampling
+from topograd.decode.sequence import Sequence
+from topograd.decode.strategies import DecodeStrategy
 from topograd.errors import ConfigError
 
 FEW = 8
 """Pruning reads the last head for the survivors only where they are at most 1/FEW of the vocabulary."""
 
 
-class Wand:
-    """Leave at stage k where margin_k > thresholds[k]."""
+class Wand(DecodeStrategy):
+    """Leave at exit k where margin_k > thresholds[k]."""
+
+    exits_early = True
 
     def __init__(
-        self,
-        engine: Engine,
-        thresholds: Sequence[float],
-        sampling: Sampling | None = None,
-        bounds: Sequence[float] | None = None,
+        self, engine: Engine, thresholds: abc.Sequence[float], bounds: abc.Sequence[float] | None = None
     ) -> None:
         check_exits(engine.plan)
         if len(thresholds) != engine.last:
@@ -44,43 +44,66 @@ class Wand:
             )
         if bounds is not None and len(bounds) != engine.last:
             raise ConfigError(f"{len(bounds)} bounds for {engine.last} exits; calibrate this run again")
-        self.engine = engine
+        self.engine, self.exit = engine, engine.last
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
-        self.sampling = sampling or Sampling()
-        self.bounds = bounds if self.sampling.greedy else None
-        """For each exit stage a bound on the rival gain, to prune candidates with; None reads all of them."""
+        self.bounds = bounds
+        """For each exit a bound on the rival gain, to prune candidates with; None reads all of them."""
 
-    def begin(self, rows: int) -> None:
-        if rows != 1:
-            raise ConfigError(f"wand writes one row at a time and {rows} are given; use full or speculate")
-        self.chooser = Chooser(self.sampling, 1)
+    def last_stages(self) -> list[int]:
+        return [self.engine.exits[-1]]
+
+    def first_stages(self) -> list[int]:
+        return [self.engine.exits[self.exits[0][0]]] if self.exits else self.last_stages()
 
     @torch.inference_mode()
-    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
-        token, stage = self._next(cache)
-        self.engine.append(cache, [[token]])
-        return [[Emitted(token, stage)]]
+    def step(self, batch: Batch) -> list[list[Emitted]]:
+        engine = self.engine
+        chosen: dict[int, tuple[int, int]] = {}  # by place in the batch: token and exit
+        deeper = list(range(len(batch)))
+        logits: dict[int, Tensor] = {}
+        for exit_, tau in self.exits:
+            some = [batch[i] for i in deeper]
+            engine.run(some, engine.exits[exit_])
+            here = engine.logits(some, engine.exits[exit_])
+            best, tokens = read_together(*here.topk(2))
+            check_finite([first for first, _ in best])
+            leaving = [row for row, (first, second) in enumerate(best) if first - second > tau]
+            for row, token in zip(leaving, self._tokens(here, tokens, some, leaving), strict=True):
+                chosen[deeper[row]] = token, exit_
+            logits = {i: z for i, z in zip(deeper, here, strict=True) if i not in chosen}
+            deeper = list(logits)
+            if not deeper:
+                break
+        if deeper:
+            engine.run([batch[i] for i in deeper], engine.exits[-1])
+            for i, token in self._last(batch, deeper, logits).items():
+                chosen[i] = token, engine.last
+        written = [chosen[i] for i in range(len(batch))]
+        engine.append(batch, [[token] for token, _ in written])
+        return [[Emitted(token, exit_)] for token, exit_ in written]
 
-    def _next(self, cache: AnyCache) -> tuple[int, int]:
-        engine, stages = self.engine, self.engine.exits
-        logits, checked = None, 0
-        for checked, tau in self.exits:
-            engine.run(cache, stages[checked])
-            logits = engine.logits(cache, stages[checked])[0, -1]
-            (first, second), (token, _) = read_together(*logits.topk(2))
-            check_finite([first])
-            if first - second > tau:
-                return (token if self.sampling.greedy else self._draw(logits)), checked
-        last = stages[-1]
-        engine.run(cache, last)
-        if self.bounds is not None and logits is not None:
-            candidates = survivors(logits, self.bounds[checked])
-            if len(candidates) * FEW <= len(logits):
-                best, place = engine.logits(cache, last, tokens=candidates)[0, -1].max(-1)
-                (value,), (token,) = read_together(best[None], candidates.take(place)[None])
-                check_finite([value])
-                return token, engine.last
-        return self._draw(engine.logits(cache, last)[0, -1]), engine.last
+    @staticmethod
+    def _tokens(logits: Tensor, best: list[list[int]], batch: list[Sequence], rows: list[int]) -> list[int]:
+        """What the rows that leave write: the likeliest token, or one that is drawn."""
+        if all(batch[row].sampling.greedy for row in rows):
+            return [best[row][0] for row in rows]
+        return choose(logits.cpu()[rows], [batch[row] for row in rows])  # one copy, and no index is sent
 
-    def _draw(self, logits: Tensor) -> int:
-        return self.chooser.choose(logits[None], [True])[0]
+    def _last(self, batch: Batch, rows: list[int], before: dict[int, Tensor]) -> dict[int, int]:
+        """The tokens of full depth, for rows that have run all stages."""
+        engine, stage = self.engine, self.engine.exits[-1]
+        found: dict[int, int] = {}
+        if self.bounds is not None and before:
+            bound = self.bounds[self.exits[-1][0]]
+            for row in rows:
+                candidates = survivors(before[row], bound)
+                if batch[row].sampling.greedy and len(candidates) * FEW <= len(before[row]):
+                    best, place = engine.logits([batch[row]], stage, tokens=candidates)[0].max(-1)
+                    (value,), (token,) = read_together(best[None], candidates.take(place)[None])
+                    check_finite([value])
+                    found[row] = token
+        rest = [row for row in rows if row not in found]
+        if rest:
+            some = [batch[row] for row in rest]
+            found |= dict(zip(rest, choose(engine.logits(some, stage), some), strict=True))
+        return found

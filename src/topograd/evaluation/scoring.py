@@ -5,8 +5,8 @@
     rank         1 + how many tokens have a larger logit; a token is `greedy` where it is the argmax
 
 What is scored together is a *bundle*: sequences that begin alike, such as the choices of one question. Their
-common tokens are run once, in one row of the cache; the row is then taken as often as there are sequences
-(`Cache.select`), and each goes on with its own tokens. The head, which for a large vocabulary costs a quarter
+common tokens are run once, in one sequence of the cache; it is then forked as often as there are sequences
+(`Cache.fork`), and each continues with its own tokens. The head, which for a large vocabulary costs a quarter
 of a small model, is read at scored positions only; every depth reads the same pass.
 
 A depth is a weighted sum of stages' logits: an exit as the plan says, a path, or several paths pooled in log
@@ -20,7 +20,8 @@ float64 every bundle is a batch by itself, so neither batch size nor order chang
 bits of a product depend on how many rows it has; `batch_tokens=1` makes every bundle a batch there too, and
 how far larger batches move a score is in docs/evaluation.md.
 
-Limits. A stack without memory recomputes what is shared. Sequences must fit into the context: `cut` them.
+Limits. A stack that keeps no states computes what is shared again. Sequences must fit into the context: `cut`
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from topograd.decode.engine import AnyCache, Engine
+from topograd.decode.cache import Batch
+from topograd.decode.engine import Engine
 from topograd.errors import ConfigError
 from topograd.exec.forward import predict
 from topograd.topology.branches import parse_branches, parse_path, path_name
@@ -205,35 +207,39 @@ def common(bundle: Bundle) -> int:
     return most
 
 
-def _run(engine: Engine, depths: Sequence[Terms], batch: Sequence[Bundle]) -> AnyCache:
-    """A cache that holds every sequence of the batch but its last token, run as deep as the depths need."""
+def _run(engine: Engine, depths: Sequence[Terms], batch: Sequence[Bundle]) -> Batch:
+    """Sequences that hold every one of the batch but its last token, run as deep as the depths need."""
     shared = [common(bundle) for bundle in batch]
-    if all(shared):
-        cache = engine.start([bundle[0].tokens[:n] for bundle, n in zip(batch, shared, strict=True)])
-        _run_stages(cache, depths)
-        cache.select([i for i, bundle in enumerate(batch) for _ in bundle])
-        cache.push([row.tokens[n:-1] for bundle, n in zip(batch, shared, strict=True) for row in bundle])
+    if not all(shared):
+        rows = engine.start([row.tokens[:-1] for bundle in batch for row in bundle])
     else:
-        cache = engine.start([row.tokens[:-1] for bundle in batch for row in bundle])
-    _run_stages(cache, depths)
-    return cache
+        begun = engine.start([bundle[0].tokens[:n] for bundle, n in zip(batch, shared, strict=True)])
+        cache = begun[0].cache
+        _run_stages(begun, depths)
+        rows = [
+            cache.fork(first) if i else first
+            for first, bundle in zip(begun, batch, strict=True)
+            for i in range(len(bundle))
+        ]
+        rest = [row.tokens[n:-1] for bundle, n in zip(batch, shared, strict=True) for row in bundle]
+        cache.push(rows, rest)
+    _run_stages(rows, depths)
+    return rows
 
 
-def _run_stages(cache: AnyCache, depths: Sequence[Terms]) -> None:
+def _run_stages(batch: Batch, depths: Sequence[Terms]) -> None:
     for stage in _stages(depths):
-        cache.run(stage)
+        batch[0].cache.run(batch, stage)
 
 
 def _stages(depths: Sequence[Terms]) -> list[int]:
     return sorted({stage for terms in depths for stage, _ in terms})
 
 
-def _read(engine: Engine, depths: Sequence[Terms], cache: AnyCache, rows: Sequence[TokenRow]) -> list[Score]:
+def _read(engine: Engine, depths: Sequence[Terms], batch: Batch, rows: Sequence[TokenRow]) -> list[Score]:
     """The scores of every row, from the hidden states that predict its scored tokens."""
     counts = [len(row.tokens) - row.start for row in rows]
-    here = torch.tensor([[i < n for i in range(max(counts))] for n in counts])
-    hidden = {stage: cache.hidden(stage, counts) for stage in _stages(depths)}
-    flat = {stage: h[here.to(h.device)] for stage, h in hidden.items()}
+    flat = {stage: batch[0].cache.hidden(batch, stage, counts) for stage in _stages(depths)}
     targets = torch.tensor([token for row in rows for token in row.tokens[row.start :]])
     columns = [_columns(engine, flat, terms, targets) for terms in depths]
     each = [torch.stack([column[i] for column in columns]).split(counts, dim=1) for i in range(len(_COLUMNS))]

@@ -7,14 +7,15 @@ the same wherever it runs; and through `predict`, so that a model predicts the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from topograd.errors import StackError
-from topograd.nn.layer_state import History, KVState
-from topograd.nn.relays import CausalRelay, Relay
+from topograd.exec.stage_cache import StageCache
+from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.branches import predicting_plan
 from topograd.topology.composition import Composition
@@ -24,89 +25,45 @@ from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.topology.prediction import Terms
 
 
-class StageMemory:
-    """The decoding memory of one stage: a state for each layer, a history for each relay that looks back."""
-
-    def __init__(self, stack: Stack, planned: PlannedStage, rows: int, capacity: int) -> None:
-        for i in planned.layers:
-            if not hasattr(stack.layers[i], "new_state"):
-                kind = type(stack.layers[i]).__name__
-                raise StackError(f"{kind} layers cannot decode step by step; they lack new_state")
-        self.layers = [stack.layers[i].new_state(rows, capacity) for i in planned.layers]  # type: ignore[operator]
-        self.histories = histories_of(stack, planned, capacity)
-
-    def run(self, stack: Stack, planned: PlannedStage, h: Tensor, bus: Bus) -> dict[int, Tensor]:
-        """The layers on new positions: the hidden state behind each, by how many layers of the stack."""
-        after = {}
-        for layer, state in zip(planned.layers, self.layers, strict=True):
-            after[layer + 1] = h = stack.layers[layer](h, bus, state)
-        return after
-
-    def rewind(self, marks: Sequence[int]) -> list[int]:
-        """Go back to these positions, row by row, or before them; returns to where. The rest is replayed."""
-        reached = list(marks)
-        for memory in (*self.layers, *self.histories.values()):
-            reached = [min(here, there) for here, there in zip(reached, memory.rewind(reached), strict=True)]
-        return reached
-
-    @property
-    def copies(self) -> bool:
-        """Whether the beginning of what it remembers can be copied: recurrent states and histories cannot."""
-        return not self.histories and all(isinstance(state, KVState) for state in self.layers)
-
-    def copy(self, source: StageMemory, length: int) -> None:
-        """Remember what another one does of its first `length` positions, and nothing else."""
-        for own, other in zip(self.layers, source.layers, strict=True):
-            own.rewind([0])
-            own.append(other.keys[:, :, :length], other.values[:, :, :length])
-
-    def select(self, rows: Tensor) -> None:
-        """Become the memory of these rows, in this order; a row may be taken several times."""
-        for memory in (*self.layers, *self.histories.values()):
-            memory.select(rows)
-
-
-def histories_of(stack: Stack, planned: PlannedStage, capacity: int) -> dict[Port, History]:
-    """A history for each of a stage's relays that look back."""
-    ports = (*(port for port, _ in planned.inputs), *planned.sends)
-    return {port: History(capacity) for port in ports if isinstance(stack.relay(port.relay), CausalRelay)}
-
-
 def run_stage(
     stack: Stack,
     planned: PlannedStage,
     messages: Sequence[Tensor],
     bus: Bus,
-    memory: StageMemory | None = None,
+    cache: StageCache | None = None,
     lean: bool = False,
+    recompute: bool = False,
 ) -> tuple[Tensor, dict[Port, Tensor]]:
     """The stage's last hidden state, and what it sends through each of its ports.
 
-    `messages` holds one tensor for each of `planned.inputs`; `memory` is there to decode. With `lean`
+    `messages` holds one tensor for each of `planned.inputs`; a `cache` is there to decode. With `lean`
     only what the stage sends is wanted, and positions that nobody reads may be left out of its hidden state.
+    With `recompute` a layer keeps its input alone and runs again in the backward.
     """
-    horizon, rows = _needed(stack, planned, bus) if lean and memory is None else (None, None)
+    horizon, rows = _needed(stack, planned, bus) if lean and cache is None else (None, None)
     if horizon is not None:
         bus = stack.bus(bus.x0[:, :horizon], bus.inputs[:, :horizon])
     h = None
     for (port, _), message in zip(planned.inputs, messages, strict=True):
-        received = _receive(stack.relay(port.relay), port, message, bus, memory)
+        relay = stack.relay(port.relay)
+        received = relay.receive(message, bus) if cache is None else cache.receive(relay, port, message, bus)
         if horizon is not None:
             received = received[:, :horizon]
         h = received if h is None else h + received
     assert h is not None, "a stage without sources cannot be built"
-    if memory is not None:
-        tapped = memory.run(stack, planned, h, bus)
+    if cache is not None and not cache.from_start:
+        tapped = cache.layers(h, bus)
     else:
         tapped = {}
         for layer in planned.layers:
             module = stack.layers[layer]
+            call = partial(checkpoint, module, use_reentrant=False) if recompute else module
             if rows is None or layer != planned.layers[-1]:
-                h = module(h, bus)
+                h = call(h, bus)
             elif getattr(module, "takes_rows", False):
-                h = module(h, bus, rows=rows)
+                h = call(h, bus, rows=rows)
             else:
-                h = module(h, bus)[:, rows]
+                h = call(h, bus)[:, rows]
             tapped[layer + 1] = h
     h = tapped[planned.stage.stop]
     for (port, _), message in zip(planned.inputs, messages, strict=True):
@@ -120,22 +77,9 @@ def run_stage(
             assert isinstance(relay, CausalRelay)
             sent[port] = relay.send_pooled(h, messages[0])
         else:
-            sent[port] = _send(relay, port, tapped[port.layer], messages[0], bus, memory)
+            out, first = tapped[port.layer], messages[0]
+            sent[port] = relay.send(out, first) if cache is None else cache.send(relay, port, out, first, bus)
     return h, sent
-
-
-def _receive(relay: Relay, port: Port, message: Tensor, bus: Bus, memory: StageMemory | None) -> Tensor:
-    if memory is None or not isinstance(relay, CausalRelay):
-        return relay.receive(message, bus)
-    return relay.receive_next(memory.histories[port].append(message, bus.positions), bus)
-
-
-def _send(
-    relay: Relay, port: Port, h: Tensor, received: Tensor, bus: Bus, memory: StageMemory | None
-) -> Tensor:
-    if memory is None or not isinstance(relay, CausalRelay):
-        return relay.send(h, received)
-    return relay.send_next(memory.histories[port].append(h, bus.positions), received, bus)
 
 
 def _needed(stack: Stack, planned: PlannedStage, bus: Bus) -> tuple[int | None, Tensor | None]:
@@ -150,50 +94,15 @@ def _needed(stack: Stack, planned: PlannedStage, bus: Bus) -> tuple[int | None, 
     return max(count for count, _ in needs), None if rows is None else rows.to(bus.inputs.device)
 
 
-class StageStates:
-    """The decoding memory of a plan: that of each stage, and the last token seen.
-
-    All rows go on together and no stage lags behind: the plain form of `depth.cache.Cache`.
-    """
-
-    def __init__(
-        self,
-        stack: Stack,
-        plan: Plan,
-        batch: int,
-        capacity: int,
-        stages: Sequence[StageMemory] | None = None,
-    ) -> None:
-        if stages is None:
-            stages = [StageMemory(stack, planned, batch, capacity) for planned in plan.stages]
-        self.stages = stages
-        """Torch's, unless they are given: another runtime's."""
-        self.seen = [0] * len(plan.stages)
-        """How many positions each stage has run; one that was not needed lags behind."""
-        self.previous: Tensor | None = None
-        self.length = 0
-
-    def advance(self, stage: int, positions: int) -> StageMemory:
-        """The memory of a stage that runs `positions` more; one that missed some before is refused."""
-        if self.seen[stage] != self.length:
-            raise StackError(
-                f"stage {stage} has seen {self.seen[stage]} of {self.length} positions; "
-                "ask for the same stages at every step"
-            )
-        self.seen[stage] += positions
-        return self.stages[stage]
-
-
 @torch.no_grad()
 def stage_outputs(
     stack: Stack,
     plan: Plan,
     inputs: Tensor,
     stages: Iterable[int],
-    states: StageStates | None = None,
 ) -> dict[int, Tensor]:
     """The last hidden state of each of `stages`, running only what they need."""
-    return _outputs(stack, plan, inputs, stages, states=states)
+    return _outputs(stack, plan, inputs, stages)
 
 
 def stage_logits(
@@ -277,7 +186,6 @@ def _outputs(
     inputs: Tensor,
     stages: Iterable[int],
     *,
-    states: StageStates | None = None,
     x0: Tensor | None = None,
     lean: bool = True,
     known: Mapping[int, Tensor] | None = None,
@@ -285,23 +193,19 @@ def _outputs(
     wanted = set(stages)
     known = {layer: h.to(inputs.device) for layer, h in (known or {}).items()}
     needed = needed_stages(plan, wanted, known)
-    previous, offset = (states.previous, states.length) if states else (None, 0)
-    x0 = stack.embed(inputs, previous) if x0 is None else x0
-    bus = stack.bus(x0, inputs, offset)
+    x0 = stack.embed(inputs) if x0 is None else x0
+    bus = stack.bus(x0, inputs)
     messages = given_messages(plan, known)
     outputs = {k: known[plan.stages[k].stage.stop] for k in wanted - needed}
     for planned in plan.stages:
         if planned.index not in needed:
             continue
         received = [x0 if port.source == EMBEDDING else messages[port] for port, _ in planned.inputs]
-        memory = None if states is None else states.advance(planned.index, inputs.shape[1])
         short = lean and planned.index not in wanted
-        h, sent = run_stage(stack, planned, received, bus, memory, lean=short)
+        h, sent = run_stage(stack, planned, received, bus, lean=short)
         messages.update(sent)
         for port in planned.forget:
             messages.pop(port, None)
         if planned.index in wanted:
             outputs[planned.index] = h
-    if states:
-        states.previous, states.length = inputs[:, -1], offset + inputs.shape[1]
     return outputs

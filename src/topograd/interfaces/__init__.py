@@ -1,6 +1,6 @@
-"""Bounded interfaces between regions: Jacobians, suffix scan, backward engines, timelines, checks.
+"""Bounded interfaces between regions: Jacobians, suffix scan, backward engines, checks.
 
-A name is imported when it is first used: settings and cost models need no torch.
+A name is imported when it is first used: settings need no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from topograd.interfaces.analysis import analyse
     from topograd.interfaces.causality import future_gradient
-    from topograd.interfaces.engines import Backward, backward, region_step
-    from topograd.interfaces.measure import choose
+    from topograd.interfaces.engines import Hybrid, Scan
     from topograd.nn.config import SegmentInterface
     from topograd.nn.interface import add_interfaces
 else:
     _HOME = {
-        "Backward": "interfaces.engines",
+        "Hybrid": "interfaces.engines",
+        "Scan": "interfaces.engines",
         "SegmentInterface": "nn.config",
         "add_interfaces": "nn.interface",
         "analyse": "interfaces.analysis",
-        "backward": "interfaces.engines",
-        "choose": "interfaces.measure",
         "future_gradient": "interfaces.causality",
-        "region_step": "interfaces.engines",
     }
 
     def __getattr__(name: str) -> object:
@@ -35,14 +32,12 @@ else:
 
 
 __all__ = [
-    "Backward",
+    "Hybrid",
+    "Scan",
     "SegmentInterface",
     "add_interfaces",
     "analyse",
-    "backward",
-    "choose",
     "future_gradient",
-    "region_step",
 ]
 
 

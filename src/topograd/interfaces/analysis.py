@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from topograd.effective_rank import effective_rank
-from topograd.interfaces.engines import backward
+from topograd.exec.train_step import train_step
+from topograd.interfaces.engines import Scan
 from topograd.interfaces.regions import Regions
 from topograd.interfaces.suffix_scan import suffix_products
 from topograd.nn.stack import Stack
@@ -44,8 +45,9 @@ from topograd.topology.dag import Topology
 def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Everything of this module for one batch, as plain numbers; every `.grad` stays as it was."""
     regions = Regions.of(stack, topology)
+    found = Scan()
     with _gradients_kept(stack):
-        found = backward(stack, topology, inputs, targets, engine="scan")
+        losses = train_step(stack, topology, inputs, targets, gradient=found)
     assert found.adjoints is not None, "the scan engine shows its adjoints"
     with torch.no_grad():
         x0 = stack.embed(inputs)
@@ -55,7 +57,7 @@ def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -
     batch, n = found.adjoints.shape[1:]
     none = found.adjoints.new_empty(0, batch, n, n)  # two regions have no Jacobian between interfaces
     return {
-        "loss": found.loss.item(),
+        "loss": losses[-1].item(),
         **describe_jacobians(none if found.jacobians is None else found.jacobians),
         "adjoint_norm": adjoint_norms(found.adjoints).tolist(),
         "message_rank": ranks,

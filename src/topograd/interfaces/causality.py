@@ -14,7 +14,7 @@ Cost: one forward and 2 (T - 1) backwards. Use float64: what leaks by rounding a
 
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces" §3.1 pools a whole sequence,
 which is `causal=False` here and leaks. Limits: this is a statement about one model and one batch, so use
-random parameters (`leak` does); layers that read later tokens from `bus.inputs` rather than from x0 are not
+random parameters; layers that read later tokens from `bus.inputs` rather than from x0 are not
 seen.
 """
 
@@ -25,8 +25,6 @@ from torch import Tensor
 
 from topograd.errors import StackError
 from topograd.exec.forward import stage_logits
-from topograd.interfaces.parity import REGIONS, random_batch, random_model
-from topograd.nn.config import Architecture, Pool, SegmentInterface
 from topograd.nn.stack import Stack
 from topograd.topology.plan import Plan
 
@@ -49,20 +47,3 @@ def future_gradient(stack: Stack, plan: Plan, inputs: Tensor) -> float:
             (gradient,) = torch.autograd.grad((logits[:, t] @ w).sum(), x0, retain_graph=True)
             worst = torch.maximum(worst, gradient[:, t + 1 :].abs().max())
     return float(worst)
-
-
-def leak(
-    architecture: Architecture = "transformer",
-    pool: Pool = "tail",
-    segments: int = 4,
-    causal: bool = True,
-    seed: int = 0,
-) -> float:
-    """`future_gradient` of a small model with random parameters, in float64.
-
-    `causal=False`, with segments=1 and pool="mean", is the published interface, and leaks.
-    """
-    settings = SegmentInterface(segments=segments, rank=6, pool=pool, causal=causal)
-    stack = random_model(architecture, settings, seed)
-    inputs, _ = random_batch(seed)
-    return future_gradient(stack, Plan.of(REGIONS, len(stack.layers)), inputs[:1])

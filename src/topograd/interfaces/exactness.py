@@ -17,7 +17,7 @@ in bfloat16). `regions.py` refuses modules whose kind says enough, such as dropo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,30 +25,28 @@ from torch import Tensor
 
 from topograd.errors import StackError
 from topograd.interfaces.jacobian import Visit
-from topograd.interfaces.settings import Way
 from topograd.nn.stack import Stack
+from topograd.runs.topology_config import Jacobian
 
 _CHECKED: WeakKeyDictionary[Stack, set[Hashable]] = WeakKeyDictionary()
 
 
-def check_jacobians(visits: Sequence[Visit], jacobians: Tensor, way: Way, trimmed: bool) -> None:
-    """Refuse Jacobians (count, batch, n, n) that are not the visits'; what held is not tried twice."""
-    regions = visits[0].regions
+def check_jacobian(one: Visit, J: Tensor, way: Jacobian, trimmed: bool) -> None:
+    """Refuse a Jacobian (batch, n, n) that is not the visit's; what held is not tried twice."""
+    regions = one.regions
     key = (
         way,
         trimmed,
-        tuple(one.region for one in visits),
+        one.region,
         tuple(planned.stage.stop for planned in regions.plan.stages),
         tuple(module.training for module in regions.stack.modules()),
     )
     tried = _CHECKED.setdefault(regions.stack, set())
-    if key in tried:
-        return
-    if all(_is_exact(one, J, way) for one, J in zip(visits, jacobians, strict=True)):
+    if key not in tried and _is_exact(one, J, way):
         tried.add(key)
 
 
-def _is_exact(one: Visit, J: Tensor, way: Way) -> bool:
+def _is_exact(one: Visit, J: Tensor, way: Jacobian) -> bool:
     """Whether J could be tried and holds; numbers that are not finite are somebody else's to report."""
     v = torch.randn(one.message_out.shape, generator=torch.Generator().manual_seed(0)).to(one.message_out)
     (expected,) = torch.autograd.grad(one.message_out, one.message_in, v, retain_graph=True)
@@ -74,16 +72,16 @@ def _coarsest(message: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _reason(one: Visit, way: Way) -> str:
+def _reason(one: Visit, way: Jacobian) -> str:
     first, second = (one.regions.visit(one.region, one.message_in, one.bus) for _ in range(2))
     if not torch.equal(first, second):
         return (
             "two runs of it differ, so something is random (as F.dropout) or kept from one call to the next; "
-            "call eval() or remove it, or use engine='autograd'"
+            "call eval() or remove it, or use backward 'autograd'"
         )
     if way == "pullback":
         return "it computes something that the hand-written pullback does not know; use jacobian='loop'"
     return (
         "a sample of the batch reaches another, or a position reads a later one; remove what does that, or "
-        "use engine='autograd'"
+        "use backward 'autograd'"
     )

@@ -23,7 +23,8 @@ and `exactness.py` check).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import get_args
 
@@ -34,9 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from topograd.errors import ConfigError, StackError
 from topograd.interfaces.pullback import Tape, pullback, record
 from topograd.interfaces.regions import Regions
-from topograd.interfaces.settings import Way
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.stack import Bus
+from topograd.runs.topology_config import Jacobian
 
 
 @dataclass
@@ -55,46 +56,56 @@ class Visit:
         return self.regions.relays[self.region]
 
 
-def visit(regions: Regions, region: int, message_in: Tensor, bus: Bus, way: Way = "loop") -> Visit:
+def visit(regions: Regions, region: int, message_in: Tensor, bus: Bus, way: Jacobian = "loop") -> Visit:
     """Run a region so that its Jacobian can be taken in this way."""
-    if way not in get_args(Way):
-        raise ConfigError(f"jacobian {way!r} is unknown; choose one of {', '.join(get_args(Way))}")
-    tape = None
-    if way == "pullback":
-        with record([regions.stack.layers[i] for i in regions.plan.stages[region].layers]) as tape:
-            message = regions.visit(region, message_in, bus)
-    elif way == "batched":
-        with sdpa_kernel(SDPBackend.MATH):
-            message = regions.visit(region, message_in, bus)
-    else:
+    with recording(regions, region, way) as tape:
         message = regions.visit(region, message_in, bus)
     return Visit(regions, region, bus, message_in, message, tape)
 
 
+@contextmanager
+def recording(regions: Regions, region: int, way: Jacobian) -> Iterator[Tape | None]:
+    """Within it a region runs forward so that its Jacobian can be taken in this way; yields its tape."""
+    if way not in get_args(Jacobian):
+        raise ConfigError(f"jacobian {way!r} is unknown; choose one of {', '.join(get_args(Jacobian))}")
+    if way == "pullback":
+        with record([regions.stack.layers[i] for i in regions.plan.stages[region].layers]) as tape:
+            yield tape
+    else:
+        with sdpa_kernel(SDPBackend.MATH) if way == "batched" else nullcontext():
+            yield None
+
+
 def interface_jacobian(
-    seen: Visit, way: Way = "loop", chunk: int | None = None, trimmed: bool = True
+    seen: Visit, way: Jacobian = "loop", chunk: int | None = None, trimmed: bool = True
 ) -> Tensor:
-    """J (B, n, n) of one visit; `chunk` rows or columns at a time, where a way takes several."""
-    if chunk is not None and chunk < 1:
-        raise ConfigError(f"chunk is {chunk}; it must be at least 1")
-    batch, states, rank = seen.message_out.shape
+    """J (B, n, n) of one visit, in float32 or better; `chunk` rows or columns at a time, where a way takes
+    several."""
+    if chunk is not None and (chunk < 1 or way == "loop"):
+        allowed = "at least 1" if chunk < 1 else "left out, since jacobian 'loop' takes one row at a time"
+        raise ConfigError(f"chunk is {chunk}; it must be {allowed}")
+    out = seen.message_out
+    batch, states, rank = out.shape
+    dtype = torch.promote_types(out.dtype, torch.float32)  # products of bfloat16 would be off by 4e-3
     if way == "forward":
-        J = _forward(seen, chunk)
+        J = _forward(seen, chunk).to(dtype)
     else:
         pull = {"loop": _loop, "batched": _batched, "pullback": _by_hand}[way]
-        J = seen.message_out.new_zeros(batch, states, rank, states, rank)
+        J = torch.zeros((batch, states, rank, states, rank), dtype=dtype, device=out.device)
         for s in range(states):
-            basis = tangent_basis(seen.message_out[:, s].detach())
-            pulled = pull(seen, s, basis.permute(2, 0, 1), chunk, trimmed)
-            J[:, s, :, : pulled.shape[2]] = torch.einsum("bri,ibtq->brtq", basis, pulled)
+            basis = tangent_basis(out[:, s].detach())
+            pulled = pull(seen, s, basis.permute(2, 0, 1).to(out.dtype), chunk, trimmed).to(dtype)
+            with torch.autocast(out.device.type, enabled=False):
+                J[:, s, :, : pulled.shape[2]] = torch.einsum("bri,ibtq->brtq", basis, pulled)
     return J.reshape(batch, states * rank, states * rank)
 
 
 def tangent_basis(m: Tensor) -> Tensor:
-    """(..., r, r-2): an orthonormal basis of the directions in which a LayerNorm's output m can move."""
+    """(..., r, r-2) in float32 or better: an orthonormal basis of the directions in which a LayerNorm's
+    output m can move."""
     exact = m.to(torch.promote_types(m.dtype, torch.float32))  # bfloat16 has no QR
     dead = torch.stack((torch.ones_like(exact), exact), dim=-1)
-    return torch.linalg.qr(dead, mode="complete").Q[..., 2:].to(m.dtype)
+    return torch.linalg.qr(dead, mode="complete").Q[..., 2:]
 
 
 def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:

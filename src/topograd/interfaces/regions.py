@@ -93,7 +93,7 @@ def _check_chain(planned: PlannedStage, last: int) -> None:
     if (planned.scale > 0) != (k == last) or planned.stage.frozen:
         raise TopologyError(
             f"region {k + 1} of {last + 1} has weight {planned.stage.weight}; only the last region may "
-            "have a loss, and none may be frozen: use engine='autograd' for anything else"
+            "have a loss, and none may be frozen: use backward 'autograd' for anything else"
         )
 
 

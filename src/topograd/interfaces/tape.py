@@ -96,6 +96,8 @@ class Tape:
                 raise StackError(
                     "a tape holds whole sequences of equal length; record without a decoding state"
                 )
+            if torch.is_autocast_enabled(bus.x0.device.type):
+                raise StackError("jacobian 'pullback' knows no bf16; use jacobian='loop', or leave bf16 out")
             x0, rotary = bus.x0.detach(), bus.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
             self._factors = []

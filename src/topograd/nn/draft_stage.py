@@ -150,7 +150,7 @@ class _Steps:
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
-    def append(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.pairs.append((k, v))
         keys, values = (torch.cat([pair[i] for pair in self.pairs], dim=2) for i in range(2))
         return keys, values

@@ -5,8 +5,7 @@ the work that is queued on the device, and so is torch's usual copy to it.
 
     send(numbers, device)     the tensor on the device; on CUDA the copy is not waited for: it has taken the
                               numbers in when the call returns
-    numbers_of(tensor)        the numbers again: those that were sent, else read from the device
-    largest(tensor)           the largest of them
+    largest(tensor)           the largest of the numbers that were sent, else of those read from the device
 
 Limits: what was sent must not be changed in place. Other devices than CUDA wait for the copy.
 """
@@ -30,11 +29,6 @@ def send(numbers: Sequence[Any], device: torch.device) -> Tensor:
     sent = to_device(torch.tensor(numbers), device)
     sent.sent_numbers = numbers  # type: ignore[attr-defined]
     return sent
-
-
-def numbers_of(x: Tensor) -> Any:
-    """The numbers of a tensor as lists; nothing is read where they were sent."""
-    return getattr(x, "sent_numbers", None) or x.tolist()
 
 
 def largest(x: Tensor) -> int:

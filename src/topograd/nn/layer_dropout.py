@@ -34,9 +34,12 @@ def dropout_rates(layers: int, most: float) -> list[float]:
 
 @contextmanager
 def dropped_layers(layers: Iterable[nn.Module], rates: Sequence[float]) -> Iterator[None]:
-    """Within it, layer l of every row is left out with probability rates[l]; no rates leave out none."""
+    """Within it, layer l of every row is left out with probability rates[l]; no rates leave out none.
+
+    A layer's rows are drawn when it first runs: whatever runs again within it leaves out the same ones.
+    """
     hooks = [
-        layer.register_forward_hook(_leave_out(rate), with_kwargs=True)
+        layer.register_forward_hook(LayerDropout(rate), with_kwargs=True)
         for layer, rate in zip(layers, rates, strict=bool(rates))
         if rate > 0
     ]
@@ -47,15 +50,27 @@ def dropped_layers(layers: Iterable[nn.Module], rates: Sequence[float]) -> Itera
             hook.remove()
 
 
-def _leave_out(rate: float) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        h: Tensor = args[0]
+def drops_layers(layer: nn.Module) -> bool:
+    """Whether a layer is left out for some rows just now."""
+    return any(isinstance(hook, LayerDropout) for hook in layer._forward_hooks.values())
+
+
+class LayerDropout:
+    """The hook of one layer."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._kept: Tensor | None = None
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        h: Tensor = args[0] if kwargs.get("rows") is None else args[0][:, kwargs["rows"]]
         if h.shape != output.shape:
             raise StackError(
                 f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}; layer dropout "
                 "needs layers that keep the shape"
             )
-        kept = torch.rand(len(h), device=h.device) >= rate
-        return torch.where(kept.view(-1, *[1] * (h.dim() - 1)), output, h)
-
-    return hook
+        if self._kept is None:
+            self._kept = torch.rand(len(h), device=h.device) >= self.rate
+        return torch.where(self._kept.view(-1, *[1] * (h.dim() - 1)), output, h)

@@ -8,11 +8,11 @@ A stack is an embedding, a list of layers and a readout:
     z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
-token or many; the state's `rewind(marks)` goes back (see `layer_state.py`, `recurrent.py`). A layer with
-`takes_rows` also takes `rows`, the positions at which its output is wanted. A layer with `takes_packed` also
-decodes several rows that lie one behind the other (see `layer_state.PackedStates`). The stage index only
-chooses among per-stage heads. Ragged rows decode together where the layers read `bus.positions` of shape
-(batch, time) (see `attention.py`) or `bus.counts` (see `recurrent.py`).
+token or many; the state's `truncate(length)` goes back and `copy()` goes on twice (`layer_state.py`,
+`mamba/recurrent.py`). A layer with `takes_rows` also takes `rows`, the positions at which its output is
+wanted. A layer with `supports_varlen` decodes new positions of several sequences that are packed into one
+batch row, over the slots that its `new_slots()` gives (`slots.py`); other layers are run sequence by
+sequence. The stage index only chooses among per-stage heads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from topograd.nn.relays import RELAYS, Relay
 
 if TYPE_CHECKING:
     from topograd.nn.heads import Head
+    from topograd.nn.slots import Spans
     from topograd.topology.plan import Plan
 
 
@@ -42,8 +43,8 @@ class Bus:
     positions: Tensor
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else a foreign layer wants, passed to it by name (masks, rotary tables)."""
-    counts: Tensor | None = None
-    """How many columns each row really has, where ragged rows decode together; then padding."""
+    spans: Spans | None = None
+    """Where the columns belong, while several sequences decode packed into one row (`slots.py`)."""
 
 
 @dataclass(frozen=True)

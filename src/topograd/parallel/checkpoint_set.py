@@ -79,8 +79,8 @@ class SetStore(FolderStore):
         return _tried(lambda: _write(folder, tensors_of(model, optimizers, self.ranks.rank)))
 
 
-class LoneStore(FolderStore):
-    """The checkpoints of one stage that trains by itself (`lone_stage.py`): sets that hold it alone."""
+class IndependentStageStore(FolderStore):
+    """The checkpoints of one stage trained by itself (`independent_stage.py`): sets that hold it alone."""
 
     def save(
         self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2

@@ -1,7 +1,7 @@
 """What ranks and lone stages wrote, as the checkpoint of one process.
 
 A set of a job (`checkpoint_set.py`) is read whole anyway; here it is written again as one file of weights and
-one of optimizers. The folders of stages that trained alone (`lone_stage.py`) become one new run: the newest
+one of optimizers. The folders of independent stages (`independent_stage.py`) become one new run: the newest
 step that all of them have, the weights of each from its own folder, the embedding from the first, the losses
 of all in one log. Stages that were added later bring the settings of the deepest.
 """

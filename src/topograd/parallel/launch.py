@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from topograd.errors import ParallelError, TopogradError
+from topograd.parallel.rank_task import RankTask
 from topograd.parallel.ranks import Ranks, flat_facts, wait_until_read
-from topograd.parallel.stage_trainer import StageTrainer
 from topograd.parallel.torchrun import let_the_first_speak
 from topograd.runs.config import TrainConfig
-from topograd.training.trainer import Make, Trainer, resume, start
+from topograd.training.runs import Make, RunTrainer, resume, start
 
 
 def facts_of(version: str, settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -29,9 +29,9 @@ def is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def start_on_ranks(ranks: Ranks, config: TrainConfig, folder: Path) -> Trainer:
+def start_on_ranks(ranks: Ranks, config: TrainConfig, folder: Path) -> RunTrainer:
     """A new run; rank 0 makes its folder, and the others open it. A restart goes on with what is there."""
-    make = partial(StageTrainer, ranks=ranks)
+    make = partial(RankTask, ranks=ranks)
     if is_restart() and (folder / "config.toml").is_file():
         return resume_on_ranks(ranks, folder)
     return _first_then_all(
@@ -39,16 +39,16 @@ def start_on_ranks(ranks: Ranks, config: TrainConfig, folder: Path) -> Trainer:
     )
 
 
-def resume_on_ranks(ranks: Ranks, folder: Path, name: str | None = None) -> Trainer:
+def resume_on_ranks(ranks: Ranks, folder: Path, name: str | None = None) -> RunTrainer:
     """The run in `folder`, from the newest checkpoint of any number of ranks or the one called `name`."""
-    make: Make = partial(StageTrainer, ranks=ranks)
-    again: Callable[[], Trainer] = lambda: resume(folder, name, make)  # noqa: E731
+    make: Make = partial(RankTask, ranks=ranks)
+    again: Callable[[], RunTrainer] = lambda: resume(folder, name, make)  # noqa: E731
     return _first_then_all(ranks, again, again, "opening the run")
 
 
 def _first_then_all(
-    ranks: Ranks, first: Callable[[], Trainer], then: Callable[[], Trainer], what: str
-) -> Trainer:
+    ranks: Ranks, first: Callable[[], RunTrainer], then: Callable[[], RunTrainer], what: str
+) -> RunTrainer:
     """Rank 0 goes first and says what is wrong; then the others do the same on what it has prepared."""
     if ranks.first:
         try:

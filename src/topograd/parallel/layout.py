@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from topograd.errors import ParallelError
 from topograd.exec.forward import run_stage
+from topograd.exec.train_step import output_port
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, PlannedStage, Port
-from topograd.training.executor import output_port
 from topograd.training.optimizers import stage_parameters
 
 
@@ -173,7 +173,7 @@ def deal(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Cut a list into `ranks` runs whose largest sum is least; of equal cuts the most even one.
 
     >>> deal([2, 2, 1, 1, 2], 3)
-    (0, 0, 1, 1, 2)
+    (0, 1, 1, 2, 2)
     """
     count = len(costs)
     sums = [0]

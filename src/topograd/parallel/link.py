@@ -4,10 +4,10 @@ The stage that sends holds the store of the link. A stage that listens asks ther
 which step on; then both ends make a process group of two. When one end dies the group is thrown away, and
 whoever returns joins anew. No other link notices: there is no global store and no global group.
 
-    Outlet   keeps the messages of the last `buffer` steps. It hands over what the listener asks for, older
+    Sender   keeps the messages of the last `buffer` steps. It hands over what the listener asks for, older
              steps too as long as they are kept. The sender waits when a living listener is `AHEAD` messages
              behind (a bounded queue), and goes on when there is none.
-    Inlet    receives ahead of need, up to `AHEAD` messages, and reconnects when the other end returns.
+    Receiver    receives ahead of need, up to `AHEAD` messages, and reconnects when the other end returns.
 
 Frames: a header of int64 (what it is, step, batch, dtype, dimensions), then the tensor. An end that has
 nothing to say sends a beat every second, so that silence for `timeout` seconds means a stalled process.
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topograd.errors import ParallelError
-from topograd.parallel.wire import DTYPES
+from topograd.parallel.transport import DTYPES
 
 AHEAD = 8
 """Messages that a sender may be ahead of a listener."""
@@ -77,7 +77,7 @@ def _group(store: dist.Store, number: int, rank: int, seconds: float) -> dist.Pr
     return group
 
 
-class Outlet:
+class Sender:
     """The sending end. `put` never waits for a listener that is dead."""
 
     def __init__(self, address: Address, facts: Facts, buffer: int, batches: int, timeout: float) -> None:
@@ -223,7 +223,7 @@ class Arrived:
     values: list[Tensor]
 
 
-class Inlet:
+class Receiver:
     """The receiving end. It wants the steps from `first` on, and asks for them anew when it was cut off."""
 
     def __init__(self, address: Address, facts: Facts, first: int, batches: int, timeout: float) -> None:

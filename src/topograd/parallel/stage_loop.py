@@ -1,15 +1,15 @@
 """One step of training where stages lie on several ranks: local gradients, and one exchange.
 
-What crosses ranks in a step: activations forward, batch by batch (`wire.py`), and at its end one sum over all
-ranks of a single buffer,
+What crosses ranks in a step: activations forward, batch by batch (`transport.py`), and at its end one sum
+over all ranks of a single buffer,
 
     [ losses of stages | norms of groups | who wants to stop | which gradients exist | shared gradients ]
 
 in which every rank fills its own places and leaves zeros elsewhere: x + 0 + ... + 0 = x exactly, so that all
-ranks know the same numbers, and decide alike whether a group is halted (`training/loop.py`), by which norm
-the shared part is clipped, and when to stop. Where a stage has replicas, its own gradient is summed over them
-first, but for shards, which have their sums already (`sharding.py`); of those each replica knows a part of
-the squared norm.
+ranks know the same numbers, and decide alike whether a group is halted (`training/step_runner.py`), by which
+norm the shared part is clipped, and when to stop. Where a stage has replicas, its own gradient is summed over
+them first, but for shards, which have their sums already (`sharding.py`); of those each replica knows a part
+of the squared norm.
 
 Against one process: what one rank owns comes from the same operations in the same order. The sum for what
 ranks share is taken stage by stage instead of batch by batch, and the embedding's backward runs once for each
@@ -22,7 +22,7 @@ Cost: 4 bytes · (shared parameters + K + ...) through the ring of `all_reduce`,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,29 +30,25 @@ from torch import Tensor, nn
 
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks
-from topograd.parallel.region_scan import RegionScan
 from topograd.parallel.sharding import is_shard, local, squared_norm
-from topograd.parallel.wire import StageWire
+from topograd.parallel.transport import MeshTransport
 from topograd.topology.plan import Plan
-from topograd.training.loop import Batch, TrainingLoop, norm_of
-from topograd.training.objectives import Logits, teacher_logits
 from topograd.training.optimizers import stage_parameters
+from topograd.training.step_runner import Batch, StepRunner, norm_of
 
 
 @dataclass(kw_only=True)
-class StageLoop(TrainingLoop):
+class StageLoop(StepRunner):
     """The loop of one rank."""
 
     ranks: Ranks
     layout: Layout
-    wire: StageWire  # type: ignore[assignment]
+    transport: MeshTransport
     stop_here: bool = False
     """Whether this rank has been asked to stop."""
     stop_everywhere: bool = False
     """Whether any rank had, at the last exchange."""
     exchanged_bytes: int = 0
-    scan: RegionScan | None = None
-    """How gradients cross ranks, where they do: bounded interfaces."""
 
     def __post_init__(self) -> None:
         self.shared = [p for p in self.layout.shared(self.stack) if p.requires_grad]
@@ -64,10 +60,10 @@ class StageLoop(TrainingLoop):
     ) -> tuple[Tensor, list[list[nn.Parameter]], list[Tensor]]:
         replicas = self.ranks.config.replicas
         mine = batches[self.ranks.replica :: replicas]
-        self.wire.begin(len(mine))
+        self.transport.begin(len(mine))
         with self.ranks.within("gathering layers"):
             losses = self._gradients(plan, mine, len(batches))
-        self.wire.finish()
+        self.transport.finish()
         if replicas > 1:
             self._add_up(self.copies, "adding up the gradients of replicas", self.ranks.replica_group)
         losses, norms, rest = self._exchange(plan, losses)
@@ -76,27 +72,11 @@ class StageLoop(TrainingLoop):
             return losses, parts, [torch.hypot(norms[0], norm_of(self.shared))] if norms else [norm_of([])]
         return losses, parts, [*norms, rest if self.layout.private else norm_of(parts[-1])]
 
-    def gradients(
-        self,
-        plan: Plan,
-        inputs: Tensor,
-        targets: Tensor,
-        scale: float,
-        states: Mapping[int, Tensor] | None = None,
-        kept: Logits | None = None,
-    ) -> Tensor:
-        if self.scan is None:
-            return super().gradients(plan, inputs, targets, scale, states, kept)
-        taught = kept
-        if kept is None and self.teacher is not None:
-            taught = teacher_logits(self.teacher, inputs, targets)
-        return self.scan.step(self.stack, plan, inputs, targets, scale=scale, teacher=taught)
-
     def _exchange(self, plan: Plan, losses: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """Add up what is shared; every stage's loss, every group's norm, and that of a private embedding."""
         groups = plan.groups()
         known = losses.new_zeros(len(plan.stages) + len(groups) + 2)
-        for k in self.wire.stages:
+        for k in self.transport.stages:
             known[k] = losses[k]
         if self.layout.crossing and self.ranks.replica == 0:  # one group, of which each rank has a part
             known[len(plan.stages)] = norm_of(self.own).square()

@@ -244,12 +244,12 @@ def put_in_place(temporary: Path, target: Path, keep: int) -> None:
     os.rename(temporary, target)
     sync(target.parent)
     if old.exists():
-        _discard(old)
+        discard(old)
     folder = target.parent
     kept = [path for path in available(folder) if _step_of(path) <= _step_of(target)][-keep:]
     for path in available(folder):
         if path not in kept:
-            _discard(path)
+            discard(path)
 
 
 def tidy(folder: Path) -> None:
@@ -257,14 +257,14 @@ def tidy(folder: Path) -> None:
     for old in folder.glob(".old-step-*"):
         target = old.with_name(old.name.removeprefix(".old-"))
         if target.exists():
-            _discard(old)
+            discard(old)
         else:
             os.rename(old, target)
     for leftover in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
         shutil.rmtree(leftover)
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
     """Delete a checkpoint so that a kill never leaves half of one under a name that counts."""
     trash = path.with_name(f".trash-{path.name.lstrip('.')}-{os.getpid()}")
     os.rename(path, trash)

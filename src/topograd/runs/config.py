@@ -20,7 +20,7 @@ from topograd.registry import Registry
 from topograd.runs.old_config import upgraded
 from topograd.runs.schedule import warmup_stable_warmdown
 from topograd.runs.search_config import SoftConfig, SurgeryConfig
-from topograd.runs.topology_config import OWN_TEACHER, TopologyConfig
+from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER, TopologyConfig
 from topograd.runs.tune_config import PARTIAL, TuneConfig
 from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
@@ -144,6 +144,8 @@ class TrainConfig:
     """Sequences in a step."""
     accumulate: int = 1
     """Batches whose gradients add up before a step."""
+    batch_parts: int = 1
+    """Equal parts in which a batch is run one after another: less memory, the gradient of the whole batch."""
     seed: int = 0
     """Of the weights and of the order of the data."""
     init: str | None = None
@@ -158,6 +160,8 @@ class TrainConfig:
     """Held-out bytes that an evaluation reads."""
     save_every: int = 250
     """Steps between checkpoints; 0 saves only at the end."""
+    save_seconds: float = 600.0
+    """Seconds after which a checkpoint is saved in any case; 0 saves by steps alone."""
     keep: int = 2
     """Checkpoints that are kept."""
     geometry_every: int = 0
@@ -166,6 +170,9 @@ class TrainConfig:
     """Compute in bfloat16 where autocast allows it."""
     compile: bool = False
     """Compile the layers with torch.compile."""
+    recompute: bool = False
+    """Layers keep their inputs alone and run again in the backward (activation checkpointing): less memory,
+    a third more work, the same gradients."""
     device: str = "cpu"
     """Where torch computes: cpu, cuda, mps."""
     model: ModelSpec = field(default_factory=GPTConfig)
@@ -178,10 +185,16 @@ class TrainConfig:
     """What is searched for while the weights learn."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "keep", "eval_bytes"):
+        for name in ("steps", "batch", "accumulate", "batch_parts", "keep", "eval_bytes"):
             _check_range(name, getattr(self, name), 1)
         for name in ("eval_every", "save_every", "geometry_every"):
             _check_range(name, getattr(self, name), 0)
+        if self.batch % self.batch_parts:
+            raise ConfigError(
+                f"batch_parts is {self.batch_parts} and batch is {self.batch}; give a number that divides it"
+            )
+        if not 0 <= self.save_seconds < math.inf:
+            raise ConfigError(f"save_seconds is {self.save_seconds}; it must be finite and at least 0")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
         if self.data is not None and not self.data.strip():
@@ -199,7 +212,13 @@ class TrainConfig:
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
         if taught and self.topology.teacher is None:
             raise ConfigError(
-                f"the objective distillation needs a teacher; give the folder of a run, or {OWN_TEACHER}"
+                f"the objective distillation needs a teacher; give the folder of a run, {OWN_TEACHER} or "
+                f"{AVERAGE_TEACHER}"
+            )
+        if self.batch_parts > 1 and any(stage.every > 1 for stage in topology.stages):
+            raise ConfigError(
+                "batch_parts and loss_every are both given, and which tokens count is a matter of the whole "
+                "batch; leave one of them out"
             )
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
@@ -238,9 +257,13 @@ class TrainConfig:
             raise ConfigError(
                 f"{asked[0]} is given with a search or private decoders, which change the model"
             )
-        for name in ("lora_rank", "layer_dropout"):
-            if getattr(tune, name) and self.topology.interface is not None:
-                raise ConfigError(f"{name} is {getattr(tune, name)}; with an interface it must be 0")
+        if tune.lora_rank and self.topology.interface is not None:
+            raise ConfigError(f"lora_rank is {tune.lora_rank}; with an interface it must be 0")
+        for name, given in (("layer_dropout", bool(tune.layer_dropout)), ("bf16", self.bf16)):
+            if given and self.topology.jacobian == "pullback":
+                raise ConfigError(
+                    f"{name} is given and jacobian is pullback, which does not know it; use jacobian loop"
+                )
 
     def build_topology(self) -> Topology:
         """The stage DAG that these settings name."""

@@ -226,7 +226,8 @@ def _read_tensors(path: Path, allowed: Mapping[str, int]) -> tuple[dict[str, Ten
         digest = hashlib.sha256(content).hexdigest()
         if digest not in allowed:
             raise CheckpointError(f"{path} is damaged (its SHA-256 is not the recorded one); restore it")
-        return load(content), digest
+        # Sorted: the file is read in an order that differs from process to process.
+        return dict(sorted(load(content).items())), digest
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be read ({problem.strerror}); restore it") from None
     except SafetensorError as problem:

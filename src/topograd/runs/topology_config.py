@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import tyro
@@ -29,21 +30,23 @@ from topograd.topology.plan import Plan
 
 HEAD_RANK = 8
 """Rank of low-rank heads where none is given."""
-OWN_TEACHER = "self"
-"""What `teacher` says where the model teaches itself."""
+OWN_TEACHER, AVERAGE_TEACHER = "self", "average"
+"""What `teacher` says where the model teaches itself, or an average of its past weights does."""
 Graph = Literal["chain", "forest", "cover", "soft", "targets", "stages"]
 Backward = Literal["autograd", "scan", "hybrid"]
+Jacobian = Literal["loop", "batched", "forward", "pullback"]
 _USES: dict[str, tuple[str, ...]] = {
-    "chain": ("partition", "transmissivity", "transmissivities"),
-    "forest": ("branches",),
+    "chain": ("partition", "transmissivity", "transmissivities", "transmissivity_schedule"),
+    "forest": ("branches", "transmissivity_schedule"),
     "cover": ("intervals",),
     "soft": ("transmissivities",),
     "targets": ("partition",),
-    "stages": ("stages",),
+    "stages": ("stages", "transmissivity_schedule"),
 }
 _NOT_WITH_INTERFACES = (
     *("graph", "heads", "objective", "bus", "relay", "decoder", "source", "objectives", "weights"),
-    *("transmissivity", "transmissivities", "depth_weights", "reach", "loss_every"),
+    *("transmissivity", "transmissivities", "transmissivity_schedule", "depth_weights", "reach"),
+    "loss_every",
 )
 
 
@@ -86,6 +89,9 @@ class TopologyConfig:
     """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
     transmissivities: tuple[float, ...] = ()
     """The same for each boundary by itself."""
+    transmissivity_schedule: str | None = None
+    """The same for all boundaries, by the share of the steps that is done: "0:0,0.75:1" is 0 at first, and 1
+    in the last quarter."""
     reach: Literal["all", "next"] = "all"
     """Whose gradient crosses a boundary: that of all losses behind it, or of the next stage's loss alone."""
     loss_every: tuple[int, ...] = ()
@@ -108,8 +114,10 @@ class TopologyConfig:
     prediction: str = "auto"
     """How the model predicts: auto (as it was trained), last, sum, mean, path:1,3, or weights as 0.5,0.5."""
     teacher: str | None = None
-    """The folder of a run that teaches, or self: what the model itself predicts at full depth; for the
-    objective distillation."""
+    """The folder of a run that teaches; self: what the model itself predicts at full depth; average: what an
+    average of its past weights does. For the objective distillation."""
+    teacher_decay: float = 0.98
+    """Of the average that teaches: how much of it stays at a step."""
     teacher_temperature: float = 2.0
     """What the logits of both are divided by."""
     teacher_mix: float = 0.5
@@ -122,6 +130,11 @@ class TopologyConfig:
     and only the last part has a loss."""
     backward: Backward = "autograd"
     """How gradients cross interfaces: autograd, an exact parallel scan, or a hybrid of both."""
+    jacobian: Jacobian = "loop"
+    """How a scan builds the Jacobians of parts: row by row (loop), all rows at once (batched), column by
+    column (forward), or by hand-written formulas for a GPT's blocks with attention (pullback)."""
+    jacobian_chunk: int | None = None
+    """Rows or columns of a Jacobian that are made together; batched and pullback make all, forward one."""
 
     def __post_init__(self) -> None:
         if self.decoder < 0:
@@ -137,9 +150,13 @@ class TopologyConfig:
         for name in ("transmissivity", "source_transmissivity"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.jacobian_chunk is not None and self.jacobian_chunk < 1:
+            raise ConfigError(f"jacobian_chunk is {self.jacobian_chunk}; it must be at least 1")
+        if not 0 <= self.teacher_decay < 1:
+            raise ConfigError(f"teacher_decay is {self.teacher_decay}; it must lie in 0 to below 1")
         if self.teacher_top < 0:
             raise ConfigError(f"teacher_top is {self.teacher_top}; it must be at least 1, or 0 to run it")
-        if self.teacher_top and self.teacher in (None, OWN_TEACHER):
+        if self.teacher_top and self.teacher in (None, OWN_TEACHER, AVERAGE_TEACHER):
             raise ConfigError(
                 f"teacher_top is {self.teacher_top}, and no other run teaches; give its folder as teacher"
             )
@@ -169,8 +186,12 @@ class TopologyConfig:
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
             raise ConfigError(f"the graph is {self.graph} and {own} is empty; give its {own}")
-        if self.transmissivity and self.transmissivities:
-            raise ConfigError("transmissivity and transmissivities are both given; give one of them")
+        names = ("transmissivity", "transmissivities", "transmissivity_schedule")
+        given = [name for name in names if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} are both given; give one of them")
+        if self.transmissivity_schedule is not None:
+            parse_schedule(self.transmissivity_schedule)
         if self.interface is not None:
             for name in _NOT_WITH_INTERFACES:
                 default = type(self).__dataclass_fields__[name].default
@@ -188,6 +209,9 @@ class TopologyConfig:
             ("join", self.source is not None, "a source"),
             ("source_transmissivity", self.source is not None, "a source"),
             ("relay_rank", learned, "a relay or a join that learns"),
+            ("jacobian", self.backward != "autograd", "backward scan or hybrid"),
+            ("jacobian_chunk", self.jacobian != "loop", "jacobian batched, forward or pullback"),
+            ("teacher_decay", self.teacher == AVERAGE_TEACHER, f"teacher {AVERAGE_TEACHER}"),
         ):
             if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
@@ -230,6 +254,12 @@ class TopologyConfig:
             reach=self.reach,
         )
         return topology.with_decoders(self.decoder) if self.decoder else topology
+
+    def transmissivity_at(self, share: float) -> float | None:
+        """λ of every edge between stages when this share of the steps is done; None where it is fixed."""
+        if self.transmissivity_schedule is None:
+            return None
+        return [lam for begins, lam in parse_schedule(self.transmissivity_schedule) if begins <= share][-1]
 
     def _named(self) -> str:
         if self.graph in ("chain", "targets"):
@@ -334,8 +364,8 @@ class TopologyConfig:
                 stages[k] = replace(stages[k], objective=self.objective)
         elif self.objective != "cross-entropy":
             stages = [replace(stage, objective=self.objective) for stage in stages]
-            if self.objective == "distillation" and self.teacher == OWN_TEACHER:
-                last = learning[-1]  # which is what teaches the others
+            if self.objective == "distillation" and self.teacher in (OWN_TEACHER, AVERAGE_TEACHER):
+                last = learning[-1]  # which is, or was, what teaches the others
                 stages[last] = replace(stages[last], objective="cross-entropy")
         stages = [replace(s, head=False) if s.objective in HEADLESS else s for s in stages]
         return replace(topology, stages=tuple(stages))
@@ -347,13 +377,33 @@ class TopologyConfig:
             return self.prediction
 
 
+def parse_schedule(text: str) -> list[tuple[float, float]]:
+    """Shares of the steps, rising from 0, each with the λ from there on.
+
+    >>> parse_schedule("0:0,0.75:1")
+    [(0.0, 0.0), (0.75, 1.0)]
+    """
+    try:
+        pairs = [(float(share), float(lam)) for share, lam in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        pairs = []
+    shares = [share for share, _ in pairs]
+    rising = shares[:1] == [0] and all(a < b < 1 for a, b in pairwise(shares))
+    if not rising or not all(0 <= lam <= 1 for _, lam in pairs):
+        raise ConfigError(
+            f"transmissivity_schedule is {text!r}; give share:value pairs such as 0:0,0.75:1, the shares "
+            "rising from 0 and below 1, the values in [0, 1]"
+        )
+    return pairs
+
+
 def depth_weight(stop: int, layers: int, scale: float) -> float:
     """e(l) of an exit behind layer l = stop - 1: s Σ_{i≤l} i, and L - 1 + s Σ_{i≤L-2} i for the last.
 
     "LayerSkip" (Elhoushi et al. 2024) eq. 6, before it is normalised, which `reduction` does.
 
     >>> [depth_weight(stop, 30, 0.1) for stop in (10, 20, 30)]
-    [4.5, 19.0, 69.60000000000001]
+    [4.5, 19.0, 69.6]
     """
     if stop == layers:
         return layers - 1 + scale * (layers - 2) * (layers - 1) / 2

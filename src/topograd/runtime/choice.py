@@ -45,8 +45,8 @@ def runtime_of(
         if name is None and precision == "float32":
             return None
         raise ConfigError("the runtime onnx is not installed; pip install 'topograd[runtime]'")
-    from topograd.runtime.onnx_runtime import OnnxRuntime, obstacle
+    from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 
-    if name is None and precision == "float32" and obstacle(stack) is not None:
+    if name is None and precision == "float32" and unsupported_reason(stack) is not None:
         return None
     return OnnxRuntime(stack, precision, provider or "cpu", made)

@@ -1,20 +1,24 @@
 """Layers of our stacks as ONNX operators: attention over a cache, and the MLP.
 
-What all layers of a stage share is prepared once for a run, outside the graph (`onnx_memory.py`):
+Keys and values lie in buffers (slots, kv heads, C, head width) that a layer writes in place (an input that is
+bound as output too). So going back is a matter of smaller positions: what lies behind is not seen until it is
+overwritten. A graph is written in one of two layouts, whose small inputs are prepared once for a run, outside
+of it (`onnx_cache.py`):
 
-    positions (rows, S)      of the new columns, for a rotation
-    starts (rows,)           the position of each row's first new column
-    mask.W (rows, 1, S, C)   which of C slots each column sees, for each span W (0: all before it)
-    last (rows,), total ()   the position of each row's last new column; how many positions the longest has
+*Grouped*: hidden states (rows, S, width). A layer's rotation, cache and attention are one operator,
+GroupQueryAttention. It takes several new positions of one row only, or one of each of several rows, and heads
+whose width is a multiple of 16.
 
-Keys and values lie in buffers (rows, kv heads, C, head width) that a layer writes in place (an input that is
-bound as output too) from each row's position on. So going back is a matter of smaller positions: what lies
-behind is not seen until it is overwritten. Rows of unlike counts are as wide as the widest, and what a row
-has too much is overwritten by its next columns.
+    last (rows,), total ()    the position of each row's last new column; how many positions the longest has
 
-A graph is written in one of two ways. *Grouped*, a layer's rotation, cache and attention are one operator,
-GroupQueryAttention; it takes several new columns of one row only, or of rows that begin, and heads whose
-width is a multiple of 16. Else they are TensorScatter and Attention with `starts` and masks, which take any.
+*Packed*: hidden states (1, N, width), the new positions of any sequences one behind the other, so that
+matrices see no padding. Only attention unpacks them, into a rectangle of S columns a row.
+
+    positions (1, N)          for a rotation
+    scatter (N, kv heads, 3)  where each new key goes: slot, head, position
+    unpack (rows, S)          which of the N columns stands where in the rectangle; any where there is none
+    pack (N,)                 which of the rows · S places each column is at
+    mask.W (rows, 1, S, C)    what each place sees, for each span W (0: all before it)
 
 Sums and norms are one operator (SkipSimplifiedLayerNormalization); queries, keys and values are one matrix.
 Tested against `nn/`: float32, so to rounding. Sources as in `nn/transformer/stack.py`.
@@ -109,7 +113,7 @@ def linear(graph: Graph, x: str, name: str, module: Linear) -> str:
 
 
 class Heads:
-    """Attention of one layer over its cache; heads are kept behind the columns where a graph is grouped."""
+    """Attention of one layer over its cache; heads (rows, columns, heads, head width)."""
 
     def __init__(self, graph: Graph, index: int, attention: Any) -> None:
         self.graph, self.index, self.window = graph, index, attention.window
@@ -117,26 +121,22 @@ class Heads:
         self.head_width = attention.head_width
 
     def split(self, qkv: str) -> tuple[str, str]:
-        """Queries with keys, and values, from rows of all three: (rows, heads, S, head width), or, grouped,
-        (rows, S, heads, head width)."""
+        """Queries with keys, and values, from rows of all three."""
         g, count = self.graph, self.heads + 2 * self.kv_heads
         x = g.op("Reshape", qkv, g.constant([0, 0, count, self.head_width]))
-        if not g.grouped:
-            x = g.op("Transpose", x, perm=[0, 2, 1, 3])
         counts = g.constant([self.heads + self.kv_heads, self.kv_heads])
-        qk, v = g.ops("Split", 2, x, counts, axis=2 if g.grouped else 1)
+        qk, v = g.ops("Split", 2, x, counts, axis=2)
         return qk, v
 
     def gain(self, query: Tensor, key: Tensor) -> str:
         """Gains (head width,) of queries and keys, one for each head of both."""
-        each = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
-        return self.graph.tensor(each if self.graph.grouped else each[:, None])
+        return self.graph.tensor(torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)]))
 
     def embedded(self, v: str, table: Tensor) -> str:
         """Values with the rows of a table (vocab, kv heads · head width) that the tokens name."""
         g = self.graph
         extra = g.op("Gather", g.tensor(table.view(-1, self.kv_heads, self.head_width)), "tokens")
-        return g.op("Add", v, extra if g.grouped else g.op("Transpose", extra, perm=[0, 2, 1, 3]))
+        return g.op("Add", v, extra)
 
     def joined(self, qk: str, v: str) -> str:
         """Rows of queries, keys and values again."""
@@ -166,29 +166,39 @@ class Heads:
         return out
 
     def attend(self, qk: str, v: str, scale: float, rotation: str, softcap: float = 0.0) -> str:
-        """What the queries find, (rows, S, heads · head width)."""
+        """What the queries find, (rows, columns, heads · head width)."""
         g = self.graph
         if g.grouped:
             return self.grouped(self.joined(qk, v), scale, rotation, softcap)
         if rotation:
-            qk = g.op("RotaryEmbedding", qk, f"cos.{rotation}", f"sin.{rotation}", "positions")
-        q, k = g.ops("Split", 2, qk, g.constant([self.heads, self.kv_heads]), axis=1)
-        keys, values = (self._cached(kind, new) for kind, new in (("keys", k), ("values", v)))
+            # each column as a row of its own: no sequence may be longer than the tables
+            count = self.heads + self.kv_heads
+            qk = g.op("Reshape", qk, g.constant([-1, count, 1, self.head_width]))
+            where = g.op("Reshape", "positions", g.constant([-1, 1]))
+            qk = g.op("RotaryEmbedding", qk, f"cos.{rotation}", f"sin.{rotation}", where)
+            qk = g.op("Reshape", qk, g.constant([1, -1, count, self.head_width]))
+        q, k = g.ops("Split", 2, qk, g.constant([self.heads, self.kv_heads]), axis=2)
+        keys, values = self._cached("keys", k), self._cached("values", v)
+        q = g.op("Reshape", q, g.constant([-1, self.heads, self.head_width]))
+        q = g.op("Transpose", g.op("Gather", q, "unpack", axis=0), perm=[0, 2, 1, 3])
         y = g.op("Attention", q, keys, values, f"mask.{self.window}", scale=scale, softcap=softcap)
         y = g.op("Transpose", y, perm=[0, 2, 1, 3])
-        return g.op("Reshape", y, g.constant([0, 0, self.heads * self.head_width]))
+        y = g.op("Reshape", y, g.constant([-1, self.heads * self.head_width]))
+        y = g.op("Gather", y, "pack", axis=0)
+        return g.op("Reshape", y, g.constant([1, -1, self.heads * self.head_width]))
 
     def _cached(self, kind: str, new: str) -> str:
-        name = self._buffer(kind)
-        out = self.graph.op("TensorScatter", name, new, "starts", to=f"{name}.new")
-        self.graph.output(out, out, FLOAT, *self._shape())
+        name, g = self._buffer(kind), self.graph
+        new = g.op("Reshape", new, g.constant([-1, self.kv_heads, self.head_width]))
+        out = g.op("ScatterND", name, "scatter", new, to=f"{name}.new")
+        g.output(out, out, FLOAT, *self._shape())
         return out
 
     def _buffer(self, kind: str) -> str:
         return self.graph.input(f"{kind}.{self.index}", FLOAT, *self._shape())
 
     def _shape(self) -> tuple[str, int, str, int]:
-        return "rows", self.kv_heads, "slots", self.head_width
+        return "slots", self.kv_heads, "room", self.head_width
 
 
 def _gate_and_up(graph: Graph, x: str, name: str, mlp: Any) -> list[str]:

@@ -13,8 +13,8 @@ are handed memory of the CPU. Weights are read when a session is made: make anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,15 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from topograd.errors import ConfigError
-from topograd.exec.forward import StageMemory
+from topograd.exec.stage_cache import StageCache
 from topograd.nn.capabilities import OperatorForm
 from topograd.nn.heads import cap
 from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer.attention import check_reach
 from topograd.runtime.graph import Graph, Session, Settings
-from topograd.runtime.joined import Buffer, JoinedStage
 from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, Stream
-from topograd.runtime.onnx_memory import Array, Fixed, Frame, OnnxStage, taps_of
+from topograd.runtime.onnx_cache import Array, Frames, OnnxStageCache, taps_of
 from topograd.runtime.quantize import Precision, Quantized, dequantize
 from topograd.topology.plan import Plan, PlannedStage
 
@@ -71,7 +70,7 @@ def available_providers() -> list[str]:
     return list(onnxruntime.get_available_providers())
 
 
-def obstacle(stack: Stack) -> str | None:
+def unsupported_reason(stack: Stack) -> str | None:
     """Why onnxruntime cannot run this model; None where it can."""
     if not isinstance(stack, OperatorForm):
         return f"a stack of the kind {type(stack).__name__} is not written as ONNX operators"
@@ -84,6 +83,19 @@ def obstacle(stack: Stack) -> str | None:
         kind = str(weight.dtype).removeprefix("torch.")
         return f"the weights are {kind} on {weight.device}, not float32 on a CPU"
     return None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What no run changes."""
+
+    values: dict[str, Any]
+    """Tables of rotations."""
+    windows: Sequence[int]
+    most: int
+    """The last position that a rotation is known for."""
+    check: Callable[[int], None]
+    """Raises where a model does not reach so many positions."""
 
 
 class HeadSession:
@@ -117,7 +129,7 @@ class OnnxRuntime:
         provider: str = "cpu",
         made: dict[str, Quantized] | None = None,
     ) -> None:
-        problem = obstacle(stack)
+        problem = unsupported_reason(stack)
         if problem is not None:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
             raise ConfigError(f"{problem}, so onnxruntime cannot run it; {instead}")
@@ -129,7 +141,6 @@ class OnnxRuntime:
         tables = (self.stack.embedding, self.stack.previous)
         self._tables = [table.weight.detach().numpy() for table in tables if table is not None]
         self._sessions: dict[tuple[int, int, tuple[int, ...], bool], Session] = {}
-        self._buffers: dict[tuple[int, int, tuple[int, ...]], Buffer] = {}
         self._heads: dict[int, HeadSession] = {}
         self._reach = 0
         self._fixed: Fixed | None = None
@@ -137,53 +148,30 @@ class OnnxRuntime:
     # Stages
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        if not self._normed:
-            return self.stack.embed(inputs, previous)
-        return torch.from_numpy(self._embed(inputs.numpy(), None if previous is None else previous.numpy()))
+        return self.stack.embed(inputs, previous)
 
-    def embed_row(self, tokens: Array, previous: int | None) -> Array:
+    def embed_array(self, tokens: Sequence[int], previous: Sequence[int]) -> Array:
+        """In fewer steps than torch takes for the few tokens of a round."""
         if not self._normed:
-            return self.stack.embed(torch.from_numpy(tokens)).numpy()
-        return self._embed(tokens, None if previous is None else np.array([previous]))
-
-    def _embed(self, ids: Array, previous: Array | None) -> Array:
-        """The norm of the embedding, in fewer steps than torch takes for the few tokens of a round."""
-        x = self._tables[0][ids]
+            return self.stack.embed(torch.tensor([tokens]))[0].numpy()
+        x = self._tables[0][tokens]
         if len(self._tables) > 1:
-            x[:, 1:] += self._tables[1][ids[:, :-1]]
-            if previous is not None:
-                x[:, 0] += self._tables[1][previous]
-        x /= np.sqrt(np.einsum("rcw,rcw->rc", x, x)[..., None] / x.shape[-1] + np.float32(EPSILON))
+            before = np.asarray(previous)
+            known = before >= 0
+            x[known] += self._tables[1][before[known]]
+        x /= np.sqrt(np.einsum("nw,nw->n", x, x)[:, None] / x.shape[-1] + np.float32(EPSILON))
         return x
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
         self._check(inputs, offset)
         return Stack.bus(self.stack, x0, inputs, offset)
 
-    def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
-        fixed = self._positions(capacity)
-        frames: dict[tuple[int, int, int], Frame] = {}
-        return [self._memory(planned, rows, capacity, fixed, frames) for planned in plan.stages]
-
-    def _memory(
-        self,
-        planned: PlannedStage,
-        rows: int,
-        capacity: int,
-        fixed: Fixed,
-        frames: dict[tuple[int, int, int], Frame],
-    ) -> OnnxStage:
-        session, shapes = partial(self.session, planned), self.shapes(planned)
-        if rows > 1:
-            return OnnxStage(self.stack, planned, rows, capacity, session, shapes, fixed, frames)
-        key = _interval(planned)
-        if key not in self._buffers:
-            self._buffers[key] = Buffer(shapes)
-        buffer = self._buffers[key]
-        return JoinedStage(self.stack, planned, capacity, session, shapes, fixed, frames, buffer)
+    def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
+        frames: Frames = {}
+        return [OnnxStageCache(self, planned, capacity, frames) for planned in plan.stages]
 
     def session(self, planned: PlannedStage, grouped: bool = False) -> Session | None:
-        """The session of a stage's layers; None where it cannot be grouped."""
+        """The session of a stage's layers in a layout; None where it cannot be grouped."""
         if grouped and self._head_width() % HEAD_MULTIPLE:
             return None
         key = *_interval(planned), grouped
@@ -192,7 +180,7 @@ class OnnxRuntime:
         return self._sessions[key]
 
     def graph(self, planned: PlannedStage, grouped: bool = False) -> Graph:
-        """A stage's layers as operators, for any rows and columns, or grouped (`layers.py`)."""
+        """A stage's layers as operators, packed or grouped (`layers.py`)."""
         graph, width = Graph(self.precision, self.made, grouped), self.stack.width
         for name in ("h", "x0"):
             graph.input(name, FLOAT, "rows", "columns", width)
@@ -206,9 +194,12 @@ class OnnxRuntime:
             graph.input("last", INT, "rows")
             graph.input("total", INT, 1)
         else:
-            graph.input("starts", LONG, "rows")
+            heads = self.shapes(planned)[planned.layers[0]][0]
+            graph.input("scatter", LONG, "columns", heads, 3)
+            graph.input("unpack", LONG, "slots", "wide")
+            graph.input("pack", LONG, "columns")
             for window in sorted({self._window(i) for i in planned.layers}):
-                graph.input(f"mask.{window}", BOOL, "rows", 1, "columns", "slots")
+                graph.input(f"mask.{window}", BOOL, "slots", 1, "wide", "room")
         stream, taps = Stream(graph, "h"), taps_of(planned)
         for index in planned.layers:
             layer = self.stack.layers[index]
@@ -217,13 +208,10 @@ class OnnxRuntime:
                 graph.output(stream.sum(), f"h.{index + 1}", FLOAT, "rows", "columns", width)
         return graph
 
-    def shapes(self, planned: PlannedStage) -> dict[str, tuple[int, int]]:
-        """The heads and the width of each buffer that a stage remembers in."""
-        found: dict[str, tuple[int, int]] = {}
-        for i in planned.layers:
-            a: Any = self.stack.layers[i].attention
-            found |= {f"{kind}.{i}": (a.kv_heads, a.head_width) for kind in ("keys", "values")}
-        return found
+    def shapes(self, planned: PlannedStage) -> dict[int, tuple[int, int]]:
+        """By layer, how many heads of keys and values a stage caches, and how wide they are."""
+        each: list[tuple[int, Any]] = [(i, self.stack.layers[i].attention) for i in planned.layers]
+        return {i: (a.kv_heads, a.head_width) for i, a in each}
 
     def _window(self, index: int) -> int:
         a: Any = self.stack.layers[index].attention
@@ -256,14 +244,14 @@ class OnnxRuntime:
             for turn, table in zip(("cos", "sin"), both, strict=True)
         }
 
-    def _positions(self, reach: int) -> Fixed:
+    def positions(self, reach: int) -> Fixed:
         """Rotations of the first `reach` positions, and what else no run changes."""
         if self._fixed is None or reach > self._reach:
             self._reach = reach
             tables = self.rotations(reach).items()
             values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(table) for name, table in tables}
             most = min(reach, self.stack.config.positions) - 1 if self._learned() else reach - 1
-            self._fixed = Fixed(values, self.windows(), most, self._check)
+            self._fixed = Fixed(values, self.windows(), most, self._check_stop)
         return self._fixed
 
     def _learned(self) -> bool:
@@ -272,6 +260,10 @@ class OnnxRuntime:
     def _check(self, inputs: Tensor, offset: int | Tensor) -> None:
         if self._learned():
             check_reach(self.stack.config, inputs, offset)
+
+    def _check_stop(self, stop: int) -> None:
+        if self._learned() and stop > self.stack.config.positions:
+            check_reach(self.stack.config, torch.zeros(1, stop), 0)
 
     # Heads
 

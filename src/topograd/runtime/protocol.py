@@ -1,74 +1,44 @@
-"""What decoding asks of a runtime, and the one that torch is.
+"""The `Runtime` protocol of decoding backends, and its PyTorch implementation.
 
-    embed, bus          x0 of new tokens, and what every layer hears beside its hidden state
-    memories            for each stage of a plan what it remembers: it runs its layers on R new positions of
-                        each row, goes back (`rewind`) and becomes a batch of other rows (`select`)
+    embed, bus          x0 of new tokens, and what every layer reads beside its hidden state
+    stage_caches        for each stage of a plan its cache, which runs the stage's layers on new positions of
+                        any sequences (`exec/stage_cache.py`)
     readout             logits of a stage's head, on all or some rows of the vocabulary
 
-Torch runs every model on every device, and is what another runtime is tested against. The queues of pending
-positions, relays and predictions are the same for all (`depth/cache.py`, `training/forward.py`).
+PyTorch runs every model on every device, and is what another runtime is tested against. Pending positions,
+relays and predictions are the same for all (`decode/cache.py`, `exec/forward.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from topograd.exec.forward import StageMemory
+from topograd.exec.stage_cache import StageCache
+from topograd.nn.slots import Spans
 from topograd.nn.stack import Bus, Stack
 from topograd.topology.plan import Plan
 
 
-@dataclass(frozen=True, eq=False)
-class Heard:
-    """New positions of one row, from `start` on: tokens (1, S) and x0 (1, S, width)."""
+@runtime_checkable
+class ArrayStageCache(Protocol):
+    """A stage's cache that runs on arrays: no tensor is made between the stages of a chain."""
 
-    tokens: NDArray[Any]
-    x0: NDArray[Any]
-    start: int
+    def run_arrays(self, h: NDArray[Any], x0: NDArray[Any], spans: Spans) -> NDArray[Any]:
+        """The stage's last hidden states (N, width) of packed positions; overwritten by the next run."""
 
 
 @runtime_checkable
-class RowMemory(Protocol):
-    """A stage's memory that can run one row on arrays: no tensor is made between the stages of a chain."""
+class ArrayRuntime(Protocol):
+    """A runtime that embeds packed tokens as arrays."""
 
-    def run_row(self, h: NDArray[Any], heard: Heard) -> NDArray[Any]:
-        """The stage's last hidden state (1, S, width); overwritten by the next run."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeardRows:
-    """One new position of each of several rows: tokens (rows, 1) and x0 (rows, 1, width)."""
-
-    tokens: NDArray[Any]
-    x0: NDArray[Any]
-    starts: Sequence[int]
-
-
-@runtime_checkable
-class RowsMemory(RowMemory, Protocol):
-    """A stage's memory of one row that can run together with those of other rows."""
-
-    @property
-    def together(self) -> bool:
-        """Whether it lies where others do; else it runs alone."""
-
-    def run_rows(self, others: Sequence[Any], h: NDArray[Any], heard: HeardRows) -> NDArray[Any] | None:
-        """The last hidden states (rows, 1, width) of this row and of others; None where it cannot."""
-
-
-@runtime_checkable
-class RowEmbedding(Protocol):
-    """A runtime that embeds the tokens of one row as arrays."""
-
-    def embed_row(self, tokens: NDArray[Any], previous: int | None) -> NDArray[Any]:
-        """x0 (1, S, width) of tokens (1, S); `previous` is the token before them."""
+    def embed_array(self, tokens: Sequence[int], previous: Sequence[int]) -> NDArray[Any]:
+        """x0 (N, width); `previous` is the token before each of them, -1 where there is none."""
 
 
 class Runtime(Protocol):
@@ -92,41 +62,33 @@ class Runtime(Protocol):
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
         """The bus of tokens whose first position is `offset`, or whose positions (rows, time) it is."""
 
-    def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
-        """The memory of each stage of a plan."""
+    def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
+        """A cache for each stage of a plan."""
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
 
 
 class TorchRuntime:
-    """Torch: a stack laid out for decoding."""
+    """PyTorch: a stack laid out for decoding."""
 
     name, precision = "torch", "float32"
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
+        self.embed, self.bus, self.readout = stack.embed, stack.bus, stack.readout
 
-    def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        return self.stack.embed(inputs, previous)
-
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        return self.stack.bus(x0, inputs, offset)
-
-    def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
-        return self.stack.readout(h, stage, rows)
-
-    def memories(self, plan: Plan, rows: int, capacity: int) -> Sequence[StageMemory]:
-        return [StageMemory(self.stack, planned, rows, capacity) for planned in plan.stages]
+    def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
+        return [StageCache(self.stack, planned, capacity) for planned in plan.stages]
 
 
 @contextmanager
-def torch_beside(runtime: Runtime) -> Iterator[None]:
-    """Torch in one thread while another runtime writes.
+def single_threaded_torch(runtime: Runtime) -> Iterator[None]:
+    """PyTorch in one thread while another runtime decodes.
 
-    What torch does between the stages is small (the largest of some logits), and its threads wait for more of
-    it by spinning, on the processors that the runtime's own threads need: with two of each on two processors,
-    drafts took twice the time of what they saved.
+    What PyTorch does between the stages is small (the largest of some logits), and its threads wait for more
+    of it by spinning, on the processors that the runtime's own threads need: with two of each on two
+    processors, drafts took twice the time of what they saved.
     """
     threads = torch.get_num_threads()
     if runtime.name == "torch" or threads == 1:

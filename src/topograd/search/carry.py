@@ -22,12 +22,12 @@ from topograd.errors import ConfigError, StackError
 from topograd.nn.heads import Head
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
-from topograd.runs.topology_config import TopologyConfig
+from topograd.runs.topology_config import AVERAGE_TEACHER, TopologyConfig
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
 from topograd.topology.prediction import WORDS
 from topograd.training.optimizers import OptimizerSet, make_optimizers
-from topograd.training.trainer import Trainer
+from topograd.training.runs import RunTask
 
 Copies = Mapping[nn.Parameter, nn.Parameter]
 """Parameters that are copies, each with its original."""
@@ -48,14 +48,14 @@ def nearest_head(composition: Composition, layer: int) -> int:
     return min(range(len(ends)), key=lambda k: (abs(ends[k] - layer), -k))
 
 
-def change_topology(trainer: Trainer, table: TopologyConfig, sources: Sequence[int]) -> None:
+def change_topology(task: RunTask, table: TopologyConfig, sources: Sequence[int]) -> None:
     """Go on with another topology, whose stage k has the head that stage `sources[k]` had."""
-    copies = carry_heads(trainer.stack, sources)
-    trainer.config = trainer.config.changed(topology=table)
-    trainer.plan = Plan.of(trainer.config.build_topology(), len(trainer.stack.layers))
-    before = trainer.loop.optimizers
-    trainer.loop.optimizers = make_optimizers(trainer.stack, trainer.config.optimizer, trainer.plan)
-    carry_state(before, trainer.loop.optimizers, copies)
+    copies = carry_heads(task.stack, sources)
+    task.config = task.config.changed(topology=table)
+    task.plan = Plan.of(task.config.build_topology(), len(task.stack.layers))
+    before = task.loop.optimizers
+    task.loop.optimizers = make_optimizers(task.stack, task.config.optimizer, task.plan)
+    carry_state(before, task.loop.optimizers, copies)
 
 
 def carry_heads(stack: Stack, sources: Sequence[int]) -> Copies:
@@ -110,6 +110,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         "interface": None,
         "relay": "identity",
         "source": None,
+        "transmissivity_schedule": None,
     }
     only |= {"transmissivities": ()} if graph == "chain" else {"objective": "cross-entropy"}
     for name, value in only.items():
@@ -123,6 +124,8 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
             f"prediction is {table.prediction!r}, which names stages; while boundaries are searched it must "
             f"be one of {', '.join(WORDS)}"
         )
+    if table.teacher == AVERAGE_TEACHER:
+        raise ConfigError("teacher is average, of a model whose heads a search changes; give self, or a run")
     if config.optimizer.stages:
         raise ConfigError(
             "optimizer.stages names stages, and a search of boundaries changes them; leave it out"

@@ -40,14 +40,14 @@ from torch import Tensor
 
 from topograd.data.windows import Text
 from topograd.errors import ConfigError
+from topograd.exec.train_step import train_step
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Stage, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import evaluate
-from topograd.training.executor import train_step
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import OptimizerSet, stage_parameters
+from topograd.training.step_runner import StepRunner
 
 STEPS, ROWS, RATE = 16, 4, 3e-3
 """Steps of a probe, rows of text in each, and Adam's learning rate."""
@@ -217,7 +217,7 @@ def _taught(stack: Stack, topology: Topology, text: Text, unit: set[int] | None 
         for parameter in stage_parameters(pupil, plan, unit):
             parameter.requires_grad_()
     optimizer = torch.optim.Adam([p for p in pupil.parameters() if p.requires_grad], lr=RATE)
-    loop = TrainingLoop(pupil, OptimizerSet.of(optimizer))
+    loop = StepRunner(pupil, OptimizerSet.of(optimizer))
     for step in range(STEPS):
         rows = torch.arange(step * ROWS, (step + 1) * ROWS) % len(text.inputs)
         loop.step(plan, [(text.inputs[rows], text.targets[rows])], step + 1)

@@ -44,6 +44,7 @@ from topograd.decode.exit_rules import agreement, exits, thresholds
 from topograd.decode.readings import Readings
 from topograd.errors import ConfigError
 from topograd.exec.forward import run_stage
+from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.nn.stack import Stack
 from topograd.search import property_probes as probes
@@ -54,7 +55,6 @@ from topograd.topology.composition import Composition
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan, PlannedStage, Port
 from topograd.training.evaluation import RANK_TOKENS, BitsPerByte, activation_rank
-from topograd.training.executor import train_step
 
 ROWS = 4
 """Rows of text in the step whose memory and gradient are measured."""

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from topograd.data.windows import Text
 from topograd.exec.forward import stage_outputs
+from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.nn.stack import Stack
 from topograd.search.carry import nearest_head
 from topograd.search.utility import (
@@ -50,7 +51,6 @@ from topograd.topology.composition import Composition
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import BINS, RANK_TOKENS, activation_rank, calibration_error
-from topograd.training.linear_cross_entropy import chunk_tokens
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ from torch import Tensor
 
 from topograd.data import Prepared
 from topograd.errors import ConfigError
+from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
@@ -67,8 +68,7 @@ from topograd.search.carry import change_topology, check_searchable
 from topograd.search.dynamic import best_partition, stage_counts
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
-from topograd.training.loop import Step
-from topograd.training.trainer import Trainer
+from topograd.training.runs import RunTask
 
 SATURATION = 10.0
 """|a / T| counts up to this: every layer keeps a loss, and a boundary that has hardened can still open."""
@@ -164,7 +164,7 @@ class SoftBoundaries:
         }
 
 
-class SoftTrainer(Trainer):
+class SoftTask(RunTask):
     """A run whose boundaries are learned: a soft topology until its last step, and a chain from then on."""
 
     def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
@@ -179,28 +179,29 @@ class SoftTrainer(Trainer):
         self.losses: list[float] = []
         """The last step's loss of every layer, in nats."""
 
-    def load(self, name: str) -> None:
-        super().load(name)
-        saved = self.run.store.extra(name)["search"]
+    def load_extra(self, loaded: Checkpoint) -> None:
+        super().load_extra(loaded)
+        saved = loaded.extra["search"]
         self.boundaries.restore(saved)
         self.losses = saved["losses"]
 
-    def more_extra(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         search = self.boundaries.state() | {"losses": self.losses}
-        return {"topology": asdict(self.config.topology), "search": search}
+        return super().extra_state() | {"topology": asdict(self.config.topology), "search": search}
 
-    def plan_now(self) -> Plan:
-        lam = self.boundaries.transmissivities(self._progress(self.step)).tolist()
+    def current_plan(self, step: int) -> Plan:
+        lam = self.boundaries.transmissivities(self._progress(step)).tolist()
         self.config = self.config.changed(transmissivities=tuple(lam))
         self.plan = Plan.of(self.config.build_topology(), len(self.stack.layers))
         return self.plan
 
-    def after_step(self, step: Step) -> None:
-        progress = self._progress(self.step - 1)
-        self.losses = step.losses.tolist()
-        self.boundaries.update(step.losses, progress)
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        progress = self._progress(step - 1)
+        self.losses = self.last.losses.tolist()
+        self.boundaries.update(self.last.losses, progress)
         lam = self.boundaries.transmissivities(progress).tolist()
-        self.run.log({"kind": "boundaries", "step": self.step, "transmissivities": lam})
+        self.run.log({"kind": "boundaries", "step": step, "transmissivities": lam})
 
     def finish(self) -> None:
         """Harden; stage k keeps the head of its last layer."""

@@ -31,8 +31,8 @@ from topograd.nn.stack import Stack
 from topograd.runs.session import Session, heldout_text, load_data
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.training.evaluation import evaluate
-from topograd.training.loop import TrainingLoop
 from topograd.training.optimizers import OptimizerSet
+from topograd.training.step_runner import StepRunner
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets (batch, time)."""
@@ -99,7 +99,7 @@ def probe(stack: Stack, a: int, b: int, batches: Iterable[Batch], heldout: Text,
     copied.requires_grad_(False)
     for parameter in learning:
         parameter.requires_grad_()
-    loop = TrainingLoop(copied, OptimizerSet.of(torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)))
+    loop = StepRunner(copied, OptimizerSet.of(torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)))
     for number, batch in enumerate(batches, start=1):
         loop.step(plan, [batch], number)
     return evaluate(copied, plan, heldout).bpb.prediction

@@ -32,6 +32,7 @@ import numpy as np
 
 from topograd.data import Prepared
 from topograd.errors import ConfigError
+from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SurgeryConfig
@@ -40,8 +41,7 @@ from topograd.search.dynamic import stage_counts
 from topograd.search.salience import Costs, Measured, measure, merge_pressures, split_pressures, terms
 from topograd.search.utility import deployment, utility
 from topograd.topology.composition import Composition
-from topograd.training.loop import Step
-from topograd.training.trainer import Trainer
+from topograd.training.runs import RunTask
 
 
 def surgery_run(config: TrainConfig, surgery: SurgeryConfig) -> TrainConfig:
@@ -109,7 +109,7 @@ def choose(
     return drawn if accepted else here
 
 
-class SurgeryTrainer(Trainer):
+class SurgeryTask(RunTask):
     """A run whose boundaries are moved every so often."""
 
     def __init__(self, run: Run, config: TrainConfig, data: Prepared) -> None:
@@ -137,33 +137,35 @@ class SurgeryTrainer(Trainer):
         self.operations: list[dict[str, Any]] = []
         """What was done so far, as `Operation.as_dict` gives it."""
 
-    def load(self, name: str) -> None:
-        super().load(name)
-        self.operations = self.run.store.extra(name)["search"]["operations"]
+    def load_extra(self, loaded: Checkpoint) -> None:
+        super().load_extra(loaded)
+        self.operations = loaded.extra["search"]["operations"]
 
-    def more_extra(self) -> dict[str, Any]:
-        return {"topology": asdict(self.config.topology), "search": {"operations": self.operations}}
+    def extra_state(self) -> dict[str, Any]:
+        search = {"operations": self.operations}
+        return super().extra_state() | {"topology": asdict(self.config.topology), "search": search}
 
-    def after_step(self, step: Step) -> None:
-        every, left = self.config.search.surgery.every, self.config.steps - self.step
-        if self.step % every == 0 and left >= every and not self.loop.halted:
-            done = self.operate()
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        every, left = self.config.search.surgery.every, self.config.steps - step
+        if step % every == 0 and left >= every and not self.loop.halted:
+            done = self.operate(step)
             self.operations.append(done.as_dict())
             self.run.log({"kind": "operation", **done.as_dict()})
 
-    def operate(self) -> Operation:
+    def operate(self, step: int) -> Operation:
         """Measure, choose, and go on with what was chosen."""
         here, config = partition_of(self.config), self.config.search.surgery
         near = neighbours(here, config.min_depth, config.stages)
         found = measure(self.stack, here, near, self.text)
         costs = self._costs()
         scores = {pi: utility(terms(found, pi, costs), costs.weights) for pi in found.bpb}
-        generator = np.random.default_rng([self.config.seed, self.step])
+        generator = np.random.default_rng([self.config.seed, step])
         after = choose(here, scores, config, generator)
         if after != here:
             table = replace(self.config.topology, partition=str(after))
             change_topology(self, table, nearest_heads(here, after))
-        return _operation(self.step, found, costs, scores, after)
+        return _operation(step, found, costs, scores, after)
 
     def _costs(self) -> Costs:
         model, config = self.config.model, self.config.search.surgery

@@ -29,7 +29,7 @@ from topograd.search.property_probes import Specialist, backwards, specialist
 from topograd.search.utility import Terms, Weights, utility
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import Evaluation, evaluate
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,8 @@ def as_runs(base: TrainConfig, objectives: Sequence[str]) -> Train:
         result = trainer.train(stop_after=steps)
         if result["steps"] < steps:
             raise KeyboardInterrupt
-        trained = Trained(trainer.stack, trainer.plan, trainer.text, layers=trainer.config.model.layers)
+        task = trainer.task
+        trained = Trained(task.stack, task.plan, task.text, layers=task.config.model.layers)
         return read_numbers(trained, objectives)
 
     return train

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from topograd.serve.jobs import Job, Progress, Scored, Written
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 
 
 class Choice:
@@ -53,7 +53,9 @@ class Choice:
 class Answer:
     """What is told about one request."""
 
-    def __init__(self, served: Served, asked: Mapping[str, Any], jobs: Sequence[Job], chat: bool) -> None:
+    def __init__(
+        self, served: ServedModel, asked: Mapping[str, Any], jobs: Sequence[Job], chat: bool
+    ) -> None:
         self.served, self.asked, self.chat = served, asked, chat
         self.choices = [Choice(job) for job in jobs]
         kind = "chat.completion" if chat else "text_completion"
@@ -93,7 +95,7 @@ class Answer:
         """Tokens read and written; a prompt counts once however many texts follow it."""
         prompts = {id(choice.job.prompt): choice.job for choice in self.choices}
         read = sum(len(job.prompt) for job in prompts.values())
-        made = sum(choice.job.tokens - choice.job.left for choice in self.choices)
+        made = sum(choice.job.tokens - choice.job.remaining for choice in self.choices)
         cached = sum(job.timings.cached for job in prompts.values())
         return {
             "prompt_tokens": read,
@@ -157,7 +159,7 @@ class Answer:
         if not self.asked["stages"]:
             return {}
         each = [
-            {"id": w.token, "text": w.text, "stage": w.stage + 1, "drafted": w.drafted}
+            {"id": w.token, "text": w.text, "stage": w.exit + 1, "drafted": w.drafted}
             for w in written
             if not w.end
         ]
@@ -220,8 +222,8 @@ def timings(jobs: Sequence[Job]) -> dict[str, Any]:
     admitted = min((clock.admitted for clock in clocks if clock.admitted is not None), default=asked)
     first = min((clock.first for clock in clocks if clock.first is not None), default=None)
     done = max((clock.finished for clock in clocks if clock.finished is not None), default=admitted)
-    stages = [stage + 1 for job in jobs for stage in job.stages]
-    tokens = sum(job.tokens - job.left for job in jobs)
+    stages = [exit_ + 1 for job in jobs for exit_ in job.exits]
+    tokens = sum(job.tokens - job.remaining for job in jobs)
     drafted = sum(clock.drafted for clock in clocks)
     accepted = sum(clock.accepted for clock in clocks)
     writing = None if first is None else done - first

@@ -38,7 +38,7 @@ from topograd.serve.fields import (
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.openapi import document
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 from topograd.serve.worker import Inbox, Worker
 
 AT_ONCE = 2**14
@@ -50,7 +50,7 @@ GONE = -1
 class Service:
     """Everything that the routes need."""
 
-    def __init__(self, served: Served, worker: Worker, counters: Counters) -> None:
+    def __init__(self, served: ServedModel, worker: Worker, counters: Counters) -> None:
         self.served, self.worker, self.counters = served, worker, counters
         self.chats = Chats(served)
 
@@ -139,7 +139,9 @@ class Service:
 
         def prepare() -> list[Job]:
             prompts = self.served.prompts(asked["prompt"], self.served.vocabulary(asked))
-            return self.served.jobs(asked, prompts, asked["max_tokens"], lambda i: self.worker.tell(inbox, i))
+            return self.served.jobs(
+                asked, prompts, asked["max_tokens"], lambda i: self.worker.on_progress(inbox, i)
+            )
 
         long = len(asked["prompt"]) > AT_ONCE // 4
         jobs = await asyncio.to_thread(prepare) if long else prepare()
@@ -157,7 +159,7 @@ class Service:
         words = self.served.vocabulary(asked)
         prompt = await asyncio.to_thread(self.chats.prompt, asked["messages"], words)
         inbox: Inbox = asyncio.Queue()
-        jobs = self.served.jobs(asked, [prompt], tokens, lambda i: self.worker.tell(inbox, i))
+        jobs = self.served.jobs(asked, [prompt], tokens, lambda i: self.worker.on_progress(inbox, i))
         for job in jobs:
             job.logprobs = (asked["top_logprobs"] or 0) if asked["logprobs"] else None
         return await self._answer(request, Answer(self.served, asked, jobs, chat=True), jobs, inbox)
@@ -170,7 +172,7 @@ class Service:
         inbox: Inbox = asyncio.Queue()
         plain = {"n": 1, "depth": "full", "model": None, "stop": (), "seed": 0, "temperature": 0}
         plain |= {"top_k": None, "top_p": 1, "ignore_eos": False, "specialists": (), "weights": None}
-        jobs = self.served.jobs(plain, [tokens], 0, lambda i: self.worker.tell(inbox, i))
+        jobs = self.served.jobs(plain, [tokens], 0, lambda i: self.worker.on_progress(inbox, i))
         jobs[0].candidates = asked["top"]
         self._submit(jobs)
         async with self._watch(request, jobs, inbox):
@@ -289,7 +291,7 @@ class Service:
         return _read_body(body, fields)
 
 
-def describe(served: Served, chats: Chats) -> list[dict[str, Any]]:
+def describe(served: ServedModel, chats: Chats) -> list[dict[str, Any]]:
     """The model under its name, with what a page needs to know, and under name:depth."""
     session = served.model.session
     common = {"object": "model", "created": served.started, "owned_by": "topograd"}

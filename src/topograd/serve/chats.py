@@ -17,7 +17,7 @@ from typing import Any
 from topograd.convert.chat import Renderer
 from topograd.errors import CheckpointError, ConfigError
 from topograd.serve.fields import RequestError
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 from topograd.specialists.records import template_of
 from topograd.specialists.tokens import Vocabulary
 
@@ -25,7 +25,7 @@ from topograd.specialists.tokens import Vocabulary
 class Chats:
     """Renders conversations for one model."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.template = served.tokenizer.chat_template
         self._lock = threading.Lock()

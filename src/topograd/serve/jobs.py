@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 
@@ -35,7 +33,7 @@ class Written:
 
     token: int
     text: str
-    stage: int
+    exit: int
     drafted: bool = False
     score: Scored | None = None
     end: bool = False
@@ -82,12 +80,12 @@ class Job:
     prompt: list[int]
     tokens: int
     depth: str
-    """As `depth/modes.py` reads it."""
+    """As `decode/depths.py` reads it."""
     sampling: Sampling
     stream: TextStream
-    tell: Callable[[Progress], None]
+    on_progress: Callable[[Progress], None]
     """Called in the scheduler's thread."""
-    ends: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     """How many alternatives to score beside each token written; None scores nothing."""
     score_prompt: bool = False
@@ -103,10 +101,9 @@ class Job:
     deadline: float = float("inf")
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.sampling.seed)
-        self.left = self.tokens
-        self.read = 0
-        """Prompt tokens that are in the row."""
+        self.remaining = self.tokens
+        self.prompt_pos = 0
+        """Prompt tokens that are in the sequence."""
         self.scores: list[Scored | None] = [None]
-        self.stages: list[int] = []
+        self.exits: list[int] = []
         """The exit of each token that was written."""

@@ -1,9 +1,9 @@
-"""Rows and what is left in them: a new text takes the row that begins most like it.
+"""Sequences and what is left in them: a new text takes the one that begins most like it.
 
-A row that is done keeps its memory. The next text takes the free row with the longest common prefix, and goes
-on from there; where a busy row shares more, that part is copied from it (`depth.rows.copy_prefix`). So the
-same system prompt is computed once. Every plan (the model's own, one for each set of paths or specialists)
-has its own rows, since a row's memory is that of its plan.
+A sequence that is done keeps its cache. The next text takes the free one with the longest common prefix, and
+continues from there; where a busy one shares more, that part is copied from it (`Cache.fork`). So the same
+system prompt is computed once. Every plan (the model's own, one for each set of paths or specialists) has its
+own sequences, since a cache is of its plan.
 
 At least one token of a prompt is read again: what follows it is predicted from its hidden state.
 """
@@ -11,77 +11,77 @@ At least one token of a prompt is read again: what follows it is predicted from 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 
-from topograd.decode.cache import Cache
 from topograd.decode.engine import Engine
-from topograd.decode.rows import OneRow, Rows, copy_prefix
+from topograd.decode.sampling import Sampling
+from topograd.decode.sequence import Sequence
 
-WORTH = 8
+MIN_SHARED = 8
 """A common prefix shorter than this is not worth copying."""
 
 
-class Row:
+class Slot:
     """A place for a text."""
 
-    def __init__(self, cache: OneRow) -> None:
-        self.cache = cache
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
         self.busy = False
         self.used = 0
+        """When it was last taken, by a count of texts."""
 
 
 class Pool:
-    """The rows of one engine."""
+    """The sequences of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.rows: list[Row] = []
+        self.engine, self.cache = engine, engine.new_cache()
+        self.slots: list[Slot] = []
         self._clock = itertools.count(1)
 
     @torch.inference_mode()
-    def take(self, prompt: Sequence[int], stages: Sequence[int], grow: bool = True) -> tuple[Row, int]:
-        """A row for a prompt, and how many tokens of it the row holds already, run by all of `stages`.
+    def take(
+        self, prompt: abc.Sequence[int], stages: abc.Sequence[int], sampling: Sampling, grow: bool = True
+    ) -> tuple[Slot, int]:
+        """A slot for a prompt, and how many tokens of it the slot holds already, run by all of `stages`.
 
         With `grow`, a new one rather than one whose text is of no use; else there must be a free one.
         """
         limit = len(prompt) - 1
-        ready = {id(row): min(_ready(row.cache, prompt, stages), limit) for row in self.rows}
-        free = [row for row in self.rows if not row.busy]
-        best = max(free, key=lambda row: (ready[id(row)], -row.used), default=None)
+        ready = {id(slot): min(_ready(slot.sequence, prompt, stages), limit) for slot in self.slots}
+        free = [slot for slot in self.slots if not slot.busy]
+        best = max(free, key=lambda slot: (ready[id(slot)], -slot.used), default=None)
         have = 0 if best is None else ready[id(best)]
-        if (best is None or have < WORTH) and grow:
-            best, have = self._new(), 0
-            ready[id(best)] = 0
-        assert best is not None, "whoever admits a text knows of a free row"
-        donor = max(self.rows, key=lambda row: ready[id(row)])
+        donor = max(self.slots, key=lambda slot: ready[id(slot)], default=None)
+        if (best is None or have < MIN_SHARED) and grow:
+            best, have = Slot(self.cache.new()), 0
+            self.slots.append(best)
+        assert best is not None, "whoever admits a text knows of a free slot"
         best.busy, best.used = True, next(self._clock)
-        if ready[id(donor)] >= have + WORTH:
-            Rows([best.cache]).truncate([0])
-            copied = copy_prefix(donor.cache, best.cache, ready[id(donor)])
-            if copied:
-                return best, copied
-            have = 0
-        Rows([best.cache]).truncate([have])
-        return best, len(best.cache.tokens[0])
+        if donor is not None and self.shares and ready[id(donor)] >= have + MIN_SHARED:
+            length = ready[id(donor)]
+            self.cache.free(best.sequence)
+            best.sequence = self.cache.fork(donor.sequence, length, sampling)
+        else:
+            self.cache.truncate([best.sequence], [have])
+            best.sequence.begin(sampling)
+        return best, len(best.sequence)
 
-    def _new(self) -> Row:
-        cache = self.engine.start([[0]])
-        assert not isinstance(cache, Rows)
-        cache.truncate([0])
-        row = Row(cache)
-        self.rows.append(row)
-        return row
+    @property
+    def shares(self) -> bool:
+        """Whether a part of a cache can be copied: recurrent states and histories are not cut anywhere."""
+        return all(stage.cuts_anywhere for stage in self.cache.stages)
 
-    def drop(self, row: Row) -> None:
-        """Forget a row whose memory can no longer be trusted."""
-        self.rows.remove(row)
+    def drop(self, slot: Slot) -> None:
+        """Forget a sequence whose cache can no longer be trusted."""
+        self.slots.remove(slot)
+        self.cache.free(slot.sequence)
 
 
-def _ready(cache: OneRow, prompt: Sequence[int], stages: Sequence[int]) -> int:
-    """How many leading tokens of `prompt` all of `stages` have run in a row."""
-    marks = [cache.marks[stage][0] for stage in stages] if isinstance(cache, Cache) else []
-    most = min([len(prompt), len(cache.tokens[0]), *marks])
-    mine = cache.tokens[0]
+def _ready(sequence: Sequence, prompt: abc.Sequence[int], stages: abc.Sequence[int]) -> int:
+    """How many leading tokens of `prompt` all of `stages` have run in a sequence."""
+    mine = sequence.tokens
+    most = min([len(prompt), len(mine), *(sequence.marks[stage] for stage in stages)])
     return next((i for i in range(most) if mine[i] != prompt[i]), most)

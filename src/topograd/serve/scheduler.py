@@ -2,11 +2,12 @@
 
 A step:
 
-    1. jobs that were cancelled or are too late leave; waiting ones take free rows
-    2. some more prompt tokens are pushed: `chunk` of them in all, so that a long prompt stalls nobody
-    3. every stage that several rows need runs once for all of them, prompts and texts together
-    4. each lane (`lanes.py`) writes at least one token in each of its rows; one of a third of the layers
-       writes three times, so that a shallow text does not go at the pace of a deep one
+    1. jobs that were cancelled or are too late leave; waiting ones take free slots
+    2. some more prompt tokens are pushed: `chunk` of them in all, so that a long prompt delays no other text
+    3. every stage that several texts need runs once for all of them, prompts and texts together
+    4. each strategy (`decode/strategies.py`) writes at least one token in each of its texts, in one pass for
+       all of them: drafts of many requests are verified together. A strategy of a third of the layers writes
+       three times, so that a shallow text does not go at the pace of a deep one
 
 Order. A request's k-th text has the tag v + k, where v is the tag of the text that was admitted last; the
 least tag goes first. So a request with many texts does not keep out those that come later, and nobody
@@ -20,50 +21,73 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from topograd.decode.engine import Emitted
-from topograd.decode.rows import Rows
-from topograd.errors import TopogradError
-from topograd.runtime.protocol import torch_beside
+from topograd.decode.autotune import RowCosts
+from topograd.decode.depths import strategy_of
+from topograd.decode.engine import Emitted, Engine
+from topograd.decode.strategies import DecodeStrategy, FixedDepth
+from topograd.decode.tune_drafters import measure_rows, measure_uneven
+from topograd.errors import ConfigError, TopogradError
+from topograd.runs.session import Session
+from topograd.runtime.protocol import single_threaded_torch
 from topograd.serve.jobs import Finish, Job, Progress, Scored, Written
-from topograd.serve.lanes import SCORED_AT_ONCE, Lane, Lanes
 from topograd.serve.metrics import Counters
-from topograd.serve.pool import Pool, Row
+from topograd.serve.pool import Pool, Slot
 from topograd.serve.settings import Limits
+from topograd.specialists.model import SpecialistPool
 
 LATE = "the request took longer than the server allows; ask for less, or when there is less to do"
 INTERNAL = "the model could not go on with this text; the server's log says why"
 
 
+SCORED_AT_ONCE = 64
+"""Positions whose logits exist at the same time while a prompt is scored."""
+MAX_STRATEGIES = 64
+"""Strategies that are kept; others are made again when they are asked for."""
+
+
 @dataclass(eq=False)
 class Active:
-    """A job in its row."""
+    """A job in its slot."""
 
     job: Job
-    row: Row
-    lane: Lane
+    slot: Slot
+    strategy: DecodeStrategy
     pool: Pool
 
     @property
     def unread(self) -> int:
-        return len(self.job.prompt) - self.job.read
+        return len(self.job.prompt) - self.job.prompt_pos
 
 
 class Scheduler:
     """All texts of one model; used from one thread."""
 
-    def __init__(self, lanes: Lanes, limits: Limits, counters: Counters) -> None:
-        self.lanes, self.limits, self.counters = lanes, limits, counters
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        limits: Limits,
+        counters: Counters,
+        specialists: SpecialistPool | None = None,
+    ) -> None:
+        self.session, self.engine, self.specialists = session, engine, specialists
+        self.limits, self.counters = limits, counters
         self.active: list[Active] = []
-        self._waiting: list[tuple[float, int, Job, Lane]] = []
+        self._waiting: list[tuple[float, int, Job, DecodeStrategy]] = []
         self._tag = 0.0
-        self._pools: dict[Lane, Pool] = {}
-        self.base = Pool(lanes.engine)
+        self._costs: RowCosts | None = None
+        self._strategies: OrderedDict[object, DecodeStrategy] = OrderedDict()
+        self._pools: dict[int, Pool] = {}
+        """By the plan of the sequences; the model's own is always there."""
+        self.base = self._pools[id(engine.plan)] = Pool(engine)
 
     @property
     def waiting(self) -> int:
@@ -73,17 +97,52 @@ class Scheduler:
         """Queue the texts of one request."""
         for place, job in enumerate(jobs):
             try:
-                lane = self.lanes.of(job.depth, job.sampling, job.specialists)
+                strategy = self.strategy(job.depth, job.sampling.greedy, job.specialists)
             except TopogradError as error:
-                said = str(error).replace(str(self.lanes.session.run.folder), "RUN")  # a path is not theirs
-                job.tell(Progress(finish="error", error=said, status=400))
+                message = str(error).replace(str(self.session.run.folder), "RUN")  # a path is not theirs
+                job.on_progress(Progress(finish="error", error=message, status=400))
                 continue
-            job.tell(Progress())  # it can be done
-            heapq.heappush(self._waiting, (self._tag + place, job.number, job, lane))
+            job.on_progress(Progress())  # it can be done
+            heapq.heappush(self._waiting, (self._tag + place, job.number, job, strategy))
+
+    def strategy(
+        self, depth: str, greedy: bool = True, active: tuple[tuple[str, float], ...] = ()
+    ) -> DecodeStrategy:
+        """The strategy of a depth and active specialists; ConfigError or RunError where there is none."""
+        key = depth, greedy or not depth.startswith("speculate"), active
+        if key not in self._strategies:
+            if active:
+                self._strategies[key] = self._composed(depth, active)
+            else:
+                self._strategies[key] = strategy_of(
+                    depth, self.session, self.engine, greedy, costs=self._row_costs
+                )
+        self._strategies.move_to_end(key)
+        while len(self._strategies) > MAX_STRATEGIES:
+            self._strategies.popitem(last=False)
+        return self._strategies[key]
+
+    def _row_costs(self) -> RowCosts:
+        """What positions cost on this host, measured when drafts are first asked for without a calibration:
+        whether a draft pays depends on how many texts there are."""
+        if self._costs is None:
+            uneven = measure_uneven(self.engine)
+            self._costs = replace(measure_rows(self.engine, rounds=3), uneven=uneven)
+        return self._costs
+
+    def _composed(self, depth: str, active: tuple[tuple[str, float], ...]) -> DecodeStrategy:
+        """The base with specialists, at full depth: exits and calibrations are the base's alone."""
+        if self.specialists is None:
+            raise ConfigError("this server has no specialists; leave them out")
+        if depth != "full":
+            raise ConfigError(
+                f"specialists write at full depth and {depth} is asked for; leave one of them out"
+            )
+        return FixedDepth(self.specialists.model(dict(active)).engine)
 
     def step(self) -> bool:
         """Go on with everybody; False if there was nothing to do."""
-        with torch_beside(self.lanes.engine.runtime):
+        with single_threaded_torch(self.engine.runtime):
             return self._step()
 
     def _step(self) -> bool:
@@ -97,13 +156,13 @@ class Scheduler:
         self._together([*reading, *writing])
         for active in [*reading, *writing]:
             self._guarded([active], self._score_prompt)
-        lanes: dict[int, list[Active]] = {}
+        together: dict[int, list[Active]] = {}
         for active in writing:
             if active in self.active:
-                lanes.setdefault(id(active.lane), []).append(active)
-        deepest = max((members[0].lane.layers for members in lanes.values()), default=0)
-        for members in lanes.values():
-            for _ in range(max(deepest // max(members[0].lane.layers, 1), 1)):
+                together.setdefault(id(active.strategy), []).append(active)
+        deepest = max((members[0].strategy.layers for members in together.values()), default=0)
+        for members in together.values():
+            for _ in range(max(deepest // max(members[0].strategy.layers, 1), 1)):
                 self._guarded([active for active in members if active in self.active], self._write)
         self.counters.step(time.perf_counter() - began, len(writing))
         return True
@@ -115,6 +174,12 @@ class Scheduler:
         for _, _, job, _ in self._waiting:
             self._dismiss(job, Progress(finish="cancelled"))
         self._waiting.clear()
+
+    def forget(self) -> None:
+        """Drop what ended texts left in their sequences."""
+        for pool in self._pools.values():
+            for slot in [slot for slot in pool.slots if not slot.busy]:
+                pool.drop(slot)
 
     def _leave(self) -> None:
         now = time.perf_counter()
@@ -140,50 +205,52 @@ class Scheduler:
         """End a text that had no row yet; it counts like any other."""
         assert progress.finish is not None
         self.counters.finished(progress.finish, 0, 0)
-        job.tell(progress)
+        job.on_progress(progress)
 
     def _admit(self) -> None:
         while self._waiting and len(self.active) < self.limits.rows:
             if self._follows(self._waiting[0][2], self._waiting[0][3]):
                 return
-            tag, _, job, lane = heapq.heappop(self._waiting)
+            tag, _, job, strategy = heapq.heappop(self._waiting)
             self._tag = max(self._tag, tag)
-            pool, grow = self._pool(lane)
-            row, have = pool.take(job.prompt, lane.reads, grow)
-            job.read = job.timings.cached = have
+            pool, grow = self._pool(strategy)
+            slot, have = pool.take(job.prompt, strategy.prompt_stages, job.sampling, grow)
+            job.prompt_pos = job.timings.cached = have
             job.timings.admitted = time.perf_counter()
             self.counters.admitted(len(job.prompt), have)
-            self.active.append(Active(job, row, lane, pool))
+            self.active.append(Active(job, slot, strategy, pool))
 
-    def _follows(self, job: Job, lane: Lane) -> bool:
+    def _follows(self, job: Job, strategy: DecodeStrategy) -> bool:
         """Whether a text had better wait, because one that begins like it is being read."""
         for active in self.active:
-            if active.unread > self.limits.chunk and active.lane.engine.plan is lane.engine.plan:
+            if active.unread > self.limits.chunk and active.strategy.engine.plan is strategy.engine.plan:
                 theirs = active.job.prompt
                 most = min(len(theirs), len(job.prompt))
                 common = next((i for i in range(most) if theirs[i] != job.prompt[i]), most)
-                if common > active.job.read + self.limits.chunk:
+                if common > active.job.prompt_pos + self.limits.chunk:
                     return True
         return False
 
-    def _pool(self, lane: Lane) -> tuple[Pool, bool]:
-        """The rows of a lane's plan, and whether there may be one more; for that, rows of other plans go."""
-        pool = self.base if self.lanes.shared(lane) else self._pools.get(lane)
+    def _pool(self, strategy: DecodeStrategy) -> tuple[Pool, bool]:
+        """The sequences of a plan, and whether there may be one more; for that, those of other plans go."""
+        plan = strategy.engine.plan
+        pool = self._pools.get(id(plan))
         if pool is None:
-            pool = self._pools[lane] = Pool(lane.engine)
-        pools = [self.base, *self._pools.values()]
-        while sum(len(each.rows) for each in pools) >= self.limits.rows and not any(
-            not row.busy for row in pool.rows
+            pool = self._pools[id(plan)] = Pool(strategy.engine)
+        pools = list(self._pools.values())
+        while sum(len(each.slots) for each in pools) >= self.limits.rows and not any(
+            not slot.busy for slot in pool.slots
         ):
-            free = [(row.used, each, row) for each in pools for row in each.rows if not row.busy]
+            free = [(slot.used, each, slot) for each in pools for slot in each.slots if not slot.busy]
             _, owner, oldest = min(free, key=lambda entry: entry[0])
             owner.drop(oldest)
-        for key in [key for key, each in self._pools.items() if not each.rows and each is not pool]:
-            del self._pools[key]
-        return pool, sum(len(each.rows) for each in pools) < self.limits.rows
+        for key, each in list(self._pools.items()):
+            if not each.slots and each not in (pool, self.base):
+                del self._pools[key]
+        return pool, sum(len(each.slots) for each in pools) < self.limits.rows
 
     def _read(self) -> list[Active]:
-        """Push prompt tokens; the rows that got some and have more to read."""
+        """Push prompt tokens; the texts that got some and have more to read."""
         reading = [a for a in self.active if a.unread]
         if not reading:
             return []
@@ -198,110 +265,124 @@ class Scheduler:
             for active in reading:
                 if count := shares[id(active)]:
                     job = active.job
-                    active.row.cache.push([job.prompt[job.read : job.read + count]])
-                    job.read += count
+                    new = job.prompt[job.prompt_pos : job.prompt_pos + count]
+                    active.pool.cache.push([active.slot.sequence], [new])
+                    job.prompt_pos += count
         return [a for a in reading if shares[id(a)] and a.unread]
 
     def _together(self, members: Sequence[Active]) -> None:
-        """Run each stage that rows are sure to need for all of them at once."""
+        """Run each stage that texts are sure to need for all of them at once."""
         plans: dict[int, list[Active]] = {}
         for active in members:
             plans.setdefault(id(active.pool), []).append(active)
-        for rows in plans.values():
-            wanted = [set(a.lane.reads if a.unread or a.job.score_prompt else a.lane.first) for a in rows]
+        for some in plans.values():
+            wanted = [
+                set(a.strategy.prompt_stages if a.unread or a.job.score_prompt else a.strategy.sure_stages)
+                for a in some
+            ]
             for stage in sorted(set().union(*wanted)):
-                some = [a for a, stages in zip(rows, wanted, strict=True) if stage in stages]
-                self._guarded(some, lambda some, stage=stage: self._run(some, stage))
+                need = [a for a, stages in zip(some, wanted, strict=True) if stage in stages]
+                self._guarded(need, partial(self._run, stage=stage))
 
     @staticmethod
     @torch.inference_mode()
     def _run(members: Sequence[Active], stage: int) -> None:
-        Rows([a.row.cache for a in members]).run(stage)
+        members[0].pool.cache.run([a.slot.sequence for a in members], stage)
 
-    def _guarded(self, members: Sequence[Active], act: object) -> None:
-        """Do something for some rows; what fails ends their texts, and nobody else's."""
+    def _guarded(self, members: Sequence[Active], act: Callable[[Sequence[Active]], None]) -> None:
+        """Do something for some texts; what fails ends them, and no others."""
         try:
-            act(members)  # type: ignore[operator]
+            act(members)
         except Exception as error:
-            said = str(error) if isinstance(error, TopogradError) else INTERNAL
+            message = str(error) if isinstance(error, TopogradError) else INTERNAL
             if not isinstance(error, TopogradError):
                 self.counters.failed(error)
             for active in members:
                 if active in self.active:
-                    self._finish(active, "error", said)
-                    active.pool.drop(active.row)
+                    self._finish(active, "error", message)
+                    active.pool.drop(active.slot)
 
     @torch.inference_mode()
     def _score_prompt(self, members: Sequence[Active]) -> None:
         (active,) = members
-        job, cache = active.job, active.row.cache
+        job, sequence = active.job, active.slot.sequence
         if job.candidates is not None:
             if not active.unread:
                 self._candidates(active)
             return
         if not job.score_prompt:
             return
-        active.lane.run(cache, active.lane.reads)
+        for stage in active.strategy.prompt_stages:
+            active.pool.cache.run([sequence], stage)
         job.scores += self._prompt_scores(active, len(job.scores), job.logprobs or 0, None)
         if len(job.scores) == len(job.prompt):
             job.score_prompt = False
-            job.tell(Progress(prompt=tuple(job.scores)))
-            if not job.left:
+            job.on_progress(Progress(prompt=tuple(job.scores)))
+            if not job.remaining:
                 self._finish(active, "length")
 
     def _prompt_scores(self, active: Active, known: int, top: int, exit_: int | None) -> list[Scored]:
         """Scores of the prompt's tokens from `known` on, as far as they are read."""
-        tokens = active.job.prompt[known : active.job.read]
-        count, found = len(tokens) + 1, []
+        tokens = active.job.prompt[known : active.job.prompt_pos]
+        count, results = len(tokens) + 1, list[Scored]()
         for start in range(0, len(tokens), SCORED_AT_ONCE):
             stop = min(start + SCORED_AT_ONCE, len(tokens))
-            logits = active.lane.span(active.row.cache, count - start, count - stop, exit_)
-            found += scores(logits, tokens[start:stop], top)
-        return found
+            logits = self._logits(active, count - start, exit_, count - stop)
+            results += scores(logits, tokens[start:stop], top)
+        return results
+
+    @staticmethod
+    @torch.inference_mode()
+    def _logits(active: Active, count: int, exit_: int | None, skip: int = 0) -> Tensor:
+        """What an exit, or the depth itself, predicts behind the last positions but `skip`: (n, vocab)."""
+        batch, strategy = [active.slot.sequence], active.strategy
+        if exit_ is None:
+            logits = strategy.predictions(batch, [count])
+        else:
+            logits = strategy.engine.logits(batch, strategy.engine.exits[exit_], [count])
+        return logits[: count - skip]
 
     def _candidates(self, active: Active) -> None:
-        engine, job = active.lane.engine, active.job
+        engine, job = active.strategy.engine, active.job
         for stage in engine.exits:
-            engine.run(active.row.cache, stage)
+            engine.run([active.slot.sequence], stage)
         each = [self._prompt_scores(active, 1, job.candidates or 0, k) for k in range(len(engine.exits))]
-        job.tell(Progress(candidates=tuple(tuple(found) for found in each)))
+        job.on_progress(Progress(candidates=tuple(tuple(row) for row in each)))
         self._finish(active, "length")
 
     def _write(self, members: Sequence[Active]) -> None:
-        if not members:
-            return
-        lane = members[0].lane
-        fresh = [a for a in members if a.job.left]
         for active in members:
-            if not active.job.left:
+            if not active.job.remaining:
                 self._finish(active, "length")
+        fresh = [a for a in members if a.job.remaining]
         if not fresh:
             return
-        near = [a for a in fresh if lane.near_end(a.row.cache)]
-        for some, by in ((near, self.lanes.full()), ([a for a in fresh if a not in near], lane)):
-            if some:
-                emitted = by.advance([a.job for a in some], [a.row.cache for a in some])
-                for active, tokens in zip(some, emitted, strict=True):
-                    self._deliver(active, tokens)
+        before = [(a.slot.sequence.tally.drafted, a.slot.sequence.tally.accepted) for a in fresh]
+        emitted = fresh[0].strategy.step([a.slot.sequence for a in fresh])
+        for active, tokens, (drafted, accepted) in zip(fresh, emitted, before, strict=True):
+            tally = active.slot.sequence.tally
+            active.job.timings.drafted += tally.drafted - drafted
+            active.job.timings.accepted += tally.accepted - accepted
+            self._deliver(active, tokens)
 
     def _deliver(self, active: Active, made: Sequence[Emitted]) -> None:
         job = active.job
-        tokens = made[: job.left]
+        tokens = made[: job.remaining]
         known = (
             [None] * len(tokens) if job.logprobs is None else self._token_scores(active, tokens, len(made))
         )
         written: list[Written] = []
         finish = None
         for token, score in zip(tokens, known, strict=True):
-            job.left -= 1
-            end = token.token in job.ends
+            job.remaining -= 1
+            end = token.token in job.stop_ids
             text = "" if end else job.stream.feed(token.token)
-            job.stages.append(token.stage)
-            written.append(Written(token.token, text, token.stage, bool(token.drafter), score, end))
+            job.exits.append(token.exit)
+            written.append(Written(token.token, text, token.exit, bool(token.drafter), score, end))
             if end or job.stream.stopped:
                 finish = "stop"
                 break
-        if finish is None and not job.left:
+        if finish is None and not job.remaining:
             finish = "length"
         unused = sum(bool(token.drafter) for token in made[len(written) :])
         job.timings.drafted -= unused  # nobody asked for them
@@ -311,15 +392,15 @@ class Scheduler:
             self.counters.first(job.timings.first - job.timings.asked)
         self.counters.written(len(written))
         if finish is None:
-            job.tell(Progress(tuple(written)))
+            job.on_progress(Progress(tuple(written)))
         else:
             self._finish(active, finish, written=written)  # type: ignore[arg-type]
 
     def _token_scores(self, active: Active, tokens: Sequence[Emitted], made: int) -> Sequence[Scored | None]:
         """Under the exit that each token left after where it left early, else under the depth itself."""
-        top, lane = active.job.logprobs or 0, active.lane
-        left = tokens[0].stage if lane.leaves_early else None
-        logits = lane.logits(active.row.cache, made, left)[: len(tokens)]
+        top = active.job.logprobs or 0
+        left = tokens[0].exit if active.strategy.exits_early else None
+        logits = self._logits(active, made, left)[: len(tokens)]
         return scores(logits, [token.token for token in tokens], top)
 
     def _finish(
@@ -332,11 +413,11 @@ class Scheduler:
     ) -> None:
         job = active.job
         self.active.remove(active)
-        active.row.busy = False
+        active.slot.busy = False
         job.timings.finished = time.perf_counter()
         self.counters.finished(finish, job.timings.drafted, job.timings.accepted)
         rest = job.stream.finish() if finish in ("stop", "length") else ""
-        job.tell(Progress(tuple(written), rest, finish=finish, error=error, status=status))
+        job.on_progress(Progress(tuple(written), rest, finish=finish, error=error, status=status))
 
 
 def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:

@@ -21,11 +21,10 @@ from topograd.errors import ConfigError
 from topograd.runs.session import open_session
 from topograd.serve.app import Service
 from topograd.serve.guard import Guard
-from topograd.serve.lanes import Lanes
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.settings import Limits
-from topograd.serve.texts import Served
+from topograd.serve.texts import ServedModel
 from topograd.serve.worker import Worker
 from topograd.specialists.attach import open_specialist
 from topograd.specialists.model import SpecialistPool
@@ -71,11 +70,12 @@ def is_loopback(host: str) -> bool:
 class Running:
     """A model behind a socket."""
 
-    def __init__(self, served: Served, sock: socket.socket, token: str | None = None) -> None:
+    def __init__(self, served: ServedModel, sock: socket.socket, token: str | None = None) -> None:
         self.served, self.sock = served, sock
         self.counters = Counters()
-        lanes = Lanes(served.model.session, served.model.engine, served.specialists)
-        self.worker = Worker(Scheduler(lanes, served.limits, self.counters))
+        model = served.model
+        scheduler = Scheduler(model.session, model.engine, served.limits, self.counters, served.specialists)
+        self.worker = Worker(scheduler)
         self.service = Service(served, self.worker, self.counters)
         self.guard = Guard(self.service.app(), self.counters, token, served.limits.body)
         config = uvicorn.Config(
@@ -138,7 +138,7 @@ def open_served(
     specialists: Sequence[Path] = (),
     runtime: str | None = None,
     weights: str = "float32",
-) -> Served:
+) -> ServedModel:
     """A run, ready to be served: its model is laid out and has written a token.
 
     With folders of specialists, the base is at the checkpoint that they are of.
@@ -151,6 +151,6 @@ def open_served(
         pool = SpecialistPool.open(folder, opened, runtime=runtime, weights=weights)
     session = open_session(folder) if pool is None else pool.attached.base
     model = Model(session, runtime, weights)
-    served = Served(model, limits, name=name or "", specialists=pool)
+    served = ServedModel(model, limits, name=name or "", specialists=pool)
     model.generate([served.tokenizer.separator], 1, depth="full")
     return served

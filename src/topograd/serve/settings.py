@@ -1,10 +1,11 @@
-"""What a server allows. Light: the command reads it before anything heavy is imported."""
+"""What a server allows, and what its benchmark measures; read before anything heavy is imported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from topograd.errors import ConfigError
+from topograd.limits import check_numbers
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,24 @@ class Limits:
         for name in ("seconds", "body_seconds", "grace"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """How much is measured."""
+
+    clients: int = 8
+    """Texts that are written at the same time."""
+    depth: str = "speculate:lookup"
+    """How deep tokens go, as in `topograd generate --depth`."""
+    tokens: int = 96
+    """Tokens that each text gets."""
+    prompt_tokens: int = 128
+    """Tokens of each prompt, or half of the context if that is less."""
+    rounds: int = 5
+    """Turns that each depth gets."""
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            self, clients=(1, 256), tokens=(1, 4096), prompt_tokens=(1, 65536), rounds=(1, 1000)
+        )  # fmt: skip

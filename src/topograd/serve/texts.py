@@ -25,12 +25,12 @@ SAFE = re.compile(
     r"|speculate(:(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)(\+(\d{1,9}(:[0-9.e-]{1,20})?|lookup|table|draft)){0,3})?"
 )
 """Depths that a request may name: none of the server's folders."""
-Tell = Callable[[int], Callable[[Progress], None]]
+OnProgress = Callable[[int], Callable[[Progress], None]]
 """For each choice of a request who hears of its progress."""
 
 
 @dataclass
-class Served:
+class ServedModel:
     """The model that is served, and what a request may ask of it."""
 
     model: Model
@@ -47,7 +47,7 @@ class Served:
         self.context = session.config.model.context
         self.vocab = session.config.model.vocab
         self.fingerprint = f"topograd-{session.weights[:12]}"
-        self.ends = self.tokenizer.stop_tokens
+        self.stop_ids = self.tokenizer.stop_tokens
         self.depths = known_depths(session)
         """What /v1/models lists: a calibration is read here, and not while requests wait."""
 
@@ -135,7 +135,11 @@ class Served:
         return tokens or 0
 
     def jobs(
-        self, asked: Mapping[str, Any], prompts: Sequence[list[int]], tokens: int | None, tell: Tell
+        self,
+        asked: Mapping[str, Any],
+        prompts: Sequence[list[int]],
+        tokens: int | None,
+        on_progress: OnProgress,
     ) -> list[Job]:
         """The texts of a request: n for each prompt."""
         count = asked["n"]
@@ -160,9 +164,9 @@ class Served:
                     depth=depth,
                     sampling=self._sampling(asked, (seed + k) % 2**63),
                     stream=TextStream(self.tokenizer, stops),
-                    tell=tell(i * count + k),
+                    on_progress=on_progress(i * count + k),
                     specialists=active,
-                    ends=frozenset() if asked["ignore_eos"] else self.ends,
+                    stop_ids=frozenset() if asked["ignore_eos"] else self.stop_ids,
                     deadline=deadline,
                 )
                 made.append(job)

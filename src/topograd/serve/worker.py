@@ -68,7 +68,7 @@ class Worker:
             self._new.append(jobs)
             self._wake.notify()
 
-    def tell(self, inbox: Inbox, index: int) -> Callable[[Progress], None]:
+    def on_progress(self, inbox: Inbox, index: int) -> Callable[[Progress], None]:
         """How a job's progress gets to an inbox of the loop."""
         begun = False
 
@@ -98,7 +98,7 @@ class Worker:
                 self._deliver()
         for jobs in self._new:
             for job in jobs:
-                job.tell(Progress(finish="cancelled"))
+                job.on_progress(Progress(finish="cancelled"))
         self.scheduler.stop()
         self._deliver()
 

@@ -1,10 +1,10 @@
 """Training a specialist: its own stage and head on new text, the base frozen, and proof that it did not move.
 
-    tuning = FineTuning.start("runs/chat", FineTune(data="chat.jsonl", steps=200))     # or FineTuning.resume
-    tuning.train()["base_max_abs_logit_delta"]                                         # 0.0
+    trainer = FineTuning.start("runs/chat", FineTune(data="chat.jsonl", steps=200))    # or FineTuning.resume
+    trainer.train()["base_max_abs_logit_delta"]                                        # 0.0
 
 Rates are shares of the base's own ("Product of Experts" §6.2, §6.5.2, appendix D.1): 0.2 for the layers, 0.25
-for the dual head, weight decay 0.1, warmup over 5 % and warmdown over 50 % of the steps. The loop and the
+for the dual head, weight decay 0.1, warmup over 5 % and warmdown over 50 % of the steps. Trainer, step and
 executor are those of every training here. What the base computes does not depend on the specialist, so its
 last hidden states are computed once and kept (`training/hidden_states.py`) where that pays: an epoch then
 costs the specialist alone.
@@ -13,7 +13,7 @@ A specialist's folder while it is trained, beside the sidecar that is written at
 
     training/finetune.json      the settings, and the digest of the text
     training/checkpoints/       weights, optimizers, averages, position in the text: resumed bit for bit
-    training/metrics.jsonl      a record for each step, and for each checkpoint what the base still is
+    training/metrics.jsonl      a record for each step, and every `save_every` steps what the base still is
     training/hidden-states/     the base's states; removed when the training is done
 
 With `average` the sidecar gets an exponential average of the weights ("Polyak", §6.6.1), which a resumed
@@ -22,164 +22,138 @@ training continues. Limits: bases whose stages are joined by relays, and forests
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from topograd.errors import RunError
-from topograd.files import dump_json, hold_lock, read_json, write_json
+from topograd.files import dump_json, read_json, write_json
 from topograd.runs import checkpoint
+from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.sidecar import Sidecar, update_sidecar
-from topograd.specialists.attach import Attached, Shape, SpecialistPart, attach, card, open_specialist
+from topograd.runs.workspace import Workspace
+from topograd.specialists.attach import Attached, Shape, attach, card, open_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.preservation import Preservation, Reading
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 from topograd.specialists.zero_shot import ZeroShot
-from topograd.training.hidden_states import PlainRows, RowStore, StateLoader, compute_states
-from topograd.training.loop import TrainingLoop
+from topograd.training.averaged_weights import AveragedWeights
+from topograd.training.hidden_states import OnRows, PlainRows, RowStore, StateLoader, compute_states
 from topograd.training.optimizers import make_optimizers
+from topograd.training.step_runner import StepRunner
+from topograd.training.trainer import Schedule, StepRecord, Task, Trainer
 
-OnStep = Callable[[int, int, float], None]
-"""Called after each step with (step, steps, loss)."""
-NAME = "specialist"
-
-
-class Trained(nn.Module):
-    """What a checkpoint keeps: the specialist, and the average of its weights where there is one."""
-
-    def __init__(self, part: SpecialistPart, average: float) -> None:
-        super().__init__()
-        self.part = part
-        self.average = copy.deepcopy(part).requires_grad_(False) if average else None
-        self.decay = average
-
-    @torch.no_grad()
-    def update_average(self) -> None:
-        if self.average is not None:
-            for kept, now in zip(self.average.parameters(), self.part.parameters(), strict=True):
-                kept.lerp_(now, 1 - self.decay)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What the sidecar gets."""
-        return (self.part if self.average is None else self.average).tensors()
+NAME, SETTINGS = "specialist", "finetune.json"
 
 
-class FineTuning:
+class TrainingFolder(Workspace):
+    """The folder `training/` of a specialist; the lock is the specialist's."""
+
+    @property
+    def lock_file(self) -> Path:
+        return self.folder.parent / "lock"
+
+
+class FineTuning(Task):
     """A specialist being trained."""
 
+    kind = "preservation"
+
     def __init__(self, sidecar: Sidecar, settings: FineTune, base: Path | None = None) -> None:
-        self.sidecar, self.settings = sidecar, settings
+        every = settings.save_every
+        super().__init__(Schedule(settings.steps, every, eval_every=every, eval_first=True))
+        self.sidecar = sidecar
         self.session = sidecar.open_base(base)
         self.attached: Attached = attach(self.session, {NAME: sidecar})
-        self.folder = sidecar.folder / "training"
-        self.inputs, self.targets = self._rows()
-        self.digest = hashlib.sha256(
-            self.inputs.numpy().tobytes() + self.targets.numpy().tobytes()
-        ).hexdigest()
-        self.stack = self.attached.stack.train()
-        self.trained = Trained(self.attached.part(NAME), settings.average)
-        self.loop = TrainingLoop(
-            self.stack,
-            make_optimizers(self.stack, settings.optimizer(self.session.config.optimizer)),
-            clip=settings.optimizer(self.session.config.optimizer).clip,
+        self.workspace = TrainingFolder(sidecar.folder / "training")
+        template = sidecar.settings.get("chat_template")
+        self.inputs, self.targets = rows_of(
+            settings.data, self.attached, settings.context, settings.seed, template
         )
+        tokens = self.inputs.numpy().tobytes() + self.targets.numpy().tobytes()
+        self.digest = hashlib.sha256(tokens).hexdigest()
+        self.bind(settings)
+        self.stack = self.attached.stack.train()
+        self.model = self.part = self.attached.part(NAME)
+        chosen = settings.optimizer(self.session.config.optimizer)
+        self.loop = StepRunner(self.stack, make_optimizers(self.stack, chosen), clip=chosen.clip)
+        self.optimizers = self.loop.optimizers.optimizers
+        self.average = AveragedWeights(self.part, settings.average) if settings.average else None
+        if self.average is not None:
+            self.optimizers["average"] = self.average
         asked = settings.tasks
         tasks = None if asked is None else ZeroShot(self.session, asked, settings.task_items)
         self.preservation = Preservation(self.session, tasks)
-        self.step = 0
-        self.position: dict[str, int] | None = None
+        self.reading: tuple[int, Reading] | None = None
+        """The last reading of the base, and its step."""
+        self.loader: StateLoader | None = None
+        self._position: dict[str, int] | None = None
+
+    def bind(self, settings: FineTune) -> None:
+        """Train with these settings, which checkpoints then name."""
+        self.settings = settings
+        self.key = json.loads(dump_json({"settings": asdict(settings), "data": self.digest}))
 
     @classmethod
-    def start(cls, folder: Path | str, settings: FineTune, base: Path | None = None) -> FineTuning:
+    def start(cls, folder: Path | str, settings: FineTune, base: Path | None = None) -> Trainer[FineTuning]:
         """A new training of the specialist in `folder`, from the weights that it has."""
         sidecar = open_specialist(folder)
         begun = sidecar.folder / "training"
-        if (begun / "finetune.json").is_file():
-            saved = read_json(begun / "finetune.json")
+        if (begun / SETTINGS).is_file():
+            saved, _ = _read_settings(begun / SETTINGS)
             done = checkpoint.latest(begun / "checkpoints")
-            if done is None or int(done.name.rpartition("-")[2]) < saved["settings"]["steps"]:
+            if done is None or int(done.name.rpartition("-")[2]) < saved.steps:
                 raise RunError(
                     f"{folder} has a training that is not finished; continue it with --resume, or delete "
                     f"{begun} to give it up"
                 )
-        tuning = cls(sidecar, settings, base)
-        if begun.exists():
-            shutil.rmtree(begun)  # of a training that is done: what it learned is in the sidecar
-        begun.mkdir()
+        task = cls(sidecar, settings, base)
         settings = replace(settings, data=str(Path(settings.data).absolute()))
         if settings.tasks is not None:
             settings = replace(settings, tasks=str(Path(settings.tasks).absolute()))
-        write_json(begun / "finetune.json", {"settings": asdict(settings), "data": tuning.digest})
-        return tuning
+        task.bind(settings)
+        if begun.exists():
+            shutil.rmtree(begun)  # of a training that is done: what it learned is in the sidecar
+        begun.mkdir()
+        write_json(begun / SETTINGS, task.key)
+        return Trainer(task, task.workspace)
 
     @classmethod
-    def resume(cls, folder: Path | str, base: Path | None = None) -> FineTuning:
+    def resume(cls, folder: Path | str, base: Path | None = None) -> Trainer[FineTuning]:
         """The training in `folder`, from its last checkpoint, or from its beginning if there is none."""
         sidecar = open_specialist(folder)
-        path = sidecar.folder / "training" / "finetune.json"
+        path = sidecar.folder / "training" / SETTINGS
         if not path.is_file():
             raise RunError(f"{folder} has no training to resume; give --data to start one")
-        saved = read_json(path)
-        try:
-            settings = FineTune(**saved["settings"])
-        except (TypeError, KeyError):
-            raise RunError(f"{path} is damaged; restore it, or delete {path.parent} to give up") from None
-        tuning = cls(sidecar, settings, base)
-        if tuning.digest != saved["data"]:
+        settings, data = _read_settings(path)
+        task = cls(sidecar, settings, base)
+        if task.digest != data:
             raise RunError(
-                f"{saved['settings']['data']} has changed since {folder} was trained on it, so it cannot be "
+                f"{settings.data} has changed since {folder} was trained on it, so it cannot be "
                 "continued exactly; restore it, or start again"
             )
-        found = checkpoint.latest(tuning.folder / "checkpoints")
-        if found is not None:
-            loaded = checkpoint.load(found, tuning.trained, tuning.loop.optimizers.optimizers)
-            tuning.step, tuning.position = loaded.step, loaded.extra["position"]
-        return tuning
+        names = task.workspace.store.names()
+        trainer = Trainer(task, task.workspace, names)
+        if names:
+            trainer.load(names[-1])
+        return trainer
 
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        settings, template = self.settings, self.sidecar.settings.get("chat_template")
-        return rows_of(settings.data, self.attached, settings.context, settings.seed, template)
-
-    def train(
-        self,
-        stop_after: int | None = None,
-        on_step: OnStep | None = None,
-        on_rows: Callable[[int, int], None] | None = None,
-    ) -> dict[str, Any]:
-        """Train to the end, or to step `stop_after`, and return what was found."""
-        last = min(self.settings.steps, stop_after or self.settings.steps)
-        with hold_lock(self.sidecar.folder / "lock"):
+    def prepare(self, step: int, on_rows: OnRows | None) -> None:
+        if self.loader is None:
             store = self._store(on_rows)
             batch = min(self.settings.batch, len(store))  # the same row twice in a step teaches nothing
-            loader = StateLoader(store, batch, self.settings.seed)
-            if self.position is not None:
-                loader.seek(self.position)
-            self._drop_later_records()
-            began, first = time.perf_counter(), self.step
-            if self.step == 0:
-                self._save(loader)  # the reading before anything is learned
-            while self.step < last:
-                loss = self._one_step(loader)
-                if on_step is not None:
-                    on_step(self.step, self.settings.steps, loss)
-                if self.step % self.settings.save_every == 0 or self.step == last:
-                    self._save(loader)
-            seconds = time.perf_counter() - began
-            if self.step == self.settings.steps:
-                shutil.rmtree(self.folder / "hidden-states", ignore_errors=True)
-        return self._result(seconds, self.step - first, not isinstance(store, PlainRows))
+            self.loader = StateLoader(store, batch, self.settings.seed)
+            if self._position is not None:
+                self.loader.seek(self._position)
+        if self.average is not None:
+            self.average.connect()
 
-    def _store(self, on_rows: Callable[[int, int], None] | None) -> RowStore:
+    def _store(self, on_rows: OnRows | None) -> RowStore:
         """The rows with the base's states, or without them where keeping them does not pay."""
         keep = self.settings.keep_states
         if keep is None:
@@ -187,7 +161,7 @@ class FineTuning:
         if not keep or not self.attached.base_is_chain():
             return PlainRows(self.inputs, self.targets)
         return compute_states(
-            self.folder / "hidden-states",
+            self.workspace.folder / "hidden-states",
             self.stack,
             self.inputs,
             self.targets,
@@ -197,84 +171,76 @@ class FineTuning:
             on_rows=on_rows,
         )
 
-    def _one_step(self, loader: StateLoader) -> float:
-        self.loop.optimizers.set_rates(self.step, self.settings.steps)
-        done = self.loop.step(self.attached.plan, [next(loader)], self.step + 1)
-        self.step += 1
-        self.trained.update_average()
-        loss = float(done.losses[self.attached.stages[NAME]])
-        self._log({"kind": "train", "step": self.step, "loss": loss, "grad_norm": done.norm})
-        return loss
+    def step(self, step: int) -> StepRecord:
+        assert self.loader is not None, "`prepare` opens it"
+        self.loop.optimizers.set_rates(step, self.settings.steps)
+        done = self.loop.step(self.attached.plan, [next(self.loader)], step + 1)
+        return StepRecord([float(done.losses[self.attached.stages[NAME]])], {"grad_norm": done.norm})
 
-    def _save(self, loader: StateLoader) -> None:
-        """A reading of the base, the sidecar as it is now, and a checkpoint.
-
-        The checkpoint comes last: whoever resumes from it finds the reading of its step.
-        """
-        self.position = loader.position
-        reading = self._read()
-        self._log({"kind": "preservation", "step": self.step, **reading.as_dict()})
-        shape = Shape.of(self.sidecar)
-        settings = dict(self.sidecar.settings) | {"steps": self.step, "data": self.digest}
-        lines = [
-            f"Trained for {self.step} steps. The base's logits on the probe set differ by at most "
-            f"{reading.base_max_abs_logit_delta} from those before."
-        ]
-        text = card(self.sidecar.folder.resolve().name, self.session, shape, lines)
-        self.sidecar = update_sidecar(self.sidecar, self.trained.tensors(), settings, text)
-        checkpoint.save(
-            self.folder / "checkpoints",
-            step=self.step,
-            model=self.trained,
-            optimizers=self.loop.optimizers.optimizers,
-            extra={"position": self.position},
-        )
-
-    def _read(self) -> Reading:
+    def evaluate(self, step: int) -> Reading:
+        """What is left of the base, and what the specialist makes of the same text."""
         self.stack.eval()
         off, on = (composed(self.attached, weights) for weights in ({}, {NAME: 1.0}))
         reading = self.preservation.read(self.stack, off, on)
         self.stack.train()
+        self.reading = step, reading
         return reading
 
-    def _log(self, record: Mapping[str, Any]) -> None:
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(dump_json(dict(record)) + "\n")
+    def before_save(self, step: int) -> None:
+        """The sidecar as it is now."""
+        settings = dict(self.sidecar.settings) | {"steps": step, "data": self.digest}
+        lines = [f"Trained for {step} steps."]
+        if self.reading is not None:
+            lines[0] += (
+                f" The base's logits on the probe set differ, at step {self.reading[0]}, by at most "
+                f"{self.reading[1].base_max_abs_logit_delta} from those before."
+            )
+        text = card(self.sidecar.folder.resolve().name, self.session, Shape.of(self.sidecar), lines)
+        part = self.part if self.average is None else self.average.averaged
+        self.sidecar = update_sidecar(self.sidecar, part.tensors(), settings, text)
 
-    def records(self) -> list[dict[str, Any]]:
-        """What was logged, in order."""
-        return training_records(self.sidecar.folder)
+    def extra_state(self) -> dict[str, Any]:
+        return {"position": self._position if self.loader is None else self.loader.position}
 
-    def _drop_later_records(self) -> None:
-        """Records of steps that are about to be done again go."""
-        kept = [r for r in self.records() if r["step"] <= self.step and self.step]
-        text = "".join(dump_json(record) + "\n" for record in kept)
-        (self.folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    def load_extra(self, loaded: Checkpoint) -> None:
+        self._position = loaded.extra["position"]
 
-    def _result(self, seconds: float, steps: int, kept: bool) -> dict[str, Any]:
-        tokens = int((self.targets != -100).sum())
-        records = self.records()
-        losses = [r["loss"] for r in records if r["kind"] == "train"]
-        table = [{k: v for k, v in r.items() if k != "kind"} for r in records if r["kind"] == "preservation"]
+    def summary(self, checkpoint: str) -> dict[str, Any]:
+        records = self.workspace.metrics()
+        steps = [r for r in records if r["kind"] == "train"]
+        readings = [r for r in records if r["kind"] == self.kind]
         return {
             "specialist": str(self.sidecar.folder),
             "base": str(self.session.run.folder),
-            "steps": self.step,
-            "finished": self.step >= self.settings.steps,
-            "loss": losses[-1] if losses else None,
-            **{key: value for key, value in table[-1].items() if key != "step"},
+            "loss": _loss(steps[-1]) if steps else None,
             "rows": len(self.inputs),
-            "tokens": tokens,
-            "states_kept": kept,
+            "tokens": int((self.targets != -100).sum()),
+            "states_kept": self.loader is not None and not isinstance(self.loader.store, PlainRows),
             "parameters": sum(t.numel() for t in self.sidecar.tensors.values()),
-            "seconds": seconds,
-            "seconds_per_step": seconds / steps if steps else None,
-            "preservation": table,
+            "seconds_per_step": steps[-1]["seconds"] / steps[-1]["step"] if steps else None,
+            "preservation": [{k: v for k, v in r.items() if k not in ("kind", "seconds")} for r in readings],
         }
+
+    def end(self, results: dict[str, Any]) -> None:
+        if results["finished"]:
+            shutil.rmtree(self.workspace.folder / "hidden-states", ignore_errors=True)
+
+
+def _read_settings(path: Path) -> tuple[FineTune, str]:
+    """The settings of a training, and the digest of its text."""
+    saved = read_json(path)
+    try:
+        return FineTune(**saved["settings"]), str(saved["data"])
+    except (TypeError, KeyError):
+        raise RunError(f"{path} is damaged; restore it, or delete {path.parent} to give up") from None
+
+
+def _loss(record: Mapping[str, Any]) -> float:
+    loss = record["loss"]
+    return float(loss[0] if isinstance(loss, list) else loss)  # one number before version 0.3
 
 
 def training_records(folder: Path | str) -> list[dict[str, Any]]:
-    """What a specialist's training logged, in order; half a last line, as a kill leaves it, is skipped."""
-    path = Path(folder) / "training" / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    """What a specialist's training logged, in order, with one loss for each step."""
+    records = TrainingFolder(Path(folder) / "training").metrics()
+    return [r | {"loss": _loss(r)} if r["kind"] == "train" else r for r in records]

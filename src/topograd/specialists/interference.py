@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.exec.forward import stage_outputs
+from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Pool, Weights, composed_terms
-from topograd.training.linear_cross_entropy import chunk_tokens
 
 
 @torch.no_grad()

@@ -5,14 +5,13 @@
     pool.generate(["Hello", "Where is ..."], [{"chat": 1}, {"facts": 0.7}], tokens=32)     # one batch
 
 Models of one pool share the base's weights as they are laid out for decoding, and the specialists'. A mixed
-batch runs as one: the base once for all rows, then each specialist that some row wants, then one readout for
-each stage on the rows that want it. A row's text is what it would be alone, but for the rounding of another
-batch shape.
+batch runs as one: the base once for all sequences, then each specialist on those that want it, then one
+readout for each stage. A text is what it would be alone, but for the rounding of another batch shape.
 
 The runtime is the base's: ONNX Runtime where it can run the model, else torch (`runtime/choice.py`).
 
-Cost: what is inactive is not run. In a mixed batch a specialist's layers run on every row (they are few), its
-head on its own rows. A low-rank head costs r (vocab + width) beside the base's head, which is read once.
+Cost: what is inactive is not run. A low-rank head costs r (vocab + width) beside the base's head, which is
+read once.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from topograd.decode.engine import AnyCache, Chooser, Emitted, Engine, generate_tokens
+from topograd.decode.cache import Batch
+from topograd.decode.depths import engine_of
+from topograd.decode.engine import Emitted, Engine, choose
 from topograd.decode.model import Generated, Model
-from topograd.decode.modes import engine_of
 from topograd.decode.sampling import Sampling
+from topograd.decode.strategies import DecodeStrategy, generate_tokens
 from topograd.errors import ConfigError
 from topograd.runs.session import Session, open_session
 from topograd.runs.sidecar import Sidecar
@@ -87,9 +88,9 @@ class SpecialistPool:
         """The base with these specialists active, as a model; without any, the base."""
         return ComposedModel(self, weights or {})
 
-    def mode(self, rows: Sequence[Weights], sampling: Sampling | None = None) -> Mixed:
-        """A way of writing a batch whose rows have these specialists."""
-        return Mixed(self, rows, sampling or Sampling())
+    def strategy(self, rows: Sequence[Weights]) -> Mixed:
+        """How a batch is decoded whose sequences, by their number, have these specialists."""
+        return Mixed(self, rows)
 
     def generate(
         self,
@@ -107,8 +108,8 @@ class SpecialistPool:
         begun = [model.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         written: list[list[int]] = [[] for _ in prompts]
         ends = self.attached.base.tokenizer.stop_tokens
-        mode = self.mode(rows, sampling)
-        for row, emitted in generate_tokens(mode, begun, tokens, lambda _, e: e.token in ends):
+        mixed = self.strategy(rows)
+        for row, emitted in generate_tokens(mixed, begun, tokens, lambda _, e: e.token in ends, sampling):
             written[row].append(emitted.token)
         return written
 
@@ -145,45 +146,55 @@ class ComposedModel(Model):
         return super().generate(prompt, tokens, depth=depth or "full", **settings)  # type: ignore[arg-type]
 
 
-class Mixed:
-    """Rows of one batch, each with specialists of its own: the base runs once for all of them."""
+class Mixed(DecodeStrategy):
+    """Sequences of one batch, each with specialists of its own: the base runs once for all of them."""
 
-    def __init__(self, pool: SpecialistPool, rows: Sequence[Weights], sampling: Sampling) -> None:
-        self.engine, self.sampling = pool.engine, sampling
+    def __init__(self, pool: SpecialistPool, rows: Sequence[Weights]) -> None:
+        self.engine = pool.engine
         self.terms: list[Terms] = [composed_terms(pool.attached, weights, pool.pool) for weights in rows]
-        wanted = sorted({stage for terms in self.terms for stage, _ in terms})
-        self.readers: dict[int, tuple[list[int], list[float]]] = {}
-        for stage in wanted:
-            share = {row: dict(terms)[stage] for row, terms in enumerate(self.terms) if stage in dict(terms)}
-            self.readers[stage] = list(share), list(share.values())
+        plan = self.engine.plan
+        self.needed = [{p.index for stage, _ in terms for p in plan.needed(stage)} for terms in self.terms]
         self.exits = [self.engine.exits.index(terms[-1][0]) for terms in self.terms]
+        self.exit = max(self.exits)
 
-    def begin(self, rows: int) -> None:
-        if rows != len(self.terms):
-            raise ConfigError(f"the batch has {rows} rows and specialists are given for {len(self.terms)}")
-        self.chooser = Chooser(self.sampling, rows)
+    def last_stages(self) -> list[int]:
+        return sorted({stage for terms in self.terms for stage, _ in terms})
 
-    def logits(self, cache: AnyCache) -> Tensor:
-        """What each row predicts next: (rows, vocab)."""
+    def logits(self, batch: Batch) -> Tensor:
+        """What each sequence predicts next: (rows, vocab)."""
+        if max(sequence.index for sequence in batch) >= len(self.terms):
+            raise ConfigError(f"specialists are given for {len(self.terms)} sequences; give one set for each")
+        self._run(batch)
         total: Tensor | None = None
-        for stage, (rows, weights) in self.readers.items():
-            cache.run(stage)
-            h = cache.hidden(stage)
-            some = h if len(rows) == len(h) else h[rows]
-            z = self.engine.runtime.readout(some, self.engine.plan.stages[stage].head)[:, -1]
+        for stage in self.last_stages():
+            shares = [dict(self.terms[sequence.index]).get(stage) for sequence in batch]
+            rows = [row for row, share in enumerate(shares) if share is not None]
+            if not rows:
+                continue
+            some = [batch[row] for row in rows]
+            h = some[0].cache.hidden(some, stage)
+            z = self.engine.runtime.readout(h, self.engine.plan.stages[stage].head)
+            weights = [share for share in shares if share is not None]
             if any(weight != 1 for weight in weights):
                 z = z * z.new_tensor(weights)[:, None]
-            total = z.new_zeros(len(h), z.shape[-1]) if total is None else total
+            total = z.new_zeros(len(batch), z.shape[-1]) if total is None else total
             total[rows] += z
-        assert total is not None, "a row has a term"
+        assert total is not None, "a sequence has a term"
         return total
 
+    def _run(self, batch: Batch) -> None:
+        """Each stage once, for all sequences that need it."""
+        for stage in range(len(self.engine.plan.stages)):
+            some = [sequence for sequence in batch if stage in self.needed[sequence.index]]
+            if some:
+                some[0].cache.run(some, stage)
+
     @torch.inference_mode()
-    def advance(self, cache: AnyCache, active: Sequence[bool]) -> list[list[Emitted]]:
-        tokens = self.chooser.choose(self.logits(cache), active)
-        new = [[token] if on else [] for token, on in zip(tokens, active, strict=True)]
-        self.engine.append(cache, new)
-        return [[Emitted(t, exit_) for t in row] for row, exit_ in zip(new, self.exits, strict=True)]
+    def step(self, batch: Batch) -> list[list[Emitted]]:
+        tokens = choose(self.logits(batch), batch)
+        self.engine.append(batch, [[token] for token in tokens])
+        exits = [self.exits[sequence.index] for sequence in batch]
+        return [[Emitted(token, exit_)] for token, exit_ in zip(tokens, exits, strict=True)]
 
 
 def open_composed(

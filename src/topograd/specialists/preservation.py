@@ -99,6 +99,14 @@ class Reading:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def logged(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def words(self) -> str:
+        return f"BPB {self.bpb:.3f}, base {self.base_bpb:.3f}"
+
 
 class Preservation:
     """The probe set, and what a base made of it before."""

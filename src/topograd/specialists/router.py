@@ -19,6 +19,7 @@ request, not for each token.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Weights, parse_specialists
 from topograd.specialists.interference import token_losses
 from topograd.specialists.model import ComposedModel, SpecialistPool, open_named
+from topograd.training.trainer import Schedule, StepRecord, Task, train_task
 
 KIND = "router"
 HIDDEN = 32
@@ -92,10 +94,33 @@ def choice_losses(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[
     return losses.sum(2) / counts.clamp(min=1), counts > 0
 
 
+class RouterTask(Task):
+    """A router that learns from the rows `x`, and the loss of each choice on them."""
+
+    def __init__(self, router: Router, x: Tensor, losses: Tensor, seed: int) -> None:
+        super().__init__(Schedule(STEPS))
+        self.model = self.router = router
+        self.x, self.losses = x, losses
+        self.optimizers = {"adamw": torch.optim.AdamW(router.parameters(), lr=3e-3, weight_decay=0.1)}
+        content = x.numpy().tobytes() + losses.contiguous().numpy().tobytes()
+        self.key = {"seed": seed, "names": router.names, "data": hashlib.sha256(content).hexdigest()}
+
+    def step(self, step: int) -> StepRecord:
+        optimizer = self.optimizers["adamw"]
+        optimizer.zero_grad()
+        loss = (self.router(self.x).softmax(-1) * self.losses.t()).sum(1).mean()
+        loss.backward()
+        optimizer.step()
+        return StepRecord([loss.item()])
+
+
 def train_router(
-    attached: Attached, texts: Sequence[tuple[Tensor, Tensor]], seed: int = 0
+    attached: Attached, texts: Sequence[tuple[Tensor, Tensor]], seed: int = 0, work: Path | None = None
 ) -> tuple[Router, dict[str, Any]]:
-    """A router for what is attached, trained on every second row of the texts and judged on the others."""
+    """A router for what is attached, trained on every second row of the texts and judged on the others.
+
+    With a `work` folder a call that was stopped goes on where it was.
+    """
     if not attached.stages:
         raise ConfigError("a router needs a specialist to choose; attach at least one")
     parts = [_judged(attached, inputs, targets) for inputs, targets in texts]
@@ -107,12 +132,7 @@ def train_router(
     router = Router(x.shape[1], list(attached.stages))
     router.mean.copy_(x[learning].mean(0))
     router.scale.copy_(x[learning].std(0).clamp(min=1e-3))
-    optimizer = torch.optim.AdamW(router.parameters(), lr=3e-3, weight_decay=0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        p = router(x[learning]).softmax(-1)
-        (p * losses.t()[learning]).sum(1).mean().backward()
-        optimizer.step()
+    train_task(RouterTask(router, x[learning], losses[:, learning], seed), work)
     return router.requires_grad_(False), regret(router, x[~learning], losses[:, ~learning])
 
 

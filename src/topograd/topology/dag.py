@@ -192,6 +192,14 @@ class Topology:
             stages.append(Stage(start, stop, (heard,)))
         return cls(max((s.stop for s in stages), default=0), tuple(stages), heads)
 
+    def with_transmissivity(self, value: float) -> Topology:
+        """With this λ on every edge between stages."""
+        stages = []
+        for stage in self.stages:
+            edges = (e if e.source == EMBEDDING else replace(e, transmissivity=value) for e in stage.sources)
+            stages.append(replace(stage, sources=tuple(edges)))
+        return replace(self, stages=tuple(stages))
+
     def with_relays(self, kind: str) -> Topology:
         """What each stage hears of another stage first comes through a relay of `kind` (eq. 43).
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from topograd.data.windows import Text
 from topograd.effective_rank import effective_rank
 from topograd.exec.forward import Predictor, predict, stage_outputs
+from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.nn.host_numbers import to_device
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
@@ -33,7 +34,6 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.topology.prediction import Terms
-from topograd.training.linear_cross_entropy import chunk_tokens
 
 BINS = 15
 RANK_TOKENS = 2048

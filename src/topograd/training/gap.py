@@ -15,11 +15,11 @@ from torch import Tensor
 
 from topograd.data import Loader
 from topograd.errors import ConfigError
+from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
 from topograd.runs.session import Session, load_data
 from topograd.timing import ratio, take_turns
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 ROUNDS = 9
 

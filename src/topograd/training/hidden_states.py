@@ -48,9 +48,9 @@ from topograd.data.loader import IGNORED, Loader
 from topograd.data.remembered import remembered_sha256
 from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError, RunError, StackError
+from topograd.exec.objectives import Logits
 from topograd.files import hold_lock, naming, read_json, write_atomic, write_json
 from topograd.nn.stack import Bus, Stack
-from topograd.training.objectives import Logits
 
 FORMAT = "topograd-hidden-states"
 VERSION = 1
@@ -80,6 +80,16 @@ class StateBatch:
     def mask(self) -> Tensor:
         """(batch, context): the positions that have a target."""
         return self.targets != IGNORED
+
+    def part(self, rows: slice) -> StateBatch:
+        """Some of the rows."""
+        teacher, first = self.teacher, rows.start * self.targets[0].numel()
+        return StateBatch(
+            self.inputs[rows],
+            self.targets[rows],
+            {k: h[rows] for k, h in self.states.items()},
+            None if teacher is None else lambda at: teacher(slice(at.start + first, at.stop + first)),
+        )
 
     def bus(self, stack: Stack) -> Bus:
         """What the layers behind the trunk hear: x0, tokens, positions."""

@@ -1,4 +1,4 @@
-"""What a trainer computes once: the states of a frozen trunk, and the logits of another run that teaches.
+"""What a run computes once: the states of a frozen trunk, and the logits of another run that teaches.
 
     RUN/states/           what `hidden_states.py` writes
     RUN/teacher-logits/   what `sparse_teacher.py` writes; both are removed when the schedule is done
@@ -33,7 +33,7 @@ from topograd.training.hidden_states import (
 from topograd.training.sparse_teacher import TaughtRows, write_teacher
 
 if TYPE_CHECKING:
-    from topograd.training.trainer import Trainer
+    from topograd.training.runs import RunTask
 
 FOLDER, LOGITS = "states", "teacher-logits"
 
@@ -56,20 +56,20 @@ def kept_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
     return (first,) if first else ()
 
 
-def open_kept_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
-    """Batches of the trainer's text with what is kept of it, computed now if it is not there."""
-    config = trainer.config
-    assert isinstance(trainer.data, Prepared), "settings with [images] keep nothing"
+def open_kept_loader(task: RunTask, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
+    """Batches of the run's text with what is kept of it, computed now if it is not there."""
+    config = task.config
+    assert isinstance(task.data, Prepared), "settings with [images] keep nothing"
     tokens = _scheduled(config)
-    inputs, targets = packed_rows(trainer.data.train, config.row, config.seed, tokens)
+    inputs, targets = packed_rows(task.data.train, config.row, config.seed, tokens)
     store: RowStore = PlainRows(inputs, targets)
     if layers:
-        store = _states(trainer, layers, inputs, targets, on_rows)
+        store = _states(task, layers, inputs, targets, on_rows)
     if config.topology.teacher_top:
-        teacher = trainer.teacher
+        teacher = task.teacher
         assert teacher is not None, "`teacher_top` needs one"
         kept = write_teacher(
-            trainer.run.folder / LOGITS,
+            task.run.folder / LOGITS,
             teacher.predictor,
             inputs,
             targets,
@@ -81,15 +81,15 @@ def open_kept_loader(trainer: Trainer, layers: tuple[int, ...], on_rows: OnRows 
     return StateLoader(store, config.batch, config.seed)
 
 
-def first_rows(trainer: Trainer, tokens: int) -> StateBatch:
-    """The first rows of the trainer's text, with what is kept of them."""
-    config = trainer.config
+def first_rows(task: RunTask, tokens: int) -> StateBatch:
+    """The first rows of the run's text, with what is kept of them."""
+    config = task.config
     tokens = min(tokens, _scheduled(config))
-    if trainer.states is not None:
-        store = trainer.states.store
+    if task.states is not None:
+        store = task.states.store
         return store.rows(range(min(len(store), max(1, tokens // config.row))))
-    assert isinstance(trainer.data, Prepared), "settings with [images] have no rows of text"
-    return StateBatch(*packed_rows(trainer.data.train, config.row, config.seed, tokens), {})
+    assert isinstance(task.data, Prepared), "settings with [images] have no rows of text"
+    return StateBatch(*packed_rows(task.data.train, config.row, config.seed, tokens), {})
 
 
 def _scheduled(config: TrainConfig) -> int:
@@ -98,14 +98,14 @@ def _scheduled(config: TrainConfig) -> int:
 
 
 def _states(
-    trainer: Trainer, layers: tuple[int, ...], inputs: Tensor, targets: Tensor, on_rows: OnRows | None
+    task: RunTask, layers: tuple[int, ...], inputs: Tensor, targets: Tensor, on_rows: OnRows | None
 ) -> RowStore:
-    store, dtype = trainer.run.store, trainer.config.tune.states
+    store, dtype = task.run.store, task.config.tune.states
     assert isinstance(store, BasedStore)
     assert dtype != "none"
     return compute_states(
-        trainer.run.folder / FOLDER,
-        trainer.stack,
+        task.run.folder / FOLDER,
+        task.stack,
         inputs,
         targets,
         base=store.base_weights,

@@ -1,6 +1,6 @@
 """The geometry of a training, logged beside its losses.
 
-    trainer.train(on_step=GeometryLog(trainer, every=100))
+    trainer.train(on_step=GeometryLog(trainer.task, every=100))
 
 appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r of the stream by depth,
 effective ranks, the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r
@@ -23,8 +23,9 @@ from topograd.errors import GeometryError
 from topograd.exec.forward import stage_outputs
 from topograd.geometry.monitors.phase import read_phase, weight_norm
 from topograd.geometry.monitors.stream import StreamMonitor, StreamProfile
-from topograd.training.tasks import Reading, TextTask
-from topograd.training.trainer import OnStep, Trainer
+from topograd.training.runs import RunTask
+from topograd.training.sources import TextSource
+from topograd.training.trainer import Reading
 
 WINDOW = 10
 POSITIONS = 4096
@@ -33,32 +34,30 @@ SHARE = 0.75
 
 
 class GeometryLog:
-    """A callback of `Trainer.train`; `then` is called after it, with the same."""
+    """A callback of `Trainer.train`."""
 
-    def __init__(self, trainer: Trainer, every: int, then: OnStep | None = None) -> None:
+    def __init__(self, task: RunTask, every: int) -> None:
         if every < 1:
             raise GeometryError(f"every is {every}: read each step (1) or one in so many")
-        if not isinstance(trainer.task, TextTask):
+        if not isinstance(task.source, TextSource):
             raise GeometryError(
                 "the stream of a network on pictures has no one width; leave geometry_every at 0"
             )
-        self._trainer, self._every, self._then = trainer, every, then
-        inputs = trainer.text.inputs
+        self._task, self._every = task, every
+        inputs = task.text.inputs
         self._probe = inputs[: max(1, POSITIONS // inputs.shape[1])]
-        known = [record for record in trainer.run.metrics() if record["kind"] == "geometry"]
+        known = [record for record in task.run.metrics() if record["kind"] == "geometry"]
         self._rank: int | None = known[-1]["rank"] if known else None
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._sigmas: deque[float] = deque(maxlen=WINDOW)
 
     def __call__(self, step: int, steps: int, losses: list[float], reading: Reading | None) -> None:
         if step % self._every == 0:
-            self._trainer.run.log(self._record(step))
-        if self._then is not None:
-            self._then(step, steps, losses, reading)
+            self._task.run.log(self._record(step))
 
     def profile(self) -> StreamProfile | None:
         """The stream of the probe rows at the fixed rank; None where the input no longer has that rank."""
-        stack, plan = self._trainer.stack, self._trainer.plan
+        stack, plan = self._task.stack, self._task.plan
         training = stack.training
         stack.eval()
         try:
@@ -77,7 +76,7 @@ class GeometryLog:
 
     def _record(self, step: int) -> dict[str, Any]:
         found = self.profile()
-        self._norms.append(weight_norm(self._trainer.stack))
+        self._norms.append(weight_norm(self._task.stack))
         self._sigmas.append(0.0 if found is None else found.sigma[-1])
         known = all(sigma > 0 for sigma in self._sigmas)  # one below resolution has no logarithm
         return {

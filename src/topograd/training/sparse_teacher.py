@@ -35,9 +35,9 @@ from torch import Tensor
 
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
+from topograd.exec.objectives import Logits
 from topograd.files import read_json, sha256, write_atomic, write_json
 from topograd.training.hidden_states import OnRows, RowStore, StateBatch
-from topograd.training.objectives import Logits
 
 FORMAT = "topograd-teacher"
 VERSION = 1

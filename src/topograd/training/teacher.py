@@ -8,10 +8,10 @@ from topograd.data import Tokenizer
 from topograd.data.tokenizer import FILE
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
+from topograd.exec.objectives import Distillation, Objective
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import image_spec, open_run, open_session
-from topograd.runs.topology_config import OWN_TEACHER
-from topograd.training.objectives import Distillation, Objective
+from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Teacher:
 
 def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
     """The run that the settings name as the teacher, if it speaks the student's tokens; None if there is
-    none, or if the model teaches itself."""
+    none, or if the model or its average teaches."""
     folder = config.topology.teacher
-    if folder is None or folder == OWN_TEACHER:
+    if folder in (None, OWN_TEACHER, AVERAGE_TEACHER):
         return None
+    assert folder is not None
     session = open_session(folder)
     if session.tokenizer.files()[FILE] != tokenizer.files()[FILE]:
         raise ConfigError(
@@ -46,8 +47,9 @@ def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
 def open_image_teacher(config: TrainConfig) -> Teacher | None:
     """The run on pictures that the settings name as the teacher, if it names the student's classes."""
     folder = config.topology.teacher
-    if folder is None:
+    if folder in (None, OWN_TEACHER, AVERAGE_TEACHER):
         return None
+    assert folder is not None
     opened = open_run(folder)
     ours = image_spec(config)
     theirs = image_spec(opened.config) if opened.config.model.task == "images" else None

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.adapted.adapt import Adapted, adapt
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 Foreign = tuple[Any, Adapted]
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from topograd.exec.train_step import train_step
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.mlp import Affine, LogOdds
 from topograd.nn.images.stack import ImageStack, make_image_stack
-from topograd.training.executor import train_step
 
 Batch = tuple[Tensor, Tensor]
 

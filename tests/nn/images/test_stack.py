@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.executor import graph_losses
+from tests.oracles.train_step import graph_losses
 from topograd.errors import StackError
+from topograd.exec.train_step import train_step
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, make_image_stack
 from topograd.nn.preparation import prepare
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Edge, Stage, Topology
-from topograd.training.executor import train_step
 
 Make = Callable[..., ImageStack]
 Batch = tuple[Tensor, Tensor]

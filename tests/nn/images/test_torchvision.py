@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.exec.forward import Predictor
+from topograd.exec.train_step import train_step
 from topograd.nn.images.torchvision import adapt_torchvision
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.training.executor import train_step
 
 
 class Block(nn.Module):

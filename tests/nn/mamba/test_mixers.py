@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pieces import Decoded
+from topograd.decode.cache import Cache
 from topograd.errors import ConfigError, StackError
-from topograd.exec.forward import StageStates, stage_outputs
+from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.config import MIXERS, GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
@@ -23,8 +25,7 @@ from topograd.runs.session import open_session
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
-from topograd.training.trainer import resume, start
+from topograd.training.runs import resume, start
 
 MODULE = '''
 """A decaying mean of the past, channel by channel."""
@@ -39,10 +40,14 @@ class Memory:
     def __init__(self, batch, width, like):
         self.sums = [torch.zeros(batch, width, dtype=like.dtype, device=like.device)]
 
-    def rewind(self, marks):
-        least = min(marks)
-        del self.sums[least + 1:]
-        return [least] * len(marks)
+    def truncate(self, length):
+        del self.sums[length + 1:]
+        return len(self.sums) - 1
+
+    def copy(self):
+        twin = Memory.__new__(Memory)
+        twin.sums = list(self.sums)
+        return twin
 
 
 class Decay(nn.Module):
@@ -132,8 +137,8 @@ def test_it_decodes_what_the_whole_sequence_gives(model: GPT, parts: list[int]) 
     plan = Plan.of("1,2", 3)
     inputs = torch.randint(23, (2, 9))
     whole = stage_outputs(model, plan, inputs, [0, 1])
-    states = StageStates(model, plan, batch=2, capacity=9)
-    steps = [stage_outputs(model, plan, part, [0, 1], states) for part in inputs.split(parts, 1)]
+    states = Decoded(model, plan, rows=2, capacity=9)
+    steps = [states.outputs(part, [0, 1]) for part in inputs.split(parts, 1)]
     for k in range(2):
         torch.testing.assert_close(torch.cat([s[k] for s in steps], 1), whole[k], rtol=1e-11, atol=1e-11)
 
@@ -142,12 +147,11 @@ def test_it_goes_back_and_on(model: GPT) -> None:
     plan = Plan.of("1,2", 3)
     inputs = torch.randint(23, (1, 9))
     whole = stage_outputs(model, plan, inputs, [1])[1]
-    states = StageStates(model, plan, batch=1, capacity=9)
-    stage_outputs(model, plan, inputs[:, :7], [1], states)
-    for memory in states.stages:
-        assert memory.rewind([4]) == [4]
-    states.seen, states.length, states.previous = [4, 4], 4, inputs[:, 3]
-    again = stage_outputs(model, plan, inputs[:, 4:], [1], states)[1]
+    decoded = Decoded(model, plan, rows=1, capacity=9)
+    decoded.outputs(inputs[:, :7], [1])
+    decoded.truncate(4)
+    assert decoded.batch[0].marks == [4, 4]
+    again = decoded.outputs(inputs[:, 4:], [1])[1]
     torch.testing.assert_close(again, whole[:, 4:], rtol=1e-11, atol=1e-11)
 
 
@@ -219,13 +223,22 @@ def test_a_mixer_alone_is_an_architecture() -> None:
     assert isinstance(MIXERS["mamba2"], type)
 
 
-def test_marks_are_kept_for_every_row(module: str) -> None:
-    """The protocol's answer: to where each row went."""
-    make: Callable[..., Any] = MIXERS[f"{module}:Decay"]
-    mixer = make(GPTConfig(**SIZES), 0)
-    state = mixer.new_state(2, 9)
-    x = torch.randn(2, 5, 16)
-    mixer(x, None, state)
-    marks: Sequence[int] = state.rewind([4, 2])
-    assert list(marks) == [2, 2], "it keeps one time for all rows, so the later row is replayed"
-    torch.testing.assert_close(mixer(x[:, 2:], None, state), mixer(x, None)[:, 2:])
+def test_its_sequences_are_run_one_by_one_and_forked(module: str) -> None:
+    """Of unlike lengths, one of them begun as another; each has a state of its own."""
+    model, inputs = made(f"{module}:Decay"), torch.randint(23, (2, 9)).tolist()
+    plan = Plan.of("1,2", 3)
+    with torch.inference_mode():
+        cache = Cache(model, plan, 9)
+        batch = [cache.new(), cache.new()]
+        cache.push(batch, [inputs[0][:5], inputs[1][:2]])
+        cache.run(batch, 1)
+        twin = cache.fork(batch[0], 3)
+        assert twin.marks == [3, 3], "a list of sums is cut anywhere"
+        batch.append(twin)
+        cache.push(batch, [inputs[0][5:], inputs[1][2:], inputs[1][3:]])
+        cache.run(batch, 1)
+        found = cache.hidden(batch, 1, [4, 7, 6]).split([4, 7, 6])
+    texts = [*inputs, inputs[0][:3] + inputs[1][3:]]
+    for text, h in zip(texts, found, strict=True):
+        whole = stage_outputs(model, plan, torch.tensor([text]), [1])[1][0]
+        torch.testing.assert_close(h, whole[-len(h) :], rtol=1e-11, atol=1e-11)

@@ -1,4 +1,4 @@
-"""Going back and replaying, and what both mixers owe to it: resuming, padded rows, chosen outputs."""
+"""Going back and running again, and what both mixers owe to it: resuming, joined rows, chosen outputs."""
 
 import pytest
 import torch
@@ -10,111 +10,123 @@ from torch.func import functional_call, grad, jvp, vmap
 from topograd.errors import StackError
 from topograd.nn.mamba.mamba2 import Mamba2Mixer
 from topograd.nn.mamba.mamba3 import Mamba3Mixer
-from topograd.nn.mamba.recurrent import KEPT, RecurrentState, last_columns, real_columns
+from topograd.nn.mamba.recurrent import KEPT, RecurrentState, last_columns
 from topograd.nn.packed import packed
 
 Mixer = Mamba2Mixer | Mamba3Mixer
 NAMES = {Mamba2Mixer: ("columns", "S"), Mamba3Mixer: ("theta", "S", "B", "x")}
 
 
-def value(rows: list[int]) -> dict[str, Tensor]:
-    """What a row holds that has seen so many positions: 100 (row + 1) + position, or 0 at the start."""
-    return {"S": torch.tensor([100.0 * (i + 1) + t if t else 0.0 for i, t in enumerate(rows)])[:, None]}
+def value(position: int, rows: int = 1) -> dict[str, Tensor]:
+    """What rows hold that have seen so many positions: 100 (row + 1) + position, or 0 at the start."""
+    return {
+        "S": torch.tensor([100.0 * (i + 1) + position if position else 0.0 for i in range(rows)])[:, None]
+    }
 
 
-def after(state: RecurrentState, counts: list[int]) -> None:
-    state.advance(
-        value([m + c for m, c in zip(state.marks, counts, strict=True)]), counts, max(counts, default=0)
-    )
+def after(state: RecurrentState, time: int) -> None:
+    state.advance(value(state.length + time, state.rows), time)
 
 
 moves = st.one_of(
-    st.tuples(st.just("advance"), st.lists(st.integers(0, 3), min_size=3, max_size=3)),
-    st.tuples(st.just("rewind"), st.lists(st.integers(0, 12), min_size=3, max_size=3)),
+    st.tuples(st.just("advance"), st.integers(0, 3)),
+    st.tuples(st.just("truncate"), st.integers(0, 12)),
+    st.tuples(st.just("copy"), st.integers(0, 3)),
 )
 
 
 @given(st.lists(moves, max_size=25))
-@settings(max_examples=25, deadline=None)
-def test_rows_hold_what_their_marks_say_whatever_happens(steps: list[tuple[str, list[int]]]) -> None:
-    state = RecurrentState(value([0, 0, 0]), 3)
-    for kind, numbers in steps:
-        before = state.marks
+@settings(max_examples=50, deadline=None)
+def test_a_state_holds_what_its_length_says_whatever_happens(steps: list[tuple[str, int]]) -> None:
+    """Against all positions at which it stood; a copy goes on by itself."""
+    state, stood = RecurrentState(value(0, 2)), [0]
+    for kind, number in steps:
         if kind == "advance":
-            after(state, numbers)
+            after(state, number)
+            stood.append(state.length)
+        elif kind == "truncate":
+            expected = max(length for length in stood if length <= number)
+            assert state.truncate(number) == state.length == min(expected, stood[-1])
+            stood = [length for length in stood if length <= state.length]
         else:
-            here = state.rewind(numbers)
-            assert here == state.marks
-            assert all(now <= min(mark, was) for now, mark, was in zip(here, numbers, before, strict=True))
-            assert all(
-                now == was for now, mark, was in zip(here, numbers, before, strict=True) if was <= mark
-            )
-        assert torch.equal(state["S"], value(state.marks)["S"])
+            left, state = state, state.copy()
+            after(left, number)  # nothing of it may reach the copy
+            left.truncate(0)
+        assert torch.equal(state["S"], value(state.length, 2)["S"])
 
 
-def test_each_row_goes_back_to_its_newest_snapshot() -> None:
-    state = RecurrentState(value([0, 0, 0]), 3)
-    for counts in ([4, 4, 4], [2, 0, 3], [1, 1, 1], [1, 1, 1]):  # 4 4 4 | 6 4 7 | 7 5 8 | 8 6 9
-        after(state, counts)
-    assert state.rewind([6, 5, 8]) == [6, 5, 8]
-    assert torch.equal(state["S"], value([6, 5, 8])["S"])
-    assert state.rewind([6, 4, 9]) == [6, 4, 8], "the snapshot 6 4 7 is earlier in every row"
-    assert state.rewind([5, 3, 8]) == [4, 0, 8], "the second row has no snapshot before its mark"
-    assert state.rewind([4, 4, 7]) == [4, 0, 0], "snapshots beyond any row were dropped"
+def test_it_goes_back_to_the_newest_snapshot() -> None:
+    state = RecurrentState(value(0))
+    for time in (4, 2, 1, 1):
+        after(state, time)
+    assert state.truncate(7) == 7
+    assert state.truncate(5) == 4
+    assert torch.equal(state["S"], value(4)["S"])
+    assert state.truncate(3) == 0, "there is no snapshot before it"
 
 
-def test_going_back_for_all_rows_alike_copies_nothing() -> None:
-    state = RecurrentState(value([0, 0]), 2)
-    after(state, [3, 3])
+def test_going_back_copies_nothing() -> None:
+    state = RecurrentState(value(0, 2))
+    after(state, 3)
     there = state["S"]
-    after(state, [2, 2])
-    assert state.rewind([4, 4]) == [3, 3]
+    after(state, 2)
+    assert state.truncate(4) == 3
     assert state["S"] is there
-    after(state, [1, 1])
-    assert state.rewind([9, 9]) == [4, 4], "a mark that is not reached changes nothing"
+    after(state, 1)
+    assert state.truncate(9) == 4, "a length that is not reached changes nothing"
 
 
 def test_only_the_newest_snapshots_are_kept() -> None:
-    state = RecurrentState(value([0]), 1)
+    state = RecurrentState(value(0))
     for _ in range(KEPT + 5):
-        after(state, [1])
-    assert state.rewind([5]) == [5], "the oldest that is kept"
-    assert state.rewind([4]) == [0]
+        after(state, 1)
+    assert state.truncate(5) == 5, "the oldest that is kept"
+    assert state.truncate(4) == 0
     assert torch.equal(state["S"], torch.zeros(1, 1))
 
 
 def test_going_back_again_and_again_does_not_use_up_the_snapshots() -> None:
-    state = RecurrentState(value([0]), 1)
+    state = RecurrentState(value(0))
     for _ in range(3):
-        after(state, [1])
+        after(state, 1)
     for _ in range(KEPT + 5):
-        after(state, [1])
-        assert state.rewind([3]) == [3]
-    assert state.rewind([1]) == [1]
+        after(state, 1)
+        assert state.truncate(3) == 3
+    assert state.truncate(1) == 1
+
+
+def test_states_are_joined_for_a_run_and_take_their_rows_back() -> None:
+    states = [RecurrentState(value(0)) for _ in range(3)]
+    for state, time in zip(states, (2, 5, 0), strict=True):
+        after(state, time)
+    batch = RecurrentState.joined(states)
+    assert batch.rows == 3
+    assert batch["S"].tolist() == [[102.0], [105.0], [0.0]]
+    batch.advance({"S": torch.tensor([[7.0], [8.0], [9.0]])}, 4)
+    for row, state in enumerate(states):
+        state.take(batch, row, 4)
+    assert [state["S"].tolist() for state in states] == [[[7.0]], [[8.0]], [[9.0]]]
+    assert [state.length for state in states] == [6, 9, 4]
+    assert all(state["S"].untyped_storage().nbytes() == state["S"].nbytes for state in states)
+    assert [state.truncate(5) for state in states] == [2, 5, 4]
+    assert [state["S"].item() for state in states] == [102.0, 105.0, 9.0]
 
 
 def test_what_a_state_refuses() -> None:
-    state = RecurrentState(value([0, 0]), 2)
-    with pytest.raises(StackError, match="S has 2 rows and the state 3"):
-        RecurrentState(value([0, 0]), 3)
-    with pytest.raises(StackError, match=r"counts are \[1, 4\] for 2 rows; .* 0 to 3"):
-        state.advance(value([1, 4]), torch.tensor([1, 4]), 3)
-    with pytest.raises(StackError, match=r"counts are \[1\] for 2 rows"):
-        state.advance(value([1, 1]), [1], 3)
-    with pytest.raises(StackError, match=r"marks are \[0\] for 2 rows"):
-        state.rewind([0])
-    with pytest.raises(StackError, match=r"marks are \[0, -1\]"):
-        state.rewind([0, -1])
-    assert state.marks == [0, 0]
-    assert state.rewind([5, 5]) == [0, 0]
+    with pytest.raises(StackError, match=r"the tensors of a state have \[2, 3\] rows; give them as many"):
+        RecurrentState({"S": torch.zeros(2, 1), "x": torch.zeros(3, 1)})
+    state = RecurrentState(value(0, 2))
+    with pytest.raises(StackError, match="length is -1; a state goes back to 0 positions at most"):
+        state.truncate(-1)
+    assert state.length == 0
+    assert state.truncate(5) == 0
 
 
-def test_columns_of_rows() -> None:
-    counts = torch.tensor([0, 3, 2])
-    assert real_columns(counts, 3).tolist() == [[False] * 3, [True] * 3, [True, True, False]]
+def test_the_last_columns() -> None:
     x = torch.arange(15).view(3, 5)  # two old columns and three new ones
-    assert last_columns(x, counts, 2).tolist() == [[0, 1], [8, 9], [12, 13]]
-    assert last_columns(x, None, 2).tolist() == [[3, 4], [8, 9], [13, 14]]
+    last = last_columns(x, 2)
+    assert last.tolist() == [[3, 4], [8, 9], [13, 14]]
+    assert last.untyped_storage().nbytes() == last.nbytes, "a view would keep all of x alive"
 
 
 # What both mixers owe.
@@ -143,7 +155,7 @@ def assert_same_state(ours: RecurrentState, theirs: RecurrentState, names: tuple
         if name == "theta":  # 0 and 2π are the same angle
             left, right = (torch.cat((angle.cos(), angle.sin()), -1) for angle in (left, right))
         assert_same(left, right)
-    assert ours.marks == theirs.marks
+    assert ours.length == theirs.length
 
 
 kinds = pytest.mark.parametrize("kind", [Mamba2Mixer, Mamba3Mixer], ids=["mamba2", "mamba3"])
@@ -178,38 +190,40 @@ def test_gradients_go_through_resumed_states(kind: type[Mixer]) -> None:
 
 @kinds
 @pytest.mark.parametrize("time", [1, 2, 6])
-def test_padding_changes_neither_state_nor_outputs(kind: type[Mixer], time: int) -> None:
+def test_joined_sequences_are_each_by_itself(kind: type[Mixer], time: int) -> None:
+    """Sequences that have seen 3, 0, 2 and 1 positions take as many more, as one batch."""
     model = mixer(kind)
-    counts = torch.tensor([0, 1, time, time // 2])
-    prompt, u = inputs(4, 3), inputs(4, time) + 1
-    together = model.new_state(4)
-    model(prompt, together, torch.tensor([3, 0, 2, 1]))
-    padded = torch.where(real_columns(counts, time)[..., None], u, 1e3)
-    answers = model(padded, together, counts)
-    for row, count in enumerate(counts.tolist()):
-        alone, first = model.new_state(1), [3, 0, 2, 1][row]
-        if first:
-            model(prompt[row : row + 1, :first], alone)
-        if count:
-            assert_same(answers[row : row + 1, :count], model(u[row : row + 1, :count], alone))
-        assert together.marks[row] == alone.marks[0]
-        for name in NAMES[kind]:
-            left, right = together[name][row : row + 1], alone[name]
-            assert_same(left.cos() if name == "theta" else left, right.cos() if name == "theta" else right)
+    prompt, u, first = inputs(4, 3), inputs(4, time) + 1, [3, 0, 2, 1]
+    together, alone = ([model.new_state(1) for _ in range(4)] for _ in range(2))
+    for states in (together, alone):
+        for row, seen in enumerate(first):
+            if seen:
+                model(prompt[row : row + 1, :seen], states[row])
+    batch = RecurrentState.joined(together)
+    answers = model(u, batch)
+    for row in range(4):
+        together[row].take(batch, row, time)
+        assert_same(answers[row : row + 1], model(u[row : row + 1], alone[row]))
+        assert_same_state(together[row], alone[row], NAMES[kind])
+        assert together[row].length == first[row] + time
 
 
 @kinds
-def test_a_row_that_sees_nothing_is_bit_for_bit_what_it_was(kind: type[Mixer]) -> None:
+def test_a_sequence_that_is_not_in_a_batch_is_bit_for_bit_what_it_was(kind: type[Mixer]) -> None:
     model = mixer(kind, torch.float32)
-    state = model.new_state(2)
-    model(inputs(2, 5, torch.float32), state)
-    before = {name: state[name] for name in NAMES[kind]}
+    states = [model.new_state(1) for _ in range(3)]
+    for row, state in enumerate(states):
+        model(inputs(3, 5, torch.float32)[row : row + 1], state)
+    before = [{name: state[name].clone() for name in NAMES[kind]} for state in states]
     for time in (1, 4):
-        model(inputs(2, time, torch.float32), state, torch.tensor([0, time]))
-    for name, tensor in before.items():
-        assert torch.equal(state[name][0], tensor[0])
-        assert not torch.equal(state[name][1], tensor[1])
-    assert state.marks == [5, 10]
+        batch = RecurrentState.joined(states[1:])
+        model(inputs(2, time, torch.float32), batch)
+        for row, state in enumerate(states[1:]):
+            state.take(batch, row, time)
+    for name in NAMES[kind]:
+        assert torch.equal(states[0][name], before[0][name])
+        assert not torch.equal(states[1][name], before[1][name])
+    assert [state.length for state in states] == [5, 10, 10]
 
 
 @kinds
@@ -226,23 +240,22 @@ def test_chosen_rows_are_those_of_the_whole(kind: type[Mixer]) -> None:
 
 
 @kinds
-def test_rewind_and_replay(kind: type[Mixer]) -> None:
+def test_going_back_and_running_again(kind: type[Mixer]) -> None:
     model, u = mixer(kind), inputs(2, 12)
     state = model.new_state(2)
     model(u[:, :5], state)
     for t in range(5, 8):
         model(u[:, t : t + 1], state)
-    model(-u[:, 8:11], state)  # a guess, of which one row keeps nothing and the other goes back further
-    here = state.rewind([8, 6])
-    assert here == [8, 6]
-    counts = torch.tensor([12 - mark for mark in here])
-    rest = torch.stack([torch.nn.functional.pad(u[row, m:], (0, 0, 0, m - 6)) for row, m in enumerate(here)])
-    answers = model(rest, state, counts)
+    twin = state.copy()
+    model(-u[:, 8:11], state)  # a guess of which nothing is kept
     whole = model.new_state(2)
     expected = model(u, whole)
-    for row, mark in enumerate(here):
-        assert_same(answers[row, : 12 - mark], expected[row, mark:])
+    assert state.truncate(10) == 8
+    assert_same(model(u[:, 8:], state), expected[:, 8:])
+    assert twin.truncate(6) == 6, "a copy has the snapshots too"
+    assert_same(model(u[:, 6:], twin), expected[:, 6:])
     assert_same_state(state, whole, NAMES[kind])
+    assert_same_state(twin, whole, NAMES[kind])
 
 
 @kinds
@@ -252,7 +265,7 @@ def test_steps_never_write_into_what_a_snapshot_holds(kind: type[Mixer]) -> None
     model(u[:, :3], state)
     held = {name: (state[name], state[name].clone()) for name in NAMES[kind]}
     model(u[:, 3:4], state)
-    model(u[:, 4:], state, torch.tensor([1, 2]))
+    model(u[:, 4:], state)
     assert all(torch.equal(*pair) for pair in held.values())
 
 

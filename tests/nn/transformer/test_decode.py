@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from topograd.exec.forward import StageStates, stage_outputs
+from pieces import Decoded
+from topograd.decode.cache import Cache
+from topograd.exec.forward import stage_outputs
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.stack import Stack
@@ -17,6 +19,7 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
 VOCAB, CONTEXT, STAGES = 23, 12, 3
+PLAN = Plan.of(Topology.chain("1,1,1"), 3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no smear": {"smear": False},
@@ -69,10 +72,10 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
 
 
 @torch.no_grad()
-def logits(stack: Stack, inputs: Tensor, states: StageStates | None = None) -> Tensor:
+def logits(stack: Stack, inputs: Tensor, states: Decoded | None = None) -> Tensor:
     """Logits of every stage, (stages, rows, time, vocab)."""
-    plan = Plan.of(Topology.chain("1,1,1"), 3)
-    hidden = stage_outputs(stack, plan, inputs, range(STAGES), states=states)
+    every = range(STAGES)
+    hidden = stage_outputs(stack, PLAN, inputs, every) if states is None else states.outputs(inputs, every)
     return torch.stack([stack.readout(hidden[k], k) for k in range(STAGES)])
 
 
@@ -90,38 +93,31 @@ def test_the_whole_forward(gpt: GPT) -> None:
 @pytest.mark.parametrize("pieces", [(1,) * 12, (12,), (5, 1, 1, 5), (1, 7, 4)], ids=str)
 def test_in_pieces(gpt: GPT, pieces: tuple[int, ...]) -> None:
     fast, inputs = gpt.for_decoding(), tokens(2)
-    states = StageStates(fast, Plan.of(Topology.chain("1,1,1"), 3), 2, CONTEXT)
+    states = Decoded(fast, PLAN, 2, CONTEXT)
     parts = [logits(fast, part, states) for part in inputs.split(list(pieces), dim=1)]
     close(torch.cat(parts, dim=2), logits(gpt, inputs))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def test_ragged_rows(gpt: GPT) -> None:
-    """Three rows come to 12, 5 and 8 positions in three steps; unneeded columns go behind the longest."""
+    """Three sequences come to 12, 5 and 8 positions in three steps, packed; one step is empty for one."""
     inputs, lengths = tokens(3), (12, 5, 8)
     expected = [gpt(inputs[row : row + 1, :n]) for row, n in enumerate(lengths)]
     for stack in (gpt.for_decoding(), gpt):
-        states = [layer.new_state(3, CONTEXT + 1) for layer in stack.layers]  # type: ignore[operator]
+        cache = Cache(stack, PLAN, CONTEXT)
+        batch = [cache.new() for _ in lengths]
         found: list[list[Tensor]] = [[], [], []]
         for step in ([(0, 7), (0, 1), (0, 4)], [(7, 8), (1, 3), (4, 4)], [(8, 12), (3, 5), (4, 8)]):
-            width, spare = max(b - a for a, b in step), max(b for _, b in step)
-            slots = torch.tensor([[a + i if a + i < b else spare for i in range(width)] for a, b in step])
-            x0 = padded_embedding(stack, inputs, slots)
-            bus = stack.bus(x0, inputs.gather(1, slots.clamp(max=CONTEXT - 1)), slots)
-            h = x0
-            for layer, state in zip(stack.layers, states, strict=True):
-                h = layer(h, bus, state)
-            z = stack.readout(h, stack.last_stage)
-            for row, (a, b) in enumerate(step):
-                found[row].append(z[row, : b - a])
+            counts = [b - a for a, b in step]
+            cache.push(batch, [inputs[row, a:b].tolist() for row, (a, b) in enumerate(step)])
+            cache.run(batch, 2)
+            some = [row for row in range(3) if counts[row]]
+            h = cache.hidden([batch[row] for row in some], 2, [counts[row] for row in some])
+            parts = stack.readout(h, stack.last_stage).split([counts[row] for row in some])
+            for row, part in zip(some, parts, strict=True):
+                found[row].append(part)
         for row in range(3):
             close(torch.cat(found[row]), expected[row][0])
-
-
-def padded_embedding(stack: Stack, inputs: Tensor, slots: Tensor) -> Tensor:
-    """x0 at these positions of each row; anything where a slot lies behind the inputs."""
-    x0 = stack.embed(inputs)
-    return x0.gather(1, slots.clamp(max=CONTEXT - 1)[..., None].expand(*slots.shape, x0.shape[-1]))
 
 
 @torch.no_grad()
@@ -131,7 +127,7 @@ def test_positions_beyond_the_context(gpt: GPT) -> None:
     expected = logits(gpt, inputs)
     close(logits(gpt.for_decoding(), inputs), expected)
     fast = gpt.for_decoding()
-    states = StageStates(fast, Plan.of(Topology.chain("1,1,1"), 3), 2, 3 * CONTEXT)
+    states = Decoded(fast, PLAN, 2, 3 * CONTEXT)
     parts = [logits(fast, part, states) for part in inputs.split([CONTEXT, 1, 1, 7, 15], dim=1)]
     close(torch.cat(parts, dim=2), expected)
     unlike = torch.tensor([[0, 1], [2 * CONTEXT, 2 * CONTEXT + 1]])

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.executor import graph_losses
-from topograd.decode.engine import Engine, Prefix, generate_batch
+from tests.oracles.train_step import graph_losses
+from topograd.decode.cache import Cache
+from topograd.decode.engine import Engine
+from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import StackError
+from topograd.exec.train_step import train_step
 from topograd.nn.heads import LowRankDelta
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
@@ -24,7 +27,6 @@ from topograd.nn.transformer.stack import Transformer
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 VOCAB = 23
 BASE = TransformerConfig(
@@ -168,25 +170,29 @@ def test_going_back_and_on(stack: Transformer, form: Stack) -> None:
     states = states_of(form, 2, 9)
     decode(form, inputs, (5, 1, 3), states)
     for state in states:
-        assert state.rewind([4, 4]) == [4, 4]
+        assert state.truncate(4) == 4
     close(decode(form, other, (2, 1, 1, 1), states, start=4), stack(other)[:, 4:])
 
 
 @pytest.mark.parametrize("piece", [1, 2])
-@torch.no_grad()
+@torch.inference_mode()
 def test_ragged_rows_in_one_batch(stack: Transformer, form: Stack, piece: int) -> None:
-    """Prompts of 5, 1 and 3 tokens, padded to 5, then four more tokens for each, some at a time."""
-    inputs, lengths = tokens(rows=3), torch.tensor([5, 1, 3])
-    states = states_of(form, 3, 9)
-    first = run(form, inputs[:, :5], torch.arange(5).expand(3, 5), states)
-    steps = []
-    for start in range(0, 4, piece):
-        positions = lengths[:, None] + torch.arange(start, start + piece)
-        steps.append(run(form, inputs.gather(1, positions), positions, states))
-    for r, length in enumerate(lengths.tolist()):
-        alone = stack(inputs[r : r + 1, : length + 4])[0]
-        close(first[r, :length], alone[:length])
-        close(torch.cat([step[r] for step in steps]), alone[length:])
+    """Prompts of 5, 1 and 3 tokens, then four more tokens for each, some at a time."""
+    inputs, lengths = tokens(rows=3).tolist(), [5, 1, 3]
+    cache = Cache(form, Plan.of(Topology.chain("3"), 3), 9)
+    batch = [cache.new() for _ in lengths]
+
+    def step(starts: list[int], counts: list[int]) -> list[Tensor]:
+        each = zip(inputs, starts, counts, strict=True)
+        cache.push(batch, [row[start : start + count] for row, start, count in each])
+        cache.run(batch, 0)
+        return list(form.readout(cache.hidden(batch, 0, counts), 0).split(counts))
+
+    parts = [step([0, 0, 0], lengths)]
+    parts += [step([n + start for n in lengths], [piece] * 3) for start in range(0, 4, piece)]
+    for r, length in enumerate(lengths):
+        alone = stack(torch.tensor([inputs[r][: length + 4]]))[0]
+        close(torch.cat([part[r] for part in parts]), alone)
 
 
 @torch.no_grad()
@@ -228,8 +234,8 @@ def test_a_training_step_with_low_rank_heads_is_that_of_one_graph(stack: Transfo
 def test_ragged_prompts_write_what_they_write_alone(stack: Transformer) -> None:
     engine = Engine(stack, Plan.of(Topology.chain("1,1,1"), 3), context=16)
     prompts = [[1, 2, 3], [7], [4, 5, 6, 7, 8]]
-    together = generate_batch(Prefix(engine), prompts, 11)
-    alone = [generate_batch(Prefix(engine), [prompt], 11)[0] for prompt in prompts]
+    together = generate_batch(FixedDepth(engine), prompts, 11)
+    alone = [generate_batch(FixedDepth(engine), [prompt], 11)[0] for prompt in prompts]
     assert together == alone
 
 
@@ -239,7 +245,7 @@ def test_greedy_tokens_are_those_of_the_whole_forward(stack: Transformer) -> Non
         with torch.no_grad():
             text.append(int(stack(torch.tensor([text]))[0, -1].argmax()))
     engine = Engine(stack, Plan.of(Topology.chain("1,2"), 3), context=16)
-    [written] = generate_batch(Prefix(engine), [text[:3]], 12)
+    [written] = generate_batch(FixedDepth(engine), [text[:3]], 12)
     assert [emitted.token for emitted in written] == text[3:]
 
 
@@ -274,7 +280,7 @@ def test_learned_positions_end() -> None:
         with pytest.raises(StackError, match="17 positions are more than the 16 that this gpt2 has learned"):
             form(tokens(time=17))
         with pytest.raises(StackError, match="19 positions are more"):
-            run(form, tokens(time=1), torch.tensor([[3], [18]]), states_of(form, 2, 16))
+            run(form, tokens(time=1), 18, states_of(form, 2, 16))
 
 
 def test_a_norm_has_its_epsilon_and_a_gradient_at_zero() -> None:

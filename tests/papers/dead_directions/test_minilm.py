@@ -14,7 +14,7 @@ from topograd.errors import ConfigError
 from topograd.nn.config import GPTConfig
 from topograd.runs.config import TrainConfig
 from topograd.runs.topology_config import TopologyConfig
-from topograd.training.trainer import start
+from topograd.training.runs import start
 
 
 def test_layernorms_pass_trained_or_fresh(tmp_path: Path) -> None:

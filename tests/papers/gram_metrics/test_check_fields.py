@@ -84,7 +84,7 @@ def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:
 
 def test_each_question_explains_itself(call: Any) -> None:
     overview = call("check", "--help").out
-    assert "equivariance,cells,kernel,simulate,costs} ..." in overview
+    assert "equivariance,cells,kernel,simulate,costs,parity,leak,plan} ..." in overview
     assert "  simulate      Run gradient descent in the fields" in overview
     for question in ("kernel", "simulate"):
         answer = call("check", question, "--help")

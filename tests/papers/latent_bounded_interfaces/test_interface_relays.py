@@ -16,11 +16,11 @@ from papers.latent_bounded_interfaces.interface_relays import (
     silenced,
 )
 from topograd.exec.forward import stage_outputs
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.executor import train_step
 
 CONTEXT = 8
 

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from papers.latent_bounded_interfaces.interfaces import position_losses, prefix_losses
-from papers.latent_bounded_interfaces.leak import CAUSAL, FLOOR, LEAKY, LENGTH, VOCAB, iid_batch, iid_loss
+from papers.latent_bounded_interfaces.leak import (
+    CAUSAL,
+    FLOOR,
+    LEAKY,
+    LENGTH,
+    VOCAB,
+    iid_batch,
+    iid_loss,
+    leak,
+)
+from topograd.errors import ConfigError
 from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
@@ -38,3 +48,15 @@ def test_only_a_model_that_sees_its_targets_beats_chance(interface: str, honest:
 def test_targets_follow_inputs() -> None:
     inputs, targets = iid_batch(4)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_leak_of_a_small_model() -> None:
+    assert leak() == 0.0
+    assert leak(pool="mean", segments=1, causal=False) > 1e-3
+
+
+def test_an_interface_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="causal=False pools the whole sequence"):
+        leak(causal=False)
+    with pytest.raises(ConfigError, match="S is 5 and the context 32"):
+        leak(segments=5)

@@ -14,7 +14,8 @@ from papers.run import run_study
 from papers.staged_runs import Sizes
 from papers.verdicts import FAILED, HELD, UNDECIDED
 from topograd.exec.forward import stage_outputs
-from topograd.interfaces.engines import backward
+from topograd.exec.gradient import Autograd, GradientEngine
+from topograd.exec.train_step import train_step
 
 
 def test_hidden_bytes_are_the_targets() -> None:
@@ -53,10 +54,10 @@ def test_the_scan_is_exact_both_ways_and_its_error_is_seen(
     inputs, targets = hide(torch.randint(256, (2, 8)), 257, torch.Generator().manual_seed(1))
     assert scan_error(stack.double(), plan, inputs, targets) < 1e-12
 
-    def wrong(*given: Any, engine: str) -> None:
-        backward(*given, engine="autograd", scale=1.0 if engine == "autograd" else 1.01)
+    def wrong(*given: Any, gradient: GradientEngine) -> None:
+        train_step(*given, scale=1.0 if isinstance(gradient, Autograd) else 1.01)
 
-    monkeypatch.setattr(study, "backward", wrong)
+    monkeypatch.setattr(study, "train_step", wrong)
     assert scan_error(stack, plan, inputs, targets) == pytest.approx(0.01, abs=1e-6)
 
 

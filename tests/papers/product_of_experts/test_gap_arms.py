@@ -15,7 +15,6 @@ from papers.product_of_experts.gap_arms import (
     cooling,
     early,
     late,
-    linked,
     long_warmdown,
     opened,
     own_head_rate,
@@ -87,7 +86,7 @@ def test_what_changes_over_a_training() -> None:
 
 def test_early_stages_are_all_but_the_last() -> None:
     assert [stage.every for stage in early(CHAIN, every=4).stages] == [4, 4, 1]
-    assert lambdas(linked(CHAIN, 0.3)) == [0.3, 0.3]
+    assert lambdas(CHAIN.with_transmissivity(0.3)) == [0.3, 0.3]
 
 
 def test_settings_of_the_optimizer() -> None:

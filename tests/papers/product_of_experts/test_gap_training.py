@@ -1,13 +1,13 @@
 """One arm's training: topologies that change, teachers that follow, batches in parts."""
 
 from dataclasses import replace
+from itertools import repeat
 
 import pytest
 import torch
 from torch import Tensor
 
 from papers.product_of_experts.gap_arms import ARMS, SAVING, Arm, cooling
-from papers.product_of_experts.gap_costs import recomputed
 from papers.product_of_experts.gap_training import DECAY, Training
 from papers.staged_runs import Sizes
 from topograd.topology.dag import Topology
@@ -29,8 +29,7 @@ def gradients(arm: Arm, batch: tuple[Tensor, Tensor], share: float = 0.0) -> dic
     generator = torch.Generator().manual_seed(1)
     for p in training.stack.parameters():
         torch.nn.init.normal_(p, std=0.2, generator=generator)
-    with recomputed(training.stack, arm.recompute):
-        training.gradients(share, *batch)
+    training.gradients(share, *batch)
     return {name: p.grad for name, p in training.stack.named_parameters() if p.grad is not None}
 
 
@@ -61,7 +60,7 @@ def test_the_average_follows_the_weights(batch: tuple[Tensor, Tensor]) -> None:
     training = Training(NAMED["staged, taught by an average"], CONFIG)
     before = training.stack.head.weight.detach().clone()
     training.loop.optimizers.set_rates(0, 10)
-    losses = training.step(0.0, *batch)
+    losses = training.learn(0.0, *batch)
     after = training.stack.head.weight.detach()
     teacher = training.loop.teacher
     assert teacher is not None
@@ -72,7 +71,7 @@ def test_the_average_follows_the_weights(batch: tuple[Tensor, Tensor]) -> None:
 
 def test_a_run_gives_every_loss(batch: tuple[Tensor, Tensor]) -> None:
     training = Training(replace(NAMED["staged, late"], name="x"), CONFIG)
-    losses = training.run([batch] * 4, 4)
+    losses = training.run(repeat(batch), 4)
     assert losses.shape == (4, 3)
     assert losses[:2, :2].isnan().all(), "no early losses in the first half"
     assert losses[2:].isfinite().all()

@@ -12,11 +12,11 @@ from papers.stage_partitioned_learning import experiment_a, experiment_b, experi
 from papers.staged_runs import SHALLOW, Arm, Sizes, train_arms
 from papers.verdicts import FAILED, HELD, Claim
 from topograd.data import Text
+from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LowRank
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import EMBEDDING
-from topograd.training.executor import train_step
 
 
 def verdicts(claims: Sequence[Claim]) -> dict[str, str]:

@@ -9,7 +9,7 @@ places halve at the first block of each third. Shortcuts have no parameters (opt
 the first block, so that a network of 3n layers is cut at blocks. Shapes: h (batch, channels, height, width).
 
 BatchNorm. In training a batch is normalised by its own statistics, of which running means are kept for
-inference. A frozen stage is run with its running means (`training/executor.py`), so that it does not move.
+inference. A frozen stage is run with its running means (`exec/train_step.py`), so that it does not move.
 """
 
 from __future__ import annotations

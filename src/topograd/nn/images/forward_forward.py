@@ -5,7 +5,7 @@
     z_c  = mean(h_c²)                                                 the goodness of label c
 
 A picture is run once for each label. What is positive data is the copy with its true label, the others are
-negative, so the objective `forward-forward` (`training/local_objectives.py`) is a loss of the logits z, and
+negative, so the objective `forward-forward` (`exec/local_objectives.py`) is a loss of the logits z, and
 with λ = 0 between layers nothing but a layer's own goodness trains it. What a layer hears is divided by its
 length, so that goodness itself is not handed on. A prediction is the sum of goodness over the layers: the
 topology's prediction is `sum`.

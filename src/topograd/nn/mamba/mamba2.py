@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.mamba.recurrent import RecurrentState, last_columns, real_columns
+from topograd.nn.mamba.recurrent import RecurrentState, last_columns
 from topograd.nn.mamba.ssd import ssd, working_dtype
 
 KERNEL = 4
@@ -46,9 +46,9 @@ def check_mixer(**sizes: int) -> None:
 
 def check_state(state: RecurrentState | None, u: Tensor) -> None:
     """A state has as many rows as its input."""
-    if state is not None and len(state.marks) != len(u):
+    if state is not None and state.rows != len(u):
         raise StackError(
-            f"the input has {len(u)} rows and the state {len(state.marks)}; make one with new_state({len(u)})"
+            f"the input has {len(u)} rows and the state {state.rows}; make one with new_state({len(u)})"
         )
 
 
@@ -96,19 +96,15 @@ class Mamba2Mixer(nn.Module):
         """The memory of `batch` rows that have seen nothing."""
         like = self.in_proj.weight
         S = like.new_zeros(batch, self.heads, self.head_dim, self.state, dtype=working_dtype(like.dtype))
-        return RecurrentState({"columns": like.new_zeros(batch, KERNEL - 1, self.columns), "S": S}, batch)
+        return RecurrentState({"columns": like.new_zeros(batch, KERNEL - 1, self.columns), "S": S})
 
     def forward(
         self,
         u: Tensor,
         state: RecurrentState | None = None,
-        counts: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Outputs at all times, or at the times `rows` (E,); a state is gone on from, and advanced.
-
-        `counts` (batch,) is how many leading columns of each row the state shall see; the rest is padding.
-        """
+        """Outputs at all times, or at the times `rows` (E,); a state is continued from, and advanced."""
         check_state(state, u)
         inner, n = self.heads * self.head_dim, self.groups * self.state
         z, new, tau = self.in_proj(u).split([inner, self.columns, self.heads], dim=-1)
@@ -119,13 +115,11 @@ class Mamba2Mixer(nn.Module):
         B, C = (part.unflatten(-1, (self.groups, self.state)) for part in (B, C))
         dtype = working_dtype(x.dtype)
         dt = F.softplus(tau.to(dtype) + self.dt_bias)
-        if counts is not None:
-            dt = torch.where(real_columns(counts, u.shape[1])[..., None], dt, 0)  # then a = 0 and v = 0
         S = None if state is None else state["S"]
         y, S = ssd(x, dt, -self.A_log.to(dtype).exp(), B, C, self.D, S, self.chunk)
         if state is not None:
-            after = {"columns": last_columns(columns, counts, KERNEL - 1), "S": S}
-            state.advance(after, counts, u.shape[1])
+            after = {"columns": last_columns(columns, KERNEL - 1), "S": S}
+            state.advance(after, u.shape[1])
         if rows is not None:
             y, z = y[:, rows], z[:, rows]
         return self.out_proj(self.norm(y.flatten(2), z))

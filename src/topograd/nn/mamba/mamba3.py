@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.mamba.mamba2 import check_mixer, check_state, initial_dt_bias
-from topograd.nn.mamba.recurrent import RecurrentState, last_columns, real_columns
+from topograd.nn.mamba.recurrent import RecurrentState, last_columns
 from topograd.nn.mamba.ssd import decay_scan, working_dtype
 
 
@@ -80,27 +80,21 @@ class Mamba3Mixer(nn.Module):
         shapes = {"theta": (h, self.angles), "S": (h, p, n), "B": (h, n), "x": (h, p)}
         dtype = working_dtype(like.dtype)
         zeros = {name: like.new_zeros(batch, *shape, dtype=dtype) for name, shape in shapes.items()}
-        return RecurrentState(zeros, batch)
+        return RecurrentState(zeros)
 
     def forward(
         self,
         u: Tensor,
         state: RecurrentState | None = None,
-        counts: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Outputs at all times, or at the times `rows` (E,); a state is gone on from, and advanced.
-
-        `counts` (batch,) is how many leading columns of each row the state shall see; the rest is padding.
-        """
+        """Outputs at all times, or at the times `rows` (E,); a state is continued from, and advanced."""
         check_state(state, u)
         z, *parts = self.in_proj(u).split(self.parts, dim=-1)
         dtype = working_dtype(z.dtype)
         x, B, C, dt, s, trap, angle = (part.to(dtype) for part in parts)
         x = x.unflatten(-1, (self.heads, self.head_dim))
         dt = F.softplus(dt + self.dt_bias)
-        if counts is not None:
-            dt = torch.where(real_columns(counts, u.shape[1])[..., None], dt, 0)
         late = torch.sigmoid(-trap) * dt  # (1-λ) Δ
         turns = (math.pi * torch.tanh(angle)[:, :, None] * dt[..., None]).cumsum(1)
         theta = turns if state is None else state["theta"][:, None] + turns
@@ -119,10 +113,10 @@ class Mamba3Mixer(nn.Module):
             after = {
                 "theta": theta[:, -1].remainder(2 * math.pi),
                 "S": S,
-                "B": last_columns(torch.cat((state["B"][:, None], B), 1), counts, 1)[:, 0],
-                "x": last_columns(torch.cat((state["x"][:, None], x), 1), counts, 1)[:, 0],
+                "B": last_columns(torch.cat((state["B"][:, None], B), 1), 1)[:, 0],
+                "x": last_columns(torch.cat((state["x"][:, None], x), 1), 1)[:, 0],
             }
-            state.advance(after, counts, u.shape[1])
+            state.advance(after, u.shape[1])
         if rows is not None:
             y, z = y[:, rows], z[:, rows]
         return self.out_proj((y.flatten(2) * F.silu(z.to(dtype))).to(z.dtype))

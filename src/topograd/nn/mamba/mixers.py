@@ -9,10 +9,9 @@ given the normed hidden state (batch, time, width) and returns what the layer ad
 - Its output matrix should start at zero, as those of the others do: then a new layer starts as the identity.
 - Position t may depend on nothing after t, and a row of the batch on no other row.
 
-Ragged batches: `bus.counts` says how many columns of each row are real; the rest is padding. The Mamba mixers
-are twice as wide as the stream (expand 2), with heads as wide as the GPT's and one group. Their cost per
-token, in multiply-adds forward: about 6 width² for the projections, and chunk + 2 state times 2 width for the
-scan, whatever the context.
+The Mamba mixers are twice as wide as the residual stream (expand 2), with heads as wide as the GPT's and one
+group. Their cost per token, in multiply-adds forward: about 6 width² for the projections, and chunk + 2 state
+times 2 width for the scan, whatever the context.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class RowMixer(Mixer, Protocol):
 
 
 class _Recurrent:
-    """What makes a recurrent mixer one of the stack: sizes from its config, the bus instead of counts."""
+    """What makes a recurrent mixer one of the stack: sizes from its config."""
 
     with_mlp, takes_rows = False, True
     out_proj: nn.Linear
@@ -60,7 +59,7 @@ class _Recurrent:
     def forward(
         self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        mixed: Tensor = super().forward(x, state, bus.counts, rows)  # type: ignore[misc]
+        mixed: Tensor = super().forward(x, state, rows)  # type: ignore[misc]
         return mixed
 
     def new_state(self, batch: int, capacity: int = 0) -> RecurrentState:

@@ -141,13 +141,9 @@ def capped_attention(
 
 
 def check_reach(config: BlockConfig, inputs: Tensor, offset: int | Tensor) -> None:
-    """Refuse positions that a table of learned positions does not have.
-
-    Ragged rows put their padding behind the longest row, which may fill the table (`decode/cache.py`).
-    """
-    ragged = isinstance(offset, Tensor)
+    """Raise StackError for positions that a table of learned positions does not have."""
     stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
-    if stop > config.positions + ragged:
+    if stop > config.positions:
         raise StackError(
             f"{stop} positions are more than the {config.positions} that this {config.kind} has learned; "
             "give it a shorter text"
@@ -192,7 +188,7 @@ class Attention(nn.Module):
         q, k, v = self._project(x, bus, rows)
         q, k = self._rotate(q, k, bus, rows)
         if state is not None:
-            k, v = state.append(k, v, bus.positions)
+            k, v = state.append(k, v)
         if rows is None or "mask" in bus.extras:
             mask = causal_mask(bus, k.shape[2], self.window, self.traits.whole_window)
         else:

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from topograd.nn.heads import cap
 from topograd.nn.host_numbers import largest
-from topograd.nn.layer_state import KVState, PackedStates
+from topograd.nn.layer_state import KVState
 from topograd.nn.packed import PackedLinear
+from topograd.nn.slots import KVSlots
 from topograd.nn.stack import Bus, Stack
 from topograd.nn.transformer.attention import attention_mask, capped_attention, causal_mask, check_reach
 from topograd.nn.transformer.parts import Linear, Norm, gain_of, matrix_of, relu2
@@ -98,19 +99,18 @@ Attend = Callable[[Tensor, Tensor, Tensor, Bus], Tensor]
 
 
 def append_and_attend(
-    q: Tensor, k: Tensor, v: Tensor, bus: Bus, state: KVState | PackedStates | None, attend: Attend
+    q: Tensor, k: Tensor, v: Tensor, bus: Bus, state: KVState | KVSlots | None, attend: Attend
 ) -> Tensor:
-    """Attention over these keys and values and all that the state, or each row's, holds."""
-    if isinstance(state, PackedStates):
-        widths = [each.positions.shape[-1] for each in state.buses]
-        parts = zip(*(x.split(widths, dim=2) for x in (q, k, v)), state.states, state.buses, strict=True)
-        results = []
-        for q, k, v, own, here in parts:
-            keys, values = own.append(k, v)
-            results.append(attend(q, keys, values, here))
-        return torch.cat(results)
+    """Attention over these keys and values and all that the state holds, sequence by sequence."""
+    if isinstance(state, KVSlots):
+        assert bus.spans is not None, "slots are read by spans"
+        parts = []
+        for group, own in zip(bus.spans.attended, bus.spans.group_buses, strict=True):
+            keys, values = state.append(group, k, v)
+            parts.append(group.pack(attend(group.unpack(q, 2), keys, values, own)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     if state is not None:
-        k, v = state.append(k, v, bus.positions)
+        k, v = state.append(k, v)
     return attend(q, k, v, bus)
 
 
@@ -201,7 +201,7 @@ def _relu2_(x: Tensor) -> Tensor:
 class DecodingBlock(nn.Module):
     """A `Block` in fewer operations."""
 
-    takes_packed = True
+    supports_varlen = True
 
     def __init__(self, block: Block, unit: Unit, width: int) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class DecodingBlock(nn.Module):
         post = (block.attention_post_norm, block.mlp_post_norm)
         self.attention_gain, self.mlp_gain = (None if p is None else unit.gain(p, width)[0] for p in post)
 
-    def forward(self, h: Tensor, bus: Bus, state: KVState | PackedStates | None = None) -> Tensor:
+    def forward(self, h: Tensor, bus: Bus, state: KVState | KVSlots | None = None) -> Tensor:
         if self.positions is not None:
             h = h + F.embedding(bus.positions.clamp(max=len(self.positions) - 1), self.positions)
         if self.x0_scale is not None:
@@ -256,7 +256,7 @@ class DecodingBlock(nn.Module):
         """rows + W x, or rows + norm(W x) where the family norms what it adds."""
         return linear.onto(rows, x) if gain is None else torch.addcmul(rows, self.unit(linear(x)), gain)
 
-    def _attend(self, x: Tensor, bus: Bus, state: KVState | PackedStates | None) -> Tensor:
+    def _attend(self, x: Tensor, bus: Bus, state: KVState | KVSlots | None) -> Tensor:
         qkv = self.qkv(x)
         shape = (*bus.inputs.shape, -1, self.head_width)
         both = qkv[:, : self.rotated]
@@ -286,6 +286,11 @@ class DecodingBlock(nn.Module):
     def new_state(self, batch: int, capacity: int) -> KVState:
         like = self.qkv.matrix
         return KVState(batch, self.kv_heads, capacity, self.head_width, like.device, like.dtype)
+
+    def new_slots(self) -> KVSlots:
+        """The keys and values of every sequence of a cache."""
+        like = self.qkv.matrix
+        return KVSlots(self.kv_heads, self.head_width, like.dtype, like.device)
 
 
 class DecodingTransformer(Stack):

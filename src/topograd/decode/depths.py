@@ -1,0 +1,244 @@
+"""Depths as users write them, and the strategies that they name.
+
+full                  every stage, every token
+prefix:J              the first J of the stages that predict
+path:1,3              some stages, skipping others
+branches:1-4*3+1-2    several paths, pooled in log space with weights
+wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate:0.001; RULE is
+                      sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
+speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
+                      it has none
+speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most (`policy.py`):
+    N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
+    lookup            what followed the last tokens in the text so far; needs no stages and no calibration
+    table             what followed them in the model's own text (`topograd retrofit`)
+    draft             a draft stage (`topograd retrofit`)
+    FOLDER            another run, smaller and with the same tokenizer; or a folder that retrofit made
+
+At most one of the drafters of a combination computes its drafts (N, draft, a run).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast, get_args
+
+import torch
+
+from topograd.data.windows import Text
+from topograd.decode.autotune import DraftRule, RowCosts
+from topograd.decode.calibrate import OWN_ROWS, OWN_TOKENS, Tuning, own_rows
+from topograd.decode.calibrate import load as load_calibration
+from topograd.decode.calibration import Calibration
+from topograd.decode.draft_model import ModelDrafter
+from topograd.decode.draft_stage import DraftStageDrafter
+from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, LookupDrafter, PrefixDrafter
+from topograd.decode.engine import Engine
+from topograd.decode.exit_rules import Rule, check_exits, thresholds
+from topograd.decode.lookup import TableLookup, TextLookup
+from topograd.decode.policy import MAX_STEPS, ExpectedGainPolicy
+from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
+from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble
+from topograd.decode.tune_drafters import Choice, choose_drafters, known_texts, measure_rows
+from topograd.decode.wand import Wand
+from topograd.errors import ConfigError, RunError
+from topograd.exec.forward import stage_outputs
+from topograd.runs.session import Session, open_session
+from topograd.runs.sidecar import is_sidecar
+from topograd.runtime.choice import runtime_of
+from topograd.runtime.quantize import check_precision, load_weights, weights_file
+from topograd.topology.branches import parse_branches, parse_path
+
+PRUNING_VOCAB = 8192
+"""From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""
+
+
+def engine_of(session: Session, runtime: str | None = None, weights: str = "float32") -> Engine:
+    """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
+    made, file = None, weights_file(session.run.folder, weights)
+    if weights != "float32" and file.exists():
+        made = load_weights(file, check_precision(weights), session.weights)
+    chosen = runtime_of(session.stack, runtime, weights, made)
+    return Engine(
+        session.stack, session.plan, session.config.model.context, chosen, partial(open_exits, session)
+    )
+
+
+def strategy_of(
+    depth: str,
+    session: Session,
+    engine: Engine,
+    greedy: bool = True,
+    draft: Path | str | None = None,
+    costs: Callable[[], RowCosts] | None = None,
+) -> DecodeStrategy:
+    """The strategy that `depth` names, for greedy or for sampled text, which may have other drafters.
+
+    `draft` is the folder of the draft stage, if it is not the run's own; `costs` are the host's, where drafts
+    are chosen without a calibration.
+    """
+    kind, _, rest = depth.partition(":")
+    if kind == "full" and not rest:
+        return FixedDepth(engine)
+    if kind == "prefix":
+        return FixedDepth(engine, int(_number(depth, rest, whole=True)) - 1)
+    if kind == "path":
+        return PathEnsemble(engine, {parse_path(rest): 1.0})
+    if kind == "branches":
+        return PathEnsemble(engine, parse_branches(rest))
+    if kind == "wand":
+        check_exits(session.plan)
+        return _wand(depth, rest, load_calibration(session)[0], engine)
+    if kind == "speculate":
+        return _speculate(depth, rest, session, engine, greedy, draft, costs)
+    raise ConfigError(
+        f"depth {depth!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
+    )
+
+
+def default_depth(session: Session) -> str:
+    """Speculation where the run is calibrated and it pays; else full. Both write the same."""
+    try:
+        _, tuning = load_calibration(session)
+    except RunError:
+        return "full"
+    return "full" if tuning.rule is None and tuning.drafting is None else "speculate"
+
+
+def speculation_of(engine: Engine, tuning: Tuning, greedy: bool = True) -> DecodeStrategy:
+    """What the tuning says: drafts, or full depth where drafting loses."""
+    rule = tuning.rule if greedy else tuning.sampled
+    return FixedDepth(engine) if rule is None else Speculate(engine, rule, tuning.stage)
+
+
+def tune_drafting(session: Session, engine: Engine, text: Text, tuning: Tuning) -> Tuning:
+    """The tuning with the drafters that pay more than a prefix: lookup, and what retrofit gave the run."""
+    names = ["lookup"]
+    steps: DraftStageDrafter | None = None
+    if has_retrofit(session):
+        names.append("table")
+        steps = DraftStageDrafter(engine, _retrofitted(session, None).stage)
+    costs = measure_rows(engine, steps)
+
+    def best(rows: list[list[int]], start: int) -> Choice | None:
+        sources = [cast(LookupDrafter, _drafter("speculate", name, session, engine, None)) for name in names]
+        recorded = None
+        if steps is not None:
+            inputs = torch.tensor(rows, device=steps.stage.vocabulary.device)
+            last = engine.exits[-1]
+            states = stage_outputs(session.stack, session.plan, inputs, [last])[last]
+            recorded = steps.record(inputs, states, MAX_STEPS)
+        known = known_texts(rows, start, sources, steps, recorded)
+        return choose_drafters(known, costs, names, None if steps is None else steps.name)
+
+    own, start = own_rows(engine, text)
+    greedy = best(own, start)
+    people = [row[: start + OWN_TOKENS].tolist() for row in text.inputs[1::2][:OWN_ROWS]]
+    sampled = best(people, start) if people else None
+    beats = greedy is not None and greedy.predicted > tuning.predicted
+    return replace(tuning, drafting=greedy if beats else None, sampled_drafting=sampled)
+
+
+def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wand:
+    name, _, number = rest.partition(":")
+    name = name or "flip-rate"
+    rule: Rule | None = next((rule for rule in get_args(Rule) if rule == name), None)
+    if rule is None:
+        raise ConfigError(f"wand rule {name!r} is unknown; choose one of {', '.join(get_args(Rule))}")
+    if not number:
+        limits = thresholds(calibration, rule)
+    elif rule == "flip-rate":
+        limits = thresholds(calibration, rule, eps=_number(depth, number))
+    else:
+        limits = thresholds(calibration, rule, safety=_number(depth, number))
+    bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
+    return Wand(engine, limits, bounds)
+
+
+def _speculate(
+    depth: str,
+    rest: str,
+    session: Session,
+    engine: Engine,
+    greedy: bool,
+    draft: Path | str | None,
+    costs: Callable[[], RowCosts] | None,
+) -> DecodeStrategy:
+    if not rest and draft is None and not session.run.calibration_file.exists():
+        rest = "lookup"  # needs neither a measurement nor a second exit
+    if not rest and draft is None:
+        check_exits(session.plan)
+        tuning = load_calibration(session)[1]
+        choice = tuning.drafting if greedy else tuning.sampled_drafting
+        if choice is None:
+            return speculation_of(engine, tuning, greedy)
+        chosen = [_drafter(depth, name, session, engine, None) for name in choice.drafters]
+        return Speculate(engine, chosen, policy=choice.policy)
+    usual = ["lookup", "draft"] if is_sidecar(str(draft)) else [str(draft)]
+    drafters = [
+        _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)
+    ]
+    by_margin = any(isinstance(drafter, PrefixDrafter) for drafter in drafters)  # a margin is no probability
+    if by_margin:
+        return Speculate(engine, drafters)
+    policy = ExpectedGainPolicy() if costs is None else ExpectedGainPolicy(costs=costs())
+    return Speculate(engine, drafters, policy=policy)
+
+
+def _drafter(
+    depth: str, word: str, session: Session, engine: Engine, draft: Path | str | None
+) -> LookupDrafter | AutoregressiveDrafter:
+    """One drafter of a combination."""
+    if word == "lookup":
+        return TextLookup()
+    if word in ("table", "draft"):
+        found = _retrofitted(session, draft)
+        return TableLookup(found.table) if word == "table" else DraftStageDrafter(engine, found.stage)
+    if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
+        check_exits(session.plan)
+        return PrefixDrafter(engine, _rule(depth, word))
+    if is_sidecar(word):
+        return DraftStageDrafter(engine, _retrofitted(session, word).stage)
+    if not word or not Path(word).is_dir():
+        raise ConfigError(
+            f"depth {depth!r} names the drafter {word!r}, which is unknown; use lookup, table, draft, a "
+            "number of tokens, or the folder of a smaller run"
+        )
+    small = session.once(("run", word), lambda: _small(session, Path(word)))
+    return ModelDrafter(engine, small, Path(word).name)
+
+
+def _retrofitted(session: Session, folder: Path | str | None) -> Retrofitted:
+    return session.once((KIND, str(folder)), lambda: open_retrofit(session, folder))
+
+
+def _small(session: Session, folder: Path) -> Engine:
+    """A run that drafts for another."""
+    other = open_session(folder)
+    if other.tokenizer.digest != session.tokenizer.digest:
+        raise ConfigError(
+            f"the draft model {folder} has another tokenizer than {session.run.folder}; give a run with "
+            "the same"
+        )
+    return engine_of(other)
+
+
+def _rule(depth: str, rest: str) -> DraftRule:
+    longest, _, margin = rest.partition(":")
+    count = int(_number(depth, longest, whole=True))
+    if count > MAX_DRAFT:
+        raise ConfigError(f"depth {depth!r} drafts {count} tokens; at most {MAX_DRAFT} make sense")
+    return DraftRule(_number(depth, margin) if margin else 0.0, count)
+
+
+def _number(depth: str, text: str, whole: bool = False) -> float:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"depth {depth!r} has {text!r} where {kind} belongs; see --help") from None

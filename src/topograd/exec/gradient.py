@@ -1,0 +1,197 @@
+"""Gradients of edges between stages: the engine protocol, and autograd.
+
+A step (`train_step.py`) runs the stages forward. Every stage leaves a graph of its own, from the messages
+that it receives, which are leaves, to its loss and the messages that it sends. An engine says how the
+gradient of a message is obtained, and so when a stage's backward runs, and nothing else.
+
+`Autograd` runs a stage's backward as soon as its forward is done, unless a later stage sends gradient back to
+it; then it waits for the last of those. So with λ = 0 on every edge, one stage's activations live at a time.
+The gradient of a leaf, times λ, is added to its message: D_λ of "Stage-Partitioned Learning" eq. 26.
+
+Where gradient reaches the next stage only (`Topology.reach`), what goes back along an edge is the gradient of
+the receiving stage's own loss. A stage that itself waits for gradient sends that back as soon as its forward
+is done, by a pass through its graph to its inputs alone; its own backward comes later, with everything that
+it receives. So two stages live at a time, nothing runs forward twice, and the cost is that pass: a third of a
+stage, for stages that have both a stage before and one behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.nn.stack import Bus, Stack
+from topograd.registry import Registry
+from topograd.topology.plan import Plan, PlannedStage, Port
+
+
+class Transport(Protocol):
+    """What a step needs of the stages that run elsewhere."""
+
+    @property
+    def stages(self) -> Collection[int]:
+        """Those that run here."""
+
+    def incoming(self, stage: int) -> Collection[Port]:
+        """What of a stage elsewhere is wanted here."""
+
+    def receive(self, port: Port) -> Tensor:
+        """The next message of `port`, without a graph; waits for it."""
+
+    def send(self, port: Port, value: Tensor) -> None:
+        """Hand a message to whoever wants it; returns at once."""
+
+
+@dataclass
+class Message:
+    """What crosses an edge: its value, in the sender's graph as long as that lives, and its gradient."""
+
+    value: Tensor
+    gradient: Tensor | None = None
+    of_embedding: bool = False
+    """Whether this is x0, whose backward comes last."""
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+@dataclass
+class PendingStage:
+    """A stage whose backward has not run yet."""
+
+    planned: PlannedStage
+    bus: Bus
+    """As the stage sees it: its x0 carries gradient, or not."""
+    loss: Tensor | None = None
+    sent: dict[Port, Message] = field(default_factory=dict)
+    leaves: list[tuple[Tensor, float, Message]] = field(default_factory=list)
+    """What it received with gradient: the leaf, λ, and the message whose gradient it adds to."""
+    answered: bool = False
+    """Whether the stages before it have its gradient already."""
+
+    def backward(self, scale: float) -> None:
+        """Run its backward; afterwards its messages are plain values and its graph is gone."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        if self.loss is not None and self.loss.requires_grad:
+            roots.append(self.loss)
+            gradients.append(self.loss.new_full((), self.planned.scale * scale))
+        for message in self.sent.values():
+            if message.gradient is not None:
+                roots.append(message.value)
+                gradients.append(message.gradient)
+            message.gradient = None
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for message in self.sent.values():
+            message.value = message.value.detach()
+        for leaf, transmissivity, source in self.leaves:
+            if leaf.grad is not None:
+                source.add_gradient(leaf.grad * transmissivity)
+
+
+@dataclass
+class StepGraph:
+    """One step as its engine sees it."""
+
+    stack: Stack
+    plan: Plan
+    scale: float = 1.0
+    transport: Transport | None = None
+    known: bool = False
+    """Whether hidden states are given, so that some stages do not run."""
+    recompute: bool = False
+    """Whether layers keep their inputs alone and run again in the backward."""
+    pending: dict[int, PendingStage] = field(default_factory=dict)
+    """The stages that ran here, in order, while their backward has not."""
+    waiting: dict[int, int] = field(init=False)
+    """How many later stages have still to send gradient back to each stage."""
+
+    def __post_init__(self) -> None:
+        self.waiting = {planned.index: planned.listeners for planned in self.plan.stages}
+        for name, module in self.stack.layers.named_modules() if self.recompute else ():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                raise ConfigError(
+                    f"recompute is on and layers.{name} is a {type(module).__name__}, whose running means "
+                    "would move twice in a step; leave recompute out"
+                )
+
+
+class GradientEngine(Protocol):
+    """How gradients cross edges."""
+
+    crosses_ranks: ClassVar[bool]
+    """Whether gradient goes back to stages that run elsewhere."""
+
+    def begin(self, graph: StepGraph) -> None:
+        """Called before anything runs; raises for what the engine does not take."""
+
+    def forward(self, planned: PlannedStage) -> AbstractContextManager[object]:
+        """The layers of a stage run within it."""
+
+    def after_stage(self, graph: StepGraph, index: int) -> None:
+        """Called when stage `index` is pending and its messages are sent."""
+
+    def finish(self, graph: StepGraph) -> None:
+        """Called when every stage has run; afterwards every gradient but the embedding's is added."""
+
+
+class Autograd:
+    """Each stage's backward when all gradient that comes back to it is there."""
+
+    crosses_ranks: ClassVar[bool] = False
+
+    def begin(self, graph: StepGraph) -> None:
+        """It takes everything."""
+
+    def forward(self, planned: PlannedStage) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def after_stage(self, graph: StepGraph, index: int) -> None:
+        """Run the stage's backward if no more gradient comes back to it, then of whatever that frees."""
+        ready = [index] if not graph.waiting[index] else []
+        if not ready and graph.plan.topology.reach == "next":
+            _send_early_grads(graph.pending[index], graph.scale)
+            ready = _newly_ready(graph, graph.pending[index])
+        while ready:
+            stage = graph.pending.pop(ready.pop())
+            stage.backward(graph.scale)
+            ready += _newly_ready(graph, stage)
+
+    def finish(self, graph: StepGraph) -> None:
+        """No backward is left to run."""
+
+
+BACKWARDS: Registry[Callable[..., GradientEngine]] = Registry(
+    "backward engine", {"autograd": "topograd.exec.gradient:Autograd"}
+)
+"""Engines as settings call them; packages above declare more."""
+
+
+def _newly_ready(graph: StepGraph, stage: PendingStage) -> list[int]:
+    """The stages to which no more gradient comes, now that `stage` has sent its own; none a second time."""
+    sources = [] if stage.answered else graph.plan.gradient_sources(stage.planned.index)
+    stage.answered = True
+    for source in sources:
+        graph.waiting[source] -= 1
+    return [source for source in sources if not graph.waiting[source]]
+
+
+def _send_early_grads(stage: PendingStage, scale: float) -> None:
+    """Send back the gradient of the stage's own loss, and no other; its graph stays for its own backward."""
+    inner = [place for place in stage.leaves if not place[2].of_embedding]
+    stage.leaves = [place for place in stage.leaves if place[2].of_embedding]
+    if stage.loss is None or not stage.loss.requires_grad or not inner:
+        return
+    start = stage.loss.new_full((), stage.planned.scale * scale)
+    leaves = [leaf for leaf, _, _ in inner]
+    found = torch.autograd.grad(stage.loss, leaves, start, retain_graph=True, allow_unused=True)
+    for gradient, (_, transmissivity, source) in zip(found, inner, strict=True):
+        if gradient is not None:
+            source.add_gradient(gradient * transmissivity)

@@ -1,0 +1,257 @@
+"""What a stage is asked: a loss of its logits, computed chunk by chunk.
+
+    cross-entropy   CE(z_k, y)                                      "Stage-Partitioned Learning" eq. 5
+    z-loss          CE(z_k, y) + c (log Z)²,  log Z = logsumexp(z_k)      `optim/z_loss.py`
+    residual        CE(A_{k-1} + z_k, y),  A_{k-1} = Σ_{j<k} sg(z_j)      eq. 42, the residual Log-OP
+    distillation    (1-m) CE(z_k, y) + m T² KL(softmax(t/T) ‖ softmax(z_k/T)),  t the teacher's logits
+
+An objective is a function from a chunk's logits (C, V), the detached sum of the earlier stages' logits (or
+None), the teacher's logits (or None) and the targets (C) to the sum of the losses of the chunk. `stage_loss`
+divides by the number of targets. Plain cross-entropy of a linear readout takes the fast path; everything
+else recomputes each chunk's logits in its backward, so that they are never whole in memory either. Logits
+of earlier stages and of a teacher are recomputed from their hidden states, chunk by chunk. Objectives that
+look at more than logits are in `local_objectives.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from topograd.errors import ConfigError, TopologyError
+from topograd.exec.forward import Predictor, predict
+from topograd.exec.linear_cross_entropy import chunk_tokens, linear_cross_entropy
+from topograd.nn.stack import Stack
+from topograd.optim.z_loss import z_loss
+from topograd.registry import Registry
+from topograd.topology.plan import Plan
+
+Logits = Callable[[slice], Tensor]
+"""Logits of a range of tokens, made when they are asked for."""
+
+
+class Objective(Protocol):
+    """The summed loss of a chunk."""
+
+    uses_prior: bool
+    """Whether it looks at the logits of earlier stages; their hidden states are kept only then."""
+
+    def __call__(
+        self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Predict the target, whatever the stages before predict."""
+
+    z_weight: float = 0.0
+    """c of the z-loss, which keeps log Z near 0."""
+    uses_prior = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.z_weight < math.inf:
+            raise ConfigError(f"z_weight is {self.z_weight}; it must be finite and at least 0")
+
+    def __call__(
+        self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        if self.z_weight:
+            loss = loss + z_loss(logits, self.z_weight, "sum", targets != -100)
+        return loss
+
+
+class Residual:
+    """Correct the sum of the stages before."""
+
+    uses_prior = True
+
+    def __call__(
+        self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        return F.cross_entropy(logits if prior is None else prior + logits, targets, reduction="sum")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Follow a teacher's distribution, and the targets."""
+
+    temperature: float = 2.0
+    mix: float = 0.5
+    """The teacher's share of the loss."""
+    uses_prior = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0 or not 0 <= self.mix <= 1:
+            raise ConfigError(
+                f"distillation has temperature {self.temperature} and mix {self.mix}; "
+                "the temperature must be positive and the mix lie in [0, 1]"
+            )
+
+    def __call__(
+        self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        if teacher is None:
+            raise ConfigError("the objective 'distillation' needs a teacher; pass teacher= to train_step")
+        t = self.temperature
+        counted = targets != -100
+        student = F.log_softmax(counted_rows(logits, counted) / t, dim=-1)
+        target = F.log_softmax(counted_rows(teacher, counted).to(logits.dtype) / t, dim=-1)
+        divergence = F.kl_div(student, target, reduction="sum", log_target=True)
+        return (1 - self.mix) * F.cross_entropy(
+            logits, targets, reduction="sum"
+        ) + self.mix * t**2 * divergence
+
+
+Z_LOSS = CrossEntropy(z_weight=1e-4)
+OBJECTIVES: Registry[Objective] = Registry(
+    "objective",
+    {
+        "cross-entropy": CrossEntropy(),
+        "residual": Residual(),
+        "distillation": Distillation(),
+        "z-loss": Z_LOSS,
+        "diversity": "topograd.exec.local_objectives:Diversity",
+        "forward-forward": "topograd.exec.local_objectives:ForwardForward",
+        "autoencoder": "topograd.exec.local_objectives:Autoencoder",
+        "byol": "topograd.exec.local_objectives:Byol",
+        "ridge": "topograd.exec.local_objectives:Ridge",
+        "inverse": "topograd.exec.local_objectives:InverseObjective",
+    },
+)
+"""What settings call objectives by. An entry is an objective, or a class that makes one without arguments."""
+
+
+def objective_named(name: str, objectives: Mapping[str, Objective] | None = None) -> Objective:
+    """The objective that a stage asks for by name; `objectives` are looked through first."""
+    found: Any = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
+    objective: Objective = found() if isinstance(found, type) else found
+    return objective
+
+
+def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None) -> list[Objective]:
+    """What each stage of `plan` is asked, if the logits that it uses exist and the plan predicts by them."""
+    asked = [objective_named(planned.stage.objective, objectives) for planned in plan.stages]
+    for planned, objective in zip(plan.stages, asked, strict=True):
+        if planned.scale == 0 or not objective.uses_prior:
+            continue
+        if plan.prediction.alone and planned.index > plan.predicting()[0]:
+            raise TopologyError(
+                f"the objective {planned.stage.objective!r} corrects the sum of the stages before it, and "
+                "the plan predicts by one stage alone; give the topology prediction='sum'"
+            )
+        for earlier in plan.stages[: planned.index]:
+            if plan.topology.stages[earlier.index].frozen and not earlier.predicts:
+                raise TopologyError(
+                    f"stage {planned.index} has the objective {planned.stage.objective!r}, which needs the "
+                    f"logits of frozen stage {earlier.index}, but that stage was trained without a loss; "
+                    "use 'cross-entropy', or a base with a loss at every stage"
+                )
+    return asked
+
+
+def stage_loss(
+    stack: Stack,
+    h: Tensor,
+    stage: int,
+    objective: Objective,
+    targets: Tensor,
+    prior: Sequence[tuple[int, Tensor]] = (),
+    teacher: Logits | None = None,
+) -> Tensor:
+    """The mean loss of one stage. `prior` holds the earlier stages' (head, detached hidden state)."""
+    projection = stack.projection(stage)
+    if isinstance(objective, CrossEntropy) and projection is not None:
+        x, y = _counted(h, targets)
+        return linear_cross_entropy(
+            projection.normalize(x),
+            projection.weight,
+            y,
+            projection.bias,
+            low_rank=projection.low_rank,
+            softcap=projection.softcap,
+            z_weight=objective.z_weight,
+        )
+    tokens = targets.numel()
+    flat, y = h.reshape(tokens, *h.shape[targets.dim() :]), targets.reshape(tokens)
+    chunk = chunk_tokens(stack.readout(flat[:1].detach(), stage).shape[-1])
+    before = [(k, earlier.reshape(tokens, *earlier.shape[targets.dim() :])) for k, earlier in prior]
+    before = before if objective.uses_prior else []
+
+    def part(rows: Tensor, start: int) -> Tensor:
+        where = slice(start, start + len(rows))
+        summed: Tensor | None = None
+        with torch.no_grad():
+            for k, earlier in before:
+                z = stack.readout(earlier[where], k)
+                summed = z if summed is None else summed + z
+            taught = None if teacher is None else teacher(where)
+        return objective(stack.readout(rows, stage), summed, taught, y[where])
+
+    total = torch.zeros((), device=h.device, dtype=h.dtype)
+    if tokens <= chunk:  # one chunk is whole either way, so there is nothing to recompute
+        return part(flat, 0) / (y != -100).sum().clamp(min=1)
+    for i, rows in enumerate(flat.split(chunk)):
+        total = total + checkpoint(part, rows, i * chunk, use_reentrant=False)
+    return total / (y != -100).sum().clamp(min=1)
+
+
+def every_nth(targets: Tensor, n: int) -> Tensor:
+    """Targets of which every n-th counts, the others being -100; the next row begins one earlier.
+
+    >>> every_nth(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), 2).tolist()
+    [[1, -100, 3, -100], [-100, 6, -100, 8]]
+    """
+    if n == 1:
+        return targets
+    place = torch.zeros_like(targets)
+    for dim, size in enumerate(targets.shape):
+        steps = torch.arange(size, device=targets.device)
+        place = place + steps.view([-1 if d == dim else 1 for d in range(targets.dim())])
+    return targets.masked_fill(place % n != 0, -100)
+
+
+def counted_rows(x: Tensor, counted: Tensor) -> Tensor:
+    """The rows of x that count. On a device all of them, the others zero: to count them is to wait for it."""
+    if x.device.type == "cpu":
+        return x[counted]
+    return x.masked_fill(~counted.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def _counted(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and targets; where most targets do not count, as in a chat, only those that do.
+
+    On a device all of them: to count is to wait for it.
+    """
+    y = targets.reshape(-1)
+    counted = y != -100
+    if y.device.type != "cpu" or 2 * int(counted.sum()) >= len(y):
+        return h, targets
+    return h.reshape(len(y), *h.shape[targets.dim() :])[counted], y[counted]
+
+
+def teacher_logits(
+    teacher: Predictor,
+    inputs: Tensor,
+    targets: Tensor | None = None,
+    states: Mapping[int, Tensor] | None = None,
+) -> Logits:
+    """A model as a teacher: its hidden states are kept, what it predicts is made by the chunk.
+
+    `targets` say how many rows there are, where there is not one for each of the inputs: a picture has one.
+    `states` are hidden states of its own by layer, which need not be computed.
+    """
+    like = inputs if targets is None else targets
+    with torch.no_grad():
+        outputs = teacher.outputs(inputs, states)
+    flat = {k: h.reshape(like.numel(), *h.shape[like.dim() :]) for k, h in outputs.items()}
+    full = teacher.plan.prediction.full
+    return lambda rows: predict(teacher.stack, teacher.plan, {k: h[rows] for k, h in flat.items()}, full)

@@ -1,0 +1,184 @@
+"""The decoding states of one stage, for every sequence of a cache, in PyTorch.
+
+    receive, layers, send    run new positions of some sequences, packed (`nn/slots.py`), through the stage
+    truncate, copy           go back in one sequence; begin one as another does
+    open, move, close        sequences come, outgrow their place, and go
+
+A layer with `supports_varlen` keeps its keys and values in slots that all sequences share, and runs all of
+them at once. Any other layer has a state for each sequence: recurrent states of sequences with equally many
+new positions run as one batch, the rest sequence by sequence. A relay that looks back has a history for each
+sequence. A stage with a layer that keeps no state is run on the whole prefix each time (`from_start`).
+
+Limits: inside `torch.inference_mode()`; one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topograd.nn.layer_state import History, LayerState
+from topograd.nn.mamba.recurrent import RecurrentState
+from topograd.nn.relays import CausalRelay, Relay
+from topograd.nn.slots import KVSlots, Place
+from topograd.nn.stack import Bus, Stack
+from topograd.topology.plan import PlannedStage, Port
+
+
+@dataclass
+class SequenceStates:
+    """What a stage keeps of one sequence outside of slots."""
+
+    layers: list[LayerState | None]
+    histories: dict[Port, History]
+
+    def all(self) -> list[LayerState]:
+        return [*(state for state in self.layers if state is not None), *self.histories.values()]
+
+
+class StageCache:
+    """KV caches, recurrent states and histories of one stage."""
+
+    def __init__(self, stack: Stack, planned: PlannedStage, capacity: int) -> None:
+        self.stack, self.planned, self.capacity = stack, planned, capacity
+        modules: list[Any] = [stack.layers[i] for i in planned.layers]
+        self.modules = modules
+        self.from_start = not all(hasattr(module, "new_state") for module in modules)
+        """Whether a run must be given every position of its sequences."""
+        varlen = [getattr(module, "supports_varlen", False) and not self.from_start for module in modules]
+        self.slots: list[KVSlots | None] = [
+            module.new_slots() if on else None for module, on in zip(modules, varlen, strict=True)
+        ]
+        ports = (*(port for port, _ in planned.inputs), *planned.sends)
+        self._histories = [port for port in ports if isinstance(stack.relay(port.relay), CausalRelay)]
+        self._states: dict[Place, SequenceStates] = {}
+
+    @property
+    def position_bytes(self) -> int:
+        """What a position of a sequence takes in slots."""
+        return sum(kept.position_bytes for kept in self.slots if kept is not None)
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether `copy` gives any number of positions: recurrent states and histories may give fewer."""
+        return all(slots is not None for slots in self.slots) and not self._histories
+
+    # Sequences
+
+    def open(self, place: Place) -> None:
+        """A new sequence at a place."""
+        layers = [
+            None if self.from_start or slots is not None else module.new_state(1, self.capacity)
+            for module, slots in zip(self.modules, self.slots, strict=True)
+        ]
+        histories = {} if self.from_start else {port: History(self.capacity) for port in self._histories}
+        self._states[place] = SequenceStates(layers, histories)
+
+    def close(self, place: Place) -> None:
+        del self._states[place]
+
+    def truncate(self, place: Place, length: int) -> int:
+        """Go back to `length` positions of a sequence or fewer; returns how many it has run."""
+        for state in self._states[place].all():
+            length = state.truncate(length)
+        return length
+
+    def copy(self, source: Place, target: Place, length: int, slots: int) -> int:
+        """Give a sequence the first positions of another; returns how many, at most `length`."""
+        self.move(source, target, length, slots)
+        own = self._states[source]
+        self._states[target] = SequenceStates(
+            [None if state is None else state.copy() for state in own.layers],
+            {port: history.copy() for port, history in own.histories.items()},
+        )
+        return self.truncate(target, length)
+
+    def move(self, old: Place, new: Place, length: int, slots: int) -> None:
+        """Copy what lies in slots to another place, of a room with so many slots."""
+        for kept in self.slots:
+            if kept is not None:
+                kept.keys.copy(old, new, length, slots)
+                kept.values.copy(old, new, length, slots)
+
+    def grow(self, old: int, new: int) -> None:
+        """Give the sequences of a room more of it."""
+        for kept in self.slots:
+            if kept is not None:
+                kept.keys.grow(old, new)
+                kept.values.grow(old, new)
+
+    def keep_rooms(self, rooms: list[int]) -> None:
+        """Let go of the buffers of other rooms."""
+        for kept in self.slots:
+            if kept is not None:
+                kept.keys.keep_rooms(rooms)
+                kept.values.keep_rooms(rooms)
+
+    # Running
+
+    def layers(self, h: Tensor, bus: Bus) -> dict[int, Tensor]:
+        """The hidden state behind each layer, by how many layers of the stack."""
+        after = {}
+        for place, (layer, module) in enumerate(zip(self.planned.layers, self.modules, strict=True)):
+            slots = self.slots[place]
+            h = self._each(module, place, h, bus) if slots is None else module(h, bus, slots)
+            after[layer + 1] = h
+        return after
+
+    def _each(self, module: Any, layer: int, h: Tensor, bus: Bus) -> Tensor:
+        """A layer whose states are one for each sequence."""
+        assert bus.spans is not None, "a cache runs spans"
+        spans = bus.spans
+        states: list[Any] = [self._states[place].layers[layer] for place in spans.places]
+        if len(states) > 1 and all(isinstance(state, RecurrentState) for state in states):
+            return self._joined(module, states, h, bus)
+        rows = zip(spans.slices(), spans.row_buses, states, strict=True)
+        parts = [module(h[:, columns], own, state) for columns, own, state in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _joined(self, module: Any, states: list[RecurrentState], h: Tensor, bus: Bus) -> Tensor:
+        assert bus.spans is not None
+        parts, first = [], 0
+        for group in bus.spans.groups:
+            some = states[first : first + group.rows]
+            first += group.rows
+            batch = RecurrentState.joined(some)
+            x0, inputs = group.unpack(bus.x0, 1), group.unpack(bus.inputs, 1)
+            own = self.stack.bus(x0, inputs, group.starts[0] if group.even else group.positions)
+            y = module(group.unpack(h, 1), own, batch)
+            parts.append(y.reshape(1, -1, *y.shape[2:]))
+            for row, state in enumerate(some):
+                state.take(batch, row, group.count)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def receive(self, relay: Relay, port: Port, message: Tensor, bus: Bus) -> Tensor:
+        """What the stage gets at the new positions."""
+        if not isinstance(relay, CausalRelay):
+            return relay.receive(message, bus)
+        if self.from_start:
+            return relay.receive_next(message, bus)
+        return self._look_back(port, message, bus, relay.receive_next)
+
+    def send(self, relay: Relay, port: Port, h: Tensor, received: Tensor, bus: Bus) -> Tensor:
+        """What the stage sends of the new positions."""
+        if not isinstance(relay, CausalRelay):
+            return relay.send(h, received)
+        if self.from_start:
+            return relay.send_next(h, received, bus)
+        assert bus.spans is not None
+        each = iter([received[:, columns] for columns in bus.spans.slices()])
+        return self._look_back(port, h, bus, lambda history, own: relay.send_next(history, next(each), own))
+
+    def _look_back(
+        self, port: Port, values: Tensor, bus: Bus, act: Callable[[Tensor, Bus], Tensor]
+    ) -> Tensor:
+        assert bus.spans is not None
+        spans, parts = bus.spans, []
+        for place, columns, own in zip(spans.places, spans.slices(), spans.row_buses, strict=True):
+            history = self._states[place].histories[port].append(values[:, columns])
+            parts.append(act(history, own))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,267 @@
+"""Training a run on several ranks: the task of one rank, and what a run's folder is to it.
+
+Every rank builds the run's model whole, from its seed or from a checkpoint of any number of ranks, and then
+drops what is not its own. From then on it trains as one process does (`training/trainer.py`), with another
+step. Rank 0 alone writes the log and the results, and holds the folder's lock; all ranks write checkpoints
+(`checkpoint_set.py`), at steps alone and not by the clock, and must see the same folder.
+
+Limits. The model must fit a host's memory once while it is built. For an evaluation its weights are gathered
+on rank 0, which then holds a second, whole model; the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from topograd.errors import ConfigError
+from topograd.exec.objectives import objectives_of
+from topograd.files import dump_json
+from topograd.nn.stack import Stack
+from topograd.parallel.checkpoint_set import SetStore
+from topograd.parallel.layout import Layout, keep_own, present
+from topograd.parallel.ranks import Ranks
+from topograd.parallel.region_scan import RegionScan
+from topograd.parallel.sharding import ELEMENTWISE, cut_like, part_shards, shard_layers
+from topograd.parallel.sharding import whole as whole_of
+from topograd.parallel.stage_loop import StageLoop
+from topograd.parallel.transport import MeshTransport
+from topograd.runs.checkpoint import CheckpointStore
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import build_stack
+from topograd.runs.topology_config import AVERAGE_TEACHER
+from topograd.runs.tune_config import PARTIAL
+from topograd.training.optimizers import OptimizerSet, make_optimizers
+from topograd.training.runs import RunTask
+from topograd.training.sources import Data
+from topograd.training.trainer import Reading
+
+
+class RankRun(Run):
+    """A run's folder as one rank of a job sees it: rank 0 writes, the others only add their checkpoints."""
+
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, run: Run, ranks: Ranks) -> RankRun:
+        made = cls(run.folder)
+        object.__setattr__(made, "ranks", ranks)
+        return made
+
+    @property
+    def store(self) -> CheckpointStore:
+        return SetStore(self.checkpoints, self.ranks)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            super().log(record)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            super().write_results(results)
+
+    def rewind_metrics(self, step: int) -> None:
+        if self.ranks.first:
+            super().rewind_metrics(step)
+
+    def check_unmodified(self, known: Sequence[str]) -> None:
+        """Rank 0 holds the folder and looks for all: what it tidies meanwhile is no other process's work."""
+        if self.ranks.first:
+            super().check_unmodified(known)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        if not self.ranks.first:
+            yield
+            return
+        with super().lock():
+            yield
+
+
+@dataclass(frozen=True)
+class Told:
+    """A reading as the other ranks know it: what rank 0 told them. They neither log nor show it."""
+
+    table: dict[str, Any]
+    words: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.table
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        return {}
+
+
+class RankTask(RunTask):
+    """A run under way on one rank. The loop is exchanged when training begins."""
+
+    def __init__(self, run: Run, config: TrainConfig, data: Data, ranks: Ranks) -> None:
+        _check(config, ranks)
+        if ranks.device.type == "cuda":
+            config = replace(config, device=str(ranks.device))
+        super().__init__(RankRun.of(run, ranks), config, data)
+        self.schedule = replace(self.schedule, save_seconds=0.0)  # clocks of ranks differ
+        self.ranks = ranks
+        asked = objectives_of(self.plan, self.loop.objectives)
+        prior = any(objective.uses_prior for objective in asked)
+        self.layout = Layout.of(
+            self.plan,
+            ranks.config.stages,
+            with_prior=prior,
+            stack=self.stack,
+            crossing=config.topology.backward == "scan",
+        )
+
+    @contextmanager
+    def running(self, step: int) -> Iterator[None]:
+        check_one_process(self)
+        self.spread()
+        yield
+
+    def spread(self) -> None:
+        """Keep the own stages and what all share, with the state of their optimizers."""
+        if isinstance(self.loop, StageLoop):
+            return
+        whole = self.loop
+        keep_own(self.stack, self.layout, self.ranks.place)
+        sharded = self.ranks.config.shard
+        before = shard_layers(self.stack, self.layout, self.ranks) if sharded else {}
+        optimizers = make_optimizers(self.stack, self.config.optimizer, self.plan)
+        part_shards(optimizers)
+        hand_over(whole.optimizers, optimizers, before)
+        given = {f.name: getattr(whole, f.name) for f in fields(whole)} | {"optimizers": optimizers}
+        given["transport"] = MeshTransport(self.ranks, self.layout)
+        if self.layout.crossing:
+            table = self.config.topology
+            given["gradient"] = RegionScan(table.jacobian, table.jacobian_chunk, ranks=self.ranks)
+        self.loop = StageLoop(**given, ranks=self.ranks, layout=self.layout)
+
+    def should_stop(self, interrupted: Callable[[], bool]) -> bool:
+        """Ranks stop together: what one was told, all learn at the next exchange."""
+        assert isinstance(self.loop, StageLoop)
+        self.loop.stop_here = interrupted()
+        return self.loop.stop_everywhere
+
+    def evaluate(self, step: int) -> Reading:
+        whole = gather_stack(self.stack, self.layout, self.config, self.ranks)
+        name = f"evaluation/{step}"
+        if whole is not None:
+            with self.ranks.busy():
+                reading = self.source.evaluate(whole, self.plan)
+            self.ranks.tell(name, dump_json(reading.as_dict()))
+            return reading
+        return Told(json.loads(self.ranks.follow(name, 0, "waiting for the evaluation")))
+
+
+def check_one_process(task: RunTask) -> None:
+    """Refuse what needs the whole model in every process."""
+    if task.loop.own_teacher or task.keeps_states:
+        raise ConfigError("a model that teaches itself, or keeps states, trains in one process")
+
+
+def check_whole(config: TrainConfig) -> None:
+    """A run that keeps only a part of its weights has a store of its own, which ranks do not write."""
+    if any(getattr(config.tune, name) for name in PARTIAL):
+        raise ConfigError("a run that learns only a part of another one is trained in one process")
+    for name, given in (
+        ("transmissivity_schedule", config.topology.transmissivity_schedule is not None),
+        ("batch_parts", config.batch_parts > 1),
+        ("teacher average", config.topology.teacher == AVERAGE_TEACHER),
+    ):
+        if given:
+            raise ConfigError(f"{name} is given, which trains in one process; leave it out with --parallel")
+
+
+def _check(config: TrainConfig, ranks: Ranks) -> None:
+    """What cannot be trained on several ranks is refused before a folder is made."""
+    if config.search.kind != "none":
+        raise ConfigError("a search changes the topology while it trains; run it in one process")
+    check_whole(config)
+    if config.geometry_every:
+        raise ConfigError("geometry_every reads the stream of all layers; leave it out with --parallel")
+    if config.topology.interface is not None and config.topology.backward != "scan":
+        raise ConfigError("gradient crosses bounded interfaces; give --backward scan with --parallel")
+    if config.accumulate % ranks.config.replicas:
+        raise ConfigError(
+            f"accumulate is {config.accumulate} and {ranks.config.replicas} replicas share the batches of a "
+            f"step; give a multiple of {ranks.config.replicas}"
+        )
+    if ranks.config.shard:
+        check_shards(config)
+    ddc = config.optimizer.name.startswith("ddc") or any(
+        (own.name or "").startswith("ddc") for own in config.optimizer.stages
+    )
+    if ddc and config.topology.heads != "shared":
+        raise ConfigError(
+            "the ddc optimizers hold the heads of all stages together, and they would lie on several ranks; "
+            "use shared heads or another optimizer with --parallel"
+        )
+
+
+def check_shards(config: TrainConfig) -> None:
+    """What needs a whole tensor of a layer at once is refused."""
+    names = {config.optimizer.name, *(own.name or config.optimizer.name for own in config.optimizer.stages)}
+    others = sorted(names.difference(ELEMENTWISE))
+    if others:
+        raise ConfigError(
+            f"--parallel ...,shard cuts matrices over replicas and {others[0]} needs them whole; give "
+            f"--optimizer.name {' or '.join(ELEMENTWISE)}, or leave shard out"
+        )
+    if config.topology.interface is not None:
+        raise ConfigError("--parallel ...,shard and bounded interfaces do not go together; leave shard out")
+
+
+def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Parameter] | None = None) -> None:
+    """Give the optimizers of a rank the state that those of the whole model had; `cut` knows its shards."""
+    for name, optimizer in mine.optimizers.items():
+        before = whole.optimizers[name]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                was = (cut or {}).get(id(parameter), parameter)
+                if was in before.state:
+                    optimizer.state[parameter] = cut_like(before.state[was], parameter)
+
+
+def gather_stack(stack: Stack, layout: Layout, config: TrainConfig, ranks: Ranks) -> Stack | None:
+    """The whole model on rank 0; None on the others. Everybody must call it."""
+    state = present(stack.state_dict())
+    with ranks.within("gathering shards"):
+        own = {name: whole_of(tensor) for name, tensor in state.items()}
+    if ranks.replica > 0:
+        return None
+    if ranks.place > 0:
+        for buffer in _packed([own[name] for name in layout.names(stack, ranks.place)]).values():
+            work = ranks.collective(lambda b=buffer: [dist.isend(b, 0)], "handing over weights")[0]
+            ranks.wait(work, "handing over weights", 0)
+        return None
+    whole, _ = build_stack(config)
+    state = whole.state_dict()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            state[name].copy_(tensor)
+        for place in range(1, layout.ranks):
+            names = layout.names(whole, place)
+            for dtype, buffer in _packed([state[name] for name in names]).items():
+                what = f"gathering the weights of rank {place}"
+                ranks.wait(
+                    ranks.collective(lambda b=buffer, p=place: [dist.irecv(b, p)], what)[0], what, place
+                )
+                parts = [state[name] for name in names if state[name].dtype == dtype]
+                for tensor, part in zip(parts, buffer.split([t.numel() for t in parts]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+    return whole
+
+
+def _packed(tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
+    """One flat tensor for each dtype, in the order of the first of its kind."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return {kind: torch.cat([t.detach().flatten() for t in tensors if t.dtype == kind]) for kind in kinds}

@@ -1,0 +1,163 @@
+"""Messages between ranks: activations forward, nothing back, while both ends compute.
+
+A rank hands a message over as soon as it exists and goes on; a receiver asks for the next message of every
+port before it needs it (two at a time). A sender that is `depth` messages ahead waits: the queue is bounded.
+The first time a port speaks, a header with shape and dtype goes before it; later messages have the same.
+
+An activation travels as its own numbers, as bf16, or as int8 with a scale for each position:
+
+    int8:  s = max |x| / 127 over the last dimension,   q = round(x / s),   x̂ = s q
+
+The receiver computes on x̂, so the stages behind a boundary train on rounded activations; the stages before
+it do not notice. |x - x̂| ≤ s / 2. Bytes for each number: 4 or 8 exact, 2 as bf16, 1 and 4/width as int8.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from topograd.errors import ParallelError
+from topograd.parallel.layout import Layout
+from topograd.parallel.ranks import Ranks
+from topograd.parallel.settings import WireKind
+from topograd.topology.plan import Port
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+HEADER = 10
+"""Numbers in a header: dtype, how many dimensions, and up to eight of them."""
+AHEAD = 2
+"""Messages of a port that a receiver asks for before it needs them."""
+
+
+class MeshTransport:
+    """The `Transport` of one rank (`exec/train_step.py`)."""
+
+    def __init__(self, ranks: Ranks, layout: Layout, depth: int = 4) -> None:
+        self.ranks, self.layout, self.depth = ranks, layout, depth
+        self.stages = frozenset(layout.stages_of(ranks.place))
+        self.sent_bytes = 0
+        self._shapes: dict[Port, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._announced: dict[Port, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._asked: dict[Port, deque[tuple[Tensor, dist.Work]]] = {}
+        self._left: dict[Port, int] = {}
+        self._sending: deque[tuple[Tensor, dist.Work, int]] = deque()
+        self._warm = False
+        self._ports = [
+            port for k in range(len(layout.plan.stages)) if k not in self.stages for port in self.incoming(k)
+        ]
+
+    def begin(self, batches: int) -> None:
+        """A step of `batches` batches comes: ask for the first messages of each port."""
+        self._asked = {port: deque() for port in self._ports}
+        self._left = dict.fromkeys(self._ports, batches)
+        if self._warm:
+            for _ in range(min(AHEAD, batches)):
+                for port in self._ports:
+                    self._ask(port)
+
+    def finish(self) -> None:
+        """The step's messages are all received; wait until those that were sent have gone."""
+        while self._sending:
+            self._drain()
+        self._warm = True
+
+    def incoming(self, stage: int) -> list[Port]:
+        return self.layout.incoming(stage, self.ranks.place)
+
+    def receive(self, port: Port) -> Tensor:
+        peer = self.ranks.at(self.layout.owners[port.source])
+        what = f"waiting for what stage {port.source + 1} sends"
+        if port not in self._shapes:
+            header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
+            self.ranks.wait(self._post(header, peer, what), what, peer)
+            kind, dims, *sizes = header.tolist()
+            self._shapes[port] = (tuple(sizes[:dims]), DTYPES[kind])
+        if not self._asked[port]:
+            self._ask(port)
+        buffer, work = self._asked[port].popleft()
+        self.ranks.wait(work, what, peer)
+        if self._warm and self._left[port] > 0:
+            self._ask(port)
+        shape, dtype = self._shapes[port]
+        return decode(buffer, shape, dtype, self.ranks.config.wire)
+
+    def send(self, port: Port, value: Tensor) -> None:
+        for place in self.layout.listeners.get(port, ()):
+            self._send(port, value, self.ranks.at(place))
+
+    def _send(self, port: Port, value: Tensor, peer: int) -> None:
+        about = (tuple(value.shape), value.dtype)
+        what = f"sending what stage {port.source + 1} says"
+        if port not in self._announced:
+            header = torch.zeros(HEADER, dtype=torch.int64)
+            header[: 2 + value.dim()] = torch.tensor([DTYPES.index(value.dtype), value.dim(), *value.shape])
+            self._start(header.to(self.ranks.device), peer, what)
+            if peer == self.ranks.at(self.layout.listeners[port][-1]):
+                self._announced[port] = about
+        elif self._announced[port] != about:
+            raise ParallelError(
+                f"stage {port.source + 1} sends {about[0]} after {self._announced[port][0]}; "
+                "batches of one job must have one shape"
+            )
+        self._start(encode(value, self.ranks.config.wire), peer, what)
+        while len(self._sending) > self.depth:
+            self._drain()
+
+    def _start(self, tensor: Tensor, peer: int, what: str) -> None:
+        work = self.ranks.collective(lambda: [dist.isend(tensor, peer)], what)[0]
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        self._sending.append((tensor, work, peer))
+
+    def _drain(self) -> None:
+        _, work, peer = self._sending.popleft()
+        self.ranks.wait(work, "handing over activations", peer)
+
+    def _ask(self, port: Port) -> None:
+        peer = self.ranks.at(self.layout.owners[port.source])
+        buffer = room(*self._shapes[port], self.ranks.config.wire, self.ranks.device)
+        work = self._post(buffer, peer, f"asking for what stage {port.source + 1} sends")
+        self._asked[port].append((buffer, work))
+        self._left[port] -= 1
+
+    def _post(self, buffer: Tensor, peer: int, what: str) -> dist.Work:
+        work: dist.Work = self.ranks.collective(lambda: [dist.irecv(buffer, peer)], what)[0]
+        return work
+
+
+def encode(value: Tensor, kind: WireKind) -> Tensor:
+    """The tensor that travels, contiguous."""
+    if kind == "exact" or not value.is_floating_point():
+        return value.contiguous()
+    if kind == "bf16":
+        return value.to(torch.bfloat16).contiguous()
+    rows = value.float().flatten(0, -2)
+    scale = rows.abs().amax(-1, keepdim=True) / 127
+    numbers = (rows / scale.clamp(min=1e-30)).round().to(torch.int8)
+    return torch.cat((scale.view(torch.uint8), numbers.view(torch.uint8)), dim=1)
+
+
+def room(shape: tuple[int, ...], dtype: torch.dtype, kind: WireKind, device: torch.device) -> Tensor:
+    """An empty tensor for what `encode` makes of such a value."""
+    if kind == "exact" or not dtype.is_floating_point:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if kind == "bf16":
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return torch.empty((rows, 4 + shape[-1]), dtype=torch.uint8, device=device)
+
+
+def decode(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: WireKind) -> Tensor:
+    """The value again, rounded as `kind` says."""
+    if kind == "exact" or not dtype.is_floating_point:
+        return buffer
+    if kind == "bf16":
+        return buffer.to(dtype)
+    scale = buffer[:, :4].contiguous().view(torch.float32)
+    numbers = buffer[:, 4:].view(torch.int8)
+    return (numbers.to(dtype) * scale.to(dtype)).view(shape)

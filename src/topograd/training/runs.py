@@ -1,0 +1,312 @@
+"""Runs as tasks of the trainer, and how one is started in a new folder or resumed.
+
+A task of a run has batches of its text or images, a step of its loop and its evaluation. A search of
+boundaries, stages on several ranks and independent stages are runs that override the public hooks below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topograd.data import Loader, Prepared, Text, Tokenizer
+from topograd.data.image_loader import ImageLoader
+from topograd.data.images import DIGITS
+from topograd.errors import CheckpointError, ConfigError
+from topograd.exec.forward import Predictor
+from topograd.exec.objectives import objectives_of
+from topograd.nn.layer_dropout import dropout_rates
+from topograd.nn.stack import Stack
+from topograd.registry import Registry
+from topograd.runs.based import BasedStore, bind_base
+from topograd.runs.checkpoint import Checkpoint, Optimizers
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import (
+    Opened,
+    bind_tokenizer,
+    build_stack,
+    check_owner,
+    find_checkpoint,
+    load_data,
+    load_images,
+    open_run,
+    read_settings,
+    read_tokenizer,
+    topology_at,
+)
+from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+from topograd.training.averaged_weights import AveragedWeights
+from topograd.training.exit_heads import TOKENS, begin_exit_heads
+from topograd.training.hidden_states import OnRows, StateLoader
+from topograd.training.kept_states import first_rows, kept_layers, open_kept_loader, remove_states
+from topograd.training.optimizers import make_optimizers
+from topograd.training.sources import Data, TextSource, source_of
+from topograd.training.step_runner import Batch, Step, StepRunner, engine_of
+from topograd.training.teacher import Teacher, objectives_of_config
+from topograd.training.trainer import OnStep, Reading, Schedule, StepRecord, Task, Trainer
+
+TASKS: Registry[type[RunTask]] = Registry("search", {"none": "topograd.training.runs:RunTask"})
+"""Tasks by what they search for while the weights learn; packages above declare more."""
+
+
+class RunTask(Task):
+    """A run under way."""
+
+    loop: StepRunner
+    average: AveragedWeights[Stack] | None = None
+    """What teaches, where an average of the weights does."""
+    last: Step
+    """What the last step found."""
+
+    def __init__(self, run: Run, config: TrainConfig, data: Data) -> None:
+        every = config.save_every, config.save_seconds, config.eval_every
+        super().__init__(Schedule(config.steps, *every, keep=config.keep))
+        self.run, self.config, self.data = run, config, data
+        self.source = source_of(config, data)
+        self.loader = self.source.loader
+        self.states: StateLoader | None = None
+        """Who gives the batches instead, where states of a frozen trunk or a teacher's logits are kept."""
+        self.teacher: Teacher | None = self.source.teacher(config)
+        self.stack, self.plan = build_stack(config)
+        self.model = self.stack
+        self.loop = StepRunner(
+            self.stack,
+            make_optimizers(self.stack, config.optimizer, self.plan),
+            clip=config.optimizer.clip,
+            bf16=config.bf16,
+            gradient=engine_of(config.topology),
+            teacher=None if self.teacher is None else self.teacher.predictor,
+            own_teacher=config.topology.teacher == OWN_TEACHER,
+            objectives=objectives_of_config(config),
+            dropout_rates=_dropout_rates(config, len(self.stack.layers)),
+            parts=config.batch_parts,
+            recompute=config.recompute,
+        )
+        if config.topology.teacher == AVERAGE_TEACHER:
+            self.average = AveragedWeights(self.stack, config.topology.teacher_decay)
+            self.loop.optimizers.optimizers[AVERAGE_TEACHER] = self.average
+            self.loop.teacher = Predictor(self.average.averaged, self.plan)
+        objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
+        self.loop.check_backward(self.plan)
+        self.loop.check_parts(self.plan)
+        self._layers = kept_layers(config, self.plan)
+        self.keeps_states = bool(self._layers or config.topology.teacher_top)
+        self._position: dict[str, Any] = self.loader.position
+        """Where batches with states begin: at the start, or where a checkpoint was saved."""
+        if config.compile:
+            for layer in self.stack.layers:
+                layer.compile()
+
+    @property
+    def optimizers(self) -> Optimizers:  # type: ignore[override]
+        return self.loop.optimizers.optimizers
+
+    @property
+    def text(self) -> Text:
+        """What a model of text is read on."""
+        assert isinstance(self.source, TextSource), "settings with [images] have no text"
+        return self.source.text
+
+    def prepare(self, step: int, on_rows: OnRows | None) -> None:
+        """From here on batches come with what is kept of them, if anything is; new exits begin."""
+        if not self.run.manifest.exists():  # of a run that version 0.1 made
+            self.run.manifest.adopt()
+        if self.keeps_states and self.states is None:
+            self.states = open_kept_loader(self, self._layers, on_rows)
+            self.states.seek(self._position)
+        if self.config.tune.keeps_base and self.config.model.task == "text" and step == 0:
+            begin_exit_heads(self.stack, self.plan, partial(first_rows, self, TOKENS))
+        if self.average is not None:
+            self.average.connect()
+
+    def callbacks(self) -> list[OnStep]:
+        """A reader of geometry, where the settings ask for one."""
+        if not self.config.geometry_every:
+            return []
+        from topograd.training.monitors import GeometryLog
+
+        return [GeometryLog(self, self.config.geometry_every)]
+
+    def step(self, step: int) -> StepRecord:
+        plan = self.current_plan(step)
+        self.loop.optimizers.set_rates(step, self.config.steps)
+        self.last = self.loop.step(plan, self.batches(), step + 1)
+        losses = [self.last.losses[k].item() for k in self.logged_stages(plan)]
+        seen = (step + 1) * self.config.accumulate * self.source.units
+        return StepRecord(losses, {"grad_norm": self.last.norm, self.source.unit: seen})
+
+    def current_plan(self, step: int) -> Plan:
+        """The plan of the next step; λ may be a function of it."""
+        lam = self.config.topology.transmissivity_at(step / self.config.steps)
+        if lam is None:
+            return self.plan
+        return _plan_at(self.plan.topology.with_transmissivity(lam), len(self.stack.layers))
+
+    def batches(self) -> list[Batch]:
+        """The batches of the next step."""
+        loader: Iterator[Batch] = self._batches()
+        return [next(loader) for _ in range(self.config.accumulate)]
+
+    def logged_stages(self, plan: Plan) -> list[int]:
+        """The stages whose losses are logged; the others have none."""
+        return plan.predicting()
+
+    def after_step(self, step: int) -> None:
+        if self.last.halted:
+            stages = [stage + 1 for stage in self.last.halted]
+            self.run.log({"kind": "halted", "step": step, "stages": stages})
+
+    def evaluate(self, step: int) -> Reading | None:
+        return self.source.evaluate(self.stack, self.plan)
+
+    def extra_state(self) -> dict[str, Any]:
+        """`topology` in it is that of the weights, where it has changed."""
+        extra = {
+            "loader": self._batches().position,
+            "corpus": self.data.digest,
+            "run": self.run.manifest.identity(),
+            "halted": sorted(self.loop.halted),
+        }
+        return extra if self.teacher is None else extra | {"teacher": self.teacher.weights}
+
+    def load_extra(self, loaded: Checkpoint) -> None:
+        check_owner(self.run, loaded)
+        extra = loaded.extra
+        if extra.get("corpus") != self.data.digest:
+            raise CheckpointError(
+                f"the corpus has changed since {loaded.path} was saved, so the run cannot be continued "
+                "exactly; restore the text or start a new run"
+            )
+        if self.teacher is not None and extra.get("teacher") != self.teacher.weights:
+            raise CheckpointError(
+                f"the teacher {self.config.topology.teacher} has other weights than when {loaded.path} was "
+                "saved, so the run cannot be continued exactly; restore it or start a new run"
+            )
+        self._position = extra["loader"]
+        if not self.keeps_states:
+            self.loader.seek(self._position)
+        self.loop.halted = set(extra.get("halted", ()))
+
+    def summary(self, checkpoint: str) -> dict[str, Any]:
+        halted = [stage + 1 for stage in sorted(self.loop.halted)]
+        found = {"run": str(self.run.folder), "weights": self.run.store.weights(checkpoint)}
+        return found | ({"halted": halted} if halted else {})
+
+    def end(self, results: dict[str, Any]) -> None:
+        self.run.write_results(results)
+        if results["finished"]:
+            remove_states(self.run.folder)
+
+    def _batches(self) -> Loader | ImageLoader | StateLoader:
+        return self.loader if self.states is None else self.states
+
+
+@lru_cache(maxsize=16)
+def _plan_at(topology: Topology, layers: int) -> Plan:
+    return Plan.of(topology, layers)
+
+
+def _dropout_rates(config: TrainConfig, layers: int) -> list[float]:
+    return dropout_rates(layers, config.tune.layer_dropout) if config.tune.layer_dropout else []
+
+
+RunTrainer = Trainer[RunTask]
+Make = Callable[[Run, TrainConfig, Data], RunTask]
+
+
+def start(config: TrainConfig, folder: Path | str, make: Make | None = None) -> RunTrainer:
+    """A new run in an empty folder; `make` builds its task, instead of the settings' own choice."""
+    there = Path(folder).exists()
+    run = Run.create(folder)
+    try:
+        return _begin(run, config, make)
+    except BaseException:
+        if not there:
+            with suppress(OSError):  # what was refused leaves no empty folder behind
+                run.folder.rmdir()
+        raise
+
+
+def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
+    if config.data is not None and not (config.model.task == "images" and config.data == DIGITS):
+        config = replace(config, data=str(Path(config.data).absolute()))
+    if config.topology.teacher not in (None, OWN_TEACHER, AVERAGE_TEACHER):
+        config = config.changed(teacher=str(Path(config.topology.teacher or "").absolute()))
+    base = None
+    if config.init is not None:
+        base = open_run(Path(config.init).absolute())
+        if base.config.model.task != config.model.task:
+            raise ConfigError(
+                f"init is {config.init}, a run on {base.config.model.task}; give one on {config.model.task}"
+            )
+        config = replace(config, init=str(base.run.folder))
+    elif config.tokenizer == "imported":
+        raise ConfigError("an imported model's tokenizer is asked for; give init, the run to begin with")
+    config, data = _load(
+        config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
+    )
+    task = (make or TASKS[config.search.kind])(run, config, data)  # first: what does not fit is refused
+    if base is not None:
+        begin_from(task.stack, base)
+    if isinstance(data, Prepared):
+        bind_tokenizer(run, data.tokenizer)
+        if base is not None and config.tune.keeps_base:
+            bind_base(run, base, data.tokenizer)
+    run.write_config(config.as_dict())
+    return Trainer(task, task.run)
+
+
+def resume(folder: Path | str, name: str | None = None, make: Make | None = None) -> RunTrainer:
+    """The run in `folder`, from its newest checkpoint or the one called `name`; from the start if none."""
+    run = Run.open(folder)
+    config = read_settings(run)
+    run.manifest.verify(run.tokenizer_file.name)
+    saved = read_tokenizer(run) if run.tokenizer_file.exists() else None
+    config, data = _load(config, saved)
+    if saved is None and isinstance(data, Prepared):  # of an earlier version, killed before it wrote one
+        bind_tokenizer(run, data.tokenizer)
+    known = run.store.names()
+    found = find_checkpoint(run, name) if name is not None or known else None
+    if found is not None:
+        config = topology_at(config, run.store.extra(found))
+    task = (make or TASKS[config.search.kind])(run, config, data)
+    trainer = Trainer(task, task.run, known)
+    if found is not None:
+        trainer.load(found)
+    elif config.init is not None:
+        store = run.store
+        based = store.open_base() if isinstance(store, BasedStore) else open_run(config.init)
+        begin_from(task.stack, based)
+    return trainer
+
+
+def _load(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[TrainConfig, Data]:
+    """What the settings train on, and the settings with what it says of itself."""
+    return load_images(config) if config.model.task == "images" else load_data(config, tokenizer)
+
+
+@torch.no_grad()
+def begin_from(stack: Stack, base: Opened) -> None:
+    """Give a stack the weights of a run; heads, relays and layers that the run lacks stay as they are."""
+    own, given = stack.state_dict(), base.stack.state_dict()
+    foreign = sorted(name for name in given if name not in own)
+    if foreign:
+        raise ConfigError(
+            f"{base.run.folder} has {foreign[0]!r}, which the new model does not; give it the same [model]"
+        )
+    for name, tensor in given.items():
+        if own[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{name!r} is {tuple(tensor.shape)} in {base.run.folder} and {tuple(own[name].shape)} in the "
+                "new model; give it the same [model]"
+            )
+        own[name].copy_(tensor)

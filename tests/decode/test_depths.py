@@ -1,0 +1,265 @@
+"""Depths as users write them: which mode each spelling makes, with which settings, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from topograd.decode import depths
+from topograd.decode.autotune import DraftRule, RowCosts
+from topograd.decode.calibrate import Tuning, store
+from topograd.decode.calibration import EPS, Bounds, Calibration, Sample
+from topograd.decode.depths import default_depth, engine_of, strategy_of
+from topograd.decode.drafters import MAX_DRAFT, PrefixDrafter
+from topograd.decode.engine import Engine
+from topograd.decode.speculation import Speculate
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble, generate_batch
+from topograd.decode.wand import Wand
+from topograd.errors import ConfigError, RunError, TopologyError
+from topograd.runs.folder import Run
+from topograd.runs.session import Session
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+VOCAB, NEVER = 257, float("inf")
+FLIPS = {eps: (100 * eps, NEVER if eps < 0.002 else 10 * eps) for eps in EPS}
+CALIBRATION = Calibration(
+    step=0,
+    stages=3,
+    tokens=2,
+    shift=Bounds((1.0, 2.0), (3.0, 4.0)),
+    gain=Bounds((0.5, 0.25), (5.0, 6.0)),
+    change_rate=(0.5, 0.25),
+    agreement=(0.25, 0.75, 1.0),
+    flip_thresholds=tuple(FLIPS.values()),
+    sample=Sample(((0.125, 1.0), (3.0, 1.5)), ((0, 1), (1, 1)), (2,)),
+)
+COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 1.0)
+DRAFTS = Tuning(1, DraftRule(0.25, 4), 1.5, DraftRule(0.5, 2), COSTS)
+OFF = Tuning(1, None, 1.0, None, COSTS)
+
+
+@pytest.fixture(scope="module")
+def session(make_session: Callable[..., Session]) -> Session:
+    """A run of three stages, of step 0, calibrated by hand; not to be changed."""
+    session = make_session(3)
+    store(session, CALIBRATION, DRAFTS)
+    return session
+
+
+@pytest.fixture(scope="module")
+def engine(session: Session) -> Engine:
+    return engine_of(session)
+
+
+@pytest.fixture
+def uncalibrated(session: Session, tmp_path: Path) -> Session:
+    return replace(session, run=Run(tmp_path))
+
+
+def make(depth: str, session: Session, engine: Engine) -> DecodeStrategy:
+    return strategy_of(depth, session, engine, greedy=False)
+
+
+@pytest.mark.parametrize(("depth", "stage"), [("full", 2), ("prefix:1", 0), ("prefix:2", 1), ("prefix:3", 2)])
+def test_prefixes(session: Session, engine: Engine, depth: str, stage: int) -> None:
+    mode = make(depth, session, engine)
+    assert isinstance(mode, FixedDepth)
+    assert (mode.engine, mode.stage) == (engine, stage)
+
+
+@pytest.mark.parametrize(
+    ("depth", "heads", "ends", "weights"),
+    [
+        ("path:1", (0,), (0,), [1.0]),
+        ("path:1,3", (0, 2), (1,), [1.0]),
+        ("path:1-3", (0, 1, 2), (2,), [1.0]),
+        ("branches:1-3*3+1-2", (0, 1, 2), (2, 1), [3.0, 1.0]),
+        ("branches:1-2 + 1,3*0.5", (0, 1, 2), (1, 2), [1.0, 0.5]),
+    ],
+)
+def test_paths_and_branches(
+    session: Session,
+    engine: Engine,
+    depth: str,
+    heads: tuple[int, ...],
+    ends: tuple[int, ...],
+    weights: list[float],
+) -> None:
+    mode = make(depth, session, engine)
+    assert isinstance(mode, PathEnsemble)
+    read = tuple(planned.head for planned in mode.engine.plan.stages)
+    assert (read, mode.ends, mode.weights) == (heads, ends, weights)
+    assert mode.exit == max(heads)
+
+
+@pytest.mark.parametrize(
+    ("depth", "thresholds"),
+    [
+        ("wand", FLIPS[0.001]),
+        ("wand:flip-rate", FLIPS[0.001]),
+        ("wand:flip-rate:0.001", FLIPS[0.001]),
+        ("wand:flip-rate:0.01", FLIPS[0.01]),
+        ("wand:flip-rate:5e-2", FLIPS[0.05]),
+        ("wand:sum-of-bounds", (3.0, 2.0)),
+        ("wand:sum-of-bounds:2", (6.0, 4.0)),
+        ("wand:rival-gain", (0.5, 0.25)),
+        ("wand:rival-gain:0.5", (0.25, 0.125)),
+    ],
+)
+def test_leaving_early(session: Session, engine: Engine, depth: str, thresholds: tuple[float, ...]) -> None:
+    mode = make(depth, session, engine)
+    assert isinstance(mode, Wand)
+    assert mode.exits == [(k, tau) for k, tau in enumerate(thresholds) if tau < NEVER]
+    assert mode.bounds is None
+
+
+@pytest.mark.parametrize(("least", "pruned"), [(VOCAB, True), (VOCAB + 1, False)])
+@pytest.mark.parametrize("depth", ["wand", "wand:rival-gain:2"])
+def test_candidates_are_pruned_from_some_vocabulary_on(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch, depth: str, least: int, pruned: bool
+) -> None:
+    monkeypatch.setattr(depths, "PRUNING_VOCAB", least)
+    mode = strategy_of(depth, session, engine)
+    assert isinstance(mode, Wand)
+    assert mode.bounds == ((5.0, 6.0) if pruned else None), "the most that a rival gained"
+
+
+@pytest.mark.parametrize(
+    ("depth", "rule", "stage"),
+    [
+        ("speculate", DraftRule(0.5, 2), 1),
+        ("speculate:1", DraftRule(0.0, 1), 0),
+        (f"speculate:{MAX_DRAFT}", DraftRule(0.0, MAX_DRAFT), 0),
+        ("speculate:4:0.5", DraftRule(0.5, 4), 0),
+    ],
+)
+def test_drafts(session: Session, engine: Engine, depth: str, rule: DraftRule, stage: int) -> None:
+    mode = make(depth, session, engine)
+    assert isinstance(mode, Speculate)
+    computing = mode.drafter.computing
+    assert isinstance(computing, PrefixDrafter)
+    assert (computing.rule, computing.exit) == (rule, stage)
+
+
+def test_greedy_text_has_a_rule_of_its_own(session: Session, engine: Engine) -> None:
+    mode = strategy_of("speculate", session, engine)
+    assert isinstance(mode, Speculate)
+    computing = mode.drafter.computing
+    assert isinstance(computing, PrefixDrafter)
+    assert (computing.rule, computing.exit) == (DraftRule(0.25, 4), 1)
+
+
+def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: Session, engine: Engine) -> None:
+    store(uncalibrated, CALIBRATION, OFF)
+    mode = make("speculate", uncalibrated, engine)
+    assert isinstance(mode, FixedDepth)
+    assert mode.exit == engine.last
+    assert isinstance(make("speculate:2", uncalibrated, engine), Speculate), "unless they are asked for"
+
+
+def test_every_spelling_writes(session: Session, engine: Engine) -> None:
+    """And speculation, in one row, what full depth writes."""
+    spellings = ("full", "prefix:2", "path:1,3", "branches:1-3*3+1-2", "wand", "speculate", "speculate:3:0.1")
+    written = {
+        depth: [e.token for e in generate_batch(strategy_of(depth, session, engine), [[1, 2]], 5)[0]]
+        for depth in spellings
+    }
+    assert {len(tokens) for tokens in written.values()} == {5}
+    assert written["speculate"] == written["speculate:3:0.1"] == written["full"] != written["prefix:2"]
+
+
+NUMBER, WHOLE = "where a number belongs", "where a whole number belongs"
+UNKNOWN = "is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
+
+
+@pytest.mark.parametrize(
+    ("depth", "why"),
+    [
+        ("", UNKNOWN),
+        ("Full", UNKNOWN),
+        ("full:2", UNKNOWN),
+        ("half\nof it", UNKNOWN),
+        ("prefix", WHOLE),
+        ("prefix:", WHOLE),
+        ("prefix:two", WHOLE),
+        ("prefix:1.5", WHOLE),
+        ("prefix:0", "exit 0 does not exist; the model has 3 stages that predict: give 1 to 3"),
+        ("prefix:4", "exit 4 does not exist; the model has 3 stages that predict: give 1 to 3"),
+        ("path", "where a stage from 1 to"),
+        ("path:0", "where a stage from 1 to"),
+        ("path:1-x", "where a stage from 1 to"),
+        ("path:3-1", "counts down"),
+        ("branches:1++2", "where a stage from 1 to"),
+        ("branches:1*x", "a weight is a positive number"),
+        ("branches:1*0", "a weight is a positive number"),
+        ("wand:best", "wand rule 'best' is unknown; choose one of sum-of-bounds, rival-gain, flip-rate"),
+        ("wand:0.001", "wand rule '0.001' is unknown"),
+        ("wand:flip-rate:low", NUMBER),
+        ("wand:flip-rate:0.3", "has no calibrated thresholds"),
+        ("wand:rival-gain:0", "it must be a finite number above 0"),
+        ("wand:rival-gain:nan", "it must be a finite number above 0"),
+        ("wand:sum-of-bounds:1:2", NUMBER),
+        ("speculate:few", "names the drafter 'few', which is unknown"),
+        ("speculate:2.5", WHOLE),
+        ("speculate:0", "a longest draft of at least 1"),
+        ("speculate:-1", "a longest draft of at least 1"),
+        (f"speculate:{MAX_DRAFT + 1}", f"at most {MAX_DRAFT} make sense"),
+        ("speculate:2:sure", NUMBER),
+        ("speculate:2:-1", "a threshold of at least 0"),
+        ("speculate:2:nan", "a threshold of at least 0"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(session: Session, engine: Engine, depth: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        strategy_of(depth, session, engine, greedy=False)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("depth", "why"), [("path:4", "stage 4 does not exist"), ("path:2-3", "begins with stage 2")]
+)
+def test_paths_that_the_run_does_not_have(session: Session, engine: Engine, depth: str, why: str) -> None:
+    with pytest.raises(TopologyError, match=why):
+        strategy_of(depth, session, engine, greedy=False)
+
+
+@pytest.mark.parametrize("depth", ["wand", "wand:rival-gain:2"])
+def test_without_calibration(uncalibrated: Session, engine: Engine, depth: str) -> None:
+    with pytest.raises(RunError, match="is not calibrated; run: topograd calibrate"):
+        strategy_of(depth, uncalibrated, engine, greedy=False)
+    assert isinstance(make("speculate:3", uncalibrated, engine), Speculate)
+
+
+def test_without_calibration_lookup_drafts(uncalibrated: Session, engine: Engine) -> None:
+    """Also where there is one stage, as in a model that was just imported: who is served asks for it."""
+    one = replace(uncalibrated, plan=Plan.of(Topology.chain("3"), 3))
+    for session in (uncalibrated, one):
+        mode = strategy_of("speculate", session, engine, greedy=False)
+        assert isinstance(mode, Speculate)
+        assert [drafter.name for drafter in mode.drafter.lookups] == ["lookup"]
+
+
+@pytest.mark.parametrize("depth", ["wand", "speculate", "speculate:3"])
+def test_one_stage_has_no_early_exit(session: Session, engine: Engine, depth: str) -> None:
+    one = replace(session, plan=Plan.of(Topology.chain("3"), 3))
+    with pytest.raises(ConfigError, match="has 1 predicting stages of 1; early exits and drafts need"):
+        strategy_of(depth, one, engine, greedy=False)
+
+
+def test_the_default_is_what_pays(session: Session, uncalibrated: Session) -> None:
+    assert default_depth(session) == "speculate"
+    assert default_depth(uncalibrated) == "full", "it is not calibrated"
+    store(uncalibrated, CALIBRATION, OFF)
+    assert default_depth(uncalibrated) == "full", "drafts do not pay"
+    store(uncalibrated, replace(CALIBRATION, step=1), DRAFTS)
+    assert default_depth(uncalibrated) == "full", "the weights are others"
+    store(uncalibrated, CALIBRATION, DRAFTS)
+    assert default_depth(uncalibrated) == "speculate"
+    (uncalibrated.run.folder / "calibration.json").write_text("{")
+    assert default_depth(uncalibrated) == "speculate", "an open run remembers what it read"
+    assert default_depth(replace(uncalibrated)) == "full", "it is damaged"

@@ -1,0 +1,180 @@
+"""A run on several ranks is a run like any other: printed once, evaluated, resumed, decoded, killed."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from topograd.decode.model import load
+from topograd.files import dump_toml
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import heldout_text, open_session
+from topograd.training.evaluation import evaluate
+from topograd.training.runs import resume, start
+from waiting import wait_until
+
+TWO = "stages=2,timeout=300"
+
+
+def _saved(folder: Path) -> list[Path]:
+    return list((folder / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def settings(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("settings") / "config.toml"
+    file.write_text(dump_toml(replace(config, eval_every=0).as_dict()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def train(launch: Any, settings: Path) -> Any:
+    def start(folder: Path, *more: str, world: int = 2, parallel: str = TWO, **options: Any) -> Any:
+        begin = ["--resume", str(folder)] if (folder / "config.toml").exists() else []
+        begin = begin or ["--config", str(settings), "--out", str(folder)]
+        argv = ["train", *begin, "--parallel", parallel, "--json", *more]
+        return launch("cli", world, argv=argv, **options)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def whole(train: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run on two ranks that nothing happened to, and its job."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    job = train(folder)
+    assert job.results() == [0, 0]
+    return folder, job
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for r in Run.open(folder).metrics() if r["kind"] == "train" for loss in r["loss"]]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return open_session(folder).stack.state_dict()
+
+
+def test_a_run_on_two_ranks_is_a_run(whole: tuple[Path, Any], straight: Run) -> None:
+    folder, job = whole
+    printed = json.loads(job.printed(0))
+    assert job.printed(1) == ""
+    assert printed["finished"]
+    assert printed["steps"] == 20
+    assert losses(folder) == pytest.approx(losses(straight.folder), abs=1e-4)  # float32, 20 steps
+    session = open_session(folder)
+    reading = evaluate(session.stack, session.plan, heldout_text(session))
+    assert reading.bpb.prediction == pytest.approx(printed["bpb"]["prediction"], rel=1e-12)
+    assert session.weights == printed["weights"]
+    assert load(folder).generate("stage", 4)
+
+
+def test_stopped_it_goes_on_in_another_number_of_processes(train: Any, tmp_path: Path, straight: Run) -> None:
+    assert train(tmp_path / "two", "--stop-after", "9").results() == [0, 0]
+    trainer = resume(tmp_path / "two")
+    trainer.train(stop_after=13)
+    assert losses(tmp_path / "two") == pytest.approx(losses(straight.folder)[:26], abs=1e-4)
+    assert train(tmp_path / "two").results() == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(straight.folder), abs=1e-4)
+
+
+def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
+    train: Any, whole: tuple[Path, Any], tmp_path: Path
+) -> None:
+    expected = weights(whole[0])
+    for victim in (0, 1):
+        folder = tmp_path / f"killed-{victim}"
+        job = train(folder, gate=(5, str(tmp_path / "never")))
+        wait_until(partial(_saved, folder), "the first checkpoint")
+        job.kill(victim)
+        found = job.wait()
+        assert (found[victim], found[1 - victim]) == (None, 2), job.said()
+        assert " is gone: " in job.printed(1 - victim, "err")
+        assert train(folder).results() == [0, 0]
+        assert losses(folder) == losses(whole[0])
+        for name, tensor in weights(folder).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+BAD: dict[str, Any] = {
+    "world": ({"world": 3}, "3 processes were started, and --parallel stages=2 needs 2"),
+    "stages": ({"parallel": "stages=4", "world": 4}, "the topology has 2 stages"),
+    "geometry": ({"more": ["--geometry-every", "2"]}, "geometry_every"),
+    "partition": ({"more": ["--partition", "2,3"]}, "--partition 2,3 has 5 layers and the model has 2"),
+    "words": ({"parallel": "stages=2,speed=9"}, "'speed=9'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_from_one_rank(name: str, train: Any, tmp_path: Path) -> None:
+    given, line = BAD[name]
+    given = dict(given)
+    job = train(tmp_path / "run", *given.pop("more", ()), **given)
+    results = job.wait()
+    said = [job.printed(rank, "err") for rank in job.pids]
+    lines = [text for text in said if text.strip()]
+    assert len(lines) == 1, said
+    assert line in lines[0]
+    assert lines[0].count("\n") == 1
+    assert all(code in (2, None) for code in results)
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_ranks_that_disagree_are_told_which_setting(launch: Any, settings: Path, tmp_path: Path) -> None:
+    argv = ["train", "--config", str(settings), "--out", str(tmp_path / "run"), "--parallel", TWO]
+    first = launch("cli", 2, ranks=[0], argv=argv)
+    port = first.held.getsockname()[1]
+    second = launch("cli", 2, ranks=[1], port=port, argv=[*argv, "--seed", "7"])
+    assert first.wait() == [2]
+    second.wait()
+    assert "rank 1 has seed = 7 and rank 0 has 1" in first.printed(0, "err")
+    assert second.printed(1, "err") == ""
+
+
+def test_a_late_rank_does_not_mistake_what_rank_0_tidies_for_another_process(
+    train: Any, launch: Any, tmp_path: Path
+) -> None:
+    """A kill within the save of a step that was there already leaves that one aside; rank 0 puts it back."""
+    folder = tmp_path / "run"
+    assert train(folder, "--stop-after", "4").results() == [0, 0]
+    saved = folder / "checkpoints" / "step-00000004"
+    saved.rename(saved.with_name(f".old-{saved.name}"))
+    argv = ["train", "--resume", str(folder), "--parallel", TWO, "--stop-after", "4"]
+    job = launch("cli_with_a_late_rank", 2, argv=argv, rank=1, gone=".old-*")
+    assert job.results() == [0, 0], job.said()
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_full_disk_leaves_the_last_set_whole(train: Any, launch: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, "--stop-after", "4").results() == [0, 0]
+    argv = ["train", "--resume", str(folder), "--parallel", TWO, "--json"]
+    job = launch("cli_with_small_files", 2, argv=argv, rank=1)
+    job.wait()
+    assert "cannot save" in job.printed(0, "err")
+    assert "make room and resume" in job.printed(0, "err")
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000004"]
+    assert open_session(folder).step == 4
+
+
+def test_regions_on_replicas_have_the_losses_of_one_process(
+    train: Any, config: TrainConfig, tmp_path: Path
+) -> None:
+    """With the settings of Jacobians and of recomputation, which reach every rank; resumed bit for bit."""
+    flags = ["--model.layers", "4", "--partition", "1,1,1,1", "--interface", "S=4,r=4", "--accumulate", "2"]
+    flags += ["--steps", "6", "--save-every", "0"]
+    scan = [*flags, "--backward", "scan", "--jacobian", "pullback", "--jacobian-chunk", "2", "--recompute"]
+    parallel = {"world": 4, "parallel": "stages=2,replicas=2,timeout=300"}
+    plain = config.changed(model=config.gpt.changed(layers=4), partition="1,1,1,1", interface="S=4,r=4")
+    start(plain.changed(accumulate=2, steps=6, eval_every=0), tmp_path / "one").train()
+    assert train(tmp_path / "four", *scan, **parallel).results() == [0] * 4
+    assert train(tmp_path / "parts", *scan, "--stop-after", "2", **parallel).results() == [0] * 4
+    assert train(tmp_path / "parts", **parallel).results() == [0] * 4
+    assert losses(tmp_path / "parts") == losses(tmp_path / "four")
+    assert len(losses(tmp_path / "four")) == 6
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)  # float32
