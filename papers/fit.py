@@ -54,7 +54,9 @@ def fit(
             watch(step, stack, plan, inputs, targets)
         found = loop.step(plan, [(inputs, targets)], step + 1)
         if found.halted:
-            raise DivergenceError(f"stage {found.halted[0] + 1} broke at step {step + 1}; take other sizes")
+            raise DivergenceError(
+                f"stage {found.halted[0] + 1} broke at step {step + 1}", remedy="take other sizes"
+            )
         losses.append(found.losses)
     return torch.stack(losses)
 

@@ -59,7 +59,7 @@ class Kept:
                 os.fsync(out.fileno())
             self._torn = False
         except OSError as problem:
-            raise RunError(f"cannot write {file} ({problem.strerror}); pass another --out") from None
+            raise RunError(f"cannot write {file} ({problem.strerror})", remedy="pass another --out") from None
 
 
 def _read(file: Path) -> tuple[dict[str, Row], bool]:
@@ -69,7 +69,7 @@ def _read(file: Path) -> tuple[dict[str, Row], bool]:
     except FileNotFoundError:
         return {}, False
     except OSError as problem:
-        raise RunError(f"cannot read {file} ({problem.strerror}); pass another --out") from None
+        raise RunError(f"cannot read {file} ({problem.strerror})", remedy="pass another --out") from None
     found: dict[str, Row] = {}
     for line in lines:
         try:

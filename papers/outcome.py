@@ -105,4 +105,4 @@ class Result:
 def check_seeds(seeds: int) -> None:
     """Refuse a number of seeds that is none."""
     if seeds < 1:
-        raise ConfigError(f"seeds is {seeds}; it must be at least 1, and at least 2 for a verdict")
+        raise ConfigError(setting="seeds", given=seeds, allowed="at least 1, and at least 2 for a verdict")

@@ -33,7 +33,9 @@ class Size:
             if getattr(self, name) is None:
                 has = [f"--{other}" for other in asked if getattr(self, other) is not None]
                 can = f"it takes {' and '.join(has)}" if has else f"leave --{name} out"
-                raise ConfigError(f"--{name} is {number}; study {study} has no choice of {name}, {can}")
+                raise ConfigError(
+                    f"--{name} is {number}", remedy=f"study {study} has no choice of {name}, {can}"
+                )
         steps, width, seeds = (given.get(name) for name in ("steps", "width", "seeds"))
         return Size(
             self.minutes,
@@ -129,5 +131,7 @@ def size_of(study: str, preset: Preset) -> Size:
     """The size of a preset that the study has."""
     presets = SIZES[study]
     if preset not in presets:
-        raise ConfigError(f"--preset is {preset}; study {study} has the presets {', '.join(presets)}")
+        raise ConfigError(
+            f"--preset is {preset}", remedy=f"study {study} has the presets {', '.join(presets)}"
+        )
     return presets[preset]

@@ -43,7 +43,7 @@ class Reproduce:
 
     def __post_init__(self) -> None:
         if self.markdown and self.json:
-            raise ConfigError("--markdown and --json are both given; give one of them")
+            raise ConfigError("--markdown and --json are both given", remedy="give one of them")
 
 
 def run(argv: list[str]) -> int:
@@ -90,7 +90,9 @@ def write_page(folder: Path, answer: Mapping[str, Any]) -> Path:
         write_atomic(page, document("The papers, claim by claim", LEAD, links, parts, tiles))
     except OSError as problem:
         reason = problem.strerror
-        raise RunError(f"cannot write {page} ({reason}); pass --out with a folder you can write") from None
+        raise RunError(
+            f"cannot write {page} ({reason})", remedy="pass --out with a folder you can write"
+        ) from None
     return page
 
 

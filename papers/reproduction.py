@@ -106,7 +106,7 @@ def _claim(one: Mapping[str, str]) -> PaperClaim:
 def chosen(paper: str | None = None, state: str | None = None) -> list[PaperClaim]:
     """The claims of a paper, or in a state; by default all."""
     if paper is not None and paper not in PAPERS:
-        raise ConfigError(f"paper {paper!r} is unknown; choose one of {', '.join(PAPERS)}")
+        raise ConfigError(setting="paper", given=paper, allowed=f"one of {', '.join(PAPERS)}")
     return [one for one in claims() if paper in (None, one.paper) and state in (None, one.state)]
 
 

@@ -56,7 +56,7 @@ class Run:
     def __post_init__(self) -> None:
         check_numbers(self, steps=REPEATS, width=SIZE, seeds=REPEATS)
         if self.all and self.name is not None:
-            raise ConfigError(f"--all is given and so is {self.name}; give one of them")
+            raise ConfigError(f"--all is given and so is {self.name}", remedy="give one of them")
 
 
 def run(argv: list[str]) -> int:
@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
     elif asked.name is not None:
         answer = _run_one(_asked(asked, asked.name), asked)
     else:
-        raise ConfigError(f"missing from {PROGRAM} run: NAME; give the name of a study, or --all")
+        raise ConfigError(f"missing from {PROGRAM} run: NAME", remedy="give the name of a study, or --all")
     if asked.json:
         print_json(answer)
     elif asked.all:
@@ -99,7 +99,12 @@ def run_study(asked: Asked) -> dict[str, Any]:
     """Run a study and give everything that it found as plain numbers and words."""
     study = study_named(asked.study)
     if asked.data is not None and not study.pictures:
-        raise ConfigError(f"data is {asked.data!r}, and this study has data of its own; leave it out")
+        raise ConfigError(
+            f"data is {asked.data!r}, and this study has data of its own",
+            setting="data",
+            given=asked.data,
+            remedy="leave it out",
+        )
     began = time.perf_counter()
     found = study.run(asked)
     return {

@@ -286,5 +286,5 @@ STUDIES: Mapping[str, Study] = {
 def study_named(name: str) -> Study:
     """The study called `name`."""
     if name not in STUDIES:
-        raise ConfigError(f"study {name!r} is unknown; choose one of {', '.join(STUDIES)}")
+        raise ConfigError(setting="study", given=name, allowed=f"one of {', '.join(STUDIES)}")
     return STUDIES[name]

@@ -55,7 +55,9 @@ def write_study(folder: Path, record: Record) -> Path:
         write_atomic(page, _page(record, drawn, {panel: svg for panel, (svg, _) in images.items()}))
     except OSError as problem:
         reason = problem.strerror
-        raise RunError(f"cannot write {page} ({reason}); pass --out with a folder you can write") from None
+        raise RunError(
+            f"cannot write {page} ({reason})", remedy="pass --out with a folder you can write"
+        ) from None
     return page
 
 

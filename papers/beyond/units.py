@@ -94,7 +94,7 @@ def read_units(
 ) -> dict[str, UnitReading]:
     """The readings of hidden layers under cross-entropy, by the name of their outer map."""
     if fisher == "expected":
-        raise GeometryError("fisher is 'expected'; units are read with 'monte-carlo' or 'empirical'")
+        raise GeometryError("fisher is 'expected'", remedy="units are read with 'monte-carlo' or 'empirical'")
     sums = _UnitSums({layer.out: _linear(model, layer.out).weight.detach() for layer in layers})
     _, samples = stream(model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator)
     return {layer.out: sums.reading(layer.out, samples) for layer in layers}
@@ -202,7 +202,7 @@ def _shrink(model: nn.Module, layer: HiddenLayer, units: Tensor, reading: UnitRe
     mask = torch.ones(W.shape[1], dtype=torch.bool, device=W.device)
     mask[units.to(W.device)] = False
     if not mask.any():
-        raise GeometryError(f"{layer.out} would keep no unit of {len(mask)}; remove fewer")
+        raise GeometryError(f"{layer.out} would keep no unit of {len(mask)}", remedy="remove fewer")
     kept = W[:, mask]
     if reading is not None and not mask.all():
         A = _ridged(reading.A)
@@ -230,5 +230,7 @@ def _ridged(A: Tensor) -> Tensor:
 def _linear(model: nn.Module, name: str) -> nn.Linear:
     found = model.get_submodule(name)
     if not isinstance(found, nn.Linear):
-        raise GeometryError(f"{name} is a {type(found).__name__}; its units are read where it is a Linear")
+        raise GeometryError(
+            f"{name} is a {type(found).__name__}", remedy="its units are read where it is a Linear"
+        )
     return found

@@ -121,7 +121,7 @@ def bridge(variants: Sequence[Variant], steps: int, tilt: float = 0.0) -> list[R
     (1.0, 2.0)
     """
     if steps < 30 * READ_EVERY:
-        raise OptimError(f"steps is {steps}; a slope needs at least {30 * READ_EVERY}")
+        raise OptimError(setting="steps", given=steps, remedy=f"a slope needs at least {30 * READ_EVERY}")
     M = torch.eye(WIDTH, dtype=torch.float64)
     M[-1, -1] = 0
     start = torch.stack([M, M])

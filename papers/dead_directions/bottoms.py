@@ -106,7 +106,7 @@ class BottomMonitor:
 
     def __init__(self, ranks: int = 4) -> None:
         if ranks < 1:
-            raise GeometryError(f"{ranks} ranks were asked for; keep at least 1")
+            raise GeometryError(f"{ranks} ranks were asked for", remedy="keep at least 1")
         self._ranks = ranks
         self._t: list[float] = []
         self._spectra: dict[str, list[Tensor]] = {}
@@ -117,7 +117,9 @@ class BottomMonitor:
             raise GeometryError(f"t is {t}: give a positive number, such as loss^(1/2L)")
         if self._t and factors.keys() != self._spectra.keys():
             other = sorted(factors.keys() ^ self._spectra.keys())
-            raise GeometryError(f"the layers changed: {', '.join(other)}; record the same ones each time")
+            raise GeometryError(
+                f"the layers changed: {', '.join(other)}", remedy="record the same ones each time"
+            )
         kept = {name: self._ends(name, layer.G) for name, layer in factors.items()}
         for name, values in kept.items():
             self._spectra.setdefault(name, []).append(values)
@@ -128,7 +130,9 @@ class BottomMonitor:
         unknown = sorted(predicted.keys() - self._spectra.keys())
         if unknown or not predicted:
             known = ", ".join(self._spectra) or "none"
-            raise GeometryError(f"exponents for {unknown or 'no layer'} were given; recorded layers: {known}")
+            raise GeometryError(
+                f"exponents for {unknown or 'no layer'} were given", remedy=f"recorded layers: {known}"
+            )
         return {name: self._read(name, exponent, conditions) for name, exponent in predicted.items()}
 
     def _read(self, name: str, exponent: float, conditions: Conditions) -> BottomReading:
@@ -145,7 +149,7 @@ class BottomMonitor:
     def _ends(self, name: str, factor: Tensor) -> Tensor:
         """The smallest eigenvalues and the largest, ascending, on the CPU: a few numbers."""
         if not factor.isfinite().all():
-            raise GeometryError(f"G of {name} is not finite; look at its gradients")
+            raise GeometryError(f"G of {name} is not finite", remedy="look at its gradients")
         values = torch.linalg.eigvalsh(factor.detach().double()).clamp(min=0).cpu()
         return torch.cat((values[: min(self._ranks, len(values) - 1)], values[-1:]))
 

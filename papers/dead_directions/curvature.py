@@ -81,7 +81,9 @@ def volume_exponents(k: int) -> tuple[float, float]:
     (-1.0, -0.5)
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 2:
-        raise GeometryError(f"the KL order is {k!r}: curvature stays bounded below k = 2; give 2 or more")
+        raise GeometryError(
+            f"the KL order is {k!r}: curvature stays bounded below k = 2", remedy="give 2 or more"
+        )
     return -k / (2 * k - 2), -1 / (2 * k - 2)
 
 

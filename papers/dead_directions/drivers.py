@@ -43,7 +43,7 @@ class _Driver(Optimizer, ABC):
 
     def __init__(self, params: ParamsT, lr: float, **knobs: float) -> None:
         if not lr >= 0:
-            raise OptimError(f"lr is {lr}; give a number that is at least 0")
+            raise OptimError(setting="lr", given=lr, remedy="give a number that is at least 0")
         super().__init__(params, {"lr": lr, **knobs})
 
     @abstractmethod
@@ -54,12 +54,12 @@ class _Driver(Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
         if closure is not None:
-            raise OptimError(f"{type(self).__name__} takes no closure; call backward before step()")
+            raise OptimError(f"{type(self).__name__} takes no closure", remedy="call backward before step()")
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in parameters]
             if any(gradient.is_sparse for gradient in gradients):
-                raise OptimError(f"{type(self).__name__} takes no sparse gradients; use dense ones")
+                raise OptimError(f"{type(self).__name__} takes no sparse gradients", remedy="use dense ones")
             if parameters:
                 moves = self._direction(parameters, gradients, group)
                 torch._foreach_add_(parameters, moves, alpha=-group["lr"])
@@ -102,7 +102,7 @@ class HomogeneityDial(_Driver):
 
     def __init__(self, params: ParamsT, lr: float, h: float = 1.0) -> None:
         if not 0 <= h <= 1:
-            raise OptimError(f"h is {h}; it must be between 0 (sign descent) and 1 (SGD)")
+            raise OptimError(setting="h", given=h, allowed="between 0 (sign descent) and 1 (SGD)")
         super().__init__(params, lr, h=h)
 
     def _direction(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class MomentumSign(_Driver):
 
     def __init__(self, params: ParamsT, lr: float, beta: float = 0.9) -> None:
         if not 0 <= beta < 1:
-            raise OptimError(f"beta is {beta}; it must be in [0, 1)")
+            raise OptimError(setting="beta", given=beta, allowed="in [0, 1)")
         super().__init__(params, lr, beta=beta)
 
     def _direction(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> Any:

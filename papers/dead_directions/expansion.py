@@ -121,8 +121,8 @@ def mixture_next_ratio(weight: float) -> float:
     m2 = _spread_of_weights(weight)
     if abs(1 - 8 * m2) < POLE:
         raise GeometryError(
-            f"a weight of {weight}: the next coefficient of K vanishes at π = 0.1464, so there is no ratio; "
-            "read the two coefficients of `mixture_moments`"
+            f"a weight of {weight}: the next coefficient of K vanishes at π = 0.1464, so there is no ratio",
+            remedy="read the two coefficients of `mixture_moments`",
         )
     return (18 - 120 * m2) / (1 - 8 * m2)
 

@@ -110,7 +110,7 @@ class KFAC(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step from the gradients that are there."""
         if closure is not None:
-            raise OptimError("KFAC takes no closure; call backward() first, then step()")
+            raise OptimError("KFAC takes no closure", remedy="call backward() first, then step()")
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         preconditioned: dict[int, tuple[Tensor, Tensor]] = {}
         for name, sums in self._seen.items():

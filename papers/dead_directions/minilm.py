@@ -123,7 +123,7 @@ def weights_folder() -> Path:
     """Where the weights of MiniLM are installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise ConfigError("MiniLM's weights are not installed; install topograd[studies]")
+        raise ConfigError("MiniLM's weights are not installed", remedy="install topograd[studies]")
     return Path(found.origin).parent / "model"
 
 

@@ -114,7 +114,7 @@ def digits(steps: int = 600, hidden: int = 64) -> Task:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError("the task digits needs scikit-learn; install topograd[studies]") from None
+        raise ConfigError("the task digits needs scikit-learn", remedy="install topograd[studies]") from None
 
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))

@@ -42,7 +42,7 @@ KFAC_LR, MOST = 0.01, 3000
 def peers(steps: int) -> list[Row]:
     """A row for each of the three, as those of `bridge`."""
     if steps < 30 * READ_EVERY:
-        raise OptimError(f"steps is {steps}; a slope needs at least {30 * READ_EVERY}")
+        raise OptimError(setting="steps", given=steps, remedy=f"a slope needs at least {30 * READ_EVERY}")
     steps = min(steps, MOST)
     short = 0.95 * START / steps
     makers: dict[str, tuple[float, Callable[[nn.Module], Optimizer]]] = {

@@ -95,7 +95,8 @@ def project_gradients(
     missing = [name for name in directions if name not in watch.layers()]
     if missing:
         raise GeometryError(
-            f"no gradient was seen at layer {missing[0]}; kfac_factors lists the layers that a model has"
+            f"no gradient was seen at layer {missing[0]}",
+            remedy="kfac_factors lists the layers that a model has",
         )
     return {name: sums.projected(name, samples) for name in directions}
 
@@ -118,8 +119,8 @@ def schur_complement(matrix: Tensor, direction: int | Tensor) -> Tensor:
     L, failed = torch.linalg.cholesky_ex(C)
     if failed:
         raise GeometryError(
-            "the other rows and columns are not positive definite, so more than one direction is dead; "
-            "project each by itself"
+            "the other rows and columns are not positive definite, so more than one direction is dead",
+            remedy="project each by itself",
         )
     explained = torch.linalg.solve_triangular(L, b[:, None], upper=False).square().sum()
     return matrix[direction, direction] - explained

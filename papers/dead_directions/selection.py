@@ -104,7 +104,9 @@ def select_rank(
         eigenvalues = eigenvalues.gather(1, match_ranks(eigenvectors))
     floor = tau * float(eigenvalues.max())
     if floor <= 0:
-        raise GeometryError("no eigenvalue is above 0: there is nothing to select from; check the factor")
+        raise GeometryError(
+            "no eigenvalue is above 0: there is nothing to select from", remedy="check the factor"
+        )
     ranks = []
     for index, values in enumerate(eigenvalues.unbind(1)):
         if float(values.mean()) <= floor:

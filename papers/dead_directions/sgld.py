@@ -178,6 +178,7 @@ def _finite(losses: Tensor, settings: Sgld) -> None:
         draw = i - settings.burn_in
         at = f"draw {draw}" if draw >= 0 else f"step {i} of the burn-in"
         raise DivergenceError(
-            f"the loss of chain {chain} is {losses[i, chain].item()} at {at}: "
-            f"step {settings.step:g} is too large here; choose a smaller one"
+            f"the loss of chain {chain} is {losses[i, chain].item()} at {at}: step "
+            f"{settings.step:g} is too large here",
+            remedy="choose a smaller one",
         )

@@ -62,7 +62,7 @@ class _TwoSided(Optimizer):
                 "in [0, 1)"
             )
         if every < 1:
-            raise OptimError(f"every is {every}; refresh every 1 step or more")
+            raise OptimError(setting="every", given=every, remedy="refresh every 1 step or more")
         names = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every}
         super().__init__(params, names)
 
@@ -70,7 +70,9 @@ class _TwoSided(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step from the gradients that are there."""
         if closure is not None:
-            raise OptimError(f"{type(self).__name__} takes no closure; call backward() first, then step()")
+            raise OptimError(
+                f"{type(self).__name__} takes no closure", remedy="call backward() first, then step()"
+            )
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

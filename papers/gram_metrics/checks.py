@@ -58,7 +58,7 @@ def random_problem(
     """`depth` layers as wide as the inputs, and a teacher of the same kind."""
     for name, value in (("depth", depth), ("width", width), ("examples", examples)):
         if value < 1:
-            raise FieldError(f"{name} is {value}; it must be at least 1")
+            raise FieldError(setting=name, given=value, allowed="at least 1")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -110,7 +110,7 @@ def _digits(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError("the digits need scikit-learn; install topograd[studies]") from None
+        raise ConfigError("the digits need scikit-learn", remedy="install topograd[studies]") from None
     found = load_digits()
     x, digits = torch.from_numpy(found.data).double(), torch.from_numpy(found.target)
     chosen = torch.randperm(len(x), generator=generator)[:rows]
@@ -144,7 +144,7 @@ def descent(weights: Weights, inputs: Tensor, targets: Tensor, eta: float, steps
         state = state_of(weights, inputs)
         r = state.Y - targets
         if not bool(r.isfinite().all()):
-            raise DivergenceError(f"the outputs are not finite at step {t}; take a smaller eta")
+            raise DivergenceError(f"the outputs are not finite at step {t}", remedy="take a smaller eta")
         drives = {i: (r[:, None] * state.z[i]).T @ state.u[i - 1] for i in range(1, len(weights) + 1)}
         yield Moment(t, weights, state, r, drives)
         weights = [W - 2 * eta / (M * state.N) * drives[i] for i, W in enumerate(weights, 1)]

@@ -64,7 +64,8 @@ def their_fit() -> Callable[[Tensor], tuple[float, int]]:
         fit = import_module("weightwatcher.WW_powerlaw").WWFit
     except ImportError:
         raise ConfigError(
-            "weightwatcher is not installed, with which this study compares; pip install weightwatcher"
+            "weightwatcher is not installed, with which this study compares",
+            remedy="pip install weightwatcher",
         ) from None
 
     def of(values: Tensor) -> tuple[float, int]:

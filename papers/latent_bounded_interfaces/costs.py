@@ -162,8 +162,8 @@ def work_span(jacobian: Sequence[float], local: Sequence[float], rank: int) -> W
     """Eqs. 6 and 7 from the FLOPs of each region's Jacobian and of its local backward."""
     if len(jacobian) != len(local) or not jacobian:
         raise ConfigError(
-            f"work_span was given {len(jacobian)} Jacobian and {len(local)} local costs; give one of each "
-            "for every region, and at least one region"
+            f"work_span was given {len(jacobian)} Jacobian and {len(local)} local costs",
+            remedy="give one of each for every region, and at least one region",
         )
     combine, regions = positive_int(rank, "the interface's width") ** 3, len(jacobian)
     return WorkSpan(

@@ -73,11 +73,11 @@ def measure_units(
     regions = Regions.of(stack, topology)
     if regions.count < 3:
         raise TopologyError(
-            f"{regions.count} regions have no Jacobian between interfaces to measure; give at least 3, "
-            "or use backward 'autograd'"
+            f"{regions.count} regions have no Jacobian between interfaces to measure",
+            remedy="give at least 3, or use backward 'autograd'",
         )
     if repeats < 1:
-        raise ConfigError(f"repeats is {repeats}; it must be at least 1")
+        raise ConfigError(setting="repeats", given=repeats, allowed="at least 1")
     middle, message, bus = middle_region(regions, inputs)
     rounds = [_round(regions, middle, message, bus, jacobian) for _ in range(repeats + 1)][1:]
     forward, vjp, local, whole = (statistics.median(times) for times in zip(*rounds, strict=True))

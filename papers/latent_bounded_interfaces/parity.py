@@ -95,7 +95,7 @@ def parity(
     """The worst difference between an engine's gradients and autograd's, in three precisions."""
     for name, count in (("trials", trials), ("batches", batches)):
         if count < 1:
-            raise ConfigError(f"{name} is {count}; parity needs at least 1")
+            raise ConfigError(setting=name, given=count, remedy="parity needs at least 1")
     found: dict[str, Any] = {"architecture": architecture, "trials": trials, "batches": batches}
     for name, dtype in PRECISIONS.items():
         worst: dict[str, Difference] = {}
@@ -171,8 +171,8 @@ def taken_gradients(stack: nn.Module, engine: str) -> Gradients:
     for name, parameter in stack.named_parameters():
         if parameter.grad is None:
             raise StackError(
-                f"engine {engine!r} gave {name} no gradient, so it cannot be compared; every parameter of "
-                "the model must reach the loss"
+                f"engine {engine!r} gave {name} no gradient, so it cannot be compared",
+                remedy="every parameter of the model must reach the loss",
             )
         taken[name] = parameter.grad
     return taken

@@ -159,8 +159,9 @@ def _check_repeatable(first: Seen, second: Seen) -> None:
     if changed is not None:
         region, what = changed
         raise TopologyError(
-            f"two forwards of the same batch differ at {what} in region {region + 1}: something is random or "
-            "kept from one forward to the next, so paths cannot be found; remove it, or call eval()"
+            f"two forwards of the same batch differ at {what} in region {region + 1}: something "
+            "is random or kept from one forward to the next, so paths cannot be found",
+            remedy="remove it, or call eval()",
         )
 
 

@@ -70,6 +70,9 @@ class Shape:
             numbers += self.batch * (states * interface.rank) ** 2
         if numbers > MOST_NUMBERS:
             raise ConfigError(
-                f"a model of this size and its batch have about {numbers:.1e} numbers; at most "
-                f"{MOST_NUMBERS:.1e} are measured, so choose a smaller width, rank, vocab, context or batch"
+                f"a model of this size and its batch have about {numbers:.1e} numbers",
+                remedy=(
+                    f"at most {MOST_NUMBERS:.1e} are measured, so choose a smaller width, "
+                    "rank, vocab, context or batch"
+                ),
             )

@@ -1,12 +1,40 @@
-"""Errors that a user can cause. Each message is one line: what was given, what is allowed, what to do.
+"""Errors that a user can cause, with fields: setting, given, allowed, remedy.
 
-Every class is also the builtin that a caller would expect, so `except ValueError` works too. The command
-line prints the line and exits with code 2.
+The message is one line made from the fields: "steps is 0; it must be at least 1". Every class is also the
+builtin that a caller would expect, so `except ValueError` works too. The command line prints the line, with
+the flag in place of the setting, and exits with code 2.
 """
+
+from __future__ import annotations
+
+import os
+from typing import Any
 
 
 class TopogradError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    `problem` says what is wrong where "SETTING is GIVEN" does not. A program reads the fields; a person reads
+    `str(error)`.
+    """
+
+    def __init__(
+        self, problem: str = "", *, setting: str = "", given: Any = None, allowed: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.setting = setting
+        """The setting, argument or field at fault, as Python names it; empty where there is none."""
+        self.given = given
+        self.allowed = allowed
+        """What would be taken, as a phrase that follows "it must be"."""
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        given = os.fspath(self.given) if isinstance(self.given, os.PathLike) else self.given
+        what = self.problem or f"{self.setting} is {given!r}"
+        allowed = f"it must be {self.allowed}" if self.allowed else ""
+        return "; ".join(filter(None, (what, allowed, self.remedy)))
 
 
 class TopologyError(TopogradError, ValueError):

@@ -87,10 +87,14 @@ def hold_lock(path: Path) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as problem:
-        raise RunError(f"cannot lock {folder} ({problem.strerror}); pass a folder you can write") from None
+        raise RunError(
+            f"cannot lock {folder} ({problem.strerror})", remedy="pass a folder you can write"
+        ) from None
     try:
         if not lock_file(descriptor):
-            raise RunError(f"{folder} is in use by another process; wait for its end or pass another folder")
+            raise RunError(
+                f"{folder} is in use by another process", remedy="wait for its end or pass another folder"
+            )
         yield
     finally:
         os.close(descriptor)
@@ -174,7 +178,9 @@ def _toml_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str
 
 def _toml_key(key: object) -> str:
     if not isinstance(key, str):
-        raise ConfigError(f"a setting's name must be text, got {key!r} ({type(key).__name__}); rename it")
+        raise ConfigError(
+            f"a setting's name must be text, got {key!r} ({type(key).__name__})", remedy="rename it"
+        )
     return key if _BARE_KEY.fullmatch(key) else _toml_value(key, key)
 
 
@@ -196,4 +202,6 @@ def _toml_value(value: object, key: str) -> str:
                 f"{{{', '.join(f'{_toml_key(name)} = {_toml_value(item, name)}' for name, item in pairs)}}}"
             )
     allowed = "text, whole numbers, decimal numbers, booleans, lists and tables of these"
-    raise ConfigError(f"setting {key!r} holds {value!r} ({type(value).__name__}); TOML can hold {allowed}")
+    raise ConfigError(
+        f"setting {key!r} holds {value!r} ({type(value).__name__})", remedy=f"TOML can hold {allowed}"
+    )

@@ -39,7 +39,7 @@ def check_numbers(settings: object, **bounds: Bounds) -> None:
         if value is None or least <= value <= most:
             continue
         wanted = f"at most {most}" if value > most else f"at least {least}"  # NaN is neither
-        raise ConfigError(f"{name} is {value}; it must be {wanted}")
+        raise ConfigError(setting=name, given=value, allowed=wanted)
 
 
 def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
@@ -52,6 +52,6 @@ def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
     """
     if numbers > MOST_NUMBERS:
         raise ConfigError(
-            f"this needs about {numbers:.1e} numbers in memory, and at most {MOST_NUMBERS:.1e} are allowed; "
-            f"choose a smaller {choices}"
+            f"this needs about {numbers:.1e} numbers in memory, and at most {MOST_NUMBERS:.1e} are allowed",
+            remedy=f"choose a smaller {choices}",
         )

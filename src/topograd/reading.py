@@ -30,10 +30,12 @@ def build_dataclass(
     known = {f.name: f for f in fields(kind) if f.name not in given}
     unknown = sorted(set(values) - known.keys())
     if unknown:
-        raise ConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown setting {where}{unknown[0]}", remedy=f"known are {', '.join(sorted(known))}"
+        )
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"setting {where}{name} is missing; it has no default")
+            raise ConfigError(f"setting {where}{name} is missing", remedy="it has no default")
     read = {name: _checked(hints[name], value, f"{where}{name}") for name, value in values.items()}
     return kind(**read, **given)
 
@@ -42,7 +44,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     """`value` if it fits the annotation, with lists as tuples and whole numbers as floats where asked."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"setting {name} is {value!r}; it must be a table")
+            raise ConfigError(f"setting {name} is {value!r}", remedy="it must be a table")
         return build_dataclass(hint, value, f"{name}.")  # type: ignore[arg-type]
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
@@ -57,14 +59,14 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
             return _float(value, name)
         if origin is None and isinstance(option, type) and type(value) is option:
             return value
-    raise ConfigError(f"setting {name} is {value!r}; it must be {_words(hint)}")
+    raise ConfigError(f"setting {name} is {value!r}", remedy=f"it must be {_words(hint)}")
 
 
 def _checked_items(kinds: tuple[Any, ...], values: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, ...]:
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         return tuple(_checked(kinds[0], item, f"{name}[{i}]") for i, item in enumerate(values))
     if len(values) != len(kinds):
-        raise ConfigError(f"setting {name} is {list(values)!r}; it must have {len(kinds)} entries")
+        raise ConfigError(f"setting {name} is {list(values)!r}", remedy=f"it must have {len(kinds)} entries")
     return tuple(
         _checked(kind, item, f"{name}[{i}]") for i, (kind, item) in enumerate(zip(kinds, values, strict=True))
     )
@@ -75,7 +77,7 @@ def _float(value: float, name: str) -> float:
         return float(value)
     except OverflowError:
         raise ConfigError(
-            f"setting {name} has {len(str(value))} digits; it must be a number below 1e308"
+            f"setting {name} has {len(str(value))} digits", remedy="it must be a number below 1e308"
         ) from None
 
 

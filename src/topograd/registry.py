@@ -46,9 +46,9 @@ class Registry(Generic[T]):
     def register(self, name: str, value: T) -> T:
         """Give `value` a name for this process; a name that is taken is refused."""
         if name in self._entries:
-            raise ConfigError(f"{self.kind} {name!r} exists already; choose another name")
+            raise ConfigError(f"{self.kind} {name!r} exists already", remedy="choose another name")
         if ":" in name or not name.strip():
-            raise ConfigError(f"{self.kind} {name!r} cannot be a name; use one without a colon")
+            raise ConfigError(f"{self.kind} {name!r} cannot be a name", remedy="use one without a colon")
         self._entries[name] = value
         return value
 
@@ -60,8 +60,8 @@ class Registry(Generic[T]):
         dotted = all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
         if not colon or not dotted:
             raise ConfigError(
-                f"{self.kind} {name!r} is unknown; choose one of {', '.join(self)}, "
-                "or package.module:attribute of your own"
+                f"{self.kind} {name!r} is unknown",
+                remedy=f"choose one of {', '.join(self)}, or package.module:attribute of your own",
             )
 
     def __getitem__(self, name: str) -> T:
@@ -84,7 +84,7 @@ class Registry(Generic[T]):
                 value = getattr(value, part)
         except (ImportError, AttributeError) as problem:
             raise ConfigError(
-                f"{self.kind} {name!r} cannot be imported ({problem}); install its package or correct the "
-                "name"
+                f"{self.kind} {name!r} cannot be imported ({problem})",
+                remedy="install its package or correct the name",
             ) from None
         return value  # type: ignore[return-value]

@@ -150,7 +150,7 @@ def asymptotic_window(architecture: Architecture) -> tuple[float, float]:
         high = max(high, SPAN * low)
         if high > UPPER * (1 + 1e-9):
             raise GeometryError(
-                f"{architecture}: t^{steepest} leaves float64 before the limit; give fewer layers"
+                f"{architecture}: t^{steepest} leaves float64 before the limit", remedy="give fewer layers"
             )
     return low, high
 

@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     """Carry over, measure if there is text, return the exit code."""
     asked = parse(Align, argv, "align")
     if asked.steps and asked.data is None:
-        raise ConfigError("--steps is given and --data is not; give the text to train on")
+        raise ConfigError("--steps is given and --data is not", remedy="give the text to train on")
     from topograd.runs.session import open_session
     from topograd.specialists.align import carry, versions
     from topograd.specialists.attach import open_specialist

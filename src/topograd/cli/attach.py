@@ -36,7 +36,7 @@ class Attach:
     def __post_init__(self) -> None:
         check_numbers(self, layers=DEPTH, rank=SIZE, seed=SEED)
         if self.rank is not None and self.whole_head:
-            raise ConfigError("--rank and --whole-head are both given; give one of them")
+            raise ConfigError("--rank and --whole-head are both given", remedy="give one of them")
 
 
 def run(argv: list[str]) -> int:

@@ -66,7 +66,9 @@ def run(argv: list[str]) -> int:
         return _script(_SCRIPTS[argv[0]], argv[1:])
     if not argv or argv[0] not in (*_KINDS, "-h", "--help"):
         given = repr(argv[0]) if argv else "nothing"
-        raise ConfigError(f"{given} was given to bench; choose one of {', '.join((*_KINDS, *_SCRIPTS))}")
+        raise ConfigError(
+            f"{given} was given to bench", remedy=f"choose one of {', '.join((*_KINDS, *_SCRIPTS))}"
+        )
     asked = parse_one_of(_KINDS, argv, "bench")
     from topograd.decode.benchmark import bench_decode
     from topograd.runs.session import open_session
@@ -115,7 +117,9 @@ def _script(name: str, argv: list[str]) -> int:
     """Run a script of the clone that the package is installed from; elsewhere say where it is."""
     script = Path(__file__).parents[3] / "benchmarks" / f"{name}.py"
     if not script.is_file():
-        raise ConfigError(f"this benchmark is not installed; in a clone of topograd run benchmarks/{name}.py")
+        raise ConfigError(
+            "this benchmark is not installed", remedy=f"in a clone of topograd run benchmarks/{name}.py"
+        )
     return subprocess.run([sys.executable, str(script), *argv]).returncode
 
 

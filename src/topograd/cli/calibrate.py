@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     """Measure, keep, print, return the exit code."""
     asked = parse(Calibrate, argv, "calibrate")
     if asked.bytes < 1:
-        raise ConfigError(f"--bytes is {asked.bytes}; it must be at least 1")
+        raise ConfigError(f"--bytes is {asked.bytes}", remedy="it must be at least 1")
     from topograd.cli.progress import counted
     from topograd.decode.calibrate import heldout_readings, own_text, store, tune
     from topograd.decode.calibration import Calibration
@@ -50,7 +50,9 @@ def run(argv: list[str]) -> int:
     session = open_session(asked.folder)
     check_exits(session.plan)
     if not os.access(session.run.folder, os.W_OK):
-        raise RunError(f"{session.run.folder} cannot be written, so nothing can be kept there; copy it first")
+        raise RunError(
+            f"{session.run.folder} cannot be written, so nothing can be kept there", remedy="copy it first"
+        )
     text = _text(session, asked.bytes)
     calibrating, measuring = heldout_readings(session, text, on_batch=counted("windows read")).split()
     calibration = Calibration.of(calibrating, session.step)
@@ -80,8 +82,10 @@ def _text(session: Session, limit_bytes: int) -> Text:
     text = heldout_text(session, None, limit_bytes)
     if len(text.inputs) < 2:
         raise DataError(
-            f"the held-out text gives 1 window of {session.config.model.context} tokens; calibrating needs "
-            "2, one of them to measure on: give more --bytes, or train on more text"
+            f"the held-out text gives 1 window of {session.config.model.context} tokens",
+            remedy=(
+                "calibrating needs 2, one of them to measure on: give more --bytes, or train on more text"
+            ),
         )
     return text
 

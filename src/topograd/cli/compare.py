@@ -30,12 +30,14 @@ def run(argv: list[str]) -> int:
     """Compare, print, return the exit code."""
     asked = parse(Compare, argv, "compare")
     if not asked.folders:
-        raise ConfigError("there is no run to compare; give the folders of some: topograd compare DIR DIR")
+        raise ConfigError(
+            "there is no run to compare", remedy="give the folders of some: topograd compare DIR DIR"
+        )
     runs = [results_of(folder) for folder in asked.folders]
     kinds = {measure_of(results) for _, results in runs}
     if len(kinds) > 1:
         raise ConfigError(
-            "some of these runs were trained on images and some on text; compare runs of one kind"
+            "some of these runs were trained on images and some on text", remedy="compare runs of one kind"
         )
     comparison = compare(runs)
     settings = [config for config, _ in runs]

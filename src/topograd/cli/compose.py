@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
     asked = parse(Compose, argv, "compose")
     if not asked.data:
-        raise ConfigError("--data is not given; give chat records (.jsonl) or a text to measure on")
+        raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text to measure on")
     from topograd.specialists.interference import default_compositions, interference
     from topograd.specialists.model import open_composed
     from topograd.specialists.records import rows_of

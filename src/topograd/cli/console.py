@@ -60,7 +60,7 @@ def parse(
     try:
         check_known(flags, argv)
     except ConfigError as error:
-        raise ConfigError(f"{error}; see {command} --help") from None
+        raise ConfigError(str(error), remedy=f"see {command} --help") from None
     check_words(flags, argv)
     said = io.StringIO()
     try:
@@ -71,13 +71,13 @@ def parse(
     except TopogradError as error:
         raise type(error)(as_typed(str(error), flags, argv)) from None
     except (ValueError, OverflowError) as error:  # of a setting that its dataclass could not take
-        raise ConfigError(f"{as_typed(str(error), flags, argv)}; see {command} --help") from None
+        raise ConfigError(as_typed(str(error), flags, argv), remedy=f"see {command} --help") from None
     except SystemExit as end:
         if not end.code:
             raise
         if refused := _refusal(end):
             raise type(refused)(as_typed(str(refused), flags, argv)) from None
-        raise ConfigError(f"{_first_paragraph(said.getvalue())}; see {command} --help") from None
+        raise ConfigError(_first_paragraph(said.getvalue()), remedy=f"see {command} --help") from None
 
 
 def in_flags(message: str) -> str:
@@ -104,7 +104,7 @@ def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str, *, pr
             print(f"  {name:{width}}{(kind.__doc__ or '').splitlines()[0]}")
         raise SystemExit(0)
     given = repr(argv[0]) if argv else "nothing"
-    raise ConfigError(f"{given} was given to {verb}; choose one of {', '.join(kinds)}")
+    raise ConfigError(f"{given} was given to {verb}", remedy=f"choose one of {', '.join(kinds)}")
 
 
 def _first_paragraph(box: str) -> str:
@@ -142,7 +142,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise RunError(
-            f"{folder} cannot be a folder ({problem.strerror}); pass --out with one to write to"
+            f"{folder} cannot be a folder ({problem.strerror})", remedy="pass --out with one to write to"
         ) from None
 
 

@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     asked = parse(Consolidate, argv, "consolidate")
     if asked.out is None and len(asked.folders) != 1:
         raise ConfigError(
-            f"{len(asked.folders)} folders were given; give one run, or all stages and --out DIR"
+            f"{len(asked.folders)} folders were given", remedy="give one run, or all stages and --out DIR"
         )
     from topograd.parallel.consolidate import consolidate_run, consolidate_stages
 

@@ -67,7 +67,9 @@ def trained(asked: Demo) -> dict[str, dict[str, Any]]:
         existing = Run.open(folder)
         found = TrainConfig.from_dict(existing.read_config())
         if replace(found, model=config.model) != config:
-            raise RunError(f"{folder} holds a run with other settings; pass another --out, or delete it")
+            raise RunError(
+                f"{folder} holds a run with other settings", remedy="pass another --out, or delete it"
+            )
         if (stored_results(existing) or {}).get("finished"):
             note(f"{folder} is trained already")
         else:

@@ -107,7 +107,7 @@ def _parsed() -> list[Any]:
         from packaging.requirements import Requirement as Parsed
     except ImportError:
         raise ConfigError(
-            "packaging, which matplotlib brings, is not installed; pip install matplotlib"
+            "packaging, which matplotlib brings, is not installed", remedy="pip install matplotlib"
         ) from None
     lines = _or_none(importlib.metadata.requires, PACKAGE) or []
     return [Parsed(line) for line in lines]

@@ -53,9 +53,9 @@ def run(argv: list[str]) -> int:
     asked = parse(Eval, argv, "eval")
     for flag, given in (("--bytes", asked.bytes), ("--images", asked.images)):
         if given is not None and given < 1:
-            raise ConfigError(f"{flag} is {given}; it must be at least 1")
+            raise ConfigError(f"{flag} is {given}", remedy="it must be at least 1")
     if asked.keep_weights and asked.weights == "float32":
-        raise ConfigError("--keep-weights is for --weights int8 or int4; a run keeps its own anyway")
+        raise ConfigError("--keep-weights is for --weights int8 or int4", remedy="a run keeps its own anyway")
     config, results = _measured(asked)
     if asked.json:
         print_json(results)
@@ -84,12 +84,13 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     for flag, given, fits in (("--images", asked.images, images), ("--bytes", asked.bytes, not images)):
         if given is not None and not fits:
             raise ConfigError(
-                f"{flag} is {given}, and {asked.folder} was trained on {_KIND[images]}; leave it out"
+                f"{flag} is {given}, and {asked.folder} was trained on {_KIND[images]}", remedy="leave it out"
             )
     if images:
         if asked.weights != "float32":
             raise ConfigError(
-                f"--weights is {asked.weights}, and {asked.folder} was trained on images; leave it out"
+                f"--weights is {asked.weights}, and {asked.folder} was trained on images",
+                remedy="leave it out",
             )
         opened = open_run(asked.folder, asked.from_)
         return opened.config, measured_images(opened, asked.data, asked.images, counted("images read"))

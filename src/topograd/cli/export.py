@@ -31,8 +31,8 @@ def run(argv: list[str]) -> int:
     asked = parse(Export, argv, "export")
     if asked.weights is not None and asked.format != "gguf":
         raise ConfigError(
-            f"--weights is {asked.weights} and --format {asked.format}, which keeps F32; leave --weights out "
-            "or use --format gguf"
+            f"--weights is {asked.weights} and --format {asked.format}, which keeps F32",
+            remedy="leave --weights out or use --format gguf",
         )
     from topograd.convert.export import export_model
 

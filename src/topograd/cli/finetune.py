@@ -35,7 +35,7 @@ class Finetune:
 
     def __post_init__(self) -> None:
         if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigError(f"stop_after is {self.stop_after}; it must be at least 1")
+            raise ConfigError(setting="stop_after", given=self.stop_after, allowed="at least 1")
 
 
 def run(argv: list[str]) -> int:
@@ -69,11 +69,11 @@ def _check(asked: Finetune) -> None:
     ]
     if asked.resume and changed:
         raise ConfigError(
-            f"--resume continues with the settings that the training began with; leave out "
-            f"--{changed[0].replace('_', '-')}"
+            "--resume continues with the settings that the training began with",
+            remedy=f"leave out --{changed[0].replace('_', '-')}",
         )
     if not asked.resume and not asked.settings.data:
-        raise ConfigError("--data is not given; give chat records (.jsonl) or a text, or --resume")
+        raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text, or --resume")
 
 
 def preservation_table(result: Mapping[str, Any]) -> Table:

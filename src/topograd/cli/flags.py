@@ -113,7 +113,7 @@ def check_words(flags: Mapping[str, Flag], argv: Sequence[str]) -> None:
         flag = flags.get(name)
         if not word.strip() and (flag is None or flag.kinds & {None, Path}):
             rest = "leave the flag out, or give a value" if flag else "give one"
-            raise ConfigError(f"{name} was given nothing ({word!r}); {rest}")
+            raise ConfigError(f"{name} was given nothing ({word!r})", remedy=rest)
         if flag is not None and flag.number and not (word == "None" and None in flag.kinds):
             _check_number(name, word, flag)
 
@@ -141,11 +141,11 @@ def _check_number(name: str, word: str, flag: Flag) -> None:
     try:
         value = int(word) if float not in flag.kinds else float(word)
     except ValueError:
-        raise ConfigError(f"{name} was given {shown!r}; it must be {flag.number}") from None
+        raise ConfigError(f"{name} was given {shown!r}", remedy=f"it must be {flag.number}") from None
     if isinstance(value, int) and not -_BEYOND <= value < _BEYOND:
-        raise ConfigError(f"{name} is {shown}; it must be below 2^63")
+        raise ConfigError(setting=name, given=shown, allowed="below 2^63")
     if not math.isfinite(value):
-        raise ConfigError(f"{name} was given {shown!r}; it must be a finite number")
+        raise ConfigError(f"{name} was given {shown!r}", remedy="it must be a finite number")
 
 
 def _given(flags: Mapping[str, Flag], argv: Sequence[str]) -> Iterator[tuple[str, str]]:

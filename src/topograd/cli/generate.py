@@ -199,15 +199,23 @@ def _typed(json: bool) -> Iterator[str]:
 
 def _check(asked: Generate) -> None:
     if asked.depth is not None and asked.stages is not None:
-        raise ConfigError("--depth and --stages are both given; --stages J is --depth prefix:J, so give one")
+        raise ConfigError(
+            "--depth and --stages are both given", remedy="--stages J is --depth prefix:J, so give one"
+        )
     if asked.router is not None and asked.specialists is None:
-        raise ConfigError("--router chooses among specialists, and --specialists is not given; give A,B")
+        raise ConfigError(
+            "--router chooses among specialists, and --specialists is not given", remedy="give A,B"
+        )
     if asked.html is not None and asked.chat:
-        raise ConfigError("--html shows one continuation and --chat is a conversation; leave one of them out")
+        raise ConfigError(
+            "--html shows one continuation and --chat is a conversation", remedy="leave one of them out"
+        )
     if asked.html is not None:
         folder = asked.html.parent
         if asked.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"--html {asked.html} cannot be written; give a file in a folder you can write")
+            raise ConfigError(
+                f"--html {asked.html} cannot be written", remedy="give a file in a folder you can write"
+            )
 
 
 def _depth(asked: Generate, exits: int) -> str | None:
@@ -216,7 +224,7 @@ def _depth(asked: Generate, exits: int) -> str | None:
         return asked.depth
     if not 1 <= asked.stages <= exits:
         raise ConfigError(
-            f"--stages is {asked.stages}; the model has {exits} that predict: give 1 to {exits}"
+            f"--stages is {asked.stages}", remedy=f"the model has {exits} that predict: give 1 to {exits}"
         )
     return f"prefix:{asked.stages}"
 

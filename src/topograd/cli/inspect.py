@@ -77,8 +77,8 @@ def run(argv: list[str]) -> int:
     ours = (asked.folder / "config.toml").is_file()
     if not ours and not (asked.folder / "config.json").is_file():
         raise RunError(
-            f"{asked.folder} is neither a run (config.toml) nor a Hugging Face checkpoint (config.json); "
-            "give the folder of one"
+            f"{asked.folder} is neither a run (config.toml) nor a Hugging Face checkpoint (config.json)",
+            remedy="give the folder of one",
         )
     with work_progress(f"reading {asked.folder}: batches, then directions") as on_more:
         from topograd.report.geometry import write_geometry  # matplotlib
@@ -194,7 +194,9 @@ def moved(model: Any, asked: Inspect) -> Any:
         next(found.parameters()).double()  # directions are followed in float64
     except (RuntimeError, AssertionError, TypeError) as problem:
         reason = " ".join(str(problem).split())[:120]
-        raise ConfigError(f"--device {asked.device} cannot be used ({reason}); choose cpu or cuda") from None
+        raise ConfigError(
+            f"--device {asked.device} cannot be used ({reason})", remedy="choose cpu or cuda"
+        ) from None
     return found
 
 

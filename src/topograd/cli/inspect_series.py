@@ -25,7 +25,9 @@ def run_series(asked: Inspect) -> int:
     assert asked.series is not None, "the settings were checked"
     began = time.perf_counter()
     if not (asked.series / "config.toml").is_file():
-        raise RunError(f"{asked.series} is not a run (config.toml); give the folder of one to --series")
+        raise RunError(
+            f"{asked.series} is not a run (config.toml)", remedy="give the folder of one to --series"
+        )
     results = read_series(asked, asked.series)
     results["seconds"] = time.perf_counter() - began
     from topograd.report.geometry_series import write_series  # matplotlib
@@ -69,7 +71,9 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
             points.append(reader.read(stack, session.step))
         on_more(len(names), len(names))
     if reader is None or random is None:
-        raise RunError(f"{folder} has no checkpoints; train it, with keep and checkpoint_every for a series")
+        raise RunError(
+            f"{folder} has no checkpoints", remedy="train it, with keep and checkpoint_every for a series"
+        )
     found = events(points)
     sigmas = [point.sigma or 0.0 for point in points]
     known = len(points) >= READINGS and min(sigmas) > 0

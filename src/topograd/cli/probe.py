@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     """Probe, print, return the exit code."""
     asked = parse(Question, argv, "probe")
     if not asked.target:
-        raise ConfigError("--target is empty; give the text that should follow")
+        raise ConfigError("--target is empty", remedy="give the text that should follow")
     from topograd.specialists.model import SpecialistPool
     from topograd.specialists.probe import probe
 

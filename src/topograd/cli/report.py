@@ -46,8 +46,10 @@ def run(argv: list[str]) -> int:
             staged, backprop = backprop, staged
         elif others > 1:
             raise ConfigError(
-                f"{asked.folder} has {stages} stages and {asked.against} has {others}; a report compares "
-                "with backprop, a run of one stage: see topograd compare for others"
+                f"{asked.folder} has {stages} stages and {asked.against} has {others}",
+                remedy=(
+                    "a report compares with backprop, a run of one stage: see topograd compare for others"
+                ),
             )
     page = write_report(Run.open(asked.folder).report_file, staged, backprop, None)
     if asked.json:
@@ -66,12 +68,12 @@ def _specialist(asked: Report) -> int:
 
     if asked.against is not None:
         raise ConfigError(
-            f"{asked.folder} is a specialist, which is compared with its base alone; leave --against"
+            f"{asked.folder} is a specialist, which is compared with its base alone", remedy="leave --against"
         )
     sidecar, records = open_specialist(asked.folder), training_records(asked.folder)
     if not records:
         raise ConfigError(
-            f"{asked.folder} was not trained yet, so there is nothing to report; topograd finetune"
+            f"{asked.folder} was not trained yet, so there is nothing to report", remedy="topograd finetune"
         )
     name, base = asked.folder.resolve().name, sidecar.base.folder.name
     page = write_specialist_report(asked.folder / "report.html", name, sidecar.settings, base, records)
@@ -92,7 +94,7 @@ def _images(asked: Report) -> int:
     other = None if asked.against is None else _read(asked.against)[1]
     if other is not None and "accuracy" not in other.evaluation:
         raise ConfigError(
-            f"{asked.against} was trained on text and {asked.folder} on images; give one on images"
+            f"{asked.against} was trained on text and {asked.folder} on images", remedy="give one on images"
         )
     shown = examples(open_run(asked.folder))
     page = write_image_report(Run.open(asked.folder).report_file, data, other, shown)

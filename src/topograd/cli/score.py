@@ -40,7 +40,9 @@ def run(argv: list[str]) -> int:
     """Score, print, return the exit code."""
     asked = parse(Score, argv, "score")
     if not asked.continuation:
-        raise ConfigError('--continuation is missing; give the text to score, as in --continuation " Paris"')
+        raise ConfigError(
+            "--continuation is missing", remedy='give the text to score, as in --continuation " Paris"'
+        )
     from topograd.evaluation.texts import score
 
     model = scored_model(asked.folder, asked.specialists)

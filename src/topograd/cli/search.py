@@ -108,7 +108,7 @@ class Dp:
         for name in ("layers",) if self.costs is None else ("batches", "seed"):
             if getattr(self, name) is not None:
                 other = "--run, which has its own" if self.costs is None else "--costs, which need no probes"
-                raise ConfigError(f"--{name} was given with {other}; leave it out")
+                raise ConfigError(f"--{name} was given with {other}", remedy="leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,9 @@ class Pareto:
         """The settings that all candidates share; the last rung is the whole schedule."""
         if self.size.steps not in (None, self.study.rungs[-1]):
             last = self.study.rungs[-1]
-            raise ConfigError(f"--steps {self.size.steps} is not the last of the rungs, {last}; leave it out")
+            raise ConfigError(
+                f"--steps {self.size.steps} is not the last of the rungs, {last}", remedy="leave it out"
+            )
         return replace(self.size.config(), steps=self.study.rungs[-1])
 
     def space(self) -> Space:
@@ -290,8 +292,8 @@ def _check_resumed(argv: list[str]) -> None:
         foreign = next((flag for flag in flags if flag not in ("--resume", "--json", "--help")), None)
         if foreign is not None:
             raise ConfigError(
-                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with; "
-                "leave it out, or start another run"
+                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
+                remedy="leave it out, or start another run",
             )
 
 
@@ -321,9 +323,9 @@ def _read_costs(file: Path) -> object:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as problem:
-        raise ConfigError(f"{file} cannot be read ({problem.strerror}); give a JSON file") from None
+        raise ConfigError(f"{file} cannot be read ({problem.strerror})", remedy="give a JSON file") from None
     except (ValueError, RecursionError) as problem:
-        raise ConfigError(f'{file} is not JSON ({problem}); write {{"0,1": 2.5, ...}}') from None
+        raise ConfigError(f"{file} is not JSON ({problem})", remedy='write {"0,1": 2.5, ...}') from None
 
 
 def _probed(asked: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:
@@ -362,8 +364,8 @@ def _searched(asked: Soft | Surgery) -> tuple[dict[str, Any], int]:
         config = read_settings(run)
         if config.search.kind != asked.kind:
             raise ConfigError(
-                f"{asked.resume} is no run of search {asked.kind}; continue it with: "
-                f"topograd train --resume {shlex.quote(str(asked.resume))}"
+                f"{asked.resume} is no run of search {asked.kind}",
+                remedy=(f"continue it with: topograd train --resume {shlex.quote(str(asked.resume))}"),
             )
         results = stored_results(run)
         if results is not None and results.get("finished"):
@@ -441,7 +443,9 @@ def _choose(asked: Choose) -> dict[str, Any]:
     from topograd.search.utility import deployment
 
     if not asked.folders:
-        raise ConfigError("there is no run to choose; give folders of some: topograd search choose DIR DIR")
+        raise ConfigError(
+            "there is no run to choose", remedy="give folders of some: topograd search choose DIR DIR"
+        )
     weights, rows = deployment(asked.deployment), []
     sessions = [open_session(folder) for folder in asked.folders]  # first: a bad folder costs no waiting
     for name in _SAME_TEXT:

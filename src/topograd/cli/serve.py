@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     asked = parse(Serve, argv, "serve")
     token = asked.token or os.environ.get(TOKEN) or None
     if not 0 <= asked.port < 2**16:
-        raise ConfigError(f"--port is {asked.port}; it must be from 0 to 65535")
+        raise ConfigError(f"--port is {asked.port}", remedy="it must be from 0 to 65535")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

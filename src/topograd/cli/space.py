@@ -176,8 +176,8 @@ def _properties(asked: Properties) -> dict[str, Any]:
     if asked.new is not None or asked.limit_bytes is not None:
         name = "new" if asked.new is not None else "limit-bytes"
         raise ConfigError(
-            f"--{name} was given with {asked.subject!r}, which is no folder; "
-            "only the properties of a run are read from text"
+            f"--{name} was given with {asked.subject!r}, which is no folder",
+            remedy="only the properties of a run are read from text",
         )
     configuration = Configuration.parse(asked.subject, heads=asked.heads)
     plan = Plan.of(Topology.chain(configuration), configuration.composition.layers)

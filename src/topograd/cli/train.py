@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     try:
         asked = _read(argv)
         if asked.stop_after is not None and asked.stop_after < 1:
-            raise ConfigError(f"--stop-after is {asked.stop_after}; it must be at least 1")
+            raise ConfigError(f"--stop-after is {asked.stop_after}", remedy="it must be at least 1")
         spread = None if asked.parallel is None else ParallelConfig.parse(asked.parallel)
         if spread is not None and asked.resume is None and asked.out is None:
             raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")
@@ -103,11 +103,11 @@ def _read(argv: list[str]) -> Train:
         foreign = next((flag for flag in flags if flag not in _WITH_RESUME), None)
         if foreign is not None:
             raise ConfigError(
-                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with; "
-                "leave it out, or start another run"
+                f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
+                remedy="leave it out, or start another run",
             )
     elif "--from" in flags:
-        raise ConfigError("--from names a checkpoint of the run to --resume; give that run too")
+        raise ConfigError("--from names a checkpoint of the run to --resume", remedy="give that run too")
     if known.task == "images":
         asked, settings = read_image_flags(argv)
         return Train(
@@ -160,7 +160,12 @@ def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
 
     base = TrainConfig.from_dict(Run.open(folder).read_config())
     if base.model.task != "text":
-        raise ConfigError(f"init is {folder}, a run on {base.model.task}; give one on text")
+        raise ConfigError(
+            f"init is {folder}, a run on {base.model.task}",
+            setting="init",
+            given=folder,
+            remedy="give one on text",
+        )
     config = replace(config, model=base.model, tokenizer=base.tokenizer)
     config = replace(config, init=str(folder), data=config.data or base.data)
     return tuning(config, small) if base.brings_tokenizer else config
@@ -171,9 +176,11 @@ def read_config_file(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as problem:
-        raise ConfigError(f"--config {file} cannot be read ({problem.strerror}); give a TOML file") from None
+        raise ConfigError(
+            f"--config {file} cannot be read ({problem.strerror})", remedy="give a TOML file"
+        ) from None
     except ValueError as problem:  # of TOML or of UTF-8
-        raise ConfigError(f"--config {file} is no TOML ({problem}); correct it") from None
+        raise ConfigError(f"--config {file} is no TOML ({problem})", remedy="correct it") from None
 
 
 def fresh_folder(name: str, config: TrainConfig) -> Path:

@@ -114,7 +114,9 @@ def read_image_flags(argv: list[str]) -> tuple[TrainImages, TrainConfig]:
     """The flags, and the settings that they describe."""
     foreign = next((word for word in argv if word.partition("=")[0] in ("--preset", "--config")), None)
     if foreign is not None:
-        raise ConfigError(f"{foreign} is for models of text; with --task images give the settings as flags")
+        raise ConfigError(
+            f"{foreign} is for models of text", remedy="with --task images give the settings as flags"
+        )
     asked = parse(TrainImages, argv, "train --task images")
     try:
         return asked, asked.settings()

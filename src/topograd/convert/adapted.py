@@ -37,11 +37,11 @@ def adapt_folder(folder: Path, settings: dict[str, Any]) -> tuple[AdaptedConfig,
     loaded = load(folder)
     if not loaded.causal:
         raise CheckpointError(
-            f"{folder} is a {settings.get('model_type')} that does not predict the next token; only causal "
-            "language models can be imported"
+            f"{folder} is a {settings.get('model_type')} that does not predict the next token",
+            remedy="only causal language models can be imported",
         )
     if loaded.fresh:
-        raise CheckpointError(f"tensor {loaded.fresh[0]!r} is missing; the model needs it")
+        raise CheckpointError(f"tensor {loaded.fresh[0]!r} is missing", remedy="the model needs it")
     theirs = loaded.model.float()
     layers = _layers(theirs, loaded.config)
     found = AdaptedConfig(
@@ -71,7 +71,7 @@ def _layers(model: nn.Module, config: Any) -> str:
     tops = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(tops) != 1:
         raise CheckpointError(
-            f"a {type(model).__name__} has {len(tops)} lists of {count} layers; write a Stack for it"
+            f"a {type(model).__name__} has {len(tops)} lists of {count} layers", remedy="write a Stack for it"
         )
     return tops[0]
 
@@ -82,7 +82,9 @@ def _head(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if head is not None and module is head:
             return name
-    raise CheckpointError(f"a {type(model).__name__} does not say where its head is; write a Stack for it")
+    raise CheckpointError(
+        f"a {type(model).__name__} does not say where its head is", remedy="write a Stack for it"
+    )
 
 
 def _norm(model: nn.Module, layers: str) -> str | None:

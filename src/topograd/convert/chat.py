@@ -117,7 +117,7 @@ def _request(template: str, many: Sequence[Mapping[str, Any]]) -> bytes:
         ) from None
     if len(text) > MOST_MESSAGE_CHARACTERS:
         raise ConfigError(
-            f"this conversation has {len(text)} characters; give {MOST_MESSAGE_CHARACTERS} at most"
+            f"this conversation has {len(text)} characters", remedy=f"give {MOST_MESSAGE_CHARACTERS} at most"
         )
     return text.encode()
 
@@ -152,4 +152,6 @@ def _line(text: str) -> str:
 
 
 def _failed(reason: str) -> CheckpointError:
-    return CheckpointError(f"the model's chat template cannot be rendered: {reason}; give another template")
+    return CheckpointError(
+        f"the model's chat template cannot be rendered: {reason}", remedy="give another template"
+    )

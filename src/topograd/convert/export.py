@@ -51,9 +51,9 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     """Write the model of the run in `folder` to the new folder `out`, and say what was written."""
     out = Path(out)
     if format_ not in FORMATS:
-        raise ConfigError(f"format {format_!r} is unknown; choose one of {', '.join(FORMATS)}")
+        raise ConfigError(setting="format", given=format_, allowed=f"one of {', '.join(FORMATS)}")
     if out.exists():
-        raise RunError(f"{out} exists already; export to another folder, or delete it")
+        raise RunError(f"{out} exists already", remedy="export to another folder, or delete it")
     session = open_session(folder)
     plain = None if format_ == "onnx" else _plain(session)
     temporary = out.with_name(f".{out.name}.part")
@@ -80,7 +80,7 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
 
 def _write_onnx(folder: Path, session: Session) -> None:
     if not installed():
-        raise ConfigError("format onnx needs onnx and onnxruntime; pip install 'topograd[runtime]'")
+        raise ConfigError("format onnx needs onnx and onnxruntime", remedy="pip install 'topograd[runtime]'")
     from topograd.convert.onnx_export import write_onnx
 
     write_onnx(folder, session)
@@ -92,19 +92,20 @@ def _plain(session: Session) -> tuple[Transformer, HFTokenizer]:
     kind = session.config.model.kind
     if kind == "hf":
         raise ConfigError(
-            f"{where} is a model which transformers runs here; only families with "
-            "a stack of our own are exported, and transformers has it already"
+            f"{where} is a model which transformers runs here",
+            remedy=("only families with a stack of our own are exported, and transformers has it already"),
         )
     if kind not in TRAITS or not session.config.brings_tokenizer:
         raise ConfigError(
-            f"{where} is a model of our own kind, which no other program knows; only imported models are "
-            "exported: keep the run's folder"
+            f"{where} is a model of our own kind, which no other program knows",
+            remedy="only imported models are exported: keep the run's folder",
         )
     plan = session.plan
     if stack.has_head(plan.last) or stack.own_relays() or plan.prediction.kind != "last":
         raise ConfigError(
-            f"{where} has a last head or relays of its own, or predicts by several stages, which these "
-            "formats cannot say; keep the run's folder"
+            f"{where} has a last head or relays of its own, or predicts by several stages, which "
+            "these formats cannot say",
+            remedy="keep the run's folder",
         )
     return cast(Transformer, stack), session.tokenizer.to_hf()
 
@@ -170,7 +171,8 @@ def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
     config = family_config(stack)
     if config.family not in GGUF_FAMILIES:
         raise ConfigError(
-            f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are; use format hf"
+            f"a {config.family} is not written as GGUF, {', '.join(GGUF_FAMILIES)} are",
+            remedy="use format hf",
         )
     windows = any(0 < config.window(index) < config.positions for index in range(config.layers))
     unknown = {
@@ -180,8 +182,9 @@ def gguf_metadata(stack: Transformer, name: str) -> dict[str, Any]:
     }
     if lost := [name for name, there in unknown.items() if there]:
         raise ConfigError(
-            f"a {config.family} with {' and '.join(lost)} is not written as GGUF: its readers would compute "
-            "something else; use format hf"
+            f"a {config.family} with {' and '.join(lost)} is not written as GGUF: its readers "
+            "would compute something else",
+            remedy="use format hf",
         )
     family = "llama" if config.family == "mistral" else config.family
     sizes = {
@@ -208,7 +211,7 @@ def gguf_tokenizer(tokenizer: HFTokenizer, vocab: int) -> dict[str, Any]:
     content = json.loads(tokenizer.files()[FILE])
     model, added = content["model"], content.get("added_tokens", [])
     if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(content.get("decoder")):
-        raise ConfigError("only byte-level BPE tokenizers are written as GGUF; use format hf")
+        raise ConfigError("only byte-level BPE tokenizers are written as GGUF", remedy="use format hf")
     names = {index: token for token, index in model["vocab"].items()}
     names |= {token["id"]: token["content"] for token in added}
     tokens = [names.get(index, f"[unused{index}]") for index in range(vocab)]
@@ -240,8 +243,9 @@ def _check_split(tokenizer: HFTokenizer, found: Mapping[str, Any]) -> None:
     back = HFTokenizer(tokenizer_json({**found, "tokenizer.ggml.token_type": kinds}))
     if back.encode(SAMPLE, "prompt") != tokenizer.encode(SAMPLE, "prompt"):
         raise ConfigError(
-            "the tokenizer splits texts in a way that GGUF has no name for: its readers would split them "
-            "otherwise; use format hf"
+            "the tokenizer splits texts in a way that GGUF has no name for: its readers would "
+            "split them otherwise",
+            remedy="use format hf",
         )
 
 

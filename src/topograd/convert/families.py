@@ -59,16 +59,24 @@ def is_native(settings: Mapping[str, Any]) -> bool:
 def _family(settings: Mapping[str, Any]) -> str:
     kind, classes = settings.get("model_type"), settings.get("architectures") or []
     if not isinstance(classes, list | tuple):
-        raise ConfigError(f"the model's config has architectures {classes!r}; it must be a list of names")
+        raise ConfigError(
+            f"the model's config has architectures {classes!r}", remedy="it must be a list of names"
+        )
     supported = "supported are " + ", ".join(sorted(ARCHITECTURES.values()))
     if settings.get("is_encoder_decoder"):
-        raise ConfigError(f"{kind} is an encoder and a decoder; only decoders can be imported: {supported}")
+        raise ConfigError(
+            f"{kind} is an encoder and a decoder", remedy=f"only decoders can be imported: {supported}"
+        )
     if kind not in ARCHITECTURES.values():
-        raise ConfigError(f"architecture {classes[0] if classes else kind!r} is not supported; {supported}")
+        raise ConfigError(
+            f"architecture {classes[0] if classes else kind!r} is not supported", remedy=supported
+        )
     for name in classes:
         if not isinstance(name, str) or ARCHITECTURES.get(name) != kind:
             expected = next(one for one, of in ARCHITECTURES.items() if of == kind)
-            raise ConfigError(f"architecture {name!r} is not supported; of {kind} only {expected} is")
+            raise ConfigError(
+                f"architecture {name!r} is not supported", remedy=f"of {kind} only {expected} is"
+            )
     refused = {
         "quantization_config": "quantized weights",
         "num_experts": "a mixture of experts",
@@ -100,14 +108,16 @@ class _Settings:
         """A whole number above 0."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"the model's config has {name} {value!r}; it must be a whole number above 0")
+            raise ConfigError(
+                f"the model's config has {name} {value!r}", remedy="it must be a whole number above 0"
+            )
         return value
 
     def number(self, name: str, default: float | None = None, of: Mapping[str, Any] | None = None) -> float:
         """A finite number."""
         value = self.get(name, default) if of is None else of.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"the model's config has {name} {value!r}; it must be a finite number")
+            raise ConfigError(f"the model's config has {name} {value!r}", remedy="it must be a finite number")
         return float(value)
 
     def optional(self, name: str) -> float | None:
@@ -117,7 +127,7 @@ class _Settings:
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"the model's config has {name} {value!r}; it must be true or false")
+            raise ConfigError(f"the model's config has {name} {value!r}", remedy="it must be true or false")
         return value
 
 
@@ -174,7 +184,7 @@ def _activation(given: _Settings, family: str) -> str:
         found = "gelu_pytorch_tanh"
     if found not in get_args(Activation):
         raise ConfigError(
-            f"{name} {found!r} is not supported; supported are {', '.join(get_args(Activation))}"
+            f"{name} {found!r} is not supported", remedy=f"supported are {', '.join(get_args(Activation))}"
         )
     return str(found)
 
@@ -197,15 +207,19 @@ def _windows(given: _Settings, family: str, layers: int) -> tuple[int, ...]:
         default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     kinds = default if kinds is None else kinds
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-        raise ConfigError(f"the model's config has layer_types {kinds!r}; there must be one for each layer")
+        raise ConfigError(
+            f"the model's config has layer_types {kinds!r}", remedy="there must be one for each layer"
+        )
     known = ("full_attention", "sliding_attention")
     if any(kind not in known for kind in kinds):
-        raise ConfigError(f"layer_types {_others(kinds, *known)} are not supported; known are {known}")
+        raise ConfigError(
+            f"layer_types {_others(kinds, *known)} are not supported", remedy=f"known are {known}"
+        )
     if "sliding_attention" not in kinds:
         return ()
     if family in ("qwen2", "qwen3") and not given.flag("use_sliding_window", False):
         raise ConfigError(
-            "layer_types has sliding_attention and use_sliding_window is false; make them agree"
+            "layer_types has sliding_attention and use_sliding_window is false", remedy="make them agree"
         )
     window = given.size("sliding_window", 4096)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
@@ -229,17 +243,21 @@ def _rope(given: _Settings, family: str, context: int) -> dict[str, Any]:
             raise ConfigError(f"rope scaling {local['rope_type']!r} of layers with a window is not supported")
     found = new if new is not None else given.get("rope_scaling", {})
     if not isinstance(found, Mapping):
-        raise ConfigError(f"the model's config has rope_scaling {found!r}; it must be a table")
+        raise ConfigError(f"the model's config has rope_scaling {found!r}", remedy="it must be a table")
     usual = given.number("rope_theta", 1e6 if family == "gemma3_text" else 1e4)
     fields["rope_base"] = given.number("rope_theta", usual, of=found)
     kind = found.get("rope_type", found.get("type", "default"))
     partial = found.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported; all of a head must be rotated")
+        raise ConfigError(
+            f"partial_rotary_factor {partial} is not supported", remedy="all of a head must be rotated"
+        )
     if kind == "default":
         return fields
     if kind not in ("linear", "llama3"):
-        raise ConfigError(f"rope scaling {kind!r} is not supported; supported are default, linear, llama3")
+        raise ConfigError(
+            f"rope scaling {kind!r} is not supported", remedy="supported are default, linear, llama3"
+        )
     fields |= {"rope_scaling": kind, "rope_factor": given.number("factor", of=found)}
     if kind == "llama3":
         fields["rope_low_factor"] = given.number("low_freq_factor", of=found)
@@ -357,15 +375,17 @@ def _checked(get: Callable[[str], Tensor], source: Source, wanted: nn.Parameter)
     try:
         found = get(source.name)
     except KeyError:
-        raise CheckpointError(f"tensor {source.name!r} is missing; the model needs it") from None
+        raise CheckpointError(f"tensor {source.name!r} is missing", remedy="the model needs it") from None
     if not found.is_floating_point():
-        raise CheckpointError(f"tensor {source.name!r} has type {found.dtype}; it must be a floating one")
+        raise CheckpointError(
+            f"tensor {source.name!r} has type {found.dtype}", remedy="it must be a floating one"
+        )
     like = torch.empty_like(wanted, device="meta")
     shape = (like if source.write is None else source.write(like)).shape
     if found.shape != shape:
         raise CheckpointError(
-            f"tensor {source.name!r} has shape {tuple(found.shape)}; by the model's config it must have "
-            f"{tuple(shape)}"
+            f"tensor {source.name!r} has shape {tuple(found.shape)}",
+            remedy=f"by the model's config it must have {tuple(shape)}",
         )
     value = (found if source.read is None else source.read(found)).to(wanted.dtype)
     if isinstance(value, nn.Parameter):
@@ -409,9 +429,9 @@ def _refuse_changed(name: str, module: nn.Module, epsilon: float) -> None:
     """Refuse a module that somebody has put in another's place: it may compute something else."""
     if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
         raise ConfigError(
-            f"{name} is a {type(module).__name__}, which is not of transformers; merge adapters, undo "
-            "quantization"
+            f"{name} is a {type(module).__name__}, which is not of transformers",
+            remedy="merge adapters, undo quantization",
         )
     found = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
     if found != epsilon:
-        raise ConfigError(f"{name} has ε {found} and the config {epsilon}; make them equal")
+        raise ConfigError(f"{name} has ε {found} and the config {epsilon}", remedy="make them equal")

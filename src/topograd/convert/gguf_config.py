@@ -46,7 +46,8 @@ def config_dict(file: GGUFFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{file.path} has the architecture {ascii(architecture)[:60]}; read: {', '.join(ARCHITECTURES)}"
+            f"{file.path} has the architecture {ascii(architecture)[:60]}",
+            remedy=f"read: {', '.join(ARCHITECTURES)}",
         )
     given = _Given(file, architecture)
     kind, name = ARCHITECTURES[architecture]
@@ -102,7 +103,7 @@ class _Given:
     def _refused(self, name: str, value: object, wanted: str) -> CheckpointError:
         shown = ascii(value).replace("\n", " ")[:60]
         return CheckpointError(
-            f"{self.file.path} has {self._architecture}.{name} {shown}; it must be {wanted}"
+            f"{self.file.path} has {self._architecture}.{name} {shown}", remedy=f"it must be {wanted}"
         )
 
 
@@ -112,7 +113,7 @@ def _attention(given: _Given, config: Mapping[str, Any]) -> dict[str, Any]:
     head = given.size("attention.key_length", rotated or max(1, width // heads))
     if given.size("attention.value_length", head) != head:
         raise CheckpointError(
-            f"{given.file.path} has keys and values of different widths; they must be equal"
+            f"{given.file.path} has keys and values of different widths", remedy="they must be equal"
         )
     found = {"head_dim": head, "num_key_value_heads": given.size("attention.head_count_kv", heads)}
     return found if rotated in (None, head) else found | {"partial_rotary_factor": rotated / head}

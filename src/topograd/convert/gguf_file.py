@@ -111,7 +111,9 @@ def write_gguf(
     and arrays keep their type. `metadata` must name `general.architecture`.
     """
     if kind not in WRITTEN_KINDS:
-        raise ConfigError(f"GGUF tensors cannot be written as {kind!r}; give {', '.join(WRITTEN_KINDS)}")
+        raise ConfigError(
+            f"GGUF tensors cannot be written as {kind!r}", remedy=f"give {', '.join(WRITTEN_KINDS)}"
+        )
     gguf = _gguf()
     kinds = {name: gguf.GGMLQuantizationType[_written_kind(t, kind)] for name, t in tensors.items()}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -292,7 +294,7 @@ def _map(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as problem:
         reason = problem.strerror or "it cannot be mapped"
-        raise CheckpointError(f"{path} cannot be read ({reason}); give a GGUF file") from None
+        raise CheckpointError(f"{path} cannot be read ({reason})", remedy="give a GGUF file") from None
 
 
 def _typed(value: Any, types: Any) -> tuple[Any, Any, Any]:
@@ -347,4 +349,4 @@ def _short(name: object) -> str:
 
 
 def _refused(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} {reason}; give a whole GGUF file")
+    return CheckpointError(f"{path} {reason}", remedy="give a whole GGUF file")

@@ -51,7 +51,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
         content = _sentencepiece(metadata, tokens, types)
     else:
         raise CheckpointError(
-            f"the tokenizer {ascii(model)[:60]} of this GGUF is not read; gpt2 and llama are"
+            f"the tokenizer {ascii(model)[:60]} of this GGUF is not read", remedy="gpt2 and llama are"
         )
     content["added_tokens"] = [
         {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False}
@@ -169,7 +169,8 @@ def _split(metadata: Mapping[str, Any]) -> tuple[str, str]:
     name = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in _SPLITS:
         raise CheckpointError(
-            f"the pre-tokenizer {ascii(name)[:60]} of this GGUF is not read; {', '.join(_SPLITS)} are"
+            f"the pre-tokenizer {ascii(name)[:60]} of this GGUF is not read",
+            remedy=f"{', '.join(_SPLITS)} are",
         )
     return _SPLITS[name]
 
@@ -181,8 +182,8 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
     longest = max(tokens, key=len)
     if len(longest) > _MOST_TOKEN_CHARACTERS:
         raise CheckpointError(
-            f"the tokenizer of this GGUF has a token of {len(longest)} characters; "
-            f"at most {_MOST_TOKEN_CHARACTERS} are read"
+            f"the tokenizer of this GGUF has a token of {len(longest)} characters",
+            remedy=f"at most {_MOST_TOKEN_CHARACTERS} are read",
         )
     types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), dtype=np.int32))
     if not isinstance(types, np.ndarray) or types.shape != (len(tokens),):
@@ -208,4 +209,6 @@ def _role(metadata: Mapping[str, Any], role: str, tokens: Sequence[str]) -> int 
 
 
 def _damaged(key: str) -> CheckpointError:
-    return CheckpointError(f"this GGUF's tokenizer.ggml.{key} is missing or damaged; give a whole GGUF file")
+    return CheckpointError(
+        f"this GGUF's tokenizer.ggml.{key} is missing or damaged", remedy="give a whole GGUF file"
+    )

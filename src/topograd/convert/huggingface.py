@@ -49,7 +49,7 @@ class Loaded:
 def load(folder: Path) -> Loaded:
     """The model of a folder, or one line that says why not."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("a Hugging Face checkpoint needs transformers; install topograd[hf]")
+        raise ConfigError("a Hugging Face checkpoint needs transformers", remedy="install topograd[hf]")
     if not any(folder.glob("*.safetensors")):
         raise without_weights(folder)
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -82,7 +82,7 @@ def without_weights(folder: Path) -> CheckpointError:
     """The error for a folder without .safetensors; it names a pickle that lies there instead."""
     others = sorted(path.name for kind in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(kind))
     held = f"only {others[0]}, a pickle, which can run code" if others else "no weights"
-    return CheckpointError(f"{folder} has {held}; give a folder with .safetensors")
+    return CheckpointError(f"{folder} has {held}", remedy="give a folder with .safetensors")
 
 
 def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) -> tuple[Tensor, str]:
@@ -95,7 +95,7 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
     file = folder / "tokenizer.json"
     if not file.is_file() and text is not None:
         raise CheckpointError(
-            f"{folder} has no tokenizer.json to read {text} with; add it, or leave out --text"
+            f"{folder} has no tokenizer.json to read {text} with", remedy="add it, or leave out --text"
         )
     if not file.is_file():
         generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,9 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as problem:  # the library raises plain exceptions
-        raise CheckpointError(f"{file} cannot be read ({problem}); restore it or take it away") from None
+        raise CheckpointError(
+            f"{file} cannot be read ({problem})", remedy="restore it or take it away"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     found: list[int] = []
@@ -118,19 +120,22 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
     if not len(ids) or int(ids.max()) >= config.vocab_size:
         most = int(ids.max()) if len(ids) else 0
         raise CheckpointError(
-            f"{file} gives {ids.numel()} ids up to {most} and the model has {config.vocab_size}; restore it"
+            f"{file} gives {ids.numel()} ids up to {most} and the model has {config.vocab_size}",
+            remedy="restore it",
         )
     return ids, "Python's standard library, held-out documents" if text is None else str(text)
 
 
 def _check(folder: Path, config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{folder} holds a quantised model; give one whose weights are floats")
+        raise CheckpointError(f"{folder} holds a quantised model", remedy="give one whose weights are floats")
     if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{folder} is an encoder with a decoder; only models of one stack are covered")
+        raise CheckpointError(
+            f"{folder} is an encoder with a decoder", remedy="only models of one stack are covered"
+        )
     if not getattr(config, "vocab_size", None):
         raise CheckpointError(
-            f"{folder} is a {config.model_type} and reads no tokens; use topograd.geometry in Python"
+            f"{folder} is a {config.model_type} and reads no tokens", remedy="use topograd.geometry in Python"
         )
 
 

@@ -104,7 +104,9 @@ def _open(source: Path, opened: ExitStack) -> Source:
         return _open_folder(source, opened)
     if source.is_file():
         return _open_gguf(source)
-    raise CheckpointError(f"there is no model at {source}; give a Hugging Face folder or a GGUF file")
+    raise CheckpointError(
+        f"there is no model at {source}", remedy="give a Hugging Face folder or a GGUF file"
+    )
 
 
 def _open_folder(folder: Path, opened: ExitStack) -> Source:
@@ -119,7 +121,7 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
         try:
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} cannot be read ({problem}); restore it") from None
+            raise CheckpointError(f"{file} cannot be read ({problem})", remedy="restore it") from None
         return tensor
 
     stack = _filled(config, get, where)
@@ -155,12 +157,16 @@ def _read_tokenizer(
 
 def _read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise CheckpointError(f"{file.parent} has no config.json; give a Hugging Face folder or a GGUF file")
+        raise CheckpointError(
+            f"{file.parent} has no config.json", remedy="give a Hugging Face folder or a GGUF file"
+        )
     if file.stat().st_size > MOST_JSON:
-        raise CheckpointError(f"{file} has {file.stat().st_size} bytes; a config has at most {MOST_JSON}")
+        raise CheckpointError(
+            f"{file} has {file.stat().st_size} bytes", remedy=f"a config has at most {MOST_JSON}"
+        )
     settings = read_json(file, CheckpointError)
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{file} is damaged, it is no JSON object; restore it")
+        raise CheckpointError(f"{file} is damaged, it is no JSON object", remedy="restore it")
     return settings
 
 
@@ -171,7 +177,7 @@ def _tensor_files(folder: Path, opened: ExitStack) -> tuple[list[Path], dict[str
         described = read_json(index, CheckpointError)
         table = described.get("weight_map") if isinstance(described, dict) else None
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-            raise CheckpointError(f"{index} is damaged, it has no weight_map; restore it")
+            raise CheckpointError(f"{index} is damaged, it has no weight_map", remedy="restore it")
         files = [folder / name for name in sorted(set(table.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -180,11 +186,11 @@ def _tensor_files(folder: Path, opened: ExitStack) -> tuple[list[Path], dict[str
     where: dict[str, tuple[Path, Any]] = {}
     for file in files:
         if file.parent != folder or not file.is_file():
-            raise CheckpointError(f"shard {file.name!r} of {folder} is missing; restore it")
+            raise CheckpointError(f"shard {file.name!r} of {folder} is missing", remedy="restore it")
         try:
             handle = opened.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} cannot be read ({problem}); restore it") from None
+            raise CheckpointError(f"{file} cannot be read ({problem})", remedy="restore it") from None
         for name in handle.keys():  # noqa: SIM118  a handle is no mapping
             if name in where:
                 raise CheckpointError(f"tensor {name!r} is in {where[name][0].name} and in {file.name}")
@@ -218,15 +224,17 @@ def _filled(
 def _check_tokenizer(tokenizer: HFTokenizer, config: TransformerConfig | AdaptedConfig, where: Path) -> None:
     if tokenizer.vocab > config.vocab:
         raise DataError(
-            f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}; it is the tokenizer of "
-            "another model"
+            f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}",
+            remedy="it is the tokenizer of another model",
         )
 
 
 def _settings(found: Source, partition: str, context: int | None) -> TrainConfig:
     made_for = found.config.context
     if context is not None and not 1 <= context <= made_for:
-        raise ConfigError(f"context is {context}; the model was made for {made_for}: give 1 to that")
+        raise ConfigError(
+            setting="context", given=context, remedy=f"the model was made for {made_for}: give 1 to that"
+        )
     return TrainConfig(
         topology=TopologyConfig(partition=partition),
         steps=1,

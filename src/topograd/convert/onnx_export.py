@@ -80,7 +80,7 @@ def _check(session: Session) -> None:
     where, plan = session.run.folder, session.plan
     problem = unsupported_reason(session.stack)
     if problem is not None:
-        raise ConfigError(f"{where} cannot be written as ONNX: {problem}; keep the run's folder")
+        raise ConfigError(f"{where} cannot be written as ONNX: {problem}", remedy="keep the run's folder")
     chain = all(
         [port.source for port, _ in planned.inputs] == [planned.index - 1 if planned.index else EMBEDDING]
         and planned.stage.start == (plan.stages[planned.index - 1].stage.stop if planned.index else 0)
@@ -89,8 +89,8 @@ def _check(session: Session) -> None:
     )
     if not chain or plan.prediction.kind != "last" or len(plan.predicting()) != len(plan.stages):
         raise ConfigError(
-            f"{where} is no plain chain of stages that predict, which is all that the script can run; keep "
-            "the run's folder"
+            f"{where} is no plain chain of stages that predict, which is all that the script can run",
+            remedy="keep the run's folder",
         )
 
 

@@ -92,16 +92,20 @@ class OwnText:
         """The text in `folder`, if it is of these weights."""
         file = Path(folder) / NAME
         if not file.is_file():
-            raise RunError(f"{folder} holds no text of a model; make some with: topograd retrofit RUN")
+            raise RunError(
+                f"{folder} holds no text of a model", remedy="make some with: topograd retrofit RUN"
+            )
         values = read_json(file)
         try:
             if values["format"] != FORMAT or values["version"] != VERSION:
                 raise ValueError("another format")
             config, of = OwnTextConfig(**values["config"]), str(values["weights"])
         except (KeyError, TypeError, ValueError) as problem:
-            raise RunError(f"{file} is damaged ({problem}); delete {folder}") from None
+            raise RunError(f"{file} is damaged ({problem})", remedy=f"delete {folder}") from None
         if of != weights:
-            raise RunError(f"{folder} holds the text of a model with other weights; give another folder")
+            raise RunError(
+                f"{folder} holds the text of a model with other weights", remedy="give another folder"
+            )
         return cls(Path(folder), weights, config)
 
     @property
@@ -138,7 +142,9 @@ def _read(file: Path, names: Sequence[str], row: int | None = None) -> list[Tens
                 return [opened.get_tensor(name) for name in names]
             return [opened.get_slice(name)[row] for name in names]
     except (SafetensorError, OSError) as problem:
-        raise DataError(f"{file} cannot be read ({problem}); delete it, and it is written again") from None
+        raise DataError(
+            f"{file} cannot be read ({problem})", remedy="delete it, and it is written again"
+        ) from None
 
 
 def write_own_text(
@@ -153,7 +159,9 @@ def write_own_text(
     """Let the model write until there are at least `tokens` tokens; go on behind what is there."""
     config = config or OwnTextConfig()
     if config.length > engine.context:
-        raise ConfigError(f"rows have {config.length} tokens and the model reads {engine.context}; give less")
+        raise ConfigError(
+            f"rows have {config.length} tokens and the model reads {engine.context}", remedy="give less"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder / "lock"):
@@ -162,7 +170,9 @@ def write_own_text(
             write_json(folder / NAME, about)
         text = OwnText.open(folder, weights)
         if text.config != config:
-            raise RunError(f"{folder} was written with {text.config}, not {config}; give another folder")
+            raise RunError(
+                f"{folder} was written with {text.config}, not {config}", remedy="give another folder"
+            )
         while text.tokens < tokens:
             if on_tokens is not None:
                 on_tokens(text.tokens, tokens)

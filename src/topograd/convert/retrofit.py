@@ -127,12 +127,14 @@ def retrofit(
 def check_room(session: Session, folder: Path) -> None:
     """Refuse, before long work, a folder that cannot be the sidecar and a model that cannot have one."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} exists and is not an empty folder; pass another --out, or remove it")
+        raise RunError(
+            f"{folder} exists and is not an empty folder", remedy="pass another --out, or remove it"
+        )
     prediction = session.plan.prediction
     if prediction.full != ((session.plan.last, 1.0),):
         raise ConfigError(
-            f"{session.run.folder} predicts by several stages ({prediction.kind}); a draft stage hears one: "
-            "retrofit a model that predicts by its last stage"
+            f"{session.run.folder} predicts by several stages ({prediction.kind})",
+            remedy="a draft stage hears one: retrofit a model that predicts by its last stage",
         )
     DraftStage(session.stack, torch.arange(2))
 

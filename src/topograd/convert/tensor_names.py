@@ -102,7 +102,7 @@ def tensor_names(
     transformer.wte.weight): give the names that are `available`, and they are called so here too.
     """
     if naming not in get_args(Naming):
-        raise ConfigError(f"naming {naming!r} is unknown; choose one of {', '.join(get_args(Naming))}")
+        raise ConfigError(setting="naming", given=naming, allowed=f"one of {', '.join(get_args(Naming))}")
     with torch.device("meta"):  # layers are alike, but for the first
         few = Transformer(replace(config, layers=min(config.layers, 2)))
     own = [name for name, _ in few.named_parameters()]

@@ -126,8 +126,8 @@ class BPETokenizer(Tokenizer):
     def to_hf(self) -> NoReturn:
         """Refused: other programs do not know it."""
         raise ConfigError(
-            "the tokenizer is one of this package, which no other program reads; only imported models are "
-            "exported: keep the run's folder"
+            "the tokenizer is one of this package, which no other program reads",
+            remedy="only imported models are exported: keep the run's folder",
         )
 
     @classmethod

@@ -128,7 +128,7 @@ class HFTokenizer(Tokenizer):
         beside, template = path.with_name(CONFIG_FILE), path.with_name(TEMPLATE_FILE)
         config = read_json(beside, DataError) if beside.is_file() else {}
         if not isinstance(config, dict):
-            raise DataError(f"{beside} is damaged, it holds no JSON object; restore it or remove it")
+            raise DataError(f"{beside} is damaged, it holds no JSON object", remedy="restore it or remove it")
         if template.is_file():
             config |= {"chat_template": _read(template)}
         if stop_token_ids:
@@ -157,9 +157,11 @@ def _read(path: Path) -> str:
             raise DataError(f"{path} has more than {_MOST_BYTES} bytes: that is no {path.name}")
         return path.read_bytes().decode()
     except OSError as problem:
-        raise DataError(f"{path} cannot be read ({problem.strerror}); give a {path.name}") from None
+        raise DataError(f"{path} cannot be read ({problem.strerror})", remedy=f"give a {path.name}") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} cannot be used: it is not UTF-8; give another {path.name}") from None
+        raise DataError(
+            f"{path} cannot be used: it is not UTF-8", remedy=f"give another {path.name}"
+        ) from None
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add: bool = False) -> list[int]:
@@ -286,4 +288,6 @@ def _template(config: Mapping[str, Any]) -> str | None:
 
 
 def _refused(reason: str) -> DataError:
-    return DataError(f"this tokenizer.json cannot be used: {reason}; give one of a byte-level or ▁ tokenizer")
+    return DataError(
+        f"this tokenizer.json cannot be used: {reason}", remedy="give one of a byte-level or ▁ tokenizer"
+    )

@@ -24,7 +24,7 @@ class ImageLoader(Iterator[tuple[Tensor, Tensor]]):
         if batch < 1 or seed < 0:
             raise ConfigError(f"batch {batch} must be at least 1, seed {seed} at least 0")
         if not len(pictures):
-            raise DataError("there is no picture to learn from; give at least one")
+            raise DataError("there is no picture to learn from", remedy="give at least one")
         self.pictures, self.batch, self.seed = pictures, batch, seed
         self.seek({"epoch": 0, "row": 0})
 

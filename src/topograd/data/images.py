@@ -108,12 +108,13 @@ def read_images(source: Path | str) -> ImageData:
         where = str(source)
     if not len(train) or not len(test):
         raise DataError(
-            f"{where} has {len(train)} pictures to learn from and {len(test)} others; both are needed"
+            f"{where} has {len(train)} pictures to learn from and {len(test)} others",
+            remedy="both are needed",
         )
     if train.shape != test.shape:
         raise DataError(
-            f"the pictures of {where} are {_size(train)} to learn from and {_size(test)} to be judged by; "
-            "they must be of one size"
+            f"the pictures of {where} are {_size(train)} to learn from and {_size(test)} to be judged by",
+            remedy="they must be of one size",
         )
     classes = int(train.labels.max()) + 1
     known = torch.zeros(max(classes, int(test.labels.max()) + 1), dtype=torch.bool)
@@ -121,11 +122,13 @@ def read_images(source: Path | str) -> ImageData:
     unseen = test.labels[~known[test.labels]]
     if len(unseen):
         raise DataError(
-            f"class {int(unseen[0])} is among the test labels of {where} and never in its training labels; "
-            "a network cannot learn it: leave its pictures out, or add some to learn from"
+            f"class {int(unseen[0])} is among the test labels of {where} and never in its training labels",
+            remedy="a network cannot learn it: leave its pictures out, or add some to learn from",
         )
     if classes > MOST_CLASSES:
-        raise DataError(f"{where} has labels up to {classes - 1}; at most {MOST_CLASSES} classes are read")
+        raise DataError(
+            f"{where} has labels up to {classes - 1}", remedy=f"at most {MOST_CLASSES} classes are read"
+        )
     return ImageData(train, test, classes, _digest(train, test))
 
 
@@ -135,16 +138,15 @@ def read_test_images(source: Path | str, shape: tuple[int, int, int], classes: i
     if found.shape != shape:
         wanted = " × ".join(map(str, shape))
         raise DataError(
-            f"the pictures of {source} are {_size(found.test)} (channels × height × width) and the network "
-            "was "
-            f"trained on {wanted}; give pictures of that size"
+            f"the pictures of {source} are {_size(found.test)} (channels × height × width) and "
+            f"the network was trained on {wanted}",
+            remedy="give pictures of that size",
         )
     most = int(found.test.labels.max())
     if most >= classes:
         raise DataError(
-            f"class {most} of {source} was unseen in training, which had classes 0 to {classes - 1}; leave "
-            "its "
-            "pictures out, or train on it"
+            f"class {most} of {source} was unseen in training, which had classes 0 to {classes - 1}",
+            remedy="leave its pictures out, or train on it",
         )
     return found.test
 
@@ -168,7 +170,7 @@ def _digest(*parts: Pictures) -> str:
 def _folder(folder: Path) -> tuple[Pictures, Pictures]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {what}; give a folder of IDX or CIFAR binary files, or {DIGITS}")
+        raise DataError(f"{folder} {what}", remedy=f"give a folder of IDX or CIFAR binary files, or {DIGITS}")
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     if any("idx3" in name for name in names):
         return _idx_pair(folder, names, False), _idx_pair(folder, names, True)
@@ -178,8 +180,10 @@ def _folder(folder: Path) -> tuple[Pictures, Pictures]:
     if {"train.bin", "test.bin"} <= set(names):
         return _cifar(folder, ["train.bin"], 2), _cifar(folder, ["test.bin"], 2)
     raise DataError(
-        f"{folder} has neither IDX files (train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
-        "maybe with .gz) nor CIFAR's binary files (data_batch_1.bin, test_batch.bin); give a folder that has"
+        f"{folder} has neither IDX files (train-images-idx3-ubyte, t10k-images-idx3-ubyte and "
+        "their labels, maybe with .gz) nor CIFAR's binary files (data_batch_1.bin, "
+        "test_batch.bin)",
+        remedy="give a folder that has",
     )
 
 
@@ -199,8 +203,8 @@ def _idx_pair(folder: Path, names: list[str], test: bool) -> Pictures:
     images, labels = _read_idx(images_file, 3), _read_idx(labels_file, 1)
     if len(images) != len(labels):
         raise DataError(
-            f"{images_file} has {len(images)} pictures and {labels_file} has {len(labels)} labels; give the "
-            "labels of these pictures"
+            f"{images_file} has {len(images)} pictures and {labels_file} has {len(labels)} labels",
+            remedy="give the labels of these pictures",
         )
     return Pictures(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
 
@@ -216,21 +220,28 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
             body = file.read(wanted)
             more = file.read(1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise DataError(f"{path} is truncated or damaged ({problem}); fetch it again") from None
+        raise DataError(f"{path} is truncated or damaged ({problem})", remedy="fetch it again") from None
     except OSError as problem:
-        raise DataError(f"{path} cannot be read ({problem.strerror or problem}); restore it") from None
+        raise DataError(
+            f"{path} cannot be read ({problem.strerror or problem})", remedy="restore it"
+        ) from None
     if len(body) < wanted:
         raise DataError(
-            f"{path} is truncated: its header speaks of {wanted} bytes and {len(body)} follow; fetch it again"
+            f"{path} is truncated: its header speaks of {wanted} bytes and {len(body)} follow",
+            remedy="fetch it again",
         )
     if more:
-        raise DataError(f"{path} goes on behind the {wanted} bytes that its header speaks of; fetch it again")
+        raise DataError(
+            f"{path} goes on behind the {wanted} bytes that its header speaks of", remedy="fetch it again"
+        )
     return np.frombuffer(bytearray(body), dtype=np.uint8).reshape(sizes)
 
 
 def _header(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
     if len(head) < 4 + 4 * dimensions:
-        raise DataError(f"{path} is truncated: an IDX header has {4 + 4 * dimensions} bytes; fetch it again")
+        raise DataError(
+            f"{path} is truncated: an IDX header has {4 + 4 * dimensions} bytes", remedy="fetch it again"
+        )
     if head[:3] != b"\0\0\x08" or head[3] != dimensions:
         raise DataError(
             f"{path} begins with {head[:4].hex(' ')}, not with 00 00 08 {dimensions:02x}: it is no IDX file "
@@ -240,7 +251,7 @@ def _header(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
     sizes = tuple(int.from_bytes(head[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
     if min(sizes) < 1 or math.prod(sizes) > MOST_BYTES:
         shown = " × ".join(map(str, sizes))
-        raise DataError(f"{path} says that it holds {shown} bytes; 1 to {MOST_BYTES} are read")
+        raise DataError(f"{path} says that it holds {shown} bytes", remedy=f"1 to {MOST_BYTES} are read")
     return sizes
 
 
@@ -253,8 +264,8 @@ def _cifar(folder: Path, names: list[str], labels: int) -> Pictures:
         size = path.stat().st_size
         if not 0 < size <= MOST_BYTES or size % record:
             raise DataError(
-                f"{path} has {size} bytes, which is no whole number of CIFAR's records of {record}; it is "
-                "truncated or something else: fetch it again"
+                f"{path} has {size} bytes, which is no whole number of CIFAR's records of {record}",
+                remedy="it is truncated or something else: fetch it again",
             )
         parts.append(np.fromfile(path, dtype=np.uint8).reshape(-1, record))
     rows = np.concatenate(parts)
@@ -268,9 +279,8 @@ def _digits() -> tuple[Pictures, Pictures]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise DataError(
-            "scikit-learn, which brings the digits, is not installed; pip install 'topograd[studies]', or "
-            "give a "
-            "folder of IDX or CIFAR binary files"
+            "scikit-learn, which brings the digits, is not installed",
+            remedy=("pip install 'topograd[studies]', or give a folder of IDX or CIFAR binary files"),
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy((pixels * 15).astype(np.uint8)).reshape(-1, 1, 8, 8)

@@ -95,7 +95,9 @@ class Tokenizer(Protocol):
     def get_chat_template(self) -> str:
         """The chat template, refused where there is none."""
         if self.chat_template is None:
-            raise ConfigError("the model's tokenizer has no chat template; give a prompt instead of a chat")
+            raise ConfigError(
+                "the model's tokenizer has no chat template", remedy="give a prompt instead of a chat"
+            )
         return self.chat_template
 
     def save(self, path: Path) -> None:
@@ -107,7 +109,9 @@ class Tokenizer(Protocol):
 def check_kind(kind: str) -> None:
     """Refuse a kind of text that there is not."""
     if kind not in get_args(TextKind):
-        raise ConfigError(f"kind is {kind!r}; a text is one of {', '.join(get_args(TextKind))}")
+        raise ConfigError(
+            setting="kind", given=kind, remedy=f"a text is one of {', '.join(get_args(TextKind))}"
+        )
 
 
 def utf8(text: str) -> bytes:

@@ -53,10 +53,14 @@ class RowCosts:
 
     def __post_init__(self) -> None:
         if len(self.deep) < 2 or min(self.deep) < 1:
-            raise ConfigError(f"deep costs are given for {sorted(self.deep)} rows; give two sizes from 1 up")
+            raise ConfigError(
+                f"deep costs are given for {sorted(self.deep)} rows", remedy="give two sizes from 1 up"
+            )
         for seconds in (self.draft, self.full, *self.deep.values()):
             if not 0 < seconds < math.inf:
-                raise ConfigError(f"a cost of {seconds} seconds was given; a cost must be finite and above 0")
+                raise ConfigError(
+                    f"a cost of {seconds} seconds was given", remedy="a cost must be finite and above 0"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """The seconds as JSON holds them."""
@@ -91,8 +95,10 @@ class DraftRule:
     def __post_init__(self) -> None:
         if not self.threshold >= 0 or self.longest < 1:
             raise ConfigError(
-                f"threshold is {self.threshold} and longest is {self.longest}; "
-                "a draft rule needs a threshold of at least 0 and a longest draft of at least 1"
+                f"threshold is {self.threshold} and longest is {self.longest}",
+                setting="threshold",
+                given=self.threshold,
+                remedy=("a draft rule needs a threshold of at least 0 and a longest draft of at least 1"),
             )
 
 
@@ -124,7 +130,9 @@ def simulate(
     _check(margins, agrees, lengths)
     longest = rule.longest
     if longest >= max(lengths, default=0):
-        raise DataError(f"no sequence is longer than {longest} tokens, the longest draft; give longer text")
+        raise DataError(
+            f"no sequence is longer than {longest} tokens, the longest draft", remedy="give longer text"
+        )
     stop = _next(np.asarray(margins, dtype=np.float64) <= rule.threshold)
     wrong = _next(np.asarray(agrees) == 0)
     rounds = [0] * (longest + 1)  # by the number of drafts
@@ -180,6 +188,7 @@ def _next(hits: NDArray[np.bool_]) -> list[int]:
 def _check(margins: Sequence[float], agrees: Sequence[int], lengths: Sequence[int]) -> None:
     if not len(margins) == len(agrees) == sum(lengths):
         raise ConfigError(
-            f"{len(margins)} margins, {len(agrees)} agreements and sequences of {sum(lengths)} tokens "
-            "were given; the three must be equal"
+            f"{len(margins)} margins, {len(agrees)} agreements and sequences of {sum(lengths)} "
+            "tokens were given",
+            remedy="the three must be equal",
         )

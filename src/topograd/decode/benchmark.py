@@ -61,7 +61,7 @@ def bench_decode(
     text = heldout_text(session, None, settings.bytes)
     seen, unseen = heldout_readings(session, text, engine=engine).split()
     if not len(seen) or not len(unseen):
-        raise ConfigError(f"{settings.bytes} bytes are too little held-out text; give more --bytes")
+        raise ConfigError(f"{settings.bytes} bytes are too little held-out text", remedy="give more --bytes")
     calibration = Calibration.of(seen, session.step)
     tuning = tune(engine, calibration.sample, own_text(session, engine, text))
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)

@@ -139,7 +139,7 @@ class Cache:
             return
         if stop > self.capacity:
             raise StackError(
-                f"a sequence would pass {self.capacity} positions; make a cache with more capacity"
+                f"a sequence would pass {self.capacity} positions", remedy="make a cache with more capacity"
             )
         self._last = self._bus = None
         room = self._table.growth(place, stop + 1)
@@ -284,7 +284,7 @@ class Cache:
         counts = [1] * len(batch) if counts is None else counts
         for sequence, count in zip(batch, counts, strict=True):
             if sequence.marks[stage] < count:
-                raise StackError(f"stage {stage + 1} has not run that many positions; run it first")
+                raise StackError(f"stage {stage + 1} has not run that many positions", remedy="run it first")
         order = sorted(range(len(batch)), key=lambda i: batch[i].place.key)
         rows = [batch[i] for i in order]
         starts = [batch[i].marks[stage] - counts[i] for i in order]

@@ -136,7 +136,9 @@ def measure_costs(engine: Engine, stage: int) -> RowCosts:
     length = max(engine.context // 2 - 1, 1)
     sizes = [size for size in SIZES if size <= engine.context - length]
     if len(sizes) < 2:
-        raise ConfigError(f"a context of {engine.context} tokens has no room for drafts; use at least 3")
+        raise ConfigError(
+            f"a context of {engine.context} tokens has no room for drafts", remedy="use at least 3"
+        )
     batch, full, drafting = engine.start([[0] * length]), engine.exits[-1], engine.stage_of(stage)
     cache = batch[0].cache
     engine.run(batch, full)
@@ -220,18 +222,19 @@ def load(session: Session) -> tuple[Calibration, Tuning]:
     """
     again = f"run: topograd calibrate {session.run.folder}"
     if not session.run.calibration_file.exists():
-        raise RunError(f"{session.run.folder} is not calibrated; {again}")
+        raise RunError(f"{session.run.folder} is not calibrated", remedy=again)
     values, calibration, tuning = session.once(CALIBRATION, lambda: _read(session, again))
     exits = len(session.plan.predicting())
     if calibration.step != session.step or calibration.stages != exits:
         raise RunError(
             f"the calibration of {session.run.folder} is of step {calibration.step} and "
-            f"{calibration.stages} stages, the weights are of step {session.step} and {exits}; {again}"
+            f"{calibration.stages} stages, the weights are of step {session.step} and {exits}",
+            remedy=again,
         )
     if values.get("weights", session.weights) != session.weights:  # versions before 0.2 did not keep them
-        raise RunError(f"the calibration of {session.run.folder} is of other weights; {again}")
+        raise RunError(f"the calibration of {session.run.folder} is of other weights", remedy=again)
     if values.get("exits") != exits_digest(session):
-        raise RunError(f"the calibration of {session.run.folder} is of other exits (draft/); {again}")
+        raise RunError(f"the calibration of {session.run.folder} is of other exits (draft/)", remedy=again)
     return calibration, tuning
 
 
@@ -245,7 +248,7 @@ def _read(session: Session, again: str) -> tuple[dict[str, Any], Calibration, Tu
             raise RunError("it is no JSON object")
         return values, Calibration.from_dict(values.get("calibration")), _tuning_of(values["tuning"])
     except (RunError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
-        raise RunError(f"{file} is damaged ({problem}); {again}") from None
+        raise RunError(f"{file} is damaged ({problem})", remedy=again) from None
 
 
 def _tuning_dict(tuning: Tuning) -> dict[str, Any]:

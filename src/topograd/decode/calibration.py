@@ -116,9 +116,11 @@ class Calibration:
     def threshold(self, stage: int, eps: float) -> float:
         """τ_k(ε) of exit stage k; leave where the margin is above it. Infinity means never."""
         if eps not in EPS:
-            raise ConfigError(f"eps {eps} has no calibrated thresholds; choose one of {EPS}")
+            raise ConfigError(f"eps {eps} has no calibrated thresholds", remedy=f"choose one of {EPS}")
         if not 0 <= stage < self.stages - 1:
-            raise ConfigError(f"stage {stage + 1} has no early exit; stages 1..{self.stages - 1} have")
+            raise ConfigError(
+                f"stage {stage + 1} has no early exit", remedy=f"stages 1..{self.stages - 1} have"
+            )
         return self.flip_thresholds[EPS.index(eps)][stage]
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,11 +150,14 @@ class Calibration:
     def from_dict(cls, values: object) -> Calibration:
         """What `as_dict` gave; anything else raises RunError."""
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-            raise RunError(f"this is no calibration, it does not name the format {FORMAT!r}; calibrate again")
+            raise RunError(
+                f"this is no calibration, it does not name the format {FORMAT!r}", remedy="calibrate again"
+            )
         if values.get("version") != VERSION:
             raise RunError(
-                f"the calibration has version {values.get('version')!r}, "
-                f"this program reads version {VERSION}; calibrate again"
+                f"the calibration has version {values.get('version')!r}, this program reads "
+                f"version {VERSION}",
+                remedy="calibrate again",
             )
         stages = _whole(values, "stages", 2)
         exits = stages - 1
@@ -190,15 +195,17 @@ def flip_thresholds(readings: Readings, eps: float) -> tuple[float, ...]:
 
 def _check(readings: Readings) -> None:
     if readings.stages < 2:
-        raise RunError("a model with 1 predicting stage has no early exit; train one with at least 2 stages")
+        raise RunError(
+            "a model with 1 predicting stage has no early exit", remedy="train one with at least 2 stages"
+        )
     if not len(readings):
-        raise DataError("there are no tokens to calibrate on; give more text")
+        raise DataError("there are no tokens to calibrate on", remedy="give more text")
     numbers = torch.cat((readings.margin, readings.shift, readings.gain))
     strange = int((~numbers.isfinite()).any(0).sum())
     if strange:
         raise RunError(
-            f"the logits of {strange} of {len(readings)} tokens are not finite; "
-            "calibrate weights from before the run diverged"
+            f"the logits of {strange} of {len(readings)} tokens are not finite",
+            remedy="calibrate weights from before the run diverged",
         )
 
 
@@ -210,7 +217,7 @@ def _rates(hits: Tensor) -> tuple[float, ...]:
 
 
 def _damaged(what: str) -> RunError:
-    return RunError(f"the calibration is damaged: {what}; calibrate again")
+    return RunError(f"the calibration is damaged: {what}", remedy="calibrate again")
 
 
 def _field(values: object, name: str) -> Any:

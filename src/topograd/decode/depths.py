@@ -97,7 +97,8 @@ def strategy_of(
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
     raise ConfigError(
-        f"depth {depth!r} is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
+        f"depth {depth!r} is unknown",
+        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate",
     )
 
 
@@ -149,7 +150,7 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wa
     name = name or "flip-rate"
     rule: Rule | None = next((rule for rule in get_args(Rule) if rule == name), None)
     if rule is None:
-        raise ConfigError(f"wand rule {name!r} is unknown; choose one of {', '.join(get_args(Rule))}")
+        raise ConfigError(setting="wand_rule", given=name, allowed=f"one of {', '.join(get_args(Rule))}")
     if not number:
         limits = thresholds(calibration, rule)
     elif rule == "flip-rate":
@@ -206,8 +207,8 @@ def _drafter(
         return DraftStageDrafter(engine, _retrofitted(session, word).stage)
     if not word or not Path(word).is_dir():
         raise ConfigError(
-            f"depth {depth!r} names the drafter {word!r}, which is unknown; use lookup, table, draft, a "
-            "number of tokens, or the folder of a smaller run"
+            f"depth {depth!r} names the drafter {word!r}, which is unknown",
+            remedy="use lookup, table, draft, a number of tokens, or the folder of a smaller run",
         )
     small = session.once(("run", word), lambda: _small(session, Path(word)))
     return ModelDrafter(engine, small, Path(word).name)
@@ -222,8 +223,8 @@ def _small(session: Session, folder: Path) -> Engine:
     other = open_session(folder)
     if other.tokenizer.digest != session.tokenizer.digest:
         raise ConfigError(
-            f"the draft model {folder} has another tokenizer than {session.run.folder}; give a run with "
-            "the same"
+            f"the draft model {folder} has another tokenizer than {session.run.folder}",
+            remedy="give a run with the same",
         )
     return engine_of(other)
 
@@ -232,7 +233,7 @@ def _rule(depth: str, rest: str) -> DraftRule:
     longest, _, margin = rest.partition(":")
     count = int(_number(depth, longest, whole=True))
     if count > MAX_DRAFT:
-        raise ConfigError(f"depth {depth!r} drafts {count} tokens; at most {MAX_DRAFT} make sense")
+        raise ConfigError(f"depth {depth!r} drafts {count} tokens", remedy=f"at most {MAX_DRAFT} make sense")
     return DraftRule(_number(depth, margin) if margin else 0.0, count)
 
 
@@ -241,4 +242,4 @@ def _number(depth: str, text: str, whole: bool = False) -> float:
         return int(text) if whole else float(text)
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"depth {depth!r} has {text!r} where {kind} belongs; see --help") from None
+        raise ConfigError(f"depth {depth!r} has {text!r} where {kind} belongs", remedy="see --help") from None

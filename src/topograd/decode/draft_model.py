@@ -46,8 +46,8 @@ class ModelDrafter:
     ) -> None:
         if small.vocab > engine.vocab:
             raise ConfigError(
-                f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}; "
-                "give one with the same tokenizer"
+                f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}",
+                remedy="give one with the same tokenizer",
             )
         self.small, self.name, self.rule = small, name, rule or MODEL_RULE
         self._full, self._cache = small.exits[-1], small.new_cache()

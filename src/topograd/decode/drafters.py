@@ -179,13 +179,16 @@ class CompositeDrafter:
         policy: DraftPolicy | None = None,
     ) -> None:
         if not drafters:
-            raise ConfigError("no drafter was given; give at least one")
+            raise ConfigError("no drafter was given", remedy="give at least one")
         names = [drafter.name for drafter in drafters]
         computing = [drafter for drafter in drafters if isinstance(drafter, AutoregressiveDrafter)]
         if len(computing) > 1 or len(set(names)) < len(names):
             raise ConfigError(
-                f"the drafters are {', '.join(names)}; give each once, and at most one that computes its "
-                "drafts (a prefix, a draft stage, a model)"
+                f"the drafters are {', '.join(names)}",
+                remedy=(
+                    "give each once, and at most one that computes its drafts (a prefix, a "
+                    "draft stage, a model)"
+                ),
             )
         self.engine, self.name = engine, "+".join(names)
         self.lookups = [drafter for drafter in drafters if not isinstance(drafter, AutoregressiveDrafter)]
@@ -289,7 +292,9 @@ class PrefixDrafter:
         self.exit: int | None = exit_
         self.stage = engine.stage_of(exit_)
         if exit_ == engine.last:
-            raise ConfigError(f"stage {exit_ + 1} is the last, so nothing is left to verify; draft with less")
+            raise ConfigError(
+                f"stage {exit_ + 1} is the last, so nothing is left to verify", remedy="draft with less"
+            )
         self.name = f"stage {exit_ + 1}"
 
     def begin(self, batch: Batch) -> list[bool]:

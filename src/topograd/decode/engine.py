@@ -67,7 +67,7 @@ class Engine:
         """`translators` gives what exits before the last are read through, by head, when one is read."""
         context = stack.context if context is None else context
         if context < 1:
-            raise ConfigError(f"context is {context}; it must be at least 1")
+            raise ConfigError(setting="context", given=context, allowed="at least 1")
         self.plan = Plan.of(topology, len(stack.layers))
         check_prepared(stack, self.plan)
         self.keeps_states = all(hasattr(layer, "new_state") for layer in stack.layers)
@@ -95,7 +95,9 @@ class Engine:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
         names = [port.relay for planned in self.plan.stages for port in planned.sends]
         if any(isinstance(self.stack.relay(name), CausalRelay) for name in names):
-            raise ConfigError("regions that are joined by interfaces cannot be skipped; use depth full")
+            raise ConfigError(
+                "regions that are joined by interfaces cannot be skipped", remedy="use depth full"
+            )
         trie = branches(self.plan, paths)
         engine = copy.copy(self)
         engine.plan, engine.exits = trie.plan, trie.plan.predicting()
@@ -106,8 +108,8 @@ class Engine:
         exits = self.exits
         if not 0 <= exit_ < len(exits):
             raise ConfigError(
-                f"exit {exit_ + 1} does not exist; the model has {len(exits)} stages that predict: "
-                f"give 1 to {len(exits)}"
+                f"exit {exit_ + 1} does not exist",
+                remedy=f"the model has {len(exits)} stages that predict: give 1 to {len(exits)}",
             )
         return exits[exit_]
 
@@ -122,7 +124,7 @@ class Engine:
         Sequence r draws with the stream of a single one with seed + r.
         """
         if not prompts or not all(prompts):
-            raise ConfigError("a prompt has no token; start with the document separator")
+            raise ConfigError("a prompt has no token", remedy="start with the document separator")
         cache, sampling = self.new_cache(), sampling or Sampling()
         batch = [cache.new(sampling.shifted(i), i) for i in range(len(prompts))]
         cache.push(batch, [list(prompt[-self.context :]) for prompt in prompts])
@@ -203,4 +205,6 @@ def read_together(scores: Tensor, tokens: Tensor) -> tuple[list[Any], list[Any]]
 def check_finite(best: abc.Sequence[float]) -> None:
     """Whether the largest logit of each row is a number; a NaN among the others would be the largest."""
     if not all(-float("inf") < value < float("inf") for value in best):
-        raise DivergenceError("the model's logits are not finite, so it cannot write; train it again")
+        raise DivergenceError(
+            "the model's logits are not finite, so it cannot write", remedy="train it again"
+        )

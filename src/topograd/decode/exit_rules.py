@@ -49,11 +49,11 @@ def thresholds(
     `safety` and `quantile` are of the two rules by bounds, `eps` is of the flip rate.
     """
     if rule not in get_args(Rule):
-        raise ConfigError(f"rule {rule!r} is unknown; choose one of {get_args(Rule)}")
+        raise ConfigError(setting="rule", given=rule, allowed=f"one of {get_args(Rule)}")
     if quantile not in get_args(Quantile):
-        raise ConfigError(f"quantile {quantile!r} is unknown; choose one of {get_args(Quantile)}")
+        raise ConfigError(setting="quantile", given=quantile, allowed=f"one of {get_args(Quantile)}")
     if not 0 < safety < math.inf:
-        raise ConfigError(f"safety is {safety}; it must be a finite number above 0")
+        raise ConfigError(setting="safety", given=safety, allowed="a finite number above 0")
     exits = range(calibration.stages - 1)
     if rule == "flip-rate":
         return tuple(calibration.threshold(k, eps) for k in exits)
@@ -67,13 +67,14 @@ def check_exits(plan: Plan) -> None:
     """Early exits and drafts need two stages that predict, at least, and a model that predicts by them."""
     if plan.prediction.path is not None:
         raise ConfigError(
-            f"the model predicts by the path {path_name(plan.prediction.path)}, of which its exits are no "
-            "part; use depth full"
+            f"the model predicts by the path {path_name(plan.prediction.path)}, of which its "
+            "exits are no part",
+            remedy="use depth full",
         )
     if len(plan.predicting()) < 2:
         raise ConfigError(
-            f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}; early exits "
-            "and drafts need at least 2: train or import it with --partition, as 2,2"
+            f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}",
+            remedy=("early exits and drafts need at least 2: train or import it with --partition, as 2,2"),
         )
 
 
@@ -81,7 +82,8 @@ def exits(readings: Readings, thresholds: Sequence[float]) -> Tensor:
     """(n,) long: the stage at which each token leaves; K-1 where it goes all the way."""
     if len(thresholds) != readings.stages - 1:
         raise ConfigError(
-            f"{len(thresholds)} thresholds for {readings.stages} stages; give one for each stage but the last"
+            f"{len(thresholds)} thresholds for {readings.stages} stages",
+            remedy="give one for each stage but the last",
         )
     limits = torch.tensor([*thresholds, -math.inf], dtype=torch.float64)
     return (readings.margin > limits[:, None]).int().argmax(0)  # the first of the largest
@@ -90,7 +92,7 @@ def exits(readings: Readings, thresholds: Sequence[float]) -> Tensor:
 def agreement(readings: Readings, exits: Tensor) -> float:
     """The share of tokens that leave with the last stage's top token (teacher-forced)."""
     if not len(readings):
-        raise DataError("there are no tokens to compare; give more text")
+        raise DataError("there are no tokens to compare", remedy="give more text")
     chosen = readings.top.gather(0, exits[None]).squeeze(0)
     return (chosen == readings.top[-1]).double().mean().item()
 
@@ -102,9 +104,11 @@ def survivors(logits: Tensor, bound: float) -> Tensor:
     up to the rounding of the logits.
     """
     if not bound >= 0:
-        raise ConfigError(f"bound is {bound}; a bound on a gain must be at least 0")
+        raise ConfigError(setting="bound", given=bound, remedy="a bound on a gain must be at least 0")
     if logits.ndim != 1:
-        raise ConfigError(f"logits have shape {tuple(logits.shape)}; prune one row (vocab,) at a time")
+        raise ConfigError(
+            f"logits have shape {tuple(logits.shape)}", remedy="prune one row (vocab,) at a time"
+        )
     return torch.nonzero(logits.max() - logits <= bound).squeeze(-1)
 
 

@@ -82,7 +82,8 @@ def confidence(logits: Tensor) -> Confidence:
     """The confidence of logits or log-probabilities (vocab,), computed in float64 on the CPU."""
     if logits.dim() != 1 or len(logits) < 2:
         raise ConfigError(
-            f"logits have shape {tuple(logits.shape)}; give those of one token, (vocab,), at least 2 long"
+            f"logits have shape {tuple(logits.shape)}",
+            remedy="give those of one token, (vocab,), at least 2 long",
         )
     log_p = torch.log_softmax(logits.detach().cpu().double(), dim=-1)
     if log_p.isnan().any():
@@ -103,10 +104,13 @@ def confidence(logits: Tensor) -> Confidence:
 
 def _check(branches: int, weights: Sequence[float]) -> None:
     if branches == 0:
-        raise ConfigError("no branch was given; pooling needs at least one")
+        raise ConfigError("no branch was given", remedy="pooling needs at least one")
     if len(weights) != branches:
-        raise ConfigError(f"{len(weights)} weights for {branches} branches; give one weight per branch")
+        raise ConfigError(
+            f"{len(weights)} weights for {branches} branches", remedy="give one weight per branch"
+        )
     if not all(0 <= w < math.inf for w in weights) or not 0 < sum(weights) < math.inf:
         raise ConfigError(
-            f"weights {list(weights)} cannot be used; give finite ones of at least 0, one of them positive"
+            f"weights {list(weights)} cannot be used",
+            remedy="give finite ones of at least 0, one of them positive",
         )

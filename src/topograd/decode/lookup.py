@@ -80,7 +80,9 @@ class TextLookup:
 
     def __init__(self, tokens: int = LOOKUP_TOKENS, longest: int = LONGEST_MATCH) -> None:
         if tokens < 1 or longest < 1:
-            raise ConfigError(f"a lookup has tokens {tokens} and longest {longest}; both are at least 1")
+            raise ConfigError(
+                f"a lookup has tokens {tokens} and longest {longest}", remedy="both are at least 1"
+            )
         self.rule, self.longest = DraftRule(0.0, tokens), longest
 
     def begin(self, sequence: Sequence) -> None:

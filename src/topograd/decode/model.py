@@ -133,13 +133,14 @@ class Model:
         inputs = torch.as_tensor(tokens, device=next(self.session.stack.parameters()).device)
         if inputs.dim() not in (1, 2) or not inputs.numel() or inputs.is_floating_point():
             raise ConfigError(
-                f"tokens have shape {tuple(inputs.shape)}; give token numbers, (time,) or (rows, time)"
+                f"tokens have shape {tuple(inputs.shape)}",
+                remedy="give token numbers, (time,) or (rows, time)",
             )
         vocab, context = self.session.config.model.vocab, self.session.config.model.context
         if not 0 <= int(inputs.min()) <= int(inputs.max()) < vocab or inputs.shape[-1] > context:
             raise ConfigError(
-                f"tokens go from {int(inputs.min())} to {int(inputs.max())}, {inputs.shape[-1]} in a row; "
-                f"give at most {context} numbers from 0 to {vocab - 1}"
+                f"tokens go from {int(inputs.min())} to {int(inputs.max())}, {inputs.shape[-1]} in a row",
+                remedy=f"give at most {context} numbers from 0 to {vocab - 1}",
             )
         rows = inputs if inputs.dim() == 2 else inputs[None]
         logits: Tensor = Predictor(self.session.stack, self.session.plan)(rows)
@@ -174,11 +175,11 @@ def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **s
 def check_request(prompt: str | Sequence[int], tokens: int) -> None:
     """Refuse what nobody can have meant."""
     if not 0 <= tokens <= MOST_TOKENS:
-        raise ConfigError(f"tokens is {tokens}; it must be at least 0 and at most {MOST_TOKENS}")
+        raise ConfigError(setting="tokens", given=tokens, allowed=f"at least 0 and at most {MOST_TOKENS}")
     if len(prompt) > MOST_PROMPT:
         unit = "characters" if isinstance(prompt, str) else "tokens"
         raise ConfigError(
-            f"the prompt has {len(prompt)} {unit}; give at most {MOST_PROMPT}, the end of the text"
+            f"the prompt has {len(prompt)} {unit}", remedy=f"give at most {MOST_PROMPT}, the end of the text"
         )
 
 

@@ -54,11 +54,11 @@ class Acceptance:
     def __post_init__(self) -> None:
         if not self.rates or len(self.rates) != len(self.bounds) or list(self.bounds) != sorted(self.bounds):
             raise ConfigError(
-                f"an acceptance has bounds {self.bounds} and rates {self.rates}; give a rate for each of "
-                "ascending bounds"
+                f"an acceptance has bounds {self.bounds} and rates {self.rates}",
+                remedy="give a rate for each of ascending bounds",
             )
         if not all(0 <= rate <= 1 for rate in (*self.rates, self.mean)):
-            raise ConfigError(f"acceptance rates are {self.rates}, {self.mean}; each lies in 0..1")
+            raise ConfigError(f"acceptance rates are {self.rates}, {self.mean}", remedy="each lies in 0..1")
 
     def at(self, score: float) -> float:
         """The rate at a score."""

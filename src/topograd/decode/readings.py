@@ -69,7 +69,9 @@ def read(logits: Sequence[Tensor], sequence: Tensor) -> Readings:
     """The readings of K logits (n, vocab); `sequence` (n,) says which row of text each token is of."""
     last = logits[-1]
     if last.shape[-1] < 2:
-        raise ConfigError(f"a vocabulary of {last.shape[-1]} has no rival to read; give at least 2 tokens")
+        raise ConfigError(
+            f"a vocabulary of {last.shape[-1]} has no rival to read", remedy="give at least 2 tokens"
+        )
     tops = [z.argmax(-1) for z in logits]
     margins = [(best := z.topk(2).values)[:, 0] - best[:, 1] for z in logits]
     shifts = [(b - a).abs().amax(-1) for a, b in pairwise(logits)]
@@ -87,7 +89,9 @@ def join(parts: Sequence[Readings]) -> Readings:
     """The readings of all chunks as one, in the order given."""
     stages = sorted({part.stages for part in parts})
     if len(stages) != 1:
-        raise ConfigError(f"readings of {stages or 'no'} stages cannot be joined; give chunks of one model")
+        raise ConfigError(
+            f"readings of {stages or 'no'} stages cannot be joined", remedy="give chunks of one model"
+        )
     return Readings(*(torch.cat([getattr(part, name) for part in parts], dim=-1) for name in _COLUMNS))
 
 

@@ -61,7 +61,8 @@ def open_retrofit(session: Session, folder: Path | str | None = None) -> Retrofi
     sidecar = own_sidecar(session) if folder is None else open_sidecar(folder, KIND)
     if sidecar is None:
         raise ConfigError(
-            f"{session.run.folder} has no draft stage; make one with: topograd retrofit {session.run.folder}"
+            f"{session.run.folder} has no draft stage",
+            remedy=f"make one with: topograd retrofit {session.run.folder}",
         )
     sidecar.check_base(session)
     try:
@@ -69,7 +70,7 @@ def open_retrofit(session: Session, folder: Path | str | None = None) -> Retrofi
         table = NGramTable.from_tensors(sidecar.tensors)
     except (KeyError, RuntimeError, ValueError, IndexError) as problem:
         raise RunError(
-            f"{sidecar.folder} does not fit its base ({_line(problem)}); retrofit it again"
+            f"{sidecar.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
         ) from None
     return Retrofitted(stage, table, sidecar)
 
@@ -93,7 +94,7 @@ def open_exits(session: Session) -> dict[int, Translator]:
         return _translators(session, sidecar.tensors)
     except (KeyError, RuntimeError, ValueError) as problem:
         raise RunError(
-            f"{sidecar.folder} does not fit its base ({_line(problem)}); retrofit it again"
+            f"{sidecar.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
         ) from None
 
 

@@ -48,13 +48,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}; it must be finite and at least 0")
+            raise ConfigError(setting="temperature", given=self.temperature, allowed="finite and at least 0")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, or be left out")
+            raise ConfigError(setting="top_k", given=self.top_k, allowed="at least 1, or be left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1, or be left out")
+            raise ConfigError(
+                setting="top_p", given=self.top_p, allowed="above 0 and at most 1, or be left out"
+            )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+            raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
 
     @property
     def greedy(self) -> bool:
@@ -70,7 +72,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """p (..., vocab) of logits (..., vocab), in float64 on the CPU; one-hot if the sampling is greedy."""
     z = logits.detach().cpu().double()
     if not z.isfinite().all():
-        raise DivergenceError("the model's logits are not finite, so it cannot write; train it again")
+        raise DivergenceError(
+            "the model's logits are not finite, so it cannot write", remedy="train it again"
+        )
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()
     if sampling.top_k is None and (sampling.top_p is None or sampling.top_p >= 1):

@@ -32,4 +32,6 @@ class DecodeSettings:
         check_numbers(self, prompts=REPEATS, prompt_tokens=SIZE, tokens=REPEATS, rounds=REPEATS)
         check_numbers(self, bytes=BYTES, rows=SIZE)
         if self.prompts * self.tokens * self.rounds > MOST_TOKENS:
-            raise ConfigError(f"more than {MOST_TOKENS} tokens would be written by each mode; ask for fewer")
+            raise ConfigError(
+                f"more than {MOST_TOKENS} tokens would be written by each mode", remedy="ask for fewer"
+            )

@@ -106,15 +106,15 @@ class PathEnsemble(DecodeStrategy):
         for path, weight in weights.items():
             if not 0 < weight < float("inf"):
                 raise ConfigError(
-                    f"path {path_name(path)} has weight {weight}; a weight is a positive number"
+                    f"path {path_name(path)} has weight {weight}", remedy="a weight is a positive number"
                 )
         self.engine, self.ends = engine.branched(list(weights))
         for path in weights:
             if path[-1] not in engine.exits:
                 known = ", ".join(str(k + 1) for k in engine.exits)
                 raise ConfigError(
-                    f"path {path_name(path)} ends at a stage that was not trained to predict; "
-                    f"these were: {known}"
+                    f"path {path_name(path)} ends at a stage that was not trained to predict",
+                    remedy=f"these were: {known}",
                 )
         self.weights = list(weights.values())
         self.exit = engine.exits.index(max(path[-1] for path in weights))
@@ -147,7 +147,7 @@ def generate_tokens(
 ) -> Iterator[tuple[int, Emitted]]:
     """Pairs of a prompt's number and its next token, until each has `tokens` of them or is `finished`."""
     if tokens < 0:
-        raise ConfigError(f"tokens is {tokens}; it must be at least 0")
+        raise ConfigError(setting="tokens", given=tokens, allowed="at least 0")
     return continue_tokens(strategy, strategy.engine.start(prompts, sampling), tokens, finished)
 
 

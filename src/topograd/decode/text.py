@@ -77,11 +77,11 @@ class TextStream:
 
 def _check(stops: Sequence[str]) -> None:
     if len(stops) > MOST_STOPS:
-        raise ConfigError(f"{len(stops)} stop strings are given; give at most {MOST_STOPS}")
+        raise ConfigError(f"{len(stops)} stop strings are given", remedy=f"give at most {MOST_STOPS}")
     for stop in stops:
         if not stop:
-            raise ConfigError("a stop string is empty; give at least one character, or leave it out")
+            raise ConfigError("a stop string is empty", remedy="give at least one character, or leave it out")
         if len(stop) > MOST_STOP_CHARACTERS:
             raise ConfigError(
-                f"a stop string has {len(stop)} characters; give at most {MOST_STOP_CHARACTERS}"
+                f"a stop string has {len(stop)} characters", remedy=f"give at most {MOST_STOP_CHARACTERS}"
             )

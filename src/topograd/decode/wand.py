@@ -40,10 +40,13 @@ class Wand(DecodeStrategy):
         check_exits(engine.plan)
         if len(thresholds) != engine.last:
             raise ConfigError(
-                f"{len(thresholds)} thresholds for {engine.last + 1} stages; calibrate this run again"
+                f"{len(thresholds)} thresholds for {engine.last + 1} stages",
+                remedy="calibrate this run again",
             )
         if bounds is not None and len(bounds) != engine.last:
-            raise ConfigError(f"{len(bounds)} bounds for {engine.last} exits; calibrate this run again")
+            raise ConfigError(
+                f"{len(bounds)} bounds for {engine.last} exits", remedy="calibrate this run again"
+            )
         self.engine, self.exit = engine, engine.last
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
         self.bounds = bounds

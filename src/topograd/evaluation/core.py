@@ -122,7 +122,9 @@ def evaluate_core(
     files = find_files(request.folder, tasks)
     if not files:
         names = ", ".join(task.file for task in tasks[:4])
-        raise DataError(f"{request.folder} holds no file of these tasks; it should hold some such as {names}")
+        raise DataError(
+            f"{request.folder} holds no file of these tasks", remedy=f"it should hold some such as {names}"
+        )
     absent = [task.label for task in tasks if task.label not in files]
     items = {task.label: read_items(task, files[task.label]) for task in tasks if task.label in files}
     scorer = Scorer(model.engine, request.depth, batch_tokens=request.batch_tokens)

@@ -26,7 +26,9 @@ try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
 except ImportError:
-    raise ConfigError("lm-eval is not installed; install it with: pip install 'topograd[eval]'") from None
+    raise ConfigError(
+        "lm-eval is not installed", remedy="install it with: pip install 'topograd[eval]'"
+    ) from None
 
 
 class RunLM(TemplateLM):

@@ -56,8 +56,10 @@ class TokenRow:
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
             raise ConfigError(
-                f"start is {self.start} of {len(self.tokens)} tokens; score at least one token, behind at "
-                "least one other"
+                f"start is {self.start} of {len(self.tokens)} tokens",
+                setting="start",
+                given=self.start,
+                remedy="score at least one token, behind at least one other",
             )
 
     def cut(self, most: int) -> TokenRow:
@@ -98,7 +100,7 @@ class Scorer:
 
     def __init__(self, engine: Engine, depth: str | None = None, *, batch_tokens: int = BATCH_TOKENS) -> None:
         if batch_tokens < 1:
-            raise ConfigError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+            raise ConfigError(setting="batch_tokens", given=batch_tokens, allowed="at least 1")
         self.parts = exits_of(engine) if depth is None else [depth_of(engine, depth)]
         self.context = engine.context
         self.batch_tokens = batch_tokens
@@ -114,7 +116,8 @@ class Scorer:
             for row in bundle:
                 if len(row.tokens) - 1 > self.context:
                     raise ConfigError(
-                        f"a sequence has {len(row.tokens)} tokens and the model reads {self.context}; cut it"
+                        f"a sequence has {len(row.tokens)} tokens and the model reads {self.context}",
+                        remedy="cut it",
                     )
         scores: list[list[Score]] = [[] for _ in bundles]
         done = 0
@@ -185,14 +188,17 @@ def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
             if path[-1] not in engine.exits:
                 known = ", ".join(str(k + 1) for k in engine.exits)
                 raise ConfigError(
-                    f"path {path_name(path)} ends at a stage that does not predict; these do: {known}"
+                    f"path {path_name(path)} ends at a stage that does not predict",
+                    remedy=f"these do: {known}",
                 )
         branched, ends = engine.branched(list(weights))
         total = sum(weights.values())
         after = branched.plan.prediction.after
         paths = zip(ends, weights.values(), strict=True)
         return branched, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
-    raise ConfigError(f"depth {depth!r} is unknown; use full, prefix:J, path:1,3 or branches:1-4*3+1-2")
+    raise ConfigError(
+        f"depth {depth!r} is unknown", remedy="use full, prefix:J, path:1,3 or branches:1-4*3+1-2"
+    )
 
 
 def common(bundle: Bundle) -> int:

@@ -102,7 +102,7 @@ def chosen_tasks(only: Sequence[str] = ()) -> list[Task]:
     """The tasks with these labels, in CORE's order, or all."""
     for label in only:
         if label not in TASKS:
-            raise ConfigError(f"task {label!r} is unknown; choose some of {', '.join(TASKS)}")
+            raise ConfigError(setting="task", given=label, allowed=f"some of {', '.join(TASKS)}")
     return [task for label, task in TASKS.items() if not only or label in only]
 
 
@@ -114,7 +114,7 @@ def core_name(tasks: int) -> str:
 def find_files(folder: Path, tasks: Sequence[Task]) -> dict[str, Path]:
     """The file of each task that has one in the folder, by label."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; give one that holds task files such as copa.jsonl")
+        raise DataError(f"{folder} is no folder", remedy="give one that holds task files such as copa.jsonl")
     wanted = {task.file for task in tasks}
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.jsonl")):
@@ -127,17 +127,17 @@ def read_items(task: Task, path: Path) -> list[Item]:
     """Every item of a task's file, in nanochat's order; one that cannot be scored is refused."""
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path} has more than {MOST_BYTES} bytes; give a task file")
+            raise DataError(f"{path} has more than {MOST_BYTES} bytes", remedy="give a task file")
         lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8; give a task file in JSON lines") from None
+        raise DataError(f"{path} is not UTF-8", remedy="give a task file in JSON lines") from None
     items = [_item(task, path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if len(items) <= task.shots:
         raise DataError(
-            f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each; "
-            f"give at least {task.shots + 1}"
+            f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each",
+            remedy=f"give at least {task.shots + 1}",
         )
     random.Random(SHUFFLE_SEED).shuffle(items)
     return items
@@ -160,9 +160,9 @@ def _item(task: Task, path: Path, number: int, line: str) -> Item:
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
-        raise DataError(f"{where} is no JSON; restore the file") from None
+        raise DataError(f"{where} is no JSON", remedy="restore the file") from None
     if not isinstance(item, dict):
-        raise DataError(f"{where} holds no JSON object; an item of {task.label} is one")
+        raise DataError(f"{where} holds no JSON object", remedy=f"an item of {task.label} is one")
     if task.kind == "multiple_choice":
         _check_text(task, where, item, "query")
         _check_gold(task, where, item, "choices")
@@ -177,20 +177,22 @@ def _item(task: Task, path: Path, number: int, line: str) -> Item:
 
 def _check_text(task: Task, where: str, item: Item, key: str) -> None:
     if not isinstance(item.get(key), str):
-        raise DataError(f"{where} has no {key!r}; an item of {task.label} needs that text")
+        raise DataError(f"{where} has no {key!r}", remedy=f"an item of {task.label} needs that text")
     if key == "continuation" and not item[key].strip():
-        raise DataError(f"{where} has nothing in {key!r}; an item of {task.label} needs that text")
+        raise DataError(f"{where} has nothing in {key!r}", remedy=f"an item of {task.label} needs that text")
 
 
 def _check_gold(task: Task, where: str, item: Item, options: str) -> None:
     given = item.get(options)
     if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise DataError(f"{where} has no {options!r}; an item of {task.label} needs a list of texts")
+        raise DataError(
+            f"{where} has no {options!r}", remedy=f"an item of {task.label} needs a list of texts"
+        )
     if not 2 <= len(given) <= MOST_CHOICES:
-        raise DataError(f"{where} has {len(given)} {options}; give 2 to {MOST_CHOICES}")
+        raise DataError(f"{where} has {len(given)} {options}", remedy=f"give 2 to {MOST_CHOICES}")
     gold = item.get("gold")
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(given):
         raise DataError(
-            f"{where} has no gold answer (gold is {gold!r}); give one of 0 to {len(given) - 1}, or leave the "
-            "item out"
+            f"{where} has no gold answer (gold is {gold!r})",
+            remedy=f"give one of 0 to {len(given) - 1}, or leave the item out",
         )

@@ -91,8 +91,8 @@ def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int
     """The tokens of a context and of what follows it."""
     if len(context) + len(continuation) > MOST_PROMPT:
         raise ConfigError(
-            f"context and continuation have {len(context) + len(continuation)} characters; "
-            f"give at most {MOST_PROMPT}"
+            f"context and continuation have {len(context) + len(continuation)} characters",
+            remedy=f"give at most {MOST_PROMPT}",
         )
     words = context.rstrip()
     before = model.encode(words)
@@ -102,7 +102,9 @@ def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int
         else model.session.tokenizer.encode(context + continuation)
     )
     if not after:
-        raise ConfigError(f"the continuation {continuation!r} has no token of its own; give some text")
+        raise ConfigError(
+            f"the continuation {continuation!r} has no token of its own", remedy="give some text"
+        )
     return before, after
 
 
@@ -110,7 +112,7 @@ def token_row(before: Sequence[int], after: Sequence[int], context: int) -> tupl
     """Tokens to score behind others, and how many of the others had to be left out."""
     if len(after) > context:
         raise ConfigError(
-            f"the continuation has {len(after)} tokens and the model reads {context}; shorten it"
+            f"the continuation has {len(after)} tokens and the model reads {context}", remedy="shorten it"
         )
     row = TokenRow([*before, *after], len(before)).cut(context + 1)
     return row, len(before) + len(after) - len(row.tokens)

@@ -118,8 +118,9 @@ class StepGraph:
         for name, module in self.stack.layers.named_modules() if self.recompute else ():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 raise ConfigError(
-                    f"recompute is on and layers.{name} is a {type(module).__name__}, whose running means "
-                    "would move twice in a step; leave recompute out"
+                    f"recompute is on and layers.{name} is a {type(module).__name__}, whose "
+                    "running means would move twice in a step",
+                    remedy="leave recompute out",
                 )
 
 

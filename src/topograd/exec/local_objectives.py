@@ -55,8 +55,8 @@ class StageView:
         found = auxiliary(self.stack, self.planned)
         if found is None:
             raise StackError(
-                f"stage {self.planned.index + 1} lacks {auxiliary_name(self.planned)!r}; call "
-                "tg.prepare(stack, topology) before you build the optimizer"
+                f"stage {self.planned.index + 1} lacks {auxiliary_name(self.planned)!r}",
+                remedy="call tg.prepare(stack, topology) before you build the optimizer",
             )
         return found
 
@@ -79,7 +79,9 @@ class LocalObjective(ABC):
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
-        raise ConfigError(f"{type(self).__name__} looks at a whole stage; it cannot be asked of logits alone")
+        raise ConfigError(
+            f"{type(self).__name__} looks at a whole stage", remedy="it cannot be asked of logits alone"
+        )
 
 
 class Autoencoder(LocalObjective):

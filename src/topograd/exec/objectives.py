@@ -58,7 +58,7 @@ class CrossEntropy:
 
     def __post_init__(self) -> None:
         if not 0 <= self.z_weight < math.inf:
-            raise ConfigError(f"z_weight is {self.z_weight}; it must be finite and at least 0")
+            raise ConfigError(setting="z_weight", given=self.z_weight, allowed="finite and at least 0")
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
@@ -92,15 +92,17 @@ class Distillation:
     def __post_init__(self) -> None:
         if not self.temperature > 0 or not 0 <= self.mix <= 1:
             raise ConfigError(
-                f"distillation has temperature {self.temperature} and mix {self.mix}; "
-                "the temperature must be positive and the mix lie in [0, 1]"
+                f"distillation has temperature {self.temperature} and mix {self.mix}",
+                remedy="the temperature must be positive and the mix lie in [0, 1]",
             )
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
         if teacher is None:
-            raise ConfigError("the objective 'distillation' needs a teacher; pass teacher= to train_step")
+            raise ConfigError(
+                "the objective 'distillation' needs a teacher", remedy="pass teacher= to train_step"
+            )
         t = self.temperature
         counted = targets != -100
         student = F.log_softmax(counted_rows(logits, counted) / t, dim=-1)
@@ -145,15 +147,17 @@ def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None)
             continue
         if plan.prediction.alone and planned.index > plan.predicting()[0]:
             raise TopologyError(
-                f"the objective {planned.stage.objective!r} corrects the sum of the stages before it, and "
-                "the plan predicts by one stage alone; give the topology prediction='sum'"
+                f"the objective {planned.stage.objective!r} corrects the sum of the stages before "
+                "it, and the plan predicts by one stage alone",
+                remedy="give the topology prediction='sum'",
             )
         for earlier in plan.stages[: planned.index]:
             if plan.topology.stages[earlier.index].frozen and not earlier.predicts:
                 raise TopologyError(
-                    f"stage {planned.index} has the objective {planned.stage.objective!r}, which needs the "
-                    f"logits of frozen stage {earlier.index}, but that stage was trained without a loss; "
-                    "use 'cross-entropy', or a base with a loss at every stage"
+                    f"stage {planned.index} has the objective {planned.stage.objective!r}, which "
+                    f"needs the logits of frozen stage {earlier.index}, but that stage was "
+                    "trained without a loss",
+                    remedy="use 'cross-entropy', or a base with a loss at every stage",
                 )
     return asked
 

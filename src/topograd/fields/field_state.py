@@ -90,7 +90,9 @@ class State:
 
     def _of(self, part: Fields, layer: int) -> Tensor:
         if layer not in part:
-            raise FieldError(f"layer is {layer}; here it must be from {min(part)} to {max(part)}")
+            raise FieldError(
+                setting="layer", given=layer, remedy=f"here it must be from {min(part)} to {max(part)}"
+            )
         return part[layer]
 
 

@@ -45,7 +45,9 @@ class Kernel:
         """-(2η/M) K^{[l]} r, (L, rows): what each layer adds to the outputs in one step, to first order."""
         M = self.total.shape[1]
         if residual.shape != (M,):
-            raise FieldError(f"the residual is {tuple(residual.shape)}; it must be ({M},), as K has columns")
+            raise FieldError(
+                f"the residual is {tuple(residual.shape)}", remedy=f"it must be ({M},), as K has columns"
+            )
         return -(2 * eta / M) * (self.layers @ residual)
 
 

@@ -53,9 +53,11 @@ def check_inputs(weights: Sequence[Tensor], inputs: Tensor) -> None:
     """Refuse inputs that these weights cannot read."""
     width = weights[0].shape[1]
     if inputs.dim() != 2 or inputs.shape[1] != width:
-        raise FieldError(f"inputs are {tuple(inputs.shape)}; they must be (M, {width}), as W_1 reads them")
+        raise FieldError(
+            f"inputs are {tuple(inputs.shape)}", remedy=f"they must be (M, {width}), as W_1 reads them"
+        )
     if not inputs.shape[0]:
-        raise FieldError("there are M = 0 examples; give at least one row of inputs")
+        raise FieldError("there are M = 0 examples", remedy="give at least one row of inputs")
     _check_same_kind("inputs", inputs, weights[0])
 
 
@@ -67,7 +69,7 @@ def check_problem(
     M = inputs.shape[0]
     if targets.shape != (M,):
         raise FieldError(
-            f"targets are {tuple(targets.shape)}; they must be ({M},): Y is one number an example"
+            f"targets are {tuple(targets.shape)}", remedy=f"they must be ({M},): Y is one number an example"
         )
     _check_same_kind("targets", targets, inputs)
     if unseen is None:
@@ -90,9 +92,9 @@ def _of_sequence(parts: list[nn.Module]) -> list[Tensor]:
         wanted = nn.ReLU if i % 2 else nn.Linear
         if not isinstance(part, wanted):
             name = f"part {i} is {type(part).__name__}, where {wanted.__name__} is due"
-            raise FieldError(f"{name}; {COVERED}")
+            raise FieldError(name, remedy=COVERED)
     if len(parts) % 2:
-        raise FieldError(f"the last part is Linear, and no ReLU follows; {COVERED}")
+        raise FieldError("the last part is Linear, and no ReLU follows", remedy=COVERED)
     return _distinct([_linear_weight(part) for part in parts[::2]])
 
 
@@ -100,50 +102,51 @@ def _of_module(module: nn.Module) -> list[Tensor]:
     leaves = [part for part in module.modules() if not list(part.children())]
     for part in leaves:
         if not isinstance(part, nn.Linear | nn.ReLU):
-            raise FieldError(f"the module has a part {type(part).__name__}; {COVERED}")
+            raise FieldError(f"the module has a part {type(part).__name__}", remedy=COVERED)
     weights = _distinct([_linear_weight(part) for part in leaves if isinstance(part, nn.Linear)])
     known = {id(W) for W in weights}
     if any(id(parameter) not in known for parameter in module.parameters()):
-        raise FieldError(f"the module has parameters outside its Linear parts; {COVERED}")
+        raise FieldError("the module has parameters outside its Linear parts", remedy=COVERED)
     return weights
 
 
 def _linear_weight(part: nn.Module) -> Tensor:
     assert isinstance(part, nn.Linear)
     if part.bias is not None:
-        raise FieldError(f"Linear({part.in_features}, {part.out_features}) has a bias; {COVERED}")
+        raise FieldError(f"Linear({part.in_features}, {part.out_features}) has a bias", remedy=COVERED)
     return part.weight
 
 
 def _distinct(weights: list[Tensor]) -> list[Tensor]:
     if len({id(W) for W in weights}) < len(weights):
-        raise FieldError("one weight is used by two layers; each layer must have its own")
+        raise FieldError("one weight is used by two layers", remedy="each layer must have its own")
     return weights
 
 
 def _check_weights(weights: list[Tensor]) -> None:
     if not weights:
-        raise FieldError("the network has no layers; give at least one weight matrix")
+        raise FieldError("the network has no layers", remedy="give at least one weight matrix")
     for layer, W in enumerate(weights, start=1):
         if not isinstance(W, Tensor) or W.dim() != 2 or not W.numel():
             given = tuple(W.shape) if isinstance(W, Tensor) else type(W).__name__
-            raise FieldError(f"W_{layer} is {given}; each weight must be a matrix (N_l, N_(l-1))")
+            raise FieldError(f"W_{layer} is {given}", remedy="each weight must be a matrix (N_l, N_(l-1))")
         if not W.is_floating_point():
-            raise FieldError(f"W_{layer} is {W.dtype}; weights must be float64 or float32")
+            raise FieldError(f"W_{layer} is {W.dtype}", remedy="weights must be float64 or float32")
         _check_same_kind(f"W_{layer}", W, weights[0])
     for layer, (below, above) in enumerate(pairwise(weights), start=1):
         if above.shape[1] != below.shape[0]:
             raise FieldError(
-                f"widths do not chain: W_{layer} gives {below.shape[0]} numbers and W_{layer + 1} reads "
-                f"{above.shape[1]}; these must be equal"
+                f"widths do not chain: W_{layer} gives {below.shape[0]} numbers and W_{layer + 1} "
+                f"reads {above.shape[1]}",
+                remedy="these must be equal",
             )
 
 
 def _check_same_kind(name: str, tensor: Tensor, like: Tensor) -> None:
     if (tensor.dtype, tensor.device) != (like.dtype, like.device):
         raise FieldError(
-            f"{name}: {tensor.dtype} on {tensor.device}, beside {like.dtype} on {like.device}; "
-            "give everything one dtype and device"
+            f"{name}: {tensor.dtype} on {tensor.device}, beside {like.dtype} on {like.device}",
+            remedy="give everything one dtype and device",
         )
 
 
@@ -158,4 +161,6 @@ def _probe(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
     expected = u if answer.shape == u.shape else u.mean(-1)
     answer = answer if answer.shape == u.shape else answer.reshape(-1)
     if answer.shape != expected.shape or not torch.allclose(answer, expected, rtol=1e-4, atol=1e-6):
-        raise FieldError(f"the module's answer is not that of its Linear parts with ReLU between; {COVERED}")
+        raise FieldError(
+            "the module's answer is not that of its Linear parts with ReLU between", remedy=COVERED
+        )

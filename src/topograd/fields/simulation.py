@@ -87,12 +87,14 @@ def simulate(
 def check_run(eta: float, steps: int) -> None:
     """Refuse a step size or count that means nothing."""
     if not (math.isfinite(eta) and eta > 0):
-        raise FieldError(f"eta is {eta}; the step must be a positive number")
+        raise FieldError(setting="eta", given=eta, remedy="the step must be a positive number")
     if steps < 0:
-        raise FieldError(f"steps is {steps}; it must be 0 or more")
+        raise FieldError(setting="steps", given=steps, allowed="0 or more")
 
 
 def _check_finite(outputs: Tensor) -> None:
     bad = (~outputs.isfinite()).any(-1).nonzero()
     if len(bad):
-        raise DivergenceError(f"the outputs are not finite from step {int(bad[0])} on; take a smaller eta")
+        raise DivergenceError(
+            f"the outputs are not finite from step {int(bad[0])} on", remedy="take a smaller eta"
+        )

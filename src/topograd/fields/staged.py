@@ -68,7 +68,7 @@ class StagedKernel:
         M = self.outputs.shape[1]
         if targets.shape != (M,):
             raise FieldError(
-                f"targets are {tuple(targets.shape)}; they must be ({M},): every stage has the same"
+                f"targets are {tuple(targets.shape)}", remedy=f"they must be ({M},): every stage has the same"
             )
         return self.outputs - targets
 
@@ -96,7 +96,9 @@ def staged_kernel(network: Network, inputs: Tensor, stages: Sequence[int]) -> St
 def _spans(stages: Sequence[int], depth: int) -> list[tuple[int, int]]:
     """Stage k has the layers start + 1, ..., stop."""
     if not stages or min(stages) < 1 or sum(stages) != depth:
-        raise FieldError(f"stages are {list(stages)}; they must be at least 1 layer each, {depth} together")
+        raise FieldError(
+            f"stages are {list(stages)}", remedy=f"they must be at least 1 layer each, {depth} together"
+        )
     spans, start = [], 0
     for size in stages:
         spans.append((start, start + size))

@@ -77,7 +77,9 @@ def check_residual(state: State, residual: Tensor) -> int:
     """M, after a look at the residual's shape."""
     rows = state.v[1].shape[0]
     if residual.dim() != 1 or not 1 <= residual.shape[0] <= rows:
-        raise FieldError(f"the residual is {tuple(residual.shape)}; it must be (M,), M from 1 to {rows} rows")
+        raise FieldError(
+            f"the residual is {tuple(residual.shape)}", remedy=f"it must be (M,), M from 1 to {rows} rows"
+        )
     return residual.shape[0]
 
 
@@ -96,4 +98,4 @@ def _check_layer(state: State, layer: int) -> None:
     if not 1 <= layer < state.depth:
         last = state.depth - 1
         allowed = f"it must be from 1 to L-1 = {last}" if last else "one hidden layer has no transport"
-        raise FieldError(f"layer is {layer}; {allowed}")
+        raise FieldError(setting="layer", given=layer, remedy=allowed)

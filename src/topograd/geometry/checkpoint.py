@@ -379,7 +379,7 @@ def _peeled(batches: Any) -> tuple[Batch, Iterator[Batch]]:
     every = iter([batches] if pair and isinstance(batches[0], Tensor | Mapping) else batches)
     first = next(every, None)
     if first is None:
-        raise GeometryError("there are no batches; give at least one pair (inputs, targets)")
+        raise GeometryError("there are no batches", remedy="give at least one pair (inputs, targets)")
     if not isinstance(first, tuple | list) or len(first) != 2:
         raise GeometryError(f"a batch of type {type(first).__name__}: give pairs (inputs, targets)")
 
@@ -397,5 +397,5 @@ def _same_keys(first: Any, batch: Any) -> None:
     if isinstance(one, Mapping) and (not isinstance(other, Mapping) or one.keys() != other.keys()):
         given = ", ".join(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
         raise GeometryError(
-            f"a batch has inputs {given}; the first has {', '.join(map(str, one))}: give like"
+            f"a batch has inputs {given}", remedy=f"the first has {', '.join(map(str, one))}: give like"
         )

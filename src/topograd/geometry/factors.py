@@ -120,7 +120,9 @@ def kfac_factors(
         {(n, what): x for n, f in layers.items() for what, x in (("inputs", f.A), ("gradients", f.G))}
     )
     if bad is not None:
-        raise GeometryError(f"the {bad[1]} of layer {bad[0]} are not finite; look at the data and the loss")
+        raise GeometryError(
+            f"the {bad[1]} of layer {bad[0]} are not finite", remedy="look at the data and the loss"
+        )
     return Factors(layers, watch.uncovered(), chosen.name, fisher, samples)
 
 
@@ -248,8 +250,8 @@ def _check_call(
     except TypeError as reason:
         given = ", ".join(named) or f"{len(placed)} by position"
         raise GeometryError(
-            f"{type(model).__name__} does not take the inputs of this batch ({given}): {reason}; it takes "
-            f"({', '.join(takes.parameters)}), and every batch must have what it needs"
+            f"{type(model).__name__} does not take the inputs of this batch ({given}): {reason}",
+            remedy=(f"it takes ({', '.join(takes.parameters)}), and every batch must have what it needs"),
         ) from problem
 
 
@@ -274,7 +276,8 @@ def _detached(inputs: Any) -> Any:
 def _check_predicted(predicted: Any, watch: Watch) -> None:
     if not isinstance(predicted, Tensor):
         raise GeometryError(
-            f"the model answered with a {type(predicted).__name__}; give outputs=, which makes a tensor of it"
+            f"the model answered with a {type(predicted).__name__}",
+            remedy="give outputs=, which makes a tensor of it",
         )
     if not watch.leaves or not predicted.requires_grad:
         raise _nothing_covered(watch)
@@ -291,8 +294,8 @@ def _refuse_mixing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode, which mixes the samples of a batch; "
-                "call model.eval() first"
+                f"{name} is a {type(module).__name__} in training mode, which mixes the samples of a batch",
+                remedy="call model.eval() first",
             )
 
 

@@ -182,11 +182,15 @@ def refuse_quantised(model: nn.Module) -> None:
     """One line for a model whose weights are integers: it has no gradient in them and no directions."""
     for name, module in model.named_modules():
         if "quantized" in type(module).__module__ or hasattr(module, "_packed_params"):
-            raise GeometryError(f"{name} is quantised ({type(module).__name__}); give the model in floats")
+            raise GeometryError(
+                f"{name} is quantised ({type(module).__name__})", remedy="give the model in floats"
+            )
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             kind = str(parameter.dtype).removeprefix("torch.")
-            raise GeometryError(f"parameter {name} holds {kind}: a quantised model; give it in floats")
+            raise GeometryError(
+                f"parameter {name} holds {kind}: a quantised model", remedy="give it in floats"
+            )
 
 
 def _finite_factors(name: str, sums: FactorSums, terms: int) -> tuple[Factor, Factor | None]:
@@ -195,7 +199,9 @@ def _finite_factors(name: str, sums: FactorSums, terms: int) -> tuple[Factor, Fa
     parts = {"inputs": A} if G is None else {"inputs": A, "gradients": G}
     bad = first_not_finite({w: f.values if isinstance(f, Sketched) else f for w, f in parts.items()})
     if bad is not None:
-        raise GeometryError(f"the {bad} of layer {name} are not finite; look at the data and the loss")
+        raise GeometryError(
+            f"the {bad} of layer {name} are not finite", remedy="look at the data and the loss"
+        )
     return A, G
 
 

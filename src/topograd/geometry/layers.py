@@ -236,7 +236,7 @@ def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     bad = first_not_finite(dict(model.named_parameters()))
     if bad is not None:
         raise GeometryError(
-            f"parameter {bad} has a value that is not finite; load weights from before it happened"
+            f"parameter {bad} has a value that is not finite", remedy="load weights from before it happened"
         )
     return names
 

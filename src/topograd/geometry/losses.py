@@ -134,8 +134,8 @@ class Own:
     ) -> tuple[int, Iterable[Tensor]]:
         if fisher != "empirical":
             raise GeometryError(
-                f"the {fisher} Fisher matrix of a loss of one's own: its labels have no known distribution; "
-                "use 'empirical'"
+                f"the {fisher} Fisher matrix of a loss of one's own: its labels have no known distribution",
+                remedy="use 'empirical'",
             )
         _check_outputs(outputs, targets, fisher)
         assert targets is not None
@@ -143,7 +143,8 @@ class Own:
         losses = self.function(leaf, targets)
         if losses.dim() == 0:
             raise GeometryError(
-                "the loss is one number; give the loss of each term (reduction='none'), to be counted"
+                "the loss is one number",
+                remedy="give the loss of each term (reduction='none'), to be counted",
             )
         return losses.numel(), torch.autograd.grad(losses.sum(), leaf)
 
@@ -159,7 +160,9 @@ def loss_named(loss: str | Loss | OwnLoss) -> Loss:
     if isinstance(loss, str):
         known: dict[str, Loss] = {"cross-entropy": CrossEntropy(), "squared-error": SquaredError()}
         if loss not in known:
-            raise GeometryError(f"loss {loss!r} is unknown; choose one of {', '.join(known)}, or a function")
+            raise GeometryError(
+                setting="loss", given=loss, allowed=f"one of {', '.join(known)}, or a function"
+            )
         return known[loss]
     if not callable(loss):
         raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
@@ -175,7 +178,7 @@ def _drawn(p: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def check_fisher(fisher: str) -> None:
     if fisher not in get_args(Fisher):
-        raise GeometryError(f"fisher {fisher!r} is unknown; choose one of {', '.join(get_args(Fisher))}")
+        raise GeometryError(setting="fisher", given=fisher, allowed=f"one of {', '.join(get_args(Fisher))}")
 
 
 def _each_position(outputs: Tensor, columns: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -184,8 +187,9 @@ def _each_position(outputs: Tensor, columns: Iterable[Tensor]) -> Iterator[Tenso
     passes = positions * outputs.shape[-1]
     if passes > MOST_PASSES:
         raise GeometryError(
-            f"the expected Fisher matrix of {positions} positions with {outputs.shape[-1]} outputs "
-            f"takes {passes} backward passes a batch, more than {MOST_PASSES}; use 'monte-carlo'"
+            f"the expected Fisher matrix of {positions} positions with {outputs.shape[-1]} "
+            f"outputs takes {passes} backward passes a batch, more than {MOST_PASSES}",
+            remedy="use 'monte-carlo'",
         )
     return _one_at_a_time(outputs, columns, positions)
 
@@ -206,11 +210,11 @@ def _one_at_a_time(outputs: Tensor, columns: Iterable[Tensor], positions: int) -
 def _check_outputs(outputs: Tensor, targets: Tensor | None, fisher: Fisher) -> None:
     if outputs.dim() < 2:
         raise GeometryError(
-            f"outputs of shape {tuple(outputs.shape)}: the last dimension must be that of one prediction; "
-            "give outputs=lambda model, x: model(x)[:, None]"
+            f"outputs of shape {tuple(outputs.shape)}: the last dimension must be that of one prediction",
+            remedy="give outputs=lambda model, x: model(x)[:, None]",
         )
     if fisher == "empirical" and targets is None:
-        raise GeometryError("the empirical Fisher matrix needs targets; give (inputs, targets)")
+        raise GeometryError("the empirical Fisher matrix needs targets", remedy="give (inputs, targets)")
 
 
 def _check_labels(outputs: Tensor, targets: Tensor) -> None:
@@ -223,5 +227,5 @@ def _check_labels(outputs: Tensor, targets: Tensor) -> None:
     wrong = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
     if wrong.any():
         raise GeometryError(
-            f"label {int(targets[wrong][0])} is outside 0..{classes - 1}; {IGNORED} is skipped"
+            f"label {int(targets[wrong][0])} is outside 0..{classes - 1}", remedy=f"{IGNORED} is skipped"
         )

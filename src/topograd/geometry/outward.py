@@ -167,7 +167,7 @@ def short_example(inputs: Any, parameters: int) -> Any:
     """The first rows of a batch: of tokens (rows, positions) the first positions of one row or a few."""
     tensors = [value for value in _leaves(inputs) if isinstance(value, Tensor)]
     if not tensors or any(value.dim() == 0 or len(value) == 0 for value in tensors):
-        raise GeometryError("the first batch has no samples; a reading needs at least one input")
+        raise GeometryError("the first batch has no samples", remedy="a reading needs at least one input")
     if all(value.dim() == 2 and not value.is_floating_point() for value in tensors):
         tokens = min(TOKENS, max(16, int(LARGE / max(parameters, 1))))
         length = min(tensors[0].shape[1], tokens)
@@ -208,7 +208,7 @@ def _refuse_infinite(parameters: Mapping[str, Tensor]) -> None:
     bad = first_not_finite(parameters)
     if bad is not None:
         raise GeometryError(
-            f"parameter {bad} has a value that is not finite; load weights from before it happened"
+            f"parameter {bad} has a value that is not finite", remedy="load weights from before it happened"
         )
 
 

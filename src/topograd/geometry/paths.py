@@ -54,19 +54,23 @@ class Path:
         weights = dict(model.named_parameters())
         for name, part in direction.items():
             if name not in weights:
-                raise GeometryError(f"the direction names {name!r}; the model has {', '.join(weights)}")
+                raise GeometryError(
+                    f"the direction names {name!r}", remedy=f"the model has {', '.join(weights)}"
+                )
             if part.shape != weights[name].shape:
                 given, wanted = tuple(part.shape), tuple(weights[name].shape)
                 raise GeometryError(
-                    f"the direction of {name!r} has shape {given}; the parameter has {wanted}"
+                    f"the direction of {name!r} has shape {given}", remedy=f"the parameter has {wanted}"
                 )
         bad = first_not_finite(weights)
         if bad is not None:
-            raise GeometryError(f"{bad!r} holds a number that is not finite; nothing can be read of it")
+            raise GeometryError(
+                f"{bad!r} holds a number that is not finite", remedy="nothing can be read of it"
+            )
         v = {name: part.detach().to(weights[name].device, torch.float64) for name, part in direction.items()}
         length = squared_length(v.values()) ** 0.5
         if length == 0:
-            raise GeometryError("the direction is zero; give a tensor for at least one parameter")
+            raise GeometryError("the direction is zero", remedy="give a tensor for at least one parameter")
         state = {**weights, **dict(model.named_buffers())}
         start: dict[str, Tensor] = {name: as_double(value.detach()) for name, value in state.items()}
         return cls(start, {name: part / length for name, part in v.items()})
@@ -112,11 +116,12 @@ def read_order(
     k = fit_rate(grid, divergence, estimator="KL divergence")
     if f.slope is not None and f.slope < VANISHES:
         raise GeometryError(
-            f"the Fisher along this path does not vanish (slope {f.slope:.2f}): it does not approach a "
-            "singularity; choose a direction that is dead at its start"
+            f"the Fisher along this path does not vanish (slope {f.slope:.2f}): it does not "
+            "approach a singularity",
+            remedy="choose a direction that is dead at its start",
         )
     if f.slope is None or k.slope is None or round(f.order) != round(k.slope / 2):
-        raise GeometryError(f"no order can be read along this path: Fisher {f}; KL {k}")
+        raise GeometryError(f"no order can be read along this path: Fisher {f}", remedy=f"KL {k}")
     smallest = int(grid.argmin())
     ratio = fisher[smallest] * float(grid[smallest]) ** 2 / divergence[smallest]
     return OrderReading(round(f.order), f, k, ratio)
@@ -195,12 +200,15 @@ class Replaced:
 
     def __call__(self, weights: Mapping[str, Tensor], inputs: Any) -> Tensor:
         if isinstance(inputs, Tensor) and len(inputs) == 0:
-            raise GeometryError("there are no samples; a reading needs at least one input")
+            raise GeometryError("there are no samples", remedy="a reading needs at least one input")
         found = self.answer(weights, inputs)
         if not isinstance(found, Tensor) or found.dim() < 2:
             raise GeometryError(
-                f"the model gave {type(found).__name__}; a path needs outputs (samples, ..., outputs): give "
-                "outputs=, which makes such a tensor of it"
+                f"the model gave {type(found).__name__}",
+                remedy=(
+                    "a path needs outputs (samples, ..., outputs): give outputs=, which makes "
+                    "such a tensor of it"
+                ),
             )
         return found
 

@@ -62,7 +62,7 @@ def read_maps(
 ) -> dict[str, MapReading]:
     """The inputs and gradients of the maps of these names, under cross-entropy."""
     if fisher == "expected":
-        raise GeometryError("fisher is 'expected'; maps are read with 'empirical' or 'monte-carlo'")
+        raise GeometryError("fisher is 'expected'", remedy="maps are read with 'empirical' or 'monte-carlo'")
     sums = _MapSums(set(maps))
     _, samples = stream(model, batches, sums, loss_named("cross-entropy"), fisher, generator=generator)
     return sums.readings(samples)
@@ -99,7 +99,9 @@ class _MapSums:
 
     def readings(self, samples: int) -> dict[str, MapReading]:
         if missing := sorted(self._wanted - self._gradient.keys()):
-            raise GeometryError(f"{missing[0]} is no linear map that the outputs depend on; leave it out")
+            raise GeometryError(
+                f"{missing[0]} is no linear map that the outputs depend on", remedy="leave it out"
+            )
         moments = {name: A / self._rows[name] for name, A in self._A.items()}
         return {
             name: MapReading(moments[self._first[name]], self._gradient[name] / samples)
@@ -116,7 +118,9 @@ def adapter_directions(kind: Kind, old: Tensor, new: Tensor, count: int) -> Tens
     """
     d = len(old)
     if not 1 <= count <= d:
-        raise GeometryError(f"count is {count}; a map with {d} inputs has 1 to {d} directions")
+        raise GeometryError(
+            setting="count", given=count, remedy=f"a map with {d} inputs has 1 to {d} directions"
+        )
     if kind == "dead":
         rows = torch.linalg.eigh(old).eigenvectors[:, :count].T
     else:

@@ -94,7 +94,7 @@ class SeriesReader:
     ) -> None:
         """Without `sampling` no coefficients are sampled."""
         if not batches:
-            raise GeometryError("there are no batches; a series needs a probe that stays the same")
+            raise GeometryError("there are no batches", remedy="a series needs a probe that stays the same")
         self.batches, self._outputs, self._sampling = list(batches), outputs, sampling
         self.rank: int | None = None
 
@@ -209,6 +209,6 @@ def events(points: Sequence[Point]) -> Mapping[str, list[Event]]:
 
 def _losses(outputs: Tensor, targets: Tensor | None) -> Tensor:
     if targets is None:
-        raise GeometryError("a batch has no targets; the loss of a series needs them")
+        raise GeometryError("a batch has no targets", remedy="the loss of a series needs them")
     flat, labels = outputs.flatten(0, -2), targets.flatten()
     return nn.functional.cross_entropy(flat[labels >= 0], labels[labels >= 0], reduction="none")

@@ -62,14 +62,22 @@ class Scan:
     def begin(self, graph: StepGraph) -> None:
         self.adjoints = self.jacobians = None
         if graph.known:
-            raise ConfigError("a scan takes no states, which frozen stages have; use backward 'autograd'")
+            raise ConfigError(
+                "a scan takes no states, which frozen stages have", remedy="use backward 'autograd'"
+            )
         if graph.transport is not None and not self.crosses_ranks:
-            raise ConfigError("a scan takes no transport; use parallel.region_scan.RegionScan on ranks")
+            raise ConfigError(
+                "a scan takes no transport", remedy="use parallel.region_scan.RegionScan on ranks"
+            )
         self._regions = Regions.of(graph.stack, graph.plan)
         inner = self._regions.count - 2
         carried = -(-inner // 2) if self.carried is None else self.carried
         if not 0 <= carried <= inner:
-            raise ConfigError(f"carried is {carried}; of {inner + 2} regions, 0 to {inner} can hand it on")
+            raise ConfigError(
+                setting="carried",
+                given=carried,
+                remedy=f"of {inner + 2} regions, 0 to {inner} can hand it on",
+            )
         self._building = range(1, inner + 1 - carried)
         self._recompute = graph.recompute
         self._tapes: dict[int, Tape | None] = {}
@@ -83,7 +91,9 @@ class Scan:
         if layers:
             Tape(layers)
         if any(drops_layers(layer) for layer in layers):
-            raise ConfigError("jacobian 'pullback' knows no layer dropout; use 'loop', or leave one out")
+            raise ConfigError(
+                "jacobian 'pullback' knows no layer dropout", remedy="use 'loop', or leave one out"
+            )
 
     @contextmanager
     def forward(self, planned: PlannedStage) -> Iterator[None]:

@@ -67,7 +67,7 @@ def visit(regions: Regions, region: int, message_in: Tensor, bus: Bus, way: Jaco
 def recording(regions: Regions, region: int, way: Jacobian) -> Iterator[Tape | None]:
     """Within it a region runs forward so that its Jacobian can be taken in this way; yields its tape."""
     if way not in get_args(Jacobian):
-        raise ConfigError(f"jacobian {way!r} is unknown; choose one of {', '.join(get_args(Jacobian))}")
+        raise ConfigError(setting="jacobian", given=way, allowed=f"one of {', '.join(get_args(Jacobian))}")
     if way == "pullback":
         with record([regions.stack.layers[i] for i in regions.plan.stages[region].layers]) as tape:
             yield tape
@@ -83,7 +83,7 @@ def interface_jacobian(
     several."""
     if chunk is not None and (chunk < 1 or way == "loop"):
         allowed = "at least 1" if chunk < 1 else "left out, since jacobian 'loop' takes one row at a time"
-        raise ConfigError(f"chunk is {chunk}; it must be {allowed}")
+        raise ConfigError(setting="chunk", given=chunk, allowed=allowed)
     out = seen.message_out
     batch, states, rank = out.shape
     dtype = torch.promote_types(out.dtype, torch.float32)  # products of bfloat16 would be off by 4e-3
@@ -196,6 +196,6 @@ def _checked(column: Callable[[Tensor], Tensor], tangents: Tensor) -> Tensor:
         raise
     except RuntimeError as error:  # a NotImplementedError is one
         raise StackError(
-            f"a layer has no forward-mode derivative ({str(error).splitlines()[0][:80]}); "
-            "use jacobian='loop', which needs none"
+            f"a layer has no forward-mode derivative ({str(error).splitlines()[0][:80]})",
+            remedy="use jacobian='loop', which needs none",
         ) from None

@@ -41,14 +41,15 @@ class Regions:
         """Check that `topology` is a chain of interfaces on `stack`, and that its Jacobians are exact."""
         plan = Plan.of(topology, len(stack.layers))
         if len(plan.stages) < 2:
-            raise TopologyError("one region has no interface; give the topology at least two")
+            raise TopologyError("one region has no interface", remedy="give the topology at least two")
         relays = []
         for planned in plan.stages[1:]:
             relay = stack.relay(planned.inputs[0][0].relay)
             if not isinstance(relay, SegmentRelay):
                 raise TopologyError(
-                    f"region {planned.index + 1} reads through {planned.inputs[0][0].relay!r}, which is no "
-                    "interface; build the topology with Topology.regions and the relays with add_interfaces"
+                    f"region {planned.index + 1} reads through {planned.inputs[0][0].relay!r}, "
+                    "which is no interface",
+                    remedy=("build the topology with Topology.regions and the relays with add_interfaces"),
                 )
             relays.append(relay)
         for planned in plan.stages:
@@ -87,13 +88,16 @@ def _check_chain(planned: PlannedStage, last: int) -> None:
     if sources != [(k - 1 if k else EMBEDDING, 1.0)]:
         raise TopologyError(
             f"region {k + 1} reads from regions {[source + 1 for source, _ in sources]} with λ = "
-            f"{[lam for _, lam in sources]}; "
-            f"between regions only the interface from region {k} may carry anything, with λ = 1"
+            f"{[lam for _, lam in sources]}",
+            remedy=(f"between regions only the interface from region {k} may carry anything, with λ = 1"),
         )
     if (planned.scale > 0) != (k == last) or planned.stage.frozen:
         raise TopologyError(
-            f"region {k + 1} of {last + 1} has weight {planned.stage.weight}; only the last region may "
-            "have a loss, and none may be frozen: use backward 'autograd' for anything else"
+            f"region {k + 1} of {last + 1} has weight {planned.stage.weight}",
+            remedy=(
+                "only the last region may have a loss, and none may be frozen: use backward "
+                "'autograd' for anything else"
+            ),
         )
 
 
@@ -103,11 +107,12 @@ def _check_exact(layer: nn.Module, name: str) -> None:
         where = f"{name}.{path}" if path else name
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise StackError(
-                f"{where} is a {type(module).__name__}: it mixes the samples of a batch, so a Jacobian per "
-                "sample would be wrong; use LayerNorm or RMSNorm, or call eval()"
+                f"{where} is a {type(module).__name__}: it mixes the samples of a batch, so a "
+                "Jacobian per sample would be wrong",
+                remedy="use LayerNorm or RMSNorm, or call eval()",
             )
         if isinstance(module, DROPOUT) and module.training and module.p > 0:
             raise StackError(
-                f"{where} drops out with p = {module.p}: a region that runs twice would differ from itself; "
-                "use p = 0 or call eval()"
+                f"{where} drops out with p = {module.p}: a region that runs twice would differ from itself",
+                remedy="use p = 0 or call eval()",
             )

@@ -59,13 +59,13 @@ def suffix_adjoints(
     maps, batch, width, _ = jacobians.shape
     if terminal.shape != (batch, width):
         raise StackError(
-            f"the terminal adjoint has shape {tuple(terminal.shape)}; with Jacobians of shape "
-            f"{tuple(jacobians.shape)} it must be {(batch, width)}"
+            f"the terminal adjoint has shape {tuple(terminal.shape)}",
+            remedy=f"with Jacobians of shape {tuple(jacobians.shape)} it must be {(batch, width)}",
         )
     if chunk is not None and (method != "chunked" or chunk < 1):
         raise ConfigError(
-            f"the scan was given chunk={chunk} and method={method!r}; a chunk has at least 1 map and goes "
-            "with 'chunked' only"
+            f"the scan was given chunk={chunk} and method={method!r}",
+            remedy="a chunk has at least 1 map and goes with 'chunked' only",
         )
     dtype = torch.promote_types(_scan_dtype(jacobians), terminal.dtype)
     with torch.autocast(jacobians.device.type, enabled=False):
@@ -77,7 +77,9 @@ def suffix_adjoints(
         elif method == "tree":
             rows = _tree(J, row)
         else:
-            raise ConfigError(f"the scan was given method={method!r}; choose 'matvec', 'chunked' or 'tree'")
+            raise ConfigError(
+                f"the scan was given method={method!r}", remedy="choose 'matvec', 'chunked' or 'tree'"
+            )
     return rows.squeeze(-2)
 
 
@@ -149,5 +151,5 @@ def _check_jacobians(jacobians: Tensor) -> None:
     shape = tuple(jacobians.shape)
     if len(shape) != 4 or shape[2] != shape[3]:
         raise StackError(
-            f"the Jacobians have shape {shape}; they must be (maps, batch, n, n), all of one width n"
+            f"the Jacobians have shape {shape}", remedy="they must be (maps, batch, n, n), all of one width n"
         )

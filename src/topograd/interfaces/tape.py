@@ -54,7 +54,7 @@ class Tape:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = [_checked(layer) for layer in layers]
         if not self.layers:
-            raise StackError("a region of 0 layers has no pullback; record at least one block")
+            raise StackError("a region of 0 layers has no pullback", remedy="record at least one block")
         self.desk = Desk(self.layers[0].mlp.up.weight)
         self._taken: list[dict[str, Any]] = [{} for _ in self.layers]
         self._factors: list[Factors] = []
@@ -63,7 +63,9 @@ class Tape:
         """Those of each block, made at first use."""
         if not self._factors:
             if not all("h" in taken for taken in self._taken):
-                raise StackError("the tape is not full; run every layer of the region inside `with record`")
+                raise StackError(
+                    "the tape is not full", remedy="run every layer of the region inside `with record`"
+                )
             pairs = zip(self.layers, self._taken, strict=True)
             self._factors = [_factors(layer, taken) for layer, taken in pairs]
             for taken in self._taken:
@@ -94,10 +96,12 @@ class Tape:
             bus, rows = call["bus"], call.get("rows")
             if call.get("state") is not None or bus.positions.dim() != 1:
                 raise StackError(
-                    "a tape holds whole sequences of equal length; record without a decoding state"
+                    "a tape holds whole sequences of equal length", remedy="record without a decoding state"
                 )
             if torch.is_autocast_enabled(bus.x0.device.type):
-                raise StackError("jacobian 'pullback' knows no bf16; use jacobian='loop', or leave bf16 out")
+                raise StackError(
+                    "jacobian 'pullback' knows no bf16", remedy="use jacobian='loop', or leave bf16 out"
+                )
             x0, rotary = bus.x0.detach(), bus.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
             self._factors = []
@@ -123,8 +127,8 @@ def _checked(layer: nn.Module) -> Block:
     if type(layer) is Block and traits is not None and traits.norm_behind_rotation:  # the GPT's
         return layer
     raise StackError(
-        f"{type(layer).__name__} has no hand-written pullback, only a GPT's block with attention has one; "
-        "use jacobian='loop'"
+        f"{type(layer).__name__} has no hand-written pullback, only a GPT's block with attention has one",
+        remedy="use jacobian='loop'",
     )
 
 

@@ -136,7 +136,7 @@ def _slow_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | N
 def _ridge(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
     classes = getattr(getattr(stack, "config", None), "classes", None)
     if classes is None:
-        raise StackError("the objective ridge solves for classes; it needs a network on pictures")
+        raise StackError("the objective ridge solves for classes", remedy="it needs a network on pictures")
     return RidgeHead(stack.feature_width(stack.shape_behind(planned.stage.stop - 1)), classes)
 
 

@@ -106,31 +106,38 @@ class GPTConfig(BlockConfig):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocab", "context", "ssm_state"):
             if not 1 <= getattr(self, name) <= MOST:
-                raise StackError(f"{name} is {getattr(self, name)}; it must lie in 1..{MOST}")
+                raise StackError(setting=name, given=getattr(self, name), allowed=f"in 1..{MOST}")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise StackError(
-                f"width {self.width} does not split into {self.heads} heads of even width; "
-                "choose a width that is a multiple of twice the heads"
+                f"width {self.width} does not split into {self.heads} heads of even width",
+                remedy="choose a width that is a multiple of twice the heads",
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            raise StackError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads; use a divisor")
+            raise StackError(
+                f"{self.heads} heads cannot share {self.kv_heads} kv_heads", remedy="use a divisor"
+            )
         if not 1 <= self.mlp_ratio * self.width <= MOST:
             raise StackError(
-                f"mlp_ratio is {self.mlp_ratio}; the MLP's width, this times the width {self.width}, must "
-                f"lie in 1..{MOST}"
+                setting="mlp_ratio",
+                given=self.mlp_ratio,
+                remedy=f"the MLP's width, this times the width {self.width}, must lie in 1..{MOST}",
             )
         if not 0 < self.rope_base < math.inf:
-            raise StackError(f"rope_base is {self.rope_base}; it must be finite and above 0")
+            raise StackError(setting="rope_base", given=self.rope_base, allowed="finite and above 0")
         if not 0 <= self.head_std < math.inf:
-            raise StackError(f"head_std is {self.head_std}; it must be finite and at least 0")
+            raise StackError(setting="head_std", given=self.head_std, allowed="finite and at least 0")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise StackError(f"softcap is {self.softcap}; it must be positive, or be left out for no cap")
+            raise StackError(
+                setting="softcap", given=self.softcap, allowed="positive, or be left out for no cap"
+            )
         if any(not 0 <= window <= MOST for window in self.windows):
-            raise StackError(f"windows are {self.windows}; a span is at least 0, and 0 is the whole context")
+            raise StackError(
+                f"windows are {self.windows}", remedy="a span is at least 0, and 0 is the whole context"
+            )
         if self.head_rank is not None and self.head_rank < 1:
-            raise StackError(f"head_rank is {self.head_rank}; it must be at least 1, or be left out")
+            raise StackError(setting="head_rank", given=self.head_rank, allowed="at least 1, or be left out")
         if self.ssm_state % 4:
-            raise StackError(f"ssm_state is {self.ssm_state}; it must be a multiple of 4")
+            raise StackError(setting="ssm_state", given=self.ssm_state, allowed="a multiple of 4")
         for name, allowed in (
             ("mlp", ("relu2", "swiglu")),
             ("value_embeddings", ("none", "alternate", "all")),
@@ -138,7 +145,7 @@ class GPTConfig(BlockConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                    f"{name} {getattr(self, name)!r} is unknown", remedy=f"choose one of {', '.join(allowed)}"
                 )
         if self.architecture not in ARCHITECTURES:
             _check_mixer(self.architecture)
@@ -191,8 +198,9 @@ class GPTConfig(BlockConfig):
         first = replace(self, count_from="first")
         if any(first._alternates(i) != self._alternates(i) for i in range(self.layers)):
             raise StackError(
-                f"this model's {self.layers} layers alternate counted from the last, so appended ones "
-                "would change them; train it again with count_from = 'first'"
+                f"this model's {self.layers} layers alternate counted from the last, so appended "
+                "ones would change them",
+                remedy="train it again with count_from = 'first'",
             )
         return replace(first, layers=layers)
 
@@ -226,8 +234,11 @@ def _check_mixer(name: str) -> None:
         MIXERS.check(name)
     except ConfigError:
         raise StackError(
-            f"architecture {name!r} is unknown; choose one of {', '.join(ARCHITECTURES)}, or "
-            "package.module:attribute of a mixer of your own"
+            setting="architecture",
+            given=name,
+            allowed=(
+                f"one of {', '.join(ARCHITECTURES)}, or package.module:attribute of a mixer of your own"
+            ),
         ) from None
 
 
@@ -251,12 +262,15 @@ class SegmentInterface:
         for name, allowed in (("pool", get_args(Pool)), ("maps", get_args(Maps))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"interface {name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                    f"interface {name} {getattr(self, name)!r} is unknown",
+                    remedy=f"choose one of {', '.join(allowed)}",
                 )
         if not LEAST_RANK <= self.rank <= MOST:
             raise ConfigError(
-                f"interface rank r is {self.rank}; it must be at least {LEAST_RANK}, for a LayerNorm of "
-                "fewer numbers passes no gradient"
+                f"interface rank r is {self.rank}",
+                remedy=(
+                    f"it must be at least {LEAST_RANK}, for a LayerNorm of fewer numbers passes no gradient"
+                ),
             )
         if not self.causal and (self.segments != 1 or self.pool != "mean"):
             raise ConfigError(
@@ -265,8 +279,8 @@ class SegmentInterface:
             )
         if self.causal and self.segments < 2:
             raise ConfigError(
-                f"interface segments S is {self.segments}; it must be at least 2, for segment s hears only "
-                "those before it"
+                f"interface segments S is {self.segments}",
+                remedy="it must be at least 2, for segment s hears only those before it",
             )
 
     @classmethod
@@ -282,11 +296,11 @@ class SegmentInterface:
             key, equals, value = (word.strip() for word in part.partition("="))
             if not equals or key not in names:
                 raise ConfigError(
-                    f"interface {text!r} has the part {part.strip()!r}; "
-                    f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}"
+                    f"interface {text!r} has the part {part.strip()!r}",
+                    remedy=f"write it as S=8,r=8,pool=tail with keys from {', '.join(names)}",
                 )
             if names[key] in settings:
-                raise ConfigError(f"interface {text!r} gives {key} twice; give each key once")
+                raise ConfigError(f"interface {text!r} gives {key} twice", remedy="give each key once")
             settings[names[key]] = _value(key, value)
         return cls(**settings)
 
@@ -294,8 +308,8 @@ class SegmentInterface:
         """ℓ, the positions of one segment."""
         if self.segments > context or context % self.segments:
             raise ConfigError(
-                f"interface segments S is {self.segments} and the context {context}; "
-                f"S must divide the context"
+                f"interface segments S is {self.segments} and the context {context}",
+                remedy="S must divide the context",
             )
         return context // self.segments
 
@@ -305,9 +319,9 @@ def _value(key: str, value: str) -> int | str | bool:
         try:
             return int(value)
         except ValueError:
-            raise ConfigError(f"interface {key} is {value!r}; it must be a whole number") from None
+            raise ConfigError(f"interface {key} is {value!r}", remedy="it must be a whole number") from None
     if key == "causal":
         if value.lower() not in ("true", "false"):
-            raise ConfigError(f"interface causal is {value!r}; it must be true or false")
+            raise ConfigError(f"interface causal is {value!r}", remedy="it must be true or false")
         return value.lower() == "true"
     return value

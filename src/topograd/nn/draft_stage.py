@@ -95,7 +95,7 @@ class DraftStage(nn.Module):
     def __init__(self, base: Stack, vocabulary: Tensor) -> None:
         super().__init__()
         if not isinstance(base, Draftable):
-            raise StackError(f"{type(base).__name__} can be given no draft stage; a transformer can")
+            raise StackError(f"{type(base).__name__} can be given no draft stage", remedy="a transformer can")
         self.register_buffer("vocabulary", vocabulary.long())
         like = base.embedding.weight
         self.relay = PreviousRelay(base.width)

@@ -16,5 +16,7 @@ class GPT(Transformer):
 
     def __init__(self, config: GPTConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
-            raise StackError(f"GPT got a config and also {sorted(settings)}; put everything into one of them")
+            raise StackError(
+                f"GPT got a config and also {sorted(settings)}", remedy="put everything into one of them"
+            )
         super().__init__(config or GPTConfig(**settings))

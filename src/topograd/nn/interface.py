@@ -120,8 +120,10 @@ class SegmentRelay(nn.Module, CausalRelay):
         later = -(-time // self.segment) - 1  # segments after the first
         if later >= self.settings.segments:
             raise ConfigError(
-                f"the interface was given {time} positions; it was made for a context of "
-                f"{self.segment * self.settings.segments}, so cut the input"
+                f"the interface was given {time} positions",
+                remedy=(
+                    f"it was made for a context of {self.segment * self.settings.segments}, so cut the input"
+                ),
             )
         decoded = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
         return bus.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
@@ -149,8 +151,8 @@ class SegmentRelay(nn.Module, CausalRelay):
     def _must_be_causal(self) -> None:
         if not self.settings.causal:
             raise ConfigError(
-                "an interface with causal=False needs the whole sequence, so it cannot write token by token; "
-                "train one that is causal"
+                "an interface with causal=False needs the whole sequence, so it cannot write token by token",
+                remedy="train one that is causal",
             )
 
 

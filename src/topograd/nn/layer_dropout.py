@@ -68,8 +68,8 @@ class LayerDropout:
         h: Tensor = args[0] if kwargs.get("rows") is None else args[0][:, kwargs["rows"]]
         if h.shape != output.shape:
             raise StackError(
-                f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}; layer dropout "
-                "needs layers that keep the shape"
+                f"a {type(module).__name__} makes {tuple(output.shape)} of {tuple(h.shape)}",
+                remedy="layer dropout needs layers that keep the shape",
             )
         if self._kept is None:
             self._kept = torch.rand(len(h), device=h.device) >= self.rate

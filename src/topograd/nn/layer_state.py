@@ -62,7 +62,8 @@ class KVState:
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
             raise StackError(
-                f"the state holds {self.capacity} positions and {stop} are needed; make it with more capacity"
+                f"the state holds {self.capacity} positions and {stop} are needed",
+                remedy="make it with more capacity",
             )
         self.keys = grown(self.keys, 2, stop, self.capacity)
         self.values = grown(self.values, 2, stop, self.capacity)

@@ -146,7 +146,7 @@ def add_relays(stack: Stack, topology: Topology) -> None:
     width = stack.width
     rank = max(width // 4, 1) if topology.relay_rank is None else topology.relay_rank
     if not 1 <= rank <= width:
-        raise ConfigError(f"relay rank is {rank}; it must lie in 1..{width}, the width")
+        raise ConfigError(f"relay rank is {rank}", remedy=f"it must lie in 1..{width}, the width")
     like = next(stack.parameters())
     for name, make, beside in missing:
         stack.add_relay(name, make(width, rank, beside=beside).to(like.device, like.dtype))

@@ -32,7 +32,7 @@ def add_lora(layers: Iterable[nn.Module], rank: int, alpha: float | None = None)
     What the layers compute does not change. Their other parameters stop asking for gradients.
     """
     if rank < 1:
-        raise ConfigError(f"lora_rank is {rank}; it must be at least 1")
+        raise ConfigError(setting="lora_rank", given=rank, allowed="at least 1")
     scale = (2.0 * rank if alpha is None else alpha) / rank
     count = 0
     for layer in layers:
@@ -72,11 +72,13 @@ def _attach(module: Any, rank: int, scale: float) -> None:
     inputs, outputs = weight.shape if _transposed(module) else weight.shape[::-1]
     if rank > min(inputs, outputs):
         raise ConfigError(
-            f"lora_rank is {rank} and a map has {inputs} inputs and {outputs} outputs; give at most the "
-            "smaller"
+            f"lora_rank is {rank} and a map has {inputs} inputs and {outputs} outputs",
+            setting="lora_rank",
+            given=rank,
+            remedy="give at most the smaller",
         )
     if has_lora(module):
-        raise StackError("a map has a LoRA correction already; merge it first")
+        raise StackError("a map has a LoRA correction already", remedy="merge it first")
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     a = torch.empty(rank, inputs, **like)
     if not a.is_meta:

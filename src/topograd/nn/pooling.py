@@ -26,7 +26,9 @@ def pool(logits: Sequence[Tensor], how: str | Sequence[float]) -> Tensor:
     """Pooled logits of the stages, each (..., vocab); not normalised."""
     if not isinstance(how, str):
         if len(how) != len(logits):
-            raise ConfigError(f"{len(how)} weights for {len(logits)} stages; give one weight per stage")
+            raise ConfigError(
+                f"{len(how)} weights for {len(logits)} stages", remedy="give one weight per stage"
+            )
         return torch.stack([w * z for w, z in zip(how, logits, strict=True)]).sum(0)
     if how == "last":
         return logits[-1]
@@ -36,7 +38,7 @@ def pool(logits: Sequence[Tensor], how: str | Sequence[float]) -> Tensor:
         return torch.stack(list(logits)).mean(0)
     if how == "shrinkage":
         return torch.stack([shrinkage_weight(z) * z for z in logits]).sum(0)
-    raise ConfigError(f"pooling {how!r} is unknown; choose one of {POOLINGS} or give weights")
+    raise ConfigError(setting="pooling", given=how, allowed=f"one of {POOLINGS} or give weights")
 
 
 def shrinkage_weight(logits: Tensor) -> Tensor:

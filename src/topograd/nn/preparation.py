@@ -49,21 +49,24 @@ def check_prepared(stack: Stack, plan: Plan) -> None:
         missing = [head for head in _own_heads(plan) if not stack.has_head(head)]
         if missing:
             raise StackError(
-                f"stage {missing[0] + 1} has no head of its own and the topology asks for one; call "
-                "tg.prepare(stack, topology) before you build the optimizer"
+                f"stage {missing[0] + 1} has no head of its own and the topology asks for one",
+                remedy="call tg.prepare(stack, topology) before you build the optimizer",
             )
     for relay in dict.fromkeys(port.relay for planned in plan.stages for port, _ in planned.inputs):
         try:
             stack.relay(relay)
         except StackError as error:
             raise StackError(
-                f"{error}; tg.prepare(stack, topology) adds learned ones and interfaces, stack.add_relay "
-                "one of your own"
+                str(error),
+                remedy=(
+                    "tg.prepare(stack, topology) adds learned ones and interfaces, "
+                    "stack.add_relay one of your own"
+                ),
             ) from None
     if any(parameter.requires_grad for parameter in _to_freeze(stack, plan)):
         raise StackError(
-            "the topology has frozen stages and the stack's parameters still learn; call "
-            "tg.prepare(stack, topology) before you build the optimizer"
+            "the topology has frozen stages and the stack's parameters still learn",
+            remedy="call tg.prepare(stack, topology) before you build the optimizer",
         )
 
 
@@ -93,7 +96,8 @@ def _shared_head(stack: Stack) -> list[nn.Parameter]:
     tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
     if head is None or id(head.weight) in tables:
         raise StackError(
-            f"heads = 'own' needs a shared head that can stay fixed, and this {type(stack).__name__}'s is "
-            "tied to the embedding or is none; use 'per-stage'"
+            "heads = 'own' needs a shared head that can stay fixed, and this "
+            f"{type(stack).__name__}'s is tied to the embedding or is none",
+            remedy="use 'per-stage'",
         )
     return list(head.parameters(recurse=False))

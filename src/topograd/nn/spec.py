@@ -50,7 +50,7 @@ class ModelSpec:
     def build(self, topology: Topology) -> Stack:
         """A stack with random weights and the layers of `topology`, which may be more than `self.layers`:
         private decoders lie behind the model's own."""
-        raise ConfigError(f"{type(self).__name__} has no build; a model spec must define it")
+        raise ConfigError(f"{type(self).__name__} has no build", remedy="a model spec must define it")
 
     @property
     def kind(self) -> str:
@@ -94,8 +94,10 @@ def read_spec(table: Mapping[str, Any]) -> ModelSpec:
     rest = dict(table)
     kind = rest.pop("kind", "gpt")
     if not isinstance(kind, str):
-        raise ConfigError(f'setting model.kind is {kind!r}; it must be text, as "gpt"')
+        raise ConfigError(f"setting model.kind is {kind!r}", remedy='it must be text, as "gpt"')
     found = MODELS["resnet" if kind.startswith("resnet") and kind[6:].isdigit() else kind]
     if not (isinstance(found, type) and issubclass(found, ModelSpec)):
-        raise ConfigError(f"model kind {kind!r} is no ModelSpec; name a class that inherits tg.ModelSpec")
+        raise ConfigError(
+            f"model kind {kind!r} is no ModelSpec", remedy="name a class that inherits tg.ModelSpec"
+        )
     return found.from_dict(kind, rest)

@@ -66,11 +66,11 @@ class Stack(nn.Module):
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         """x0 from the inputs; `previous` is the token before them, for stacks that look one back."""
-        raise StackError(f"{type(self).__name__} has no embed; a stack must define it")
+        raise StackError(f"{type(self).__name__} has no embed", remedy="a stack must define it")
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
-        raise StackError(f"{type(self).__name__} has no readout; a stack must define it")
+        raise StackError(f"{type(self).__name__} has no readout", remedy="a stack must define it")
 
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
         """The bus for inputs whose first position is `offset`, or whose positions (batch, time) it is."""
@@ -104,7 +104,7 @@ class Stack(nn.Module):
             return RELAYS[name]
         own: Mapping[str, Any] = self.own_relays()
         if name not in own:
-            raise StackError(f"relay {name!r} is unknown; known are {sorted({*RELAYS, *own})}")
+            raise StackError(f"relay {name!r} is unknown", remedy=f"known are {sorted({*RELAYS, *own})}")
         return own[name]
 
     def arrange(self, plan: Plan) -> None:
@@ -114,7 +114,8 @@ class Stack(nn.Module):
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
         """Make sure that these stages have heads of their own; True if parameters were added."""
         raise StackError(
-            f"{type(self).__name__} has one head for all stages; use heads='shared' or define add_heads"
+            f"{type(self).__name__} has one head for all stages",
+            remedy="use heads='shared' or define add_heads",
         )
 
     def has_head(self, stage: int) -> bool:
@@ -124,17 +125,21 @@ class Stack(nn.Module):
     @property
     def width(self) -> int:
         """Numbers in a hidden state, which learned relays are sized by."""
-        raise StackError(f"{type(self).__name__} does not say its width; define it, or add relays yourself")
+        raise StackError(
+            f"{type(self).__name__} does not say its width", remedy="define it, or add relays yourself"
+        )
 
     @property
     def vocab(self) -> int:
         """Tokens, or classes, that the readout has logits for."""
-        raise StackError(f"{type(self).__name__} does not say its vocab; define it")
+        raise StackError(f"{type(self).__name__} does not say its vocab", remedy="define it")
 
     @property
     def context(self) -> int:
         """Positions that the stack sees, which interfaces are sized by."""
-        raise StackError(f"{type(self).__name__} does not say its context; define it, or add relays yourself")
+        raise StackError(
+            f"{type(self).__name__} does not say its context", remedy="define it, or add relays yourself"
+        )
 
     def features(self, h: Tensor) -> Tensor:
         """The numbers (..., width) that a head reads of a hidden state."""
@@ -179,8 +184,8 @@ class Stack(nn.Module):
         """
         if self.own_relays():
             raise StackError(
-                f"this {type(self).__name__} has relays, so its layers do not simply follow one another; "
-                "call Predictor(stack, plan) instead"
+                f"this {type(self).__name__} has relays, so its layers do not simply follow one another",
+                remedy="call Predictor(stack, plan) instead",
             )
         h = self.embed(inputs)
         bus = self.bus(h, inputs)

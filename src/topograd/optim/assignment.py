@@ -34,10 +34,10 @@ def check_parameters(groups: Sequence[Mapping[str, Any]]) -> None:
             label = repr(name) if name else f"a parameter of shape {tuple(tensor.shape)}"
             if id(tensor) in seen or name in taken:
                 raise OptimError(
-                    f"{label} is given twice (first as {seen.get(id(tensor), label)}); give it once"
+                    f"{label} is given twice (first as {seen.get(id(tensor), label)})", remedy="give it once"
                 )
             if not tensor.is_floating_point():
-                raise OptimError(f"{label} is {tensor.dtype}; give real floating parameters")
+                raise OptimError(f"{label} is {tensor.dtype}", remedy="give real floating parameters")
             seen[id(tensor)] = label
             taken |= {name} - {""}
 
@@ -53,7 +53,9 @@ def check_gauges(gauges: Sequence[Gauge], groups: Sequence[Mapping[str, Any]]) -
         gauge.check(everything)
         at = {index for index, part in enumerate(named) for name in gauge.names if name in part}
         if len(at) > 1:
-            raise OptimError(f"{gauge} spans param groups {sorted(at)}; put its parameters into one group")
+            raise OptimError(
+                f"{gauge} spans param groups {sorted(at)}", remedy="put its parameters into one group"
+            )
         _check_tensors(gauge, [everything[name] for name in gauge.names])
         check_decay(gauge, groups[at.pop()]["weight_decay"])
         if isinstance(gauge, Rescaling):
@@ -71,15 +73,15 @@ def check_disjoint(gauges: Sequence[Gauge]) -> None:
     for one, other in combinations(gauges, 2):
         if shared := sorted(set(one.names) & set(other.names)):
             kinds = f"{type(one).__name__} and {type(other).__name__} share {shared[0]!r}"
-            raise OptimError(f"{kinds}; {_joint(one, other)}")
+            raise OptimError(kinds, remedy=_joint(one, other))
 
 
 def check_decay(gauge: Gauge, weight_decay: float) -> None:
     """Shrinking does not commute with shifting."""
     if weight_decay and isinstance(gauge, Translation):
         raise OptimError(
-            f"weight_decay {weight_decay} on {gauge} breaks the translation; put its tensors into a "
-            "param group with weight_decay=0"
+            f"weight_decay {weight_decay} on {gauge} breaks the translation",
+            remedy="put its tensors into a param group with weight_decay=0",
         )
 
 
@@ -100,8 +102,8 @@ def _joint(one: Gauge, other: Gauge) -> str:
 def _check_tensors(gauge: Gauge, tensors: Sequence[Tensor]) -> None:
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
-        raise OptimError(f"{gauge} has tensors of several dtypes or devices; keep them alike")
+        raise OptimError(f"{gauge} has tensors of several dtypes or devices", remedy="keep them alike")
     if tensors[0].dtype not in _PRECISE:
         raise OptimError(
-            f"{gauge} is on {tensors[0].dtype} tensors; keep its parameters in float32 or float64"
+            f"{gauge} is on {tensors[0].dtype} tensors", remedy="keep its parameters in float32 or float64"
         )

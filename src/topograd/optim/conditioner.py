@@ -69,7 +69,7 @@ class _Conditioned(LiftedOptimizer):
         rms: bool = False,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise OptimError(f"momentum is {momentum}; it must be at least 0 and below 1")
+            raise OptimError(setting="momentum", given=momentum, allowed="at least 0 and below 1")
         ways = {"vertical": vertical, "reproject": reproject, "retract": retract, "rms": rms}
         super().__init__(
             params, gauges, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, **ways}

@@ -80,7 +80,7 @@ class DDCAdam(LiftedOptimizer):
         fused: bool | None = None,
     ) -> None:
         if foreach and fused:
-            raise OptimError("foreach and fused are both set; choose one of them")
+            raise OptimError("foreach and fused are both set", remedy="choose one of them")
         if not all(0 <= beta < 1 for beta in betas) or not eps >= 0:
             raise OptimError(f"betas {betas} must be in [0, 1) and eps {eps} at least 0")
         ways = {"vertical": vertical, "reproject": reproject, "retract": retract, "rms": rms}

@@ -169,7 +169,9 @@ class _Check:
         if not network.before or not all(tensor.isfinite().all() for tensor in network.before):
             raise OptimError(f"{type(model).__name__} returned no finite floating tensor on the example")
         if network.away({}) > TOLERANCE:
-            raise OptimError(f"{type(model).__name__} says different things in two runs; make it repeatable")
+            raise OptimError(
+                f"{type(model).__name__} says different things in two runs", remedy="make it repeatable"
+            )
 
     def holds(self, gauge: Gauge) -> bool:
         """Whether a candidate can be used; otherwise it is noted why not."""

@@ -56,15 +56,19 @@ class LiftedOptimizer(Optimizer, ABC):
         self._gauges = tuple(gauges)
         ways = ("frozen", "sgd", *filter(None, [self.base]))
         if defaults["vertical"] not in ways:
-            raise OptimError(f"vertical is {defaults['vertical']!r}; choose one of {', '.join(ways)}")
+            raise OptimError(
+                setting="vertical", given=defaults["vertical"], remedy=f"choose one of {', '.join(ways)}"
+            )
         for gauge in self._gauges:
             if not isinstance(gauge, (Translation, Rescaling)):
-                raise OptimError(f"{gauge!r} is no gauge; choose from topograd.optim.gauges")
+                raise OptimError(f"{gauge!r} is no gauge", remedy="choose from topograd.optim.gauges")
         for name in ("lr", "weight_decay"):
             if isinstance(defaults[name], Tensor) or not defaults[name] >= 0:
-                raise OptimError(f"{name} is {defaults[name]!r}; give a number that is at least 0")
+                raise OptimError(
+                    setting=name, given=defaults[name], remedy="give a number that is at least 0"
+                )
         if isinstance(params, Tensor):
-            raise OptimError("params is one tensor; pass model.named_parameters(), or a list")
+            raise OptimError("params is one tensor", remedy="pass model.named_parameters(), or a list")
         given = list(params)
         grouped: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
         groups = [{**group, "params": _listed(group["params"])} for group in grouped]
@@ -84,13 +88,17 @@ class LiftedOptimizer(Optimizer, ABC):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step from the gradients that are there."""
         if closure is not None:
-            raise OptimError(f"{type(self).__name__} takes no closure; call backward() first, then step()")
+            raise OptimError(
+                f"{type(self).__name__} takes no closure", remedy="call backward() first, then step()"
+            )
         for group in self.param_groups:
             moving = [tensor for tensor in group["params"] if tensor.grad is not None]
             for tensor in moving:
                 if tensor.grad.is_sparse:
                     shape = tuple(tensor.shape)
-                    raise OptimError(f"a parameter of shape {shape} has a sparse gradient; make it dense")
+                    raise OptimError(
+                        f"a parameter of shape {shape} has a sparse gradient", remedy="make it dense"
+                    )
             named = dict(zip(group.get("param_names", ()), group["params"], strict=False))
             active = [gauge for gauge in self._gauges if any(_moves(named, name) for name in gauge.names)]
             covered = {id(named[name]) for gauge in active for name in gauge.names}
@@ -118,7 +126,8 @@ class LiftedOptimizer(Optimizer, ABC):
         for group in state_dict["param_groups"]:
             if (saved := group.get("gauges")) != own:
                 raise OptimError(
-                    f"the state belongs to gauges {saved}, not to {own}; build the optimizer with those"
+                    f"the state belongs to gauges {saved}, not to {own}",
+                    remedy="build the optimizer with those",
                 )
         super().load_state_dict(state_dict)
 

@@ -34,7 +34,7 @@ def z_loss(
     0.9609
     """
     if not coefficient >= 0:
-        raise OptimError(f"the coefficient of the z-loss is {coefficient}; it must be at least 0")
+        raise OptimError(f"the coefficient of the z-loss is {coefficient}", remedy="it must be at least 0")
     squares = logits.logsumexp(-1).square()
     if counted is not None:
         cpu = squares.device.type == "cpu"  # elsewhere to choose samples is to wait for the device

@@ -72,7 +72,7 @@ class SetStore(FolderStore):
         if said:
             if self.ranks.first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"cannot save {target} ({said}); make room and resume")
+            raise CheckpointError(f"cannot save {target} ({said})", remedy="make room and resume")
         return target.name
 
     def _write(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> str:
@@ -96,7 +96,7 @@ class IndependentStageStore(FolderStore):
         said = _tried(write)
         if said:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"cannot save {target} ({said}); make room and resume")
+            raise CheckpointError(f"cannot save {target} ({said})", remedy="make room and resume")
         return target.name
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:

@@ -31,7 +31,7 @@ def consolidate_run(folder: Path) -> dict[str, Any]:
         store = FolderStore(run.checkpoints)
         names = store.names()
         if not names:
-            raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
+            raise CheckpointError(f"{folder} has no checkpoint yet", remedy="train it first")
         before = store.weights(names[-1])
         config = read_settings(run)
         stack, plan = build_stack(config)
@@ -52,15 +52,16 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     common = set.intersection(*({*store.names()} for store in stores))
     if not common:
         raise CheckpointError(
-            f"no step was saved by all of the {len(folders)} stages; train on until they have saved the same"
+            f"no step was saved by all of the {len(folders)} stages",
+            remedy="train on until they have saved the same",
         )
     name = max(common)
     config = read_settings(runs[-1])
     stack, plan = build_stack(config)
     if len(plan.stages) != len(folders):
         raise ConfigError(
-            f"{len(folders)} folders were given and the last one's topology has {len(plan.stages)} stages; "
-            "give the folder of each stage, in order"
+            f"{len(folders)} folders were given and the last one's topology has {len(plan.stages)} stages",
+            remedy="give the folder of each stage, in order",
         )
     layout = Layout(plan, tuple(range(len(plan.stages))), private=True)
     optimizers = make_optimizers(stack, config.optimizer, plan).optimizers
@@ -93,7 +94,9 @@ def _take_stage(stack: Stack, layout: Layout, optimizers: Optimizers, path: Path
         names = {name for name in own if name not in elsewhere}
     missing = sorted(name for name in names if name not in weights)
     if missing:
-        raise CheckpointError(f"checkpoint {path} lacks {missing[0]!r}; give the folders in order of stages")
+        raise CheckpointError(
+            f"checkpoint {path} lacks {missing[0]!r}", remedy="give the folders in order of stages"
+        )
     for name in names:
         own[name].copy_(weights[name])
     parameters = {name: p for name, p in stack.named_parameters() if name in names}

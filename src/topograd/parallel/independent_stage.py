@@ -203,7 +203,8 @@ class IndependentStageTask(RunTask):
             if time.monotonic() - since > self.parallel.patience:
                 raise ParallelError(
                     f"stage {self.index} sent nothing to stage {self.index + 1} for "
-                    f"{self.parallel.patience:g} s; start it again, then resume this one"
+                    f"{self.parallel.patience:g} s",
+                    remedy="start it again, then resume this one",
                 )
         return self._skip(step, self._arrived.step - step - 1)
 
@@ -257,8 +258,8 @@ def addresses(parallel: ParallelConfig) -> list[Address]:
         return [Address(given[0].host, given[0].port + k) for k in range(parallel.stages)]
     if len(given) not in (parallel.stages - 1, parallel.stages):
         raise ConfigError(
-            f"--parallel links names {len(given)} addresses and there are {parallel.stages} stages; give one "
-            "for each stage, or that of stage 1 alone"
+            f"--parallel links names {len(given)} addresses and there are {parallel.stages} stages",
+            remedy="give one for each stage, or that of stage 1 alone",
         )
     return given
 
@@ -284,7 +285,7 @@ def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:
     stages, index = len(plan.stages), (parallel.stage or 1) - 1
     if not index < stages:
         raise ConfigError(
-            f"--parallel stage={index + 1} and the topology has {stages} stages; give one of them"
+            f"--parallel stage={index + 1} and the topology has {stages} stages", remedy="give one of them"
         )
     if parallel.stages > stages:
         raise ConfigError(f"--parallel stages={parallel.stages} and the topology has {stages} stages")
@@ -295,13 +296,15 @@ def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:
         lam for p, lam in planned.inputs if p.source >= 0
     ):
         raise ConfigError(
-            f"stage {index + 1} hears more than the stage before it, or sends it gradient; {remedy}"
+            f"stage {index + 1} hears more than the stage before it, or sends it gradient", remedy=remedy
         )
     if isinstance(stack.relay(planned.inputs[0][0].relay), SegmentRelay):
-        raise ConfigError("stages that are joined by bounded interfaces train together; use one job")
+        raise ConfigError("stages that are joined by bounded interfaces train together", remedy="use one job")
     if not plan.topology.own_heads and stages > 1:
-        raise ConfigError(f"stages share a head that learns, so no stage can be left alone; {remedy}")
+        raise ConfigError("stages share a head that learns, so no stage can be left alone", remedy=remedy)
     if index and planned.live_bus:
-        raise ConfigError(f"stage {index + 1} trains the embedding through x0; {remedy}")
+        raise ConfigError(f"stage {index + 1} trains the embedding through x0", remedy=remedy)
     if index and reads_x0(stack, plan, index):
-        raise ConfigError(f"the layers of stage {index + 1} read x0, which the first stage changes; {remedy}")
+        raise ConfigError(
+            f"the layers of stage {index + 1} read x0, which the first stage changes", remedy=remedy
+        )

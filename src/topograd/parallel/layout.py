@@ -54,8 +54,9 @@ class Layout:
         """Deal the stages to `ranks` ranks. With the stack it is tried who reads x0."""
         if ranks > len(plan.stages):
             raise ParallelError(
-                f"--parallel stages={ranks} asks for {ranks} ranks and the topology has {len(plan.stages)} "
-                f"stages; start at most {len(plan.stages)} ranks, or give a partition of more stages"
+                f"--parallel stages={ranks} asks for {ranks} ranks and the topology has "
+                f"{len(plan.stages)} stages",
+                remedy=(f"start at most {len(plan.stages)} ranks, or give a partition of more stages"),
             )
         layout = cls(plan, deal([len(p.layers) for p in plan.stages], ranks), with_prior, crossing=crossing)
         if not crossing:
@@ -70,9 +71,9 @@ class Layout:
             if len({self.owners[k] for k in group}) > 1:
                 names = ", ".join(str(k + 1) for k in group)
                 raise ParallelError(
-                    f"stages {names} exchange gradient or share layers, so they must run on one rank, and "
-                    f"they would run on ranks {sorted({self.owners[k] for k in group})}; give them "
-                    "transmissivity 0, or fewer ranks"
+                    f"stages {names} exchange gradient or share layers, so they must run on one "
+                    f"rank, and they would run on ranks {sorted({self.owners[k] for k in group})}",
+                    remedy="give them transmissivity 0, or fewer ranks",
                 )
 
     @property

@@ -178,22 +178,31 @@ def check_whole(config: TrainConfig) -> None:
         ("teacher average", config.topology.teacher == AVERAGE_TEACHER),
     ):
         if given:
-            raise ConfigError(f"{name} is given, which trains in one process; leave it out with --parallel")
+            raise ConfigError(
+                f"{name} is given, which trains in one process", remedy="leave it out with --parallel"
+            )
 
 
 def _check(config: TrainConfig, ranks: Ranks) -> None:
     """What cannot be trained on several ranks is refused before a folder is made."""
     if config.search.kind != "none":
-        raise ConfigError("a search changes the topology while it trains; run it in one process")
+        raise ConfigError("a search changes the topology while it trains", remedy="run it in one process")
     check_whole(config)
     if config.geometry_every:
-        raise ConfigError("geometry_every reads the stream of all layers; leave it out with --parallel")
+        raise ConfigError(
+            "geometry_every reads the stream of all layers", remedy="leave it out with --parallel"
+        )
     if config.topology.interface is not None and config.topology.backward != "scan":
-        raise ConfigError("gradient crosses bounded interfaces; give --backward scan with --parallel")
+        raise ConfigError(
+            "gradient crosses bounded interfaces", remedy="give --backward scan with --parallel"
+        )
     if config.accumulate % ranks.config.replicas:
         raise ConfigError(
-            f"accumulate is {config.accumulate} and {ranks.config.replicas} replicas share the batches of a "
-            f"step; give a multiple of {ranks.config.replicas}"
+            f"accumulate is {config.accumulate} and {ranks.config.replicas} replicas share the "
+            "batches of a step",
+            setting="accumulate",
+            given=config.accumulate,
+            remedy=f"give a multiple of {ranks.config.replicas}",
         )
     if ranks.config.shard:
         check_shards(config)
@@ -202,8 +211,8 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     )
     if ddc and config.topology.heads != "shared":
         raise ConfigError(
-            "the ddc optimizers hold the heads of all stages together, and they would lie on several ranks; "
-            "use shared heads or another optimizer with --parallel"
+            "the ddc optimizers hold the heads of all stages together, and they would lie on several ranks",
+            remedy="use shared heads or another optimizer with --parallel",
         )
 
 
@@ -213,11 +222,13 @@ def check_shards(config: TrainConfig) -> None:
     others = sorted(names.difference(ELEMENTWISE))
     if others:
         raise ConfigError(
-            f"--parallel ...,shard cuts matrices over replicas and {others[0]} needs them whole; give "
-            f"--optimizer.name {' or '.join(ELEMENTWISE)}, or leave shard out"
+            f"--parallel ...,shard cuts matrices over replicas and {others[0]} needs them whole",
+            remedy=f"give --optimizer.name {' or '.join(ELEMENTWISE)}, or leave shard out",
         )
     if config.topology.interface is not None:
-        raise ConfigError("--parallel ...,shard and bounded interfaces do not go together; leave shard out")
+        raise ConfigError(
+            "--parallel ...,shard and bounded interfaces do not go together", remedy="leave shard out"
+        )
 
 
 def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Parameter] | None = None) -> None:

@@ -204,8 +204,8 @@ def join(config: ParallelConfig, facts: Mapping[str, Any], device: str = "cpu") 
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
         raise ParallelError(
-            f"--parallel needs {', '.join(missing)} in the environment; start it with: "
-            f"torchrun --nproc-per-node {config.world} -m topograd train ..."
+            f"--parallel needs {', '.join(missing)} in the environment",
+            remedy=f"start it with: torchrun --nproc-per-node {config.world} -m topograd train ...",
         )
     rank, world = _place()
     if world != config.world:
@@ -248,8 +248,8 @@ def _place() -> tuple[int, int]:
         rank, world = -1, 0
     if not 0 <= rank < world:
         raise ParallelError(
-            f"RANK is {given[0]!r} and WORLD_SIZE {given[1]!r} in the environment; they must be whole "
-            "numbers, 0 <= RANK < WORLD_SIZE, as torchrun sets them"
+            f"RANK is {given[0]!r} and WORLD_SIZE {given[1]!r} in the environment",
+            remedy="they must be whole numbers, 0 <= RANK < WORLD_SIZE, as torchrun sets them",
         )
     return rank, world
 
@@ -307,7 +307,9 @@ def _compare(rank: int, world: int, store: dist.Store, facts: dict[str, Any], ti
         verdict = store.get("verdict").decode()
         store.set(f"read/{rank}", "1")
     except RuntimeError:
-        raise ParallelError(f"rank 0 did not answer rank {rank} for {timeout:g} s; see its message") from None
+        raise ParallelError(
+            f"rank 0 did not answer rank {rank} for {timeout:g} s", remedy="see its message"
+        ) from None
     if verdict != "same":
         _refuse(rank, verdict)
 

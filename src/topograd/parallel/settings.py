@@ -43,13 +43,15 @@ class ParallelConfig:
         check_numbers(self, stages=RANKS, replicas=RANKS, timeout=TIMEOUT, patience=TIMEOUT)
         check_numbers(self, buffer=(1, 2**20), stage=(1, RANKS[1]))
         if self.lost not in ("wait", "replay"):
-            raise ConfigError(f"lost is {self.lost!r}; choose wait or replay")
+            raise ConfigError(setting="lost", given=self.lost, remedy="choose wait or replay")
         if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
-            raise ConfigError("a lone stage has no replicas and an exact wire; leave them out")
+            raise ConfigError("a lone stage has no replicas and an exact wire", remedy="leave them out")
         if self.shard and self.replicas < 2:
-            raise ConfigError("shard cuts layers over the replicas of a stage; give replicas=2 or more")
+            raise ConfigError(
+                "shard cuts layers over the replicas of a stage", remedy="give replicas=2 or more"
+            )
         if self.wire not in WIRES:
-            raise ConfigError(f"wire is {self.wire!r}; choose one of {', '.join(WIRES)}")
+            raise ConfigError(setting="wire", given=self.wire, remedy=f"choose one of {', '.join(WIRES)}")
 
     @property
     def world(self) -> int:
@@ -70,12 +72,14 @@ class ParallelConfig:
             name, equals, value = word.strip().partition("=")
             if bool(equals) == (name == "shard") or name not in known or name in given:
                 raise ConfigError(
-                    f"--parallel {words!r} has {word.strip()!r}; give stages=P and, if you like, once each, "
-                    f"{', '.join(forms)}"
+                    f"--parallel {words!r} has {word.strip()!r}",
+                    remedy=f"give stages=P and, if you like, once each, {', '.join(forms)}",
                 )
             given[name] = True if name == "shard" else _number(words, name, value)
         if "stages" not in given:
-            raise ConfigError(f"--parallel {words!r} lacks stages; give the number of ranks, as stages=2")
+            raise ConfigError(
+                f"--parallel {words!r} lacks stages", remedy="give the number of ranks, as stages=2"
+            )
         try:
             return cls(**given)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -88,4 +92,6 @@ def _number(words: str, name: str, value: str) -> object:
     try:
         return float(value) if name in ("timeout", "patience") else int(value)
     except ValueError:
-        raise ConfigError(f"--parallel {words!r}: {name} is {value!r}; it must be a number") from None
+        raise ConfigError(
+            f"--parallel {words!r}: {name} is {value!r}", remedy="it must be a number"
+        ) from None

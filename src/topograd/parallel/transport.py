@@ -100,8 +100,8 @@ class MeshTransport:
                 self._announced[port] = about
         elif self._announced[port] != about:
             raise ParallelError(
-                f"stage {port.source + 1} sends {about[0]} after {self._announced[port][0]}; "
-                "batches of one job must have one shape"
+                f"stage {port.source + 1} sends {about[0]} after {self._announced[port][0]}",
+                remedy="batches of one job must have one shape",
             )
         self._start(encode(value, self.ranks.config.wire), peer, what)
         while len(self._sending) > self.depth:

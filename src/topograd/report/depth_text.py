@@ -39,7 +39,9 @@ def depth_fragment(prompt: str, pieces: Sequence[tuple[str, int]], stages: int) 
     """
     for _, stage in pieces:
         if not 0 <= stage < stages:
-            raise ConfigError(f"a token left after stage {stage + 1}; there are stages 1 to {stages}")
+            raise ConfigError(
+                f"a token left after stage {stage + 1}", remedy=f"there are stages 1 to {stages}"
+            )
     shown = [piece for piece in pieces if piece[0]]
     runs = (
         _span("".join(text for text, _ in run), stage, stages)

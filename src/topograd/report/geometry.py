@@ -35,7 +35,9 @@ def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
         write_atomic(path, _page(record, drawn, svgs))
     except OSError as problem:
         reason = problem.strerror
-        raise RunError(f"cannot write {path} ({reason}); pass --out with a file you can write") from None
+        raise RunError(
+            f"cannot write {path} ({reason})", remedy="pass --out with a file you can write"
+        ) from None
     return path
 
 

@@ -50,7 +50,7 @@ def write_series(path: Path, record: Mapping[str, Any]) -> Path:
         write_atomic(path, document(title, lead, links, parts, tiles))
     except OSError as problem:
         raise RunError(
-            f"cannot write {path} ({problem.strerror}); pass --out with a file you can write"
+            f"cannot write {path} ({problem.strerror})", remedy="pass --out with a file you can write"
         ) from None
     return path
 

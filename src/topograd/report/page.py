@@ -88,7 +88,8 @@ def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str
         write_atomic(path, page)
     except OSError as problem:
         raise RunError(
-            f"cannot write the report {path} ({problem.strerror}); pass a file in a folder you can write"
+            f"cannot write the report {path} ({problem.strerror})",
+            remedy="pass a file in a folder you can write",
         ) from None
 
 

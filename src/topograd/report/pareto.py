@@ -24,7 +24,9 @@ def write_pareto(path: Path, record: Record) -> Path:
         write_atomic(path, _page(record))
     except OSError as problem:
         reason = problem.strerror
-        raise RunError(f"cannot write {path} ({reason}); pass --out with a folder you can write") from None
+        raise RunError(
+            f"cannot write {path} ({reason})", remedy="pass --out with a folder you can write"
+        ) from None
     return path
 
 

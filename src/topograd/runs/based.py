@@ -127,13 +127,13 @@ class BasedStore:
         table = self._read()
         folder = Path(table["folder"])
         if not folder.is_dir():
-            raise CheckpointError(f"the base of {self.folder} is not at {folder}; put it back")
+            raise CheckpointError(f"the base of {self.folder} is not at {folder}", remedy="put it back")
         run = Run.open(folder)
         names = [name for name in run.store.names() if run.store.weights(name) == table["weights"]]
         if not names:
             raise CheckpointError(
-                f"{folder} has other weights than when {self.folder} began with it; restore it, or begin "
-                "again with: topograd train --init"
+                f"{folder} has other weights than when {self.folder} began with it",
+                remedy="restore it, or begin again with: topograd train --init",
             )
         return open_session(folder, names[-1])
 
@@ -141,7 +141,7 @@ class BasedStore:
         table = read_json(self.folder / NAME, CheckpointError)
         known = isinstance(table, dict) and table.get("format") == FORMAT
         if not known or not {"folder", "weights", "tensors"} <= table.keys():
-            raise CheckpointError(f"{self.folder / NAME} is damaged; restore it")
+            raise CheckpointError(f"{self.folder / NAME} is damaged", remedy="restore it")
         if table.get("version") != VERSION:
             raise CheckpointError(
                 f"{self.folder / NAME} has version {table.get('version')!r}, this program reads {VERSION}"

@@ -102,7 +102,7 @@ class FolderStore:
         except Unusable as problem:
             others = [other for other in self.names() if other < name]
             advice = f"resume with --from {others[-1]}" if others else "train again in another folder"
-            raise CheckpointError(f"checkpoint {self.folder / name} {problem}; {advice}") from None
+            raise CheckpointError(f"checkpoint {self.folder / name} {problem}", remedy=advice) from None
 
     def save(
         self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
@@ -144,7 +144,12 @@ def save(
     that was given up by resuming from before it, and `latest` would otherwise prefer them.
     """
     if step < 0 or keep < 1:
-        raise ConfigError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
+        raise ConfigError(
+            f"step is {step} and keep is {keep}",
+            setting="step",
+            given=step,
+            remedy="step must be at least 0 and keep at least 1",
+        )
     target = folder / f"step-{step:08d}"
     aliases = aliases_of(weights := _tensors_of(model))
     tensors: Tensors = {"rng": torch.get_rng_state()}
@@ -162,7 +167,7 @@ def save(
         put_in_place(temporary, target, keep)
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot save {target} ({problem}); make room and resume") from problem
+        raise CheckpointError(f"cannot save {target} ({problem})", remedy="make room and resume") from problem
     return target
 
 
@@ -176,7 +181,9 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
     try:
         checkpoint, weights, tensors, saved = _read(path, model, optimizers)
     except Unusable as problem:
-        raise CheckpointError(f"checkpoint {path} {problem}; {_advice(path, model, optimizers)}") from None
+        raise CheckpointError(
+            f"checkpoint {path} {problem}", remedy=_advice(path, model, optimizers)
+        ) from None
     model.load_state_dict(weights, assign=is_empty(model))
     _tie_again(model, read_state(path)["aliases"])
     if optimizers is not None:
@@ -206,7 +213,7 @@ def fill(model: nn.Module, weights: Tensors, where: str) -> None:
     try:
         _check_model({n: t for n, t in weights.items() if n not in aliases}, aliases, own, exact=False)
     except Unusable as problem:
-        raise CheckpointError(f"{where} {problem}; import the model again") from None
+        raise CheckpointError(f"{where} {problem}", remedy="import the model again") from None
     model.load_state_dict(weights, assign=is_empty(model))
     _tie_again(model, aliases)
 
@@ -275,7 +282,9 @@ def _tensors_of(model: nn.Module) -> Tensors:
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"the model's {name!r} is not a tensor; keep it out of its state_dict")
+            raise CheckpointError(
+                f"the model's {name!r} is not a tensor", remedy="keep it out of its state_dict"
+            )
     return state
 
 
@@ -327,7 +336,9 @@ def _encode(value: Any, name: str, tensors: Tensors) -> Any:
             return value
         case Tensor():
             if name in tensors:
-                raise CheckpointError(f"two optimizer tensors are named {name!r}; rename an optimizer")
+                raise CheckpointError(
+                    f"two optimizer tensors are named {name!r}", remedy="rename an optimizer"
+                )
             tensors[name] = value
             return {"tensor": name}
         case dict() if all(isinstance(key, int | str) for key in value):
@@ -336,7 +347,9 @@ def _encode(value: Any, name: str, tensors: Tensors) -> Any:
             items = [_encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
     kind = type(value).__name__
-    raise CheckpointError(f"optimizer entry {name} is a {kind}; only tensors and plain numbers can be saved")
+    raise CheckpointError(
+        f"optimizer entry {name} is a {kind}", remedy="only tensors and plain numbers can be saved"
+    )
 
 
 def digest(state: State) -> str:

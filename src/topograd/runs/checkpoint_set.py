@@ -75,7 +75,9 @@ def load_part(path: Path, model: nn.Module, optimizers: Optimizers | None) -> Ch
                 raise Unusable(f"does not fit the stage ({name!r} has another shape or dtype)")
         saved = {} if optimizers is None else optimizer_states(rest, model, optimizers)
     except Unusable as problem:
-        raise CheckpointError(f"checkpoint {path} {problem}; choose another one with --from") from None
+        raise CheckpointError(
+            f"checkpoint {path} {problem}", remedy="choose another one with --from"
+        ) from None
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)

@@ -48,11 +48,15 @@ class StageOptimizer:
 
     def __post_init__(self) -> None:
         if self.stage < 1:
-            raise ConfigError(f"optimizer.stages names stage {self.stage}; stages are counted from 1")
+            raise ConfigError(
+                f"optimizer.stages names stage {self.stage}", remedy="stages are counted from 1"
+            )
         if self.name is not None:
             _OPTIMIZERS.check(self.name)
         if not 0 <= self.rate < math.inf:
-            raise ConfigError(f"optimizer.stages has the rate {self.rate}; it must be finite and at least 0")
+            raise ConfigError(
+                f"optimizer.stages has the rate {self.rate}", remedy="it must be finite and at least 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +99,21 @@ class OptimizerConfig:
         for name in ("matrices", "embeddings", "head", "scalars", "relays", "weight_decay"):
             rate = getattr(self, name)
             if rate is not None and not 0 <= rate < math.inf:
-                raise ConfigError(f"learning rate {name} is {rate}; it must be finite and at least 0")
+                raise ConfigError(
+                    f"learning rate {name} is {rate}", remedy="it must be finite and at least 0"
+                )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas are {self.betas}; give two numbers from 0 to below 1")
+            raise ConfigError(f"betas are {self.betas}", remedy="give two numbers from 0 to below 1")
         if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum is {self.momentum}; it must lie in 0 to below 1")
+            raise ConfigError(setting="momentum", given=self.momentum, allowed="in 0 to below 1")
         if not 1 <= self.newton_schulz_steps <= 99:
-            raise ConfigError(f"newton_schulz_steps is {self.newton_schulz_steps}; it must lie in 1..99")
+            raise ConfigError(
+                setting="newton_schulz_steps", given=self.newton_schulz_steps, allowed="in 1..99"
+            )
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ConfigError(f"clip is {self.clip}; it must be positive, or be left out")
+            raise ConfigError(setting="clip", given=self.clip, allowed="positive, or be left out")
         if len({own.stage for own in self.stages}) < len(self.stages):
-            raise ConfigError("optimizer.stages names a stage twice; give each once")
+            raise ConfigError("optimizer.stages names a stage twice", remedy="give each once")
         self.multiplier(0, 1)
         for own in self.stages:
             self.of_stage(own).multiplier(0, 1)
@@ -191,18 +199,23 @@ class TrainConfig:
             _check_range(name, getattr(self, name), 0)
         if self.batch % self.batch_parts:
             raise ConfigError(
-                f"batch_parts is {self.batch_parts} and batch is {self.batch}; give a number that divides it"
+                f"batch_parts is {self.batch_parts} and batch is {self.batch}",
+                setting="batch_parts",
+                given=self.batch_parts,
+                remedy="give a number that divides it",
             )
         if not 0 <= self.save_seconds < math.inf:
-            raise ConfigError(f"save_seconds is {self.save_seconds}; it must be finite and at least 0")
+            raise ConfigError(
+                setting="save_seconds", given=self.save_seconds, allowed="finite and at least 0"
+            )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+            raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
         if self.data is not None and not self.data.strip():
             raise ConfigError(
-                "data is empty; give a file or a folder, or leave it out for the embedded corpus"
+                "data is empty", remedy="give a file or a folder, or leave it out for the embedded corpus"
             )
         if self.init is not None and not self.init.strip():
-            raise ConfigError("init is empty; give the folder of a run, or leave it out")
+            raise ConfigError("init is empty", remedy="give the folder of a run, or leave it out")
         if self.model.task == "images":
             self._check_images()
         self._check_tune()
@@ -212,18 +225,20 @@ class TrainConfig:
         taught = any(stage.objective == "distillation" and stage.weight > 0 for stage in topology.stages)
         if taught and self.topology.teacher is None:
             raise ConfigError(
-                f"the objective distillation needs a teacher; give the folder of a run, {OWN_TEACHER} or "
-                f"{AVERAGE_TEACHER}"
+                "the objective distillation needs a teacher",
+                remedy=f"give the folder of a run, {OWN_TEACHER} or {AVERAGE_TEACHER}",
             )
         if self.batch_parts > 1 and any(stage.every > 1 for stage in topology.stages):
             raise ConfigError(
-                "batch_parts and loss_every are both given, and which tokens count is a matter of the whole "
-                "batch; leave one of them out"
+                "batch_parts and loss_every are both given, and which tokens count is a matter "
+                "of the whole batch",
+                remedy="leave one of them out",
             )
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
                 raise ConfigError(
-                    f"optimizer.stages names stage {own.stage}; the topology has {len(topology.stages)}"
+                    f"optimizer.stages names stage {own.stage}",
+                    remedy=f"the topology has {len(topology.stages)}",
                 )
 
     def _check_images(self) -> None:
@@ -236,17 +251,22 @@ class TrainConfig:
         ):
             if given:
                 raise ConfigError(
-                    f"{name} is for models of text, and model.kind is {self.model.kind}; leave it out"
+                    f"{name} is for models of text, and model.kind is {self.model.kind}",
+                    remedy="leave it out",
                 )
         if self.data is None:
-            raise ConfigError("data is missing; give a folder of IDX or CIFAR binary files, or digits")
+            raise ConfigError(
+                "data is missing", remedy="give a folder of IDX or CIFAR binary files, or digits"
+            )
 
     def _check_tune(self) -> None:
         """What stays as it was in a base needs one, and a plain way of training."""
         tune = self.tune
         if tune.window is not None and tune.window > self.model.context:
             raise ConfigError(
-                f"window is {tune.window}; the model's context is {self.model.context}: give at most that"
+                setting="window",
+                given=tune.window,
+                remedy=f"the model's context is {self.model.context}: give at most that",
             )
         asked = [name for name in PARTIAL if getattr(tune, name)]
         if asked and self.init is None:
@@ -258,11 +278,14 @@ class TrainConfig:
                 f"{asked[0]} is given with a search or private decoders, which change the model"
             )
         if tune.lora_rank and self.topology.interface is not None:
-            raise ConfigError(f"lora_rank is {tune.lora_rank}; with an interface it must be 0")
+            raise ConfigError(
+                setting="lora_rank", given=tune.lora_rank, remedy="with an interface it must be 0"
+            )
         for name, given in (("layer_dropout", bool(tune.layer_dropout)), ("bf16", self.bf16)):
             if given and self.topology.jacobian == "pullback":
                 raise ConfigError(
-                    f"{name} is given and jacobian is pullback, which does not know it; use jacobian loop"
+                    f"{name} is given and jacobian is pullback, which does not know it",
+                    remedy="use jacobian loop",
                 )
 
     def build_topology(self) -> Topology:
@@ -290,7 +313,7 @@ class TrainConfig:
     def gpt(self) -> GPTConfig:
         """The model's settings, for code that is about a GPT alone."""
         if not isinstance(self.model, GPTConfig):
-            raise ConfigError(f"model.kind is {self.model.kind}; this needs a gpt")
+            raise ConfigError(setting="model.kind", given=self.model.kind, remedy="this needs a gpt")
         return self.model
 
     def changed(self, **changes: Any) -> TrainConfig:
@@ -321,11 +344,13 @@ class TrainConfig:
         """The settings that `as_dict` gave, read back from TOML; those of earlier versions too."""
         version = values.get("version", 1)
         if type(version) is not int or not 1 <= version <= VERSION:
-            raise ConfigError(f"the settings have version {version!r}; this program reads 1 to {VERSION}")
+            raise ConfigError(
+                f"the settings have version {version!r}", remedy=f"this program reads 1 to {VERSION}"
+            )
         rest = {name: value for name, value in upgraded(values, version).items() if name != "version"}
         model = rest.pop("model", {})
         if not isinstance(model, Mapping):
-            raise ConfigError(f"setting model is {model!r}; it must be a table")
+            raise ConfigError(f"setting model is {model!r}", remedy="it must be a table")
         config: TrainConfig = build_dataclass(cls, rest, given={"model": read_spec(model)})
         return config
 
@@ -333,7 +358,9 @@ class TrainConfig:
         """These settings with some parts of a config file laid over them, table by table."""
         version = values.get("version", VERSION)
         if version != VERSION:
-            raise ConfigError(f"the settings have version {version!r}; write them as version {VERSION}")
+            raise ConfigError(
+                f"the settings have version {version!r}", remedy=f"write them as version {VERSION}"
+            )
         below = self.as_dict()
         model = values.get("model", {})
         if isinstance(model, Mapping) and model.get("kind", self.model.kind) != self.model.kind:
@@ -361,7 +388,7 @@ def _without_none(value: Any) -> Any:
 def _check_range(name: str, value: int, least: int) -> None:
     if not least <= value <= MOST:
         most = f" and at most {MOST}" if value > MOST else ""
-        raise ConfigError(f"{name} is {value}; it must be at least {least}{most}")
+        raise ConfigError(setting=name, given=value, allowed=f"at least {least}{most}")
 
 
 def tiny() -> TrainConfig:
@@ -427,5 +454,5 @@ PRESETS: Mapping[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small
 def preset(name: str, **changes: Any) -> TrainConfig:
     """The preset called `name`, with some settings changed (`TrainConfig.changed`)."""
     if name not in PRESETS:
-        raise ConfigError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+        raise ConfigError(setting="preset", given=name, allowed=f"one of {', '.join(PRESETS)}")
     return PRESETS[name]().changed(**changes)

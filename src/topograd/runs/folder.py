@@ -41,11 +41,17 @@ class Run(Workspace):
             foreign = sorted(entry.name for entry in run.folder.iterdir() if not run._is_leftover(entry))
         except OSError as problem:
             reason = problem.strerror
-            raise RunError(f"cannot make a run in {folder} ({reason}); pass another folder") from None
+            raise RunError(
+                f"cannot make a run in {folder} ({reason})", remedy="pass another folder"
+            ) from None
         if run.config_file.name in foreign:
-            raise RunError(f"{folder} already holds a run; continue it with --resume or pass another folder")
+            raise RunError(
+                f"{folder} already holds a run", remedy="continue it with --resume or pass another folder"
+            )
         if foreign:
-            raise RunError(f"{folder} holds {foreign[0]!r} and is no run to --resume; pass another folder")
+            raise RunError(
+                f"{folder} holds {foreign[0]!r} and is no run to --resume", remedy="pass another folder"
+            )
         return run
 
     @classmethod
@@ -54,10 +60,12 @@ class Run(Workspace):
         run = cls(Path(folder))
         if not run.folder.is_dir():
             what = "is a file" if run.folder.exists() else "does not exist"
-            raise RunError(f"there is no run at {folder}: it {what}; give the folder that a training made")
+            raise RunError(
+                f"there is no run at {folder}: it {what}", remedy="give the folder that a training made"
+            )
         if not run.config_file.is_file():
             raise RunError(
-                f"{folder} is not a run: it has no config.toml; give the folder that a training made"
+                f"{folder} is not a run: it has no config.toml", remedy="give the folder that a training made"
             )
         return run
 
@@ -116,9 +124,13 @@ class Run(Workspace):
         try:
             return tomllib.loads(self.config_file.read_text(encoding="utf-8"))
         except OSError as problem:
-            raise RunError(f"{self.config_file} cannot be read ({problem.strerror}); restore it") from None
+            raise RunError(
+                f"{self.config_file} cannot be read ({problem.strerror})", remedy="restore it"
+            ) from None
         except ValueError as problem:  # of TOML or of UTF-8
-            raise RunError(f"{self.config_file} is damaged ({problem}); restore it or train anew") from None
+            raise RunError(
+                f"{self.config_file} is damaged ({problem})", remedy="restore it or train anew"
+            ) from None
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Keep what the last training or evaluation found, with the weights that it is about."""

@@ -73,7 +73,9 @@ class Manifest:
             try:
                 settings = tomllib.loads((self.folder / ONCE[0]).read_text(encoding="utf-8"))
             except ValueError as problem:  # of TOML or of UTF-8
-                raise RunError(f"{self.folder / ONCE[0]} is damaged ({problem}); restore it") from None
+                raise RunError(
+                    f"{self.folder / ONCE[0]} is damaged ({problem})", remedy="restore it"
+                ) from None
         return {"settings": settings, "files": {name: [sha256(self.folder / name)] for name in there}}
 
     def verify(self, name: str) -> None:
@@ -88,10 +90,10 @@ class Manifest:
         allowed = values["files"].get(name)
         if not path.is_file():
             if allowed and name in (*ONCE, *IMPORTED):
-                raise RunError(f"{path} is missing, and it belongs to the run; restore it")
+                raise RunError(f"{path} is missing, and it belongs to the run", remedy="restore it")
             return
         if allowed is None or sha256(path) not in allowed:
-            raise RunError(f"{path} is not the file that this run wrote; {self._remedy(name, values)}")
+            raise RunError(f"{path} is not the file that this run wrote", remedy=self._remedy(name, values))
 
     def identity(self) -> str | None:
         """What checkpoints of this run name: a digest of settings and tokenizer; None without both."""
@@ -120,10 +122,11 @@ class Manifest:
         values = read_json(self.path)
         known = isinstance(values, dict) and values.get("format") == FORMAT
         if not known or not isinstance(values.get("files"), dict):
-            raise RunError(f"{self.path} is damaged, it names no files of a run; restore it")
+            raise RunError(f"{self.path} is damaged, it names no files of a run", remedy="restore it")
         if values.get("version") != VERSION:
             raise RunError(
-                f"{self.path} has version {values.get('version')!r}; this program reads version {VERSION}"
+                f"{self.path} has version {values.get('version')!r}",
+                remedy=f"this program reads version {VERSION}",
             )
         return values
 

@@ -74,13 +74,15 @@ class ReferencedStore:
         self, *, step: int, model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], keep: int = 2
     ) -> str:
         raise CheckpointError(
-            f"{self.folder} refers to weights that are not its own; train on with: "
-            f"topograd train --init {self.folder}"
+            f"{self.folder} refers to weights that are not its own",
+            remedy=f"train on with: topograd train --init {self.folder}",
         )
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
         if optimizers is not None:
-            raise CheckpointError(f"{self.folder} has no optimizers; use topograd train --init {self.folder}")
+            raise CheckpointError(
+                f"{self.folder} has no optimizers", remedy=f"use topograd train --init {self.folder}"
+            )
         described = self._read()
         files = [self._verified(file) for file in described["files"]]
         places = {key: Place(**value) for key, value in described["tensors"].items()}
@@ -90,7 +92,7 @@ class ReferencedStore:
     def _read(self) -> dict[str, Any]:
         described = read_json(self.folder / NAME, CheckpointError)
         if not isinstance(described, dict) or described.get("format") != FORMAT:
-            raise CheckpointError(f"{self.folder / NAME} is foreign; import the model again")
+            raise CheckpointError(f"{self.folder / NAME} is foreign", remedy="import the model again")
         if described.get("version") != VERSION:
             raise CheckpointError(
                 f"{self.folder / NAME} has version {described.get('version')!r}, this program reads {VERSION}"
@@ -100,11 +102,13 @@ class ReferencedStore:
     def _verified(self, file: Mapping[str, Any]) -> Path:
         path = Path(file["path"])
         if not path.is_file():
-            raise CheckpointError(f"the weights {path} are gone; put them back, or import with --copy")
+            raise CheckpointError(
+                f"the weights {path} are gone", remedy="put them back, or import with --copy"
+            )
         if path.stat().st_size != file["bytes"] or remembered_sha256(path) != file["sha256"]:
             raise CheckpointError(
-                f"the weights {path} have changed since {self.folder} was imported; restore them, or import "
-                "again"
+                f"the weights {path} have changed since {self.folder} was imported",
+                remedy="restore them, or import again",
             )
         return path
 
@@ -119,5 +123,7 @@ def _tensors(files: list[Path], places: Mapping[str, Place]) -> dict[str, Tensor
                     if place.file == index:
                         found[key] = opened.get_tensor(place.name).to(torch.float32)
         except (OSError, SafetensorError) as problem:
-            raise CheckpointError(f"the weights {file} cannot be read ({problem}); import again") from None
+            raise CheckpointError(
+                f"the weights {file} cannot be read ({problem})", remedy="import again"
+            ) from None
     return found

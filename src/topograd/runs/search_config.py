@@ -36,15 +36,17 @@ class SoftConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.cold <= self.hot < math.inf:
-            raise ConfigError(f"the temperature goes from {self.hot} to {self.cold}; let it fall, above 0")
+            raise ConfigError(
+                f"the temperature goes from {self.hot} to {self.cold}", remedy="let it fall, above 0"
+            )
         if self.capability and self.min_depth < 2:
             raise ConfigError(
-                f"capability with a least depth of {self.min_depth} rewards every boundary; "
-                "set min_depth to 2 or more"
+                f"capability with a least depth of {self.min_depth} rewards every boundary",
+                remedy="set min_depth to 2 or more",
             )
         for name in ("travel", "multiplier_travel", "damping", "coupling", "length", "capability"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be finite and at least 0")
+                raise ConfigError(setting=name, given=getattr(self, name), allowed="finite and at least 0")
 
     def temperature(self, progress: float) -> float:
         """T at `progress` from 0 to 1."""
@@ -72,11 +74,18 @@ class SurgeryConfig:
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.min_depth < 1:
-            raise ConfigError(f"every is {self.every}, min_depth {self.min_depth}; both must be at least 1")
+            raise ConfigError(
+                f"every is {self.every}, min_depth {self.min_depth}",
+                setting="every",
+                given=self.every,
+                remedy="both must be at least 1",
+            )
         if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"the temperature is {self.temperature}; it must be positive")
+            raise ConfigError(f"the temperature is {self.temperature}", remedy="it must be positive")
         if self.acceptance not in ("greedy", "stochastic"):
-            raise ConfigError(f"acceptance {self.acceptance!r} is unknown; choose 'greedy' or 'stochastic'")
+            raise ConfigError(setting="acceptance", given=self.acceptance, allowed="'greedy' or 'stochastic'")
         known = ("datacenter", "on-device", "serving", "modular")
         if self.deployment not in known:
-            raise ConfigError(f"deployment {self.deployment!r} is unknown; choose one of {', '.join(known)}")
+            raise ConfigError(
+                setting="deployment", given=self.deployment, allowed=f"one of {', '.join(known)}"
+            )

@@ -70,9 +70,8 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
     run = Run.open(folder)
     if read_settings(run).model.task == "images":
         raise RunError(
-            f"{folder} was trained on images, and this needs a model of text; topograd eval, compare and "
-            "report "
-            "read runs on images"
+            f"{folder} was trained on images, and this needs a model of text",
+            remedy="topograd eval, compare and report read runs on images",
         )
     tokenizer = read_tokenizer(run)
     return Session(**vars(open_run(folder, name, tokenizer)), tokenizer=tokenizer)
@@ -85,8 +84,8 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     config = topology_at(read_settings(run), run.store.extra(found))
     if tokenizer is not None and not config.brings_tokenizer and tokenizer.vocab != config.model.vocab:
         raise RunError(
-            f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}; "
-            "restore it"
+            f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}",
+            remedy="restore it",
         )
     for name_ in IMPORTED:
         run.manifest.verify(name_)
@@ -126,8 +125,11 @@ def check_owner(run: Run, loaded: Checkpoint) -> None:
     owner = loaded.extra.get("run")
     if owner is not None and owner != run.manifest.identity():
         raise RunError(
-            f"checkpoint {loaded.path} belongs to a run with other settings or another tokenizer; "
-            f"restore {run.config_file} and {run.tokenizer_file} as they were, with {run.manifest.path.name}"
+            f"checkpoint {loaded.path} belongs to a run with other settings or another tokenizer",
+            remedy=(
+                f"restore {run.config_file} and {run.tokenizer_file} as they were, with "
+                f"{run.manifest.path.name}"
+            ),
         )
 
 
@@ -136,12 +138,13 @@ def find_checkpoint(run: Run, name: str | None) -> str:
     found = run.store.names()
     if not found:
         raise CheckpointError(
-            f"{run.folder} has no checkpoint yet; train it with: topograd train --resume {run.folder}"
+            f"{run.folder} has no checkpoint yet",
+            remedy=f"train it with: topograd train --resume {run.folder}",
         )
     if name is None:
         return found[-1]
     if name not in found:
-        raise CheckpointError(f"{run.folder} has no checkpoint {name!r}; it has {', '.join(found)}")
+        raise CheckpointError(f"{run.folder} has no checkpoint {name!r}", remedy=f"it has {', '.join(found)}")
     return name
 
 
@@ -170,7 +173,7 @@ def device_of(config: TrainConfig) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {config.device!r} cannot be used ({reason}); try 'cpu'") from None
+        raise ConfigError(f"device {config.device!r} cannot be used ({reason})", remedy="try 'cpu'") from None
     return device
 
 
@@ -195,7 +198,9 @@ def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:
 def image_spec(config: TrainConfig) -> ImageConfig:
     """The spec of a run on images."""
     if config.model.task != "images":
-        raise RunError(f"the model, of kind {config.model.kind}, was trained on text; give a run on images")
+        raise RunError(
+            f"the model, of kind {config.model.kind}, was trained on text", remedy="give a run on images"
+        )
     return cast(ImageConfig, config.model)
 
 

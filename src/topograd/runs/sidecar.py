@@ -88,8 +88,8 @@ class Sidecar:
         problem = self.base.refusal(BaseIdentity.of(session))
         if problem:
             raise RunError(
-                f"{self.folder} belongs to the base {self.base.folder}, and {session.run.folder} {problem}; "
-                f"give the base that it was made for (weights {self.base.weights[:12]})"
+                f"{self.folder} belongs to the base {self.base.folder}, and {session.run.folder} {problem}",
+                remedy=f"give the base that it was made for (weights {self.base.weights[:12]})",
             )
 
     def open_base(self, folder: Path | str | None = None) -> Session:
@@ -100,8 +100,8 @@ class Sidecar:
         run = Run(Path(folder)) if folder is not None else Run(self.base.folder)
         if not run.folder.is_dir():
             raise RunError(
-                f"the base of {self.folder} is not at {run.folder}; put it back, or name its folder "
-                "with --base"
+                f"the base of {self.folder} is not at {run.folder}",
+                remedy="put it back, or name its folder with --base",
             )
         run = Run.open(run.folder)
         names = [n for n in reversed(run.store.names()) if run.store.weights(n) == self.base.weights]
@@ -125,7 +125,7 @@ def create_sidecar(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} exists and is not an empty folder; pass another one")
+        raise RunError(f"{folder} exists and is not an empty folder", remedy="pass another one")
     content, digest = _serialized(tensors)
     config = _config(kind, base, settings, {digest: len(content)})
     folder = folder.absolute()
@@ -139,7 +139,9 @@ def create_sidecar(
         sync(folder.parent)
     except OSError as problem:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"cannot write {folder} ({problem}); make room, or pass another folder") from None
+        raise RunError(
+            f"cannot write {folder} ({problem})", remedy="make room, or pass another folder"
+        ) from None
     return open_sidecar(folder, kind)
 
 
@@ -149,7 +151,7 @@ def update_sidecar(
     """Write a sidecar again: other values of the same tensors. A kill leaves one that opens."""
     old = {name: (t.shape, t.dtype) for name, t in sidecar.tensors.items()}
     if old != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
-        raise RunError(f"{sidecar.folder} has tensors of other names or shapes; write a new sidecar")
+        raise RunError(f"{sidecar.folder} has tensors of other names or shapes", remedy="write a new sidecar")
     content, digest = _serialized(tensors)
     before = {sidecar.digest: (sidecar.folder / TENSORS).stat().st_size}
     allowed = _config(sidecar.kind, sidecar.base, sidecar.settings, before | {digest: len(content)})
@@ -167,21 +169,25 @@ def open_sidecar(folder: Path | str, kind: str | None = None) -> Sidecar:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
-        raise RunError(f"{folder} is no {kind or 'sidecar'}: it {what}; give the folder it was written to")
+        raise RunError(
+            f"{folder} is no {kind or 'sidecar'}: it {what}", remedy="give the folder it was written to"
+        )
     config = read_json(folder / CONFIG)
     own = config.get("topograd") if isinstance(config, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
         raise RunError(
-            f"{folder / CONFIG} was not written by topograd, so it names no base; give another one"
+            f"{folder / CONFIG} was not written by topograd, so it names no base", remedy="give another one"
         )
     if own.get("version") != VERSION:
-        raise RunError(f"{folder} has version {own.get('version')!r}; this program reads version {VERSION}")
+        raise RunError(
+            f"{folder} has version {own.get('version')!r}", remedy=f"this program reads version {VERSION}"
+        )
     if own.get("sha256") != _digest(config):
         raise CheckpointError(
-            f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one); restore it"
+            f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
         )
     if kind is not None and own["kind"] != kind:
-        raise RunError(f"{folder} is a {own['kind']}, and a {kind} is wanted; give another folder")
+        raise RunError(f"{folder} is a {own['kind']}, and a {kind} is wanted", remedy="give another folder")
     tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
@@ -204,7 +210,7 @@ def _config(
     """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
     for key in RESERVED:
         if key in settings:
-            raise RunError(f"the setting {key!r} is the sidecar's own; name it otherwise")
+            raise RunError(f"the setting {key!r} is the sidecar's own", remedy="name it otherwise")
     own: dict[str, Any] = {"format": FORMAT, "version": VERSION, "kind": kind}
     own |= {"base": {"weights": base.weights, "tokenizer": base.tokenizer}, "tensors": dict(tensors)}
     config = {**settings, "base_model_name_or_path": str(base.folder), "topograd": own}
@@ -221,17 +227,21 @@ def _digest(config: Mapping[str, Any]) -> str:
 def _read_tensors(path: Path, allowed: Mapping[str, int]) -> tuple[dict[str, Tensor], str]:
     try:
         if path.stat().st_size not in allowed.values():
-            raise CheckpointError(f"{path} is damaged (it has {path.stat().st_size} bytes); restore it")
+            raise CheckpointError(
+                f"{path} is damaged (it has {path.stat().st_size} bytes)", remedy="restore it"
+            )
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if digest not in allowed:
-            raise CheckpointError(f"{path} is damaged (its SHA-256 is not the recorded one); restore it")
+            raise CheckpointError(
+                f"{path} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
+            )
         # Sorted: the file is read in an order that differs from process to process.
         return dict(sorted(load(content).items())), digest
     except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read ({problem.strerror}); restore it") from None
+        raise CheckpointError(f"{path} cannot be read ({problem.strerror})", remedy="restore it") from None
     except SafetensorError as problem:
-        raise CheckpointError(f"{path} is damaged ({problem}); restore it") from None
+        raise CheckpointError(f"{path} is damaged ({problem})", remedy="restore it") from None
 
 
 def _card(kind: str, base: BaseIdentity, text: str) -> str:

@@ -138,58 +138,70 @@ class TopologyConfig:
 
     def __post_init__(self) -> None:
         if self.decoder < 0:
-            raise ConfigError(f"decoder is {self.decoder}; it must be at least 0")
+            raise ConfigError(setting="decoder", given=self.decoder, allowed="at least 0")
         if not 0 < self.teacher_temperature < math.inf:
-            raise ConfigError(f"teacher_temperature is {self.teacher_temperature}; it must be above 0")
+            raise ConfigError(
+                setting="teacher_temperature", given=self.teacher_temperature, allowed="above 0"
+            )
         if self.depth_weights is not None and not 0 < self.depth_weights <= 1:
-            raise ConfigError(f"depth_weights is {self.depth_weights}; it must lie above 0 and at most at 1")
+            raise ConfigError(
+                setting="depth_weights", given=self.depth_weights, allowed="above 0 and at most at 1"
+            )
         if self.depth_weights is not None and self.weights:
-            raise ConfigError("weights and depth_weights are both given; give one of them")
+            raise ConfigError("weights and depth_weights are both given", remedy="give one of them")
         if not 0 <= self.teacher_mix <= 1:
-            raise ConfigError(f"teacher_mix is {self.teacher_mix}; it must lie in [0, 1]")
+            raise ConfigError(setting="teacher_mix", given=self.teacher_mix, allowed="in [0, 1]")
         for name in ("transmissivity", "source_transmissivity"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+                raise ConfigError(setting=name, given=getattr(self, name), allowed="in [0, 1]")
         if self.jacobian_chunk is not None and self.jacobian_chunk < 1:
-            raise ConfigError(f"jacobian_chunk is {self.jacobian_chunk}; it must be at least 1")
+            raise ConfigError(setting="jacobian_chunk", given=self.jacobian_chunk, allowed="at least 1")
         if not 0 <= self.teacher_decay < 1:
-            raise ConfigError(f"teacher_decay is {self.teacher_decay}; it must lie in 0 to below 1")
+            raise ConfigError(setting="teacher_decay", given=self.teacher_decay, allowed="in 0 to below 1")
         if self.teacher_top < 0:
-            raise ConfigError(f"teacher_top is {self.teacher_top}; it must be at least 1, or 0 to run it")
+            raise ConfigError(
+                setting="teacher_top", given=self.teacher_top, allowed="at least 1, or 0 to run it"
+            )
         if self.teacher_top and self.teacher in (None, OWN_TEACHER, AVERAGE_TEACHER):
             raise ConfigError(
-                f"teacher_top is {self.teacher_top}, and no other run teaches; give its folder as teacher"
+                f"teacher_top is {self.teacher_top}, and no other run teaches",
+                setting="teacher_top",
+                given=self.teacher_top,
+                remedy="give its folder as teacher",
             )
         if self.teacher is not None and not self.teacher.strip():
-            raise ConfigError("teacher is empty; give the folder of a run, or leave it out")
+            raise ConfigError("teacher is empty", remedy="give the folder of a run, or leave it out")
         self._check_graph()
         self._check_idle()
         if self.backward != "autograd" and self.interface is None:
             raise ConfigError(
-                f"backward is {self.backward}, which scans over interfaces, and there are none; "
-                "give interface too"
+                f"backward is {self.backward}, which scans over interfaces, and there are none",
+                setting="backward",
+                given=self.backward,
+                remedy="give interface too",
             )
 
     def _check_graph(self) -> None:
         """Every setting that was changed is one that the graph uses."""
         if self.graph not in _USES:
-            raise ConfigError(f"graph {self.graph!r} is unknown; choose one of {', '.join(_USES)}")
+            raise ConfigError(setting="graph", given=self.graph, allowed=f"one of {', '.join(_USES)}")
         mine = _USES[self.graph]
         for names in _USES.values():
             for name in names:
                 default = type(self).__dataclass_fields__[name].default
                 if name not in mine and getattr(self, name) != default:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which does not "
-                        "use it; leave it out, or choose another graph"
+                        f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which "
+                        "does not use it",
+                        remedy="leave it out, or choose another graph",
                     )
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
-            raise ConfigError(f"the graph is {self.graph} and {own} is empty; give its {own}")
+            raise ConfigError(f"the graph is {self.graph} and {own} is empty", remedy=f"give its {own}")
         names = ("transmissivity", "transmissivities", "transmissivity_schedule")
         given = [name for name in names if getattr(self, name)]
         if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} are both given; give one of them")
+            raise ConfigError(f"{given[0]} and {given[1]} are both given", remedy="give one of them")
         if self.transmissivity_schedule is not None:
             parse_schedule(self.transmissivity_schedule)
         if self.interface is not None:
@@ -197,8 +209,9 @@ class TopologyConfig:
                 default = type(self).__dataclass_fields__[name].default
                 if getattr(self, name) != default:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)!r}; with an interface it must be {default!r}, its "
-                        "default"
+                        setting=name,
+                        given=getattr(self, name),
+                        remedy=f"with an interface it must be {default!r}, its default",
                     )
 
     def _check_idle(self) -> None:
@@ -215,11 +228,11 @@ class TopologyConfig:
         ):
             if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, which nothing uses; give {needs} too, or leave it "
-                    "out"
+                    f"{name} is {getattr(self, name)!r}, which nothing uses",
+                    remedy=f"give {needs} too, or leave it out",
                 )
         if self.objectives and self.objective != "cross-entropy":
-            raise ConfigError("objective and objectives are both given; give one of them")
+            raise ConfigError("objective and objectives are both given", remedy="give one of them")
 
     def build(self, layers: int) -> Topology:
         """The stage DAG over a model of `layers` layers; private decoders need more, which it says."""
@@ -237,8 +250,8 @@ class TopologyConfig:
         topology = self._losses(self._edges(self._graph(layers)))
         if topology.layers != layers:
             raise ConfigError(
-                f"{self._named()} has {topology.layers} layers and the model has {layers}; "
-                f"give parts that add up to {layers}"
+                f"{self._named()} has {topology.layers} layers and the model has {layers}",
+                remedy=f"give parts that add up to {layers}",
             )
         heads: Literal["shared", "per-stage"] = "shared" if self.heads == "shared" else "per-stage"
         rank = HEAD_RANK if self.heads == "low-rank" and self.head_rank is None else self.head_rank
@@ -283,8 +296,8 @@ class TopologyConfig:
         regions = Topology.regions(Configuration.parse(partition).composition, self.interface)
         if len(regions.stages) < 2:
             raise ConfigError(
-                f"partition {self.partition} is one region, so no interface joins it to another; "
-                "give partition at least two parts"
+                f"partition {self.partition} is one region, so no interface joins it to another",
+                remedy="give partition at least two parts",
             )
         return regions
 
@@ -293,7 +306,9 @@ class TopologyConfig:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; target propagation has its own, leave it out"
+                    setting=name,
+                    given=getattr(self, name),
+                    remedy="target propagation has its own, leave it out",
                 )
         return Topology.targets(partition)
 
@@ -303,8 +318,8 @@ class TopologyConfig:
             boundaries = len(topology.stages) - 1
             if len(self.transmissivities) != boundaries:
                 raise ConfigError(
-                    f"{len(self.transmissivities)} transmissivities for {boundaries} boundaries; "
-                    "give one for each"
+                    f"{len(self.transmissivities)} transmissivities for {boundaries} boundaries",
+                    remedy="give one for each",
                 )
             stages = list(topology.stages)
             for k, lam in enumerate(self.transmissivities, start=1):
@@ -324,20 +339,24 @@ class TopologyConfig:
             return Edge(EMBEDDING, transmissivity=self.source_transmissivity, relay=join)
         if kind != "layer" or not colon or not number.isdecimal():
             raise ConfigError(
-                f"source is {self.source!r}; it must be embedding, or layer:N for an early layer"
+                setting="source", given=self.source, allowed="embedding, or layer:N for an early layer"
             )
         layer = int(number)
         for k, stage in enumerate(topology.stages):
             if stage.start < layer <= stage.stop:
                 return Edge(k, layer, self.source_transmissivity, join)
-        raise ConfigError(f"source is {self.source!r}; the model has layers 1 to {topology.layers}")
+        raise ConfigError(
+            setting="source", given=self.source, remedy=f"the model has layers 1 to {topology.layers}"
+        )
 
     def _losses(self, topology: Topology) -> Topology:
         """Objectives and weights, for all stages or for each."""
         stages = list(topology.stages)
         if self.weights:
             if len(self.weights) != len(stages):
-                raise ConfigError(f"{len(self.weights)} weights for {len(stages)} stages; give one for each")
+                raise ConfigError(
+                    f"{len(self.weights)} weights for {len(stages)} stages", remedy="give one for each"
+                )
             stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
         if self.depth_weights is not None:
             stages = [
@@ -347,15 +366,15 @@ class TopologyConfig:
         if self.loss_every:
             if len(self.loss_every) != len(stages):
                 raise ConfigError(
-                    f"{len(self.loss_every)} loss_every for {len(stages)} stages; give one for each"
+                    f"{len(self.loss_every)} loss_every for {len(stages)} stages", remedy="give one for each"
                 )
             stages = [replace(s, every=n) for s, n in zip(stages, self.loss_every, strict=True)]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
         if self.objectives:
             if len(self.objectives) != len(learning):
                 raise ConfigError(
-                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss; "
-                    "give one for each"
+                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss",
+                    remedy="give one for each",
                 )
             for k, name in zip(learning, self.objectives, strict=True):
                 stages[k] = replace(stages[k], objective=name)
@@ -391,8 +410,12 @@ def parse_schedule(text: str) -> list[tuple[float, float]]:
     rising = shares[:1] == [0] and all(a < b < 1 for a, b in pairwise(shares))
     if not rising or not all(0 <= lam <= 1 for _, lam in pairs):
         raise ConfigError(
-            f"transmissivity_schedule is {text!r}; give share:value pairs such as 0:0,0.75:1, the shares "
-            "rising from 0 and below 1, the values in [0, 1]"
+            setting="transmissivity_schedule",
+            given=text,
+            remedy=(
+                "give share:value pairs such as 0:0,0.75:1, the shares rising from 0 and "
+                "below 1, the values in [0, 1]"
+            ),
         )
     return pairs
 
@@ -413,5 +436,5 @@ def depth_weight(stop: int, layers: int, scale: float) -> float:
 def _relay(name: str, kind: str) -> str:
     known = (*PLAIN_RELAYS, "gate", "residual-gate", "low-rank", "linear", "sigmoid")
     if kind not in known:
-        raise ConfigError(f"{name} {kind!r} is unknown; choose one of {', '.join(known)}")
+        raise ConfigError(f"{name} {kind!r} is unknown", remedy=f"choose one of {', '.join(known)}")
     return kind

@@ -39,29 +39,47 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
-            raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 1, or 0 for no LoRA")
+            raise ConfigError(
+                setting="lora_rank", given=self.lora_rank, allowed="at least 1, or 0 for no LoRA"
+            )
         if self.lora_alpha is not None and not self.lora_rank:
-            raise ConfigError(f"lora_alpha is {self.lora_alpha}, which nothing uses; give lora_rank too")
+            raise ConfigError(
+                f"lora_alpha is {self.lora_alpha}, which nothing uses",
+                setting="lora_alpha",
+                given=self.lora_alpha,
+                remedy="give lora_rank too",
+            )
         if self.lora_alpha is not None and not 0 < self.lora_alpha < 1e6:
-            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it must be positive and below 1e6")
+            raise ConfigError(setting="lora_alpha", given=self.lora_alpha, allowed="positive and below 1e6")
         if self.first_layer < 0:
-            raise ConfigError(f"first_layer is {self.first_layer}; it must be at least 0")
+            raise ConfigError(setting="first_layer", given=self.first_layer, allowed="at least 0")
         if self.only_stage < 0:
-            raise ConfigError(f"only_stage is {self.only_stage}; it must be at least 1, or 0 for all stages")
+            raise ConfigError(
+                setting="only_stage", given=self.only_stage, allowed="at least 1, or 0 for all stages"
+            )
         if self.only_stage and (self.first_layer or self.lora_rank):
             other = "first_layer" if self.first_layer else "lora_rank"
-            raise ConfigError(f"only_stage and {other} are both given; one stage learns whole, so give one")
+            raise ConfigError(
+                f"only_stage and {other} are both given", remedy="one stage learns whole, so give one"
+            )
         if self.window is not None and self.window < 1:
-            raise ConfigError(f"window is {self.window}; it must be at least 1")
+            raise ConfigError(setting="window", given=self.window, allowed="at least 1")
         if self.exit_rank < 1:
-            raise ConfigError(f"exit_rank is {self.exit_rank}; it must be at least 1")
+            raise ConfigError(setting="exit_rank", given=self.exit_rank, allowed="at least 1")
         if not 0 <= self.layer_dropout < 1:
-            raise ConfigError(f"layer_dropout is {self.layer_dropout}; it must lie in 0 to below 1")
+            raise ConfigError(setting="layer_dropout", given=self.layer_dropout, allowed="in 0 to below 1")
         if self.exit_rank != EXIT_RANK and not self.frozen:
-            raise ConfigError(f"exit_rank is {self.exit_rank}, which nothing uses; give frozen too")
+            raise ConfigError(
+                f"exit_rank is {self.exit_rank}, which nothing uses",
+                setting="exit_rank",
+                given=self.exit_rank,
+                remedy="give frozen too",
+            )
         for name in ("lora_rank", "first_layer", "only_stage", "layer_dropout"):
             if self.frozen and getattr(self, name):
-                raise ConfigError(f"frozen and {name} are both given; a frozen model learns only its exits")
+                raise ConfigError(
+                    f"frozen and {name} are both given", remedy="a frozen model learns only its exits"
+                )
 
     @property
     def keeps_base(self) -> bool:
@@ -76,8 +94,9 @@ class TuneConfig:
             if self.first_layer not in starts:
                 allowed = ", ".join(str(start) for start in starts if start)
                 raise ConfigError(
-                    f"first_layer is {self.first_layer}; it must be the start of a stage: "
-                    f"{allowed or 'give a partition, as 20,10'}"
+                    setting="first_layer",
+                    given=self.first_layer,
+                    allowed=f"the start of a stage: {allowed or 'give a partition, as 20,10'}",
                 )
             stages = _frozen(stages, [k for k, start in enumerate(starts) if start < self.first_layer])
         if self.only_stage:
@@ -85,14 +104,14 @@ class TuneConfig:
             if learns >= len(stages) or not stages[learns].weight:
                 allowed = ", ".join(str(k) for k, stage in enumerate(stages, 1) if stage.weight)
                 raise ConfigError(
-                    f"only_stage is {self.only_stage}; it must be a stage with a loss: {allowed}"
+                    setting="only_stage", given=self.only_stage, allowed=f"a stage with a loss: {allowed}"
                 )
             stages = _frozen(stages, [k for k in range(len(stages)) if k != learns])
         if self.frozen:
             if len(stages) < 2:
                 raise ConfigError("frozen leaves nothing to learn: give a partition with exits, as 10,10,10")
             if topology.heads != "shared":
-                raise ConfigError("frozen gives every exit a head of its own; leave stage-heads out")
+                raise ConfigError("frozen gives every exit a head of its own", remedy="leave stage-heads out")
             stages[-1] = replace(stages[-1], frozen=True, weight=0.0)
         return replace(topology, stages=tuple(stages))
 

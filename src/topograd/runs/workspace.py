@@ -106,7 +106,8 @@ class Workspace:
         """Raise RunError where the checkpoints are not those that were `known` when it was opened."""
         if self.store.names() != known:
             raise RunError(
-                f"{self.folder} was trained on by another process while it was being opened; resume it again"
+                f"{self.folder} was trained on by another process while it was being opened",
+                remedy="resume it again",
             )
 
     def check_log(self, name: str) -> None:
@@ -119,8 +120,9 @@ class Workspace:
         fits = [n for n, m in marks.items() if m is not None and self.has_log(m)]
         earlier = f"resume with --from {fits[-1]}, which it fits, " if fits else ""
         raise RunError(
-            f"{self.metrics_file} is not the log that {name} was saved with: it is missing, cut or of "
-            f"another run; restore it, {earlier}or make it an empty file to go on without its records"
+            f"{self.metrics_file} is not the log that {name} was saved with: it is missing, cut "
+            "or of another run",
+            remedy=f"restore it, {earlier}or make it an empty file to go on without its records",
         )
 
     def _lines_up_to(self, step: int) -> list[bytes]:
@@ -140,7 +142,7 @@ class Workspace:
             record = None
         if not isinstance(record, dict):
             raise RunError(
-                f"{self.metrics_file} is damaged: line {number} is no JSON object; delete that line"
+                f"{self.metrics_file} is damaged: line {number} is no JSON object", remedy="delete that line"
             )
         return record
 

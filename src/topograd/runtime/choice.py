@@ -36,15 +36,20 @@ def runtime_of(
     precision = check_precision(weights)
     kind, _, provider = (name or "").partition(":")
     if name is not None and (kind not in RUNTIMES or (kind != "onnx" and provider)):
-        raise ConfigError(f"runtime {name!r} is unknown; choose torch, onnx or onnx:PROVIDER")
+        raise ConfigError(setting="runtime", given=name, allowed="torch, onnx or onnx:PROVIDER")
     if kind == "torch":
         if precision != "float32":
-            raise ConfigError(f"weights is {weights}, which only onnx runs; torch keeps the model's own")
+            raise ConfigError(
+                f"weights is {weights}, which only onnx runs",
+                setting="weights",
+                given=weights,
+                remedy="torch keeps the model's own",
+            )
         return None
     if not installed():
         if name is None and precision == "float32":
             return None
-        raise ConfigError("the runtime onnx is not installed; pip install 'topograd[runtime]'")
+        raise ConfigError("the runtime onnx is not installed", remedy="pip install 'topograd[runtime]'")
     from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 
     if name is None and precision == "float32" and unsupported_reason(stack) is not None:

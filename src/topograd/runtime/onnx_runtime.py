@@ -53,8 +53,8 @@ def shared_settings(provider: str = "cpu") -> Settings:
     names = {name.removesuffix("ExecutionProvider").lower(): name for name in available_providers()}
     if wanted not in names:
         raise ConfigError(
-            f"onnxruntime has no provider {provider!r} here; it has {', '.join(sorted(names))}: install the "
-            "onnxruntime that has it"
+            f"onnxruntime has no provider {provider!r} here",
+            remedy=f"it has {', '.join(sorted(names))}: install the onnxruntime that has it",
         )
     threads = torch.get_num_threads()
     if _pool is None:
@@ -132,7 +132,7 @@ class OnnxRuntime:
         problem = unsupported_reason(stack)
         if problem is not None:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
-            raise ConfigError(f"{problem}, so onnxruntime cannot run it; {instead}")
+            raise ConfigError(f"{problem}, so onnxruntime cannot run it", remedy=instead)
         self.stack, self.precision = cast("Transformer", stack), precision
         self.settings = shared_settings(provider)
         self.made = {} if made is None else made

@@ -58,7 +58,9 @@ def check_precision(name: str) -> Precision:
     """The precision of that name."""
     found: Precision | None = next((each for each in get_args(Precision) if each == name), None)
     if found is None:
-        raise ConfigError(f"weights {name!r} are unknown; choose one of {', '.join(get_args(Precision))}")
+        raise ConfigError(
+            f"weights {name!r} are unknown", remedy=f"choose one of {', '.join(get_args(Precision))}"
+        )
     return found
 
 
@@ -121,7 +123,7 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
         with safe_open(file, "numpy") as opened:
             known = opened.metadata() or {}
             if known.get("weights") != weights or known.get("precision") != precision:
-                raise RunError(f"{file} is of other weights than this run's; {again}")
+                raise RunError(f"{file} is of other weights than this run's", remedy=again)
             names = set(opened.keys())
             return {
                 name: Quantized(
@@ -133,4 +135,4 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
                 for name in sorted({name.rpartition(":")[0] for name in names})
             }
     except (SafetensorError, OSError) as problem:
-        raise RunError(f"{file} is damaged ({problem}); {again}") from None
+        raise RunError(f"{file} is damaged ({problem})", remedy=again) from None

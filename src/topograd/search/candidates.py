@@ -81,15 +81,20 @@ class Space:
         for name, values in self.choices.items():
             if name not in known:
                 raise ConfigError(
-                    f"the choice {name} is no setting of a topology; known are {', '.join(sorted(known))}"
+                    f"the choice {name} is no setting of a topology",
+                    remedy=f"known are {', '.join(sorted(known))}",
                 )
             if not values or len(set(values)) < len(values):
-                raise ConfigError(f"the choice {name} has the values {list(values)}; give some, each once")
+                raise ConfigError(
+                    f"the choice {name} has the values {list(values)}", remedy="give some, each once"
+                )
         for source in self.choices.get("source", ()):
             layer = _layer(source)
             if layer is not None and not 0 < layer < self.layers:
                 raise ConfigError(
-                    f"source is {source}; early layers here are layer:1 to layer:{self.layers - 1}"
+                    setting="source",
+                    given=source,
+                    remedy=f"early layers here are layer:1 to layer:{self.layers - 1}",
                 )
 
     def mended(self, bits: Sequence[bool], settings: Settings) -> Candidate | None:

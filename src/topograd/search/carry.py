@@ -70,7 +70,7 @@ def carry_heads(stack: Stack, sources: Sequence[int]) -> Copies:
         missing = [source for source in sources if str(source) not in old]
         if missing:
             raise StackError(
-                f"the head of stage {missing[0]} was asked for; stages {', '.join(old)} have one"
+                f"the head of stage {missing[0]} was asked for", remedy=f"stages {', '.join(old)} have one"
             )
         fresh: dict[str, nn.Module] = {}
         for stage, source in enumerate(sources):
@@ -100,8 +100,10 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
     table, search = config.topology, config.search.kind
     if table.graph != graph:
         raise ConfigError(
-            f"search.kind is {search} and graph is {table.graph}; it must be {graph}: "
-            f"start with topograd search {search}"
+            f"search.kind is {search} and graph is {table.graph}",
+            setting="search.kind",
+            given=search,
+            remedy=f"it must be {graph}: start with topograd search {search}",
         )
     only = {
         "decoder": 0,
@@ -116,17 +118,22 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
     for name, value in only.items():
         if getattr(table, name) != value:
             raise ConfigError(
-                f"{name} is {getattr(table, name)!r}; while boundaries are searched it must be {value!r}, "
-                "its default"
+                setting=name,
+                given=getattr(table, name),
+                remedy=f"while boundaries are searched it must be {value!r}, its default",
             )
     if table.prediction not in WORDS:
         raise ConfigError(
-            f"prediction is {table.prediction!r}, which names stages; while boundaries are searched it must "
-            f"be one of {', '.join(WORDS)}"
+            f"prediction is {table.prediction!r}, which names stages",
+            setting="prediction",
+            given=table.prediction,
+            remedy=f"while boundaries are searched it must be one of {', '.join(WORDS)}",
         )
     if table.teacher == AVERAGE_TEACHER:
-        raise ConfigError("teacher is average, of a model whose heads a search changes; give self, or a run")
+        raise ConfigError(
+            "teacher is average, of a model whose heads a search changes", remedy="give self, or a run"
+        )
     if config.optimizer.stages:
         raise ConfigError(
-            "optimizer.stages names stages, and a search of boundaries changes them; leave it out"
+            "optimizer.stages names stages, and a search of boundaries changes them", remedy="leave it out"
         )

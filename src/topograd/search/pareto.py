@@ -129,10 +129,11 @@ def _open(
         import optuna
     except ImportError:
         raise ConfigError(
-            "a Pareto study needs optuna, which is not installed; run: pip install 'topograd[search]'"
+            "a Pareto study needs optuna, which is not installed",
+            remedy="run: pip install 'topograd[search]'",
         ) from None
     if not objectives:
-        raise ConfigError("a study without objectives has no front; name at least one")
+        raise ConfigError("a study without objectives has no front", remedy="name at least one")
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -145,7 +146,7 @@ def _open(
     except Exception as problem:  # of any database's driver
         reason = str(problem).splitlines()[0]
         raise ConfigError(
-            f"the storage {config.storage!r} cannot be used ({reason}); give another URL"
+            f"the storage {config.storage!r} cannot be used ({reason})", remedy="give another URL"
         ) from None
     _check_same(study, config, objectives, space, base)
     # From the same seed a resumed study would propose its first candidates again.
@@ -180,7 +181,8 @@ def _check_same(
             was = "" if name == "base" else f" ({known.get(name)}, not {value})"
             what = "trainings with other settings" if name == "base" else f"other {name}"
             raise ConfigError(
-                f"study {config.name!r} has {what}{was}; go on with those, or give another --name or --out"
+                f"study {config.name!r} has {what}{was}",
+                remedy="go on with those, or give another --name or --out",
             )
 
 
@@ -206,7 +208,7 @@ def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) 
         if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
             return trial
         study.tell(trial, state=TrialState.FAIL)  # a repetition: it counts for nothing
-    raise RunError("other processes took every candidate that was drawn; call again")
+    raise RunError("other processes took every candidate that was drawn", remedy="call again")
 
 
 def _propose(trial: Trial, space: Space) -> Candidate | None:
@@ -228,7 +230,7 @@ def _untried(study: Study, space: Space, seed: int) -> dict[str, object]:
             if seen == 10_000:  # enough to choose from; a large space is not walked to its end
                 break
     if drawn is None:
-        raise RunError("every candidate of the space has been tried; look at the results")
+        raise RunError("every candidate of the space has been tried", remedy="look at the results")
     bits = drawn.composition.boundary_vector
     settings = drawn.settings
     # A mended setting need not be among the choices; then any of them means the same.
@@ -278,10 +280,12 @@ def _goes_on(
 def _read(found: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
     missing = [name for name in objectives if name not in found]
     if missing:
-        raise ConfigError(f"objective {missing[0]!r} was not measured; measured are {', '.join(found)}")
+        raise ConfigError(
+            f"objective {missing[0]!r} was not measured", remedy=f"measured are {', '.join(found)}"
+        )
     for name in objectives:
         if not math.isfinite(found[name]):
-            raise ConfigError(f"objective {name!r} is {found[name]}; a study needs finite numbers")
+            raise ConfigError(f"objective {name!r} is {found[name]}", remedy="a study needs finite numbers")
     return [float(found[name]) for name in objectives]
 
 

@@ -63,13 +63,15 @@ def named_objectives(words: Sequence[str]) -> dict[str, Direction]:
         PROPERTIES.check(name)
         if name in TABLES:
             numbers = ", ".join((*LESS, *MORE))
-            raise ConfigError(f"objective {name!r} is a table and not a number; choose among {numbers}")
+            raise ConfigError(
+                f"objective {name!r} is a table and not a number", remedy=f"choose among {numbers}"
+            )
         if name in found:
-            raise ConfigError(f"objective {name!r} is given twice; give each once")
+            raise ConfigError(f"objective {name!r} is given twice", remedy="give each once")
         more = way == "max" if name != word else name in MORE
         found[name] = "maximize" if more else "minimize"
     if not found:
-        raise ConfigError("there is no objective; name at least one, as bpb")
+        raise ConfigError("there is no objective", remedy="name at least one, as bpb")
     return found
 
 
@@ -89,7 +91,7 @@ def read_numbers(trained: Trained, names: Iterable[str]) -> dict[str, float]:
     for name, value in found.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
-            raise ConfigError(f"property {name!r} is {value!r} here, no finite number; leave it out")
+            raise ConfigError(f"property {name!r} is {value!r} here, no finite number", remedy="leave it out")
     return {name: float(value) for name, value in found.items()}
 
 

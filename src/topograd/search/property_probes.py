@@ -111,7 +111,9 @@ def update_discipline(stack: Stack, plan: Plan, old: Text, new: Text) -> Update:
 def specialist(stack: Stack, plan: Plan, old: Text, new: Text) -> Specialist:
     """P11."""
     if len(new.inputs) < 2:
-        raise ConfigError(f"new text has {len(new.inputs)} rows; a probe needs 2, one to learn, one to test")
+        raise ConfigError(
+            f"new text has {len(new.inputs)} rows", remedy="a probe needs 2, one to learn, one to test"
+        )
     lesson, exam = _halves(new)
     last, stages = _last(plan), plan.topology.stages
     unit = unit_of(plan, last)

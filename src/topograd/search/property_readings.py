@@ -98,7 +98,7 @@ def head(trained: Trained) -> float:
     shared = trained.stack.projection(0)
     if shared is None:
         raise ConfigError(
-            "the model's head is no matrix, so heads cannot be counted in matrices; leave head out"
+            "the model's head is no matrix, so heads cannot be counted in matrices", remedy="leave head out"
         )
     own = sum(p.numel() for k in range(len(trained.plan.stages)) for p in trained.stack.head_parameters(k))
     private = list(trained.stack.layers)[trained.layers :] if trained.layers is not None else []
@@ -251,7 +251,9 @@ def skipped(readings: Readings, layers: Sequence[int], eps: float) -> dict[str, 
         return {"gain": 0.0, "agreement": 1.0}
     even, odd = readings.split()
     if not len(even) or not len(odd):
-        raise ConfigError("the text has one row; WAND needs one to calibrate on and one to measure on")
+        raise ConfigError(
+            "the text has one row", remedy="WAND needs one to calibrate on and one to measure on"
+        )
     left = exits(odd, thresholds(Calibration.of(even, step=0), "flip-rate", eps=eps))
     ran = torch.tensor(layers, dtype=torch.float64)[left].mean().item()
     return {"gain": 1 - ran / layers[-1], "agreement": agreement(odd, left)}

@@ -116,22 +116,28 @@ class SurgeryTask(RunTask):
         check_searchable(config, "chain")
         if "residual" in {stage.objective for stage in config.build_topology().stages}:
             raise ConfigError(
-                "objective is residual, under which logits of a stage mean nothing alone, and surgery reads "
-                "those of each layer alone; use cross-entropy"
+                "objective is residual, under which logits of a stage mean nothing alone, and "
+                "surgery reads those of each layer alone",
+                remedy="use cross-entropy",
             )
         composition = partition_of(config)
         least = config.search.surgery.min_depth
         if min(composition.parts) < least:
             stage_counts(composition.layers, None, 1, None, least)
             raise ConfigError(
-                f"partition is {composition}, with a stage below {least} layers; "
-                "begin with deeper stages or lower the least depth"
+                f"partition is {composition}, with a stage below {least} layers",
+                setting="partition",
+                given=composition,
+                remedy="begin with deeper stages or lower the least depth",
             )
         wanted = config.search.surgery.stages
         if wanted not in (None, composition.stages):
             raise ConfigError(
                 f"stages is {wanted}, which surgery keeps, and partition is {composition}, of "
-                f"{composition.stages}; begin with as many, or leave the number out"
+                f"{composition.stages}",
+                setting="stages",
+                given=wanted,
+                remedy="begin with as many, or leave the number out",
             )
         super().__init__(run, config, data)
         self.operations: list[dict[str, Any]] = []

@@ -53,7 +53,11 @@ class Trained:
 
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
-            raise ConfigError(f"budget is {self.budget}; it is a share of the layers, above 0 and at most 1")
+            raise ConfigError(
+                setting="budget",
+                given=self.budget,
+                remedy="it is a share of the layers, above 0 and at most 1",
+            )
 
     @classmethod
     def of(cls, session: Session, text: Text) -> Trained:

@@ -82,7 +82,8 @@ class Weights:
         for field in fields(self):
             if not getattr(self, field.name) >= 0:
                 raise ConfigError(
-                    f"the weight of {field.name} is {getattr(self, field.name)}; a weight is at least 0"
+                    f"the weight of {field.name} is {getattr(self, field.name)}",
+                    remedy="a weight is at least 0",
                 )
 
 
@@ -99,7 +100,7 @@ token, which needs calibrated stages; stages that are updated and extended one b
 def deployment(name: str) -> Weights:
     """The weights of the deployment called `name`."""
     if name not in DEPLOYMENTS:
-        raise ConfigError(f"deployment {name!r} is unknown; choose one of {', '.join(DEPLOYMENTS)}")
+        raise ConfigError(setting="deployment", given=name, allowed=f"one of {', '.join(DEPLOYMENTS)}")
     return DEPLOYMENTS[name]
 
 
@@ -129,7 +130,7 @@ def coordination(transmissivities: Sequence[float], costs: Sequence[float] | Non
     costs = [1.0] * len(transmissivities) if costs is None else costs
     _check_length(costs, transmissivities, "coupling costs")
     if not all(c >= 0 for c in costs):
-        raise ConfigError(f"a coupling cost is {min(costs)}; costs are at least 0")
+        raise ConfigError(f"a coupling cost is {min(costs)}", remedy="costs are at least 0")
     total = sum(costs)
     return sum(lam * c for lam, c in zip(transmissivities, costs, strict=True)) / total if total else 0.0
 
@@ -140,7 +141,7 @@ def head_cost(
     """C_head: the parameters of the stages' own heads, in matrices (vocab, width); 0 with a shared head."""
     _check_transmissivities(transmissivities)
     if heads not in ("shared", "per-stage"):
-        raise ConfigError(f"heads {heads!r} are unknown; choose 'shared' or 'per-stage'")
+        raise ConfigError(f"heads {heads!r} are unknown", remedy="choose 'shared' or 'per-stage'")
     if heads == "shared":
         return 0.0
     size = 1.0 if rank is None else rank * (vocab + width) / (vocab * width)
@@ -157,7 +158,7 @@ def capability(*, prefix_exit: float, wand: float, specialist: float, compositio
     }
     for name, value in readings.items():
         if not 0 <= value <= 1:
-            raise ConfigError(f"{name} is {value}; a reading of the capability lies in [0, 1]")
+            raise ConfigError(setting=name, given=value, remedy="a reading of the capability lies in [0, 1]")
     return sum(readings.values()) / len(readings)
 
 
@@ -184,7 +185,7 @@ def bandwidth_cost(transmissivities: Sequence[float], ranks: Sequence[float], fl
 def calibration_cost(errors: Sequence[float]) -> float:
     """C_cal: the mean of the exits' calibration errors."""
     if not errors:
-        raise ConfigError("no calibration error was given; give one for each stage")
+        raise ConfigError("no calibration error was given", remedy="give one for each stage")
     return sum(errors) / len(errors)
 
 
@@ -196,11 +197,12 @@ def hard(composition: Composition) -> list[float]:
 def _check_transmissivities(transmissivities: Sequence[float]) -> None:
     for i, lam in enumerate(transmissivities, start=1):
         if not 0 <= lam <= 1:
-            raise ConfigError(f"the transmissivity after layer {i} is {lam}; it must lie in [0, 1]")
+            raise ConfigError(f"the transmissivity after layer {i} is {lam}", remedy="it must lie in [0, 1]")
 
 
 def _check_length(values: Sequence[float], transmissivities: Sequence[float], name: str) -> None:
     if len(values) != len(transmissivities):
         raise ConfigError(
-            f"{len(values)} {name} for {len(transmissivities)} places; give one for each layer but the last"
+            f"{len(values)} {name} for {len(transmissivities)} places",
+            remedy="give one for each layer but the last",
         )

@@ -51,7 +51,9 @@ def bench_serve(session: Session, engine: Engine, settings: ServeSettings) -> di
     prompts = code_prompts(session, settings)
     scheduler = Scheduler(session, engine, Limits(rows=settings.clients), Counters())
     if settings.depth != "full" and scheduler.strategy(settings.depth).engine.plan is not engine.plan:
-        raise ConfigError(f"depth {settings.depth!r} is measured by bench decode; give a prefix or speculate")
+        raise ConfigError(
+            f"depth {settings.depth!r} is measured by bench decode", remedy="give a prefix or speculate"
+        )
     written = {
         depth: _write(scheduler, prompts, depth, settings.tokens) for depth in ("full", settings.depth)
     }
@@ -85,7 +87,8 @@ def code_prompts(session: Session, settings: ServeSettings) -> list[list[int]]:
     if length + settings.tokens > session.config.model.context:
         raise ConfigError(
             f"{length} prompt tokens and {settings.tokens} more pass the model's context of "
-            f"{session.config.model.context}; give fewer --tokens"
+            f"{session.config.model.context}",
+            remedy="give fewer --tokens",
         )
     prompts: list[list[int]] = []
     place = 0

@@ -31,7 +31,9 @@ def model_name(folder: Path) -> str:
 def split_id(model: str) -> tuple[str, str | None]:
     """The name and the depth of a model id; None where it names no depth."""
     if len(model) > MOST_CHARACTERS:
-        raise ConfigError(f"the model id has {len(model)} characters; give at most {MOST_CHARACTERS}")
+        raise ConfigError(
+            f"the model id has {len(model)} characters", remedy=f"give at most {MOST_CHARACTERS}"
+        )
     name, colon, suffix = model.partition(":")
     return name, depth_of_suffix(suffix) if colon else None
 
@@ -45,7 +47,8 @@ def depth_of_suffix(suffix: str) -> str:
     kind, rest = re.fullmatch(r"([a-z]*)[-:]?(.*)", suffix, re.DOTALL).groups()  # type: ignore[union-attr]
     if kind not in FAMILIES:
         raise ConfigError(
-            f"the model id's depth {suffix!r} is unknown; use one of {', '.join(FAMILIES)}, such as prefix-1"
+            f"the model id's depth {suffix!r} is unknown",
+            remedy=f"use one of {', '.join(FAMILIES)}, such as prefix-1",
         )
     if not rest:
         return str(kind)

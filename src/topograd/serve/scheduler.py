@@ -133,10 +133,10 @@ class Scheduler:
     def _composed(self, depth: str, active: tuple[tuple[str, float], ...]) -> DecodeStrategy:
         """The base with specialists, at full depth: exits and calibrations are the base's alone."""
         if self.specialists is None:
-            raise ConfigError("this server has no specialists; leave them out")
+            raise ConfigError("this server has no specialists", remedy="leave them out")
         if depth != "full":
             raise ConfigError(
-                f"specialists write at full depth and {depth} is asked for; leave one of them out"
+                f"specialists write at full depth and {depth} is asked for", remedy="leave one of them out"
             )
         return FixedDepth(self.specialists.model(dict(active)).engine)
 

@@ -34,10 +34,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "chunk", "body", "choices"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(setting=name, given=getattr(self, name), allowed="at least 1")
         for name in ("seconds", "body_seconds", "grace"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
+                raise ConfigError(setting=name, given=getattr(self, name), allowed="above 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)

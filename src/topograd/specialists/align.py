@@ -154,16 +154,17 @@ def _nats(attached: Attached, weights: Weights, rows: tuple[Tensor, Tensor]) -> 
 def _check(sidecar: Sidecar, old: Session, new: Session) -> None:
     if old.tokenizer.digest != new.tokenizer.digest:
         raise ConfigError(
-            f"{new.run.folder} has another tokenizer than the base of {sidecar.folder}, so their heads share "
-            "no vocabulary; train a new specialist"
+            f"{new.run.folder} has another tokenizer than the base of {sidecar.folder}, so their "
+            "heads share no vocabulary",
+            remedy="train a new specialist",
         )
     shapes = [
         {name: tuple(p.shape) for name, p in base.stack.layers[-1].named_parameters()} for base in (old, new)
     ]
     if shapes[0] != shapes[1] or len(old.stack.layers) != len(new.stack.layers):
         raise ConfigError(
-            f"the layers of {new.run.folder} have other shapes than those of the base of {sidecar.folder}; "
-            "train a new specialist"
+            f"the layers of {new.run.folder} have other shapes than those of the base of {sidecar.folder}",
+            remedy="train a new specialist",
         )
 
 

@@ -162,7 +162,9 @@ def attach(base: Session, specialists: Sequence[Sidecar] | Mapping[str, Sidecar]
     """The specialists on their base; those of another base are refused by name. Names default to folders'."""
     named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
     if len(named) > MOST_SPECIALISTS:
-        raise ConfigError(f"{len(named)} specialists are given; at most {MOST_SPECIALISTS} may be attached")
+        raise ConfigError(
+            f"{len(named)} specialists are given", remedy=f"at most {MOST_SPECIALISTS} may be attached"
+        )
     for sidecar in named.values():
         sidecar.check_base(base)
     attached = _attached(base, {name: Shape.of(sidecar) for name, sidecar in named.items()})
@@ -177,8 +179,8 @@ def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
     for name, shape in shapes.items():
         if shape.tokens != tokens:  # ids differ, and so do the sizes of their heads
             raise ConfigError(
-                f"specialist {name!r} has other new tokens than one beside it, or none; attach them one at a "
-                "time"
+                f"specialist {name!r} has other new tokens than one beside it, or none",
+                remedy="attach them one at a time",
             )
     vocabulary = Vocabulary(base.tokenizer, _vocab(base), tokens)
     stack = copied(base.stack)
@@ -202,8 +204,8 @@ def copied(stack: Stack) -> Stack:
     head = stack.shared_head
     if not isinstance(stack, Growable) or head is None:
         raise ConfigError(
-            f"a stack of the kind {type(stack).__name__} has no place for new layers; specialists need a GPT "
-            "or an imported model that topograd runs itself"
+            f"a stack of the kind {type(stack).__name__} has no place for new layers",
+            remedy="specialists need a GPT or an imported model that topograd runs itself",
         )
     twin = shallow(stack)
     assert isinstance(twin, Stack)
@@ -217,7 +219,9 @@ def copied(stack: Stack) -> Stack:
 def _load(part: SpecialistPart, sidecar: Sidecar) -> None:
     own = {name: tensor.shape for name, tensor in part.state_dict().items()}
     if own != {name: tensor.shape for name, tensor in sidecar.tensors.items()}:
-        raise CheckpointError(f"{sidecar.folder} does not fit what its settings say; attach a new specialist")
+        raise CheckpointError(
+            f"{sidecar.folder} does not fit what its settings say", remedy="attach a new specialist"
+        )
     part.load_state_dict(sidecar.tensors)
 
 
@@ -226,7 +230,7 @@ def _named(specialists: Sequence[Sidecar]) -> dict[str, Sidecar]:
     for sidecar in specialists:
         name = sidecar.folder.resolve().name
         if name in named:
-            raise ConfigError(f"two specialists are called {name!r}; rename one of the folders")
+            raise ConfigError(f"two specialists are called {name!r}", remedy="rename one of the folders")
         named[name] = sidecar
     return named
 

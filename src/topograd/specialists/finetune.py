@@ -109,8 +109,8 @@ class FineTuning(Task):
             done = checkpoint.latest(begun / "checkpoints")
             if done is None or int(done.name.rpartition("-")[2]) < saved.steps:
                 raise RunError(
-                    f"{folder} has a training that is not finished; continue it with --resume, or delete "
-                    f"{begun} to give it up"
+                    f"{folder} has a training that is not finished",
+                    remedy=f"continue it with --resume, or delete {begun} to give it up",
                 )
         task = cls(sidecar, settings, base)
         settings = replace(settings, data=str(Path(settings.data).absolute()))
@@ -129,13 +129,14 @@ class FineTuning(Task):
         sidecar = open_specialist(folder)
         path = sidecar.folder / "training" / SETTINGS
         if not path.is_file():
-            raise RunError(f"{folder} has no training to resume; give --data to start one")
+            raise RunError(f"{folder} has no training to resume", remedy="give --data to start one")
         settings, data = _read_settings(path)
         task = cls(sidecar, settings, base)
         if task.digest != data:
             raise RunError(
                 f"{settings.data} has changed since {folder} was trained on it, so it cannot be "
-                "continued exactly; restore it, or start again"
+                "continued exactly",
+                remedy="restore it, or start again",
             )
         names = task.workspace.store.names()
         trainer = Trainer(task, task.workspace, names)
@@ -232,7 +233,9 @@ def _read_settings(path: Path) -> tuple[FineTune, str]:
     try:
         return FineTune(**saved["settings"]), str(saved["data"])
     except (TypeError, KeyError):
-        raise RunError(f"{path} is damaged; restore it, or delete {path.parent} to give up") from None
+        raise RunError(
+            f"{path} is damaged", remedy=f"restore it, or delete {path.parent} to give up"
+        ) from None
 
 
 def _loss(record: Mapping[str, Any]) -> float:

@@ -64,7 +64,7 @@ def probe(
     vocab = attached.vocabulary
     vocab.check([*prompt, *target, *(passage or ())])
     if not target:
-        raise ConfigError("the target is empty; give the text that should follow")
+        raise ConfigError("the target is empty", remedy="give the text that should follow")
     found = _readings(attached, prompt, target)
     if passage is not None:
         found["with_passage"] = _readings(attached, [*passage, *prompt], target)
@@ -77,7 +77,9 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     begun = list(prompt) or [attached.base.tokenizer.separator]
     whole = [*begun, *target[:-1]]
     if len(whole) > context:
-        raise ConfigError(f"prompt and target have {len(whole)} tokens; the base sees {context} at most")
+        raise ConfigError(
+            f"prompt and target have {len(whole)} tokens", remedy=f"the base sees {context} at most"
+        )
     plan, stack = attached.plan, attached.stack
     device = next(stack.parameters()).device
     inputs = torch.tensor([whole], device=device)

@@ -107,8 +107,9 @@ def _masked(pairs: Sequence[tuple[str, str]], vocabulary: Vocabulary, where: str
         start, stop = len(vocabulary.encode_chat(before)), len(vocabulary.encode_chat(through))
         if not pairs[-1][1].startswith(through) or not through.startswith(before):
             raise DataError(
-                f"{where}: the chat template spells earlier messages otherwise when later ones follow, so "
-                "what the assistant said cannot be told apart; give conversations of one answer"
+                f"{where}: the chat template spells earlier messages otherwise when later ones "
+                "follow, so what the assistant said cannot be told apart",
+                remedy="give conversations of one answer",
             )
         learned[start:stop] = [True] * (stop - start)
     return Record(tokens, learned)
@@ -117,24 +118,26 @@ def _masked(pairs: Sequence[tuple[str, str]], vocabulary: Vocabulary, where: str
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """The records of a JSONL file with their line numbers."""
     if path.stat().st_size > MOST_BYTES:
-        raise DataError(f"{path} has more than {MOST_BYTES} bytes; give a smaller file")
+        raise DataError(f"{path} has more than {MOST_BYTES} bytes", remedy="give a smaller file")
     found = []
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8; mend it") from None
+        raise DataError(f"{path} is not UTF-8", remedy="mend it") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise DataError(f"{path}, line {number} is not JSON ({problem}); mend or remove it") from None
+            raise DataError(
+                f"{path}, line {number} is not JSON ({problem})", remedy="mend or remove it"
+            ) from None
         if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number} is no JSON object; mend or remove it")
+            raise DataError(f"{path}, line {number} is no JSON object", remedy="mend or remove it")
         found.append((number, record))
     if not found:
-        raise DataError(f"{path} has no record; give at least one line")
+        raise DataError(f"{path} has no record", remedy="give at least one line")
     return found
 
 
@@ -148,7 +151,9 @@ def _messages(path: Path, number: int, record: Mapping[str, Any]) -> list[Messag
         return [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise DataError(f'{where} has no messages; give {{"messages": [{{"role": ..., "content": ...}}]}}')
+        raise DataError(
+            f"{where} has no messages", remedy='give {"messages": [{"role": ..., "content": ...}]}'
+        )
     checked = []
     for place, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(
@@ -157,11 +162,14 @@ def _messages(path: Path, number: int, record: Mapping[str, Any]) -> list[Messag
             raise DataError(f"{where}: message {place} must have a role and a content that are text")
         if message["role"] not in ROLES:
             raise DataError(
-                f"{where}: message {place} has the role {message['role']!r}; allowed are {', '.join(ROLES)}"
+                f"{where}: message {place} has the role {message['role']!r}",
+                remedy=f"allowed are {', '.join(ROLES)}",
             )
         checked.append({"role": message["role"], "content": message["content"]})
     if not any(message["role"] == "assistant" for message in checked):
-        raise DataError(f"{where} has nothing that the assistant said; there is nothing to learn from it")
+        raise DataError(
+            f"{where} has nothing that the assistant said", remedy="there is nothing to learn from it"
+        )
     return checked
 
 
@@ -170,7 +178,7 @@ def packed_records(
 ) -> tuple[Tensor, Tensor]:
     """(inputs, targets), each (rows, context): the documents packed, targets that are not learned -100."""
     if context < 1:
-        raise ConfigError(f"context is {context}; it must be at least 1")
+        raise ConfigError(setting="context", given=context, allowed="at least 1")
     parts, marks, offsets = [[separator]], [[False]], [0]
     for record in records:
         parts += [record.tokens, [separator]]
@@ -179,7 +187,7 @@ def packed_records(
     stream = np.fromiter((t for part in parts for t in part), dtype=np.int64)
     learned = np.fromiter((m for mark in marks for m in mark), dtype=bool)
     if not learned.any():
-        raise DataError("no token of the data is learned; give text, or conversations with answers")
+        raise DataError("no token of the data is learned", remedy="give text, or conversations with answers")
     rows = pack(np.array(offsets), context + 1, np.random.default_rng(seed))
     inputs = np.full((len(rows), context), separator, dtype=np.int64)
     targets = np.full((len(rows), context), IGNORED, dtype=np.int64)
@@ -204,12 +212,17 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """The text at `path` as packed rows for a base; CONTEXT tokens each unless asked otherwise."""
     if not str(path).strip():
-        raise ConfigError("data is empty; give chat records or a text")
+        raise ConfigError("data is empty", remedy="give chat records or a text")
     if not Path(path).exists():
-        raise ConfigError(f"data is {str(path)!r}, which does not exist; give a file or a folder")
+        raise ConfigError(
+            f"data is {str(path)!r}, which does not exist",
+            setting="data",
+            given=str(path),
+            remedy="give a file or a folder",
+        )
     most = attached.base.config.model.context
     context = context or min(CONTEXT, most)
     if context > most:
-        raise ConfigError(f"context is {context}; the base sees {most} tokens at most")
+        raise ConfigError(setting="context", given=context, remedy=f"the base sees {most} tokens at most")
     records = read_records(Path(path), attached.vocabulary, template)
     return packed_records(records, attached.base.tokenizer.separator, context, seed)

@@ -122,11 +122,13 @@ def train_router(
     With a `work` folder a call that was stopped goes on where it was.
     """
     if not attached.stages:
-        raise ConfigError("a router needs a specialist to choose; attach at least one")
+        raise ConfigError("a router needs a specialist to choose", remedy="attach at least one")
     parts = [_judged(attached, inputs, targets) for inputs, targets in texts]
     x, losses = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
     if len(x) < 4:
-        raise ConfigError(f"a router is trained on rows of text, and there are {len(x)}; give more text")
+        raise ConfigError(
+            f"a router is trained on rows of text, and there are {len(x)}", remedy="give more text"
+        )
     learning = torch.arange(len(x)) % 2 == 0
     torch.manual_seed(seed)
     router = Router(x.shape[1], list(attached.stages))
@@ -193,8 +195,8 @@ def open_router(folder: Path | str, attached: Attached, sidecars: Mapping[str, S
     digests = {name: sidecars[name].digest for name in attached.stages}
     if sidecar.settings["specialists"] != digests:
         raise RunError(
-            f"router {folder} was trained for {', '.join(sidecar.settings['specialists'])} as they were; "
-            "give it those specialists, or train it again"
+            f"router {folder} was trained for {', '.join(sidecar.settings['specialists'])} as they were",
+            remedy="give it those specialists, or train it again",
         )
     router = Router(attached.stack.width, list(attached.stages))
     router.load_state_dict(sidecar.tensors)
@@ -226,7 +228,8 @@ def open_routed(
     """The base in a folder with specialists as users write them, of which a router chooses."""
     if any(weight != 1 for weight in parse_specialists(specialists).values()):
         raise ConfigError(
-            f"specialists {specialists!r} have weights, and a router chooses one of them or none; write A,B"
+            f"specialists {specialists!r} have weights, and a router chooses one of them or none",
+            remedy="write A,B",
         )
     sidecars, _ = open_named(specialists)
     pool = SpecialistPool.open(base, sidecars, runtime=runtime, weights=weights)

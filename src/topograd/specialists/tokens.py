@@ -41,7 +41,9 @@ class NewToken:
         """What a user writes: `<|user|>=User`."""
         text, equals, source = words.rpartition("=")
         if not equals or not text.strip() or not source:
-            raise ConfigError(f"token {words!r} has no source; write the new token, =, and a related word")
+            raise ConfigError(
+                f"token {words!r} has no source", remedy="write the new token, =, and a related word"
+            )
         return cls(text, source)
 
 
@@ -53,7 +55,9 @@ class Vocabulary:
         self.tokenizer, self.new, self.rows = tokenizer, tuple(new), rows
         texts = [token.text for token in self.new]
         if len(set(texts)) < len(texts) or len(texts) > MOST_TOKENS:
-            raise ConfigError(f"{len(texts)} new tokens are given; give at most {MOST_TOKENS}, each once")
+            raise ConfigError(
+                f"{len(texts)} new tokens are given", remedy=f"give at most {MOST_TOKENS}, each once"
+            )
         self.ids = {text: rows + i for i, text in enumerate(texts)}
         longest_first = sorted(texts, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if texts else None
@@ -97,8 +101,8 @@ class Vocabulary:
         ids = self.tokenizer.encode(token.source, "chat")
         if not ids or max(ids) >= self.rows:
             raise ConfigError(
-                f"new token {token.text!r} is to begin as {token.source!r}, which the base has no token for; "
-                "give a word of its language"
+                f"new token {token.text!r} is to begin as {token.source!r}, which the base has no token for",
+                remedy="give a word of its language",
             )
         return ids
 

@@ -36,7 +36,9 @@ class ZeroShot:
         files = find_files(Path(folder), tasks)
         if not files:
             names = ", ".join(task.file for task in tasks)
-            raise DataError(f"{folder} holds no task that is asked without examples; it should hold {names}")
+            raise DataError(
+                f"{folder} holds no task that is asked without examples", remedy=f"it should hold {names}"
+            )
         self.context = base.config.model.context
         self.items = {
             task: [

@@ -51,7 +51,7 @@ class Branches:
 def branches(plan: Plan, paths: Sequence[Sequence[int]]) -> Branches:
     """The trie of `paths` through the stages of the trained `plan`; a path may be given twice."""
     if not paths:
-        raise TopologyError("no path was given; give at least one, such as (0,)")
+        raise TopologyError("no path was given", remedy="give at least one, such as (0,)")
     wanted = [_checked(plan, tuple(path)) for path in paths]
     nodes: dict[Path, int] = {}
     for path in wanted:
@@ -88,34 +88,34 @@ def _prediction(
 def _checked(plan: Plan, path: Path) -> Path:
     """`path`, if it is one of `plan`."""
     if not path:
-        raise TopologyError("a path has no stage; give at least one")
+        raise TopologyError("a path has no stage", remedy="give at least one")
     for stage in path:
         if not 0 <= stage < len(plan.stages):
             raise TopologyError(
-                f"stage {stage + 1} does not exist; the plan has stages 1 to {len(plan.stages)}"
+                f"stage {stage + 1} does not exist", remedy=f"the plan has stages 1 to {len(plan.stages)}"
             )
     name = path_name(path)
     if len(set(path)) < len(path):
-        raise TopologyError(f"path {name} repeats a stage; a stage runs at most once in a path")
+        raise TopologyError(f"path {name} repeats a stage", remedy="a stage runs at most once in a path")
     if list(path) != sorted(path):
-        raise TopologyError(f"path {name} goes back; list its stages in increasing order")
+        raise TopologyError(f"path {name} goes back", remedy="list its stages in increasing order")
     heard = [_stages_heard(plan, stage) for stage in path]
     if heard[0] > 0:
         roots = ", ".join(str(k + 1) for k in range(len(plan.stages)) if not _stages_heard(plan, k))
         raise TopologyError(
-            f"path {name} begins with stage {path[0] + 1}, which was trained to hear another stage; "
-            f"begin with a stage that starts at the embedding: {roots}"
+            f"path {name} begins with stage {path[0] + 1}, which was trained to hear another stage",
+            remedy=f"begin with a stage that starts at the embedding: {roots}",
         )
     for stage, count in zip(path[1:], heard[1:], strict=True):
         if count == 0:
             raise TopologyError(
-                f"path {name} puts a stage before stage {stage + 1}, which starts at the embedding; "
-                "begin a path with it"
+                f"path {name} puts a stage before stage {stage + 1}, which starts at the embedding",
+                remedy="begin a path with it",
             )
         if count > 1:
             raise TopologyError(
-                f"path {name} runs stage {stage + 1}, which hears {count} stages' outputs at once; "
-                "a path has one to offer, so use paths without that stage"
+                f"path {name} runs stage {stage + 1}, which hears {count} stages' outputs at once",
+                remedy="a path has one to offer, so use paths without that stage",
             )
     return path
 
@@ -189,7 +189,7 @@ def parse_path(text: str) -> Path:
         stop = _stage(text, last) if dash else start
         if stop < start:
             raise ConfigError(
-                f"path {shown(text)} counts down in {shown(part.strip())}; write the smaller first"
+                f"path {shown(text)} counts down in {shown(part.strip())}", remedy="write the smaller first"
             )
         path.extend(range(start - 1, stop))
     return tuple(path)
@@ -199,8 +199,8 @@ def _stage(text: str, token: str) -> int:
     digits = token.strip()
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 9 and 0 < int(digits) <= MAX_LAYERS):
         raise ConfigError(
-            f"path {shown(text)} has {shown(digits)} where a stage from 1 to {MAX_LAYERS} belongs; "
-            "write stages as in 1-4 or 1,3"
+            f"path {shown(text)} has {shown(digits)} where a stage from 1 to {MAX_LAYERS} belongs",
+            remedy="write stages as in 1-4 or 1,3",
         )
     return int(digits)
 
@@ -226,7 +226,7 @@ def _weight(text: str, factor: str) -> float:
         weight = math.nan
     if not 0 < weight < math.inf:
         raise ConfigError(
-            f"branches {shown(text)} have weight {shown(factor.strip())}; "
-            "a weight is a positive number, as in 1-4*3+1-5"
+            f"branches {shown(text)} have weight {shown(factor.strip())}",
+            remedy="a weight is a positive number, as in 1-4*3+1-5",
         )
     return weight

@@ -80,8 +80,8 @@ class Composition:
             if cut is None or not 0 < cut < layers:
                 allowed = f"whole numbers from 1 to {layers - 1}" if layers > 1 else "none, with one layer"
                 raise TopologyError(
-                    f"boundary {shown(boundary)} in a stack of {layers} layers does not exist; "
-                    f"internal boundaries are {allowed}"
+                    f"boundary {shown(boundary)} in a stack of {layers} layers does not exist",
+                    remedy=f"internal boundaries are {allowed}",
                 )
             cuts.add(cut)
         return _from_cuts(layers, cuts)
@@ -90,11 +90,14 @@ class Composition:
     def from_boundary_vector(cls, vector: Sequence[int]) -> Composition:
         """The inverse of `boundary_vector`: entry i - 1 says whether there is a boundary after layer i."""
         if len(vector) >= MAX_LAYERS:
-            raise TopologyError(f"the boundary vector has {len(vector)} entries; at most {MAX_LAYERS - 1}")
+            raise TopologyError(
+                f"the boundary vector has {len(vector)} entries", remedy=f"at most {MAX_LAYERS - 1}"
+            )
         for i, entry in enumerate(vector):
             if entry not in (0, 1):
                 raise TopologyError(
-                    f"entry {i + 1} of the boundary vector is {shown(entry)}; every entry must be 0 or 1"
+                    f"entry {i + 1} of the boundary vector is {shown(entry)}",
+                    remedy="every entry must be 0 or 1",
                 )
         return _from_cuts(len(vector) + 1, {i + 1 for i, entry in enumerate(vector) if entry})
 
@@ -210,11 +213,13 @@ class Composition:
 
     def _check_same_layers(self, other: Composition) -> None:
         if not isinstance(other, Composition):
-            raise TopologyError(f"{shown(other)} is not a composition; make one with Composition.parse")
+            raise TopologyError(
+                f"{shown(other)} is not a composition", remedy="make one with Composition.parse"
+            )
         if self.layers != other.layers:
             raise TopologyError(
-                f"compositions of {self.layers} and of {other.layers} layers do not compare; "
-                "give two compositions with the same number of layers"
+                f"compositions of {self.layers} and of {other.layers} layers do not compare",
+                remedy="give two compositions with the same number of layers",
             )
 
 
@@ -256,7 +261,7 @@ def positive_int(value: SupportsIndex, name: str, most: int | None = None) -> in
     number = _whole(value)
     if number is None or number < 1 or (most is not None and number > most):
         allowed = "of at least 1" if most is None else f"from 1 to {most}"
-        raise TopologyError(f"{name} is {shown(value)}; give a whole number {allowed}")
+        raise TopologyError(setting=name, given=shown(value), remedy=f"give a whole number {allowed}")
     return number
 
 
@@ -279,8 +284,11 @@ def _whole(value: object) -> int | None:
 
 def _bad(given: object, why: str) -> TopologyError:
     return TopologyError(
-        f"composition {shown(given)} does not exist: {why}; give whole numbers of at least 1, "
-        f"separated by commas, that sum to at most {MAX_LAYERS}, e.g. 4,4,4"
+        f"composition {shown(given)} does not exist: {why}",
+        remedy=(
+            "give whole numbers of at least 1, separated by commas, that sum to at most "
+            f"{MAX_LAYERS}, e.g. 4,4,4"
+        ),
     )
 
 

@@ -44,7 +44,7 @@ class Heads(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Heads:
-        raise TopologyError(f"heads {shown(value)} are unknown; choose 'shared' or 'per-stage'")
+        raise TopologyError(f"heads {shown(value)} are unknown", remedy="choose 'shared' or 'per-stage'")
 
     def __le__(self, other: str) -> bool:
         return Heads(other) is Heads.PER_STAGE or self is Heads.SHARED
@@ -73,8 +73,8 @@ class Configuration:
     def __post_init__(self) -> None:
         if not isinstance(self.composition, Composition):
             raise TopologyError(
-                f"{shown(self.composition)} is not a composition; make one with Composition.parse, "
-                "or use Configuration.parse"
+                f"{shown(self.composition)} is not a composition",
+                remedy="make one with Composition.parse, or use Configuration.parse",
             )
         object.__setattr__(self, "heads", Heads(self.heads))
 
@@ -179,4 +179,6 @@ def count_configurations(layers: int, stages: int | None = None, min_depth: int 
 
 def _check(other: Configuration) -> None:
     if not isinstance(other, Configuration):
-        raise TopologyError(f"{shown(other)} is not a configuration; make one with Configuration.parse")
+        raise TopologyError(
+            f"{shown(other)} is not a configuration", remedy="make one with Configuration.parse"
+        )

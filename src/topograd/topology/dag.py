@@ -185,8 +185,9 @@ class Topology:
                 passing = [j for j, s in enumerate(stages) if s.start < start <= s.stop]
                 if not passing:
                     raise TopologyError(
-                        f"interval {start}..{stop} starts after layer {start}, which no earlier interval "
-                        f"computes; list an interval that covers layer {start} before it"
+                        f"interval {start}..{stop} starts after layer {start}, which no earlier "
+                        "interval computes",
+                        remedy=f"list an interval that covers layer {start} before it",
                     )
                 heard = Edge(passing[-1], layer=start)
             stages.append(Stage(start, stop, (heard,)))
@@ -223,8 +224,8 @@ class Topology:
         source = source or Edge(EMBEDDING)
         if source.source >= len(self.stages) - 1 and source.source != EMBEDDING:
             raise TopologyError(
-                f"the input bus comes from stage {source.source}, behind which no stage lies; "
-                f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING"
+                f"the input bus comes from stage {source.source}, behind which no stage lies",
+                remedy=(f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING"),
             )
         stages = []
         for k, stage in enumerate(self.stages):
@@ -251,7 +252,7 @@ class Topology:
         list predicts from its own end, as a model without decoders does.
         """
         if depth < 1:
-            raise TopologyError(f"a decoder of {depth} layers was asked for; it has at least 1")
+            raise TopologyError(f"a decoder of {depth} layers was asked for", remedy="it has at least 1")
         stages: list[Stage] = []
         place: list[int] = []
         layers = self.layers
@@ -274,8 +275,8 @@ class Topology:
         before = prediction_of(self, [k for k, stage in enumerate(self.stages) if stage.weight > 0])
         if before.kind != "last":
             raise TopologyError(
-                f"the last stage is to have no decoder, and the stages predict by {before.kind}; give all of "
-                "them one, or let the last stage predict"
+                f"the last stage is to have no decoder, and the stages predict by {before.kind}",
+                remedy="give all of them one, or let the last stage predict",
             )
         return "last"
 
@@ -287,7 +288,7 @@ class Topology:
             return before.kind
         if before.kind == "path":
             raise TopologyError(
-                "a path of stages with private decoders cannot predict; use 'last' or weights"
+                "a path of stages with private decoders cannot predict", remedy="use 'last' or weights"
             )
         weights = [0.0] * (len(self.stages) + len(predicting))
         for stage, weight in before.full:
@@ -350,7 +351,7 @@ def _configuration(value: Configuration | Composition | str) -> Configuration:
 
 def _validate(topology: Topology) -> None:
     if not topology.stages:
-        raise TopologyError("a topology needs at least one stage; none was given")
+        raise TopologyError("a topology needs at least one stage", remedy="none was given")
     for name, allowed in (
         ("heads", ("shared", "per-stage")),
         ("bus", ("live", "detached")),
@@ -358,60 +359,76 @@ def _validate(topology: Topology) -> None:
         ("reach", ("all", "next")),
     ):
         if getattr(topology, name) not in allowed:
-            raise TopologyError(f"{name} {getattr(topology, name)!r} is unknown; choose one of {allowed}")
+            raise TopologyError(
+                f"{name} {getattr(topology, name)!r} is unknown", remedy=f"choose one of {allowed}"
+            )
     if topology.layers > MAX_LAYERS:
-        raise TopologyError(f"the topology has {topology.layers} layers; there may be at most {MAX_LAYERS}")
+        raise TopologyError(
+            f"the topology has {topology.layers} layers", remedy=f"there may be at most {MAX_LAYERS}"
+        )
     for k, stage in enumerate(topology.stages):
         _validate_stage(topology, k, stage)
     for name in ("head_rank", "relay_rank"):
         rank = getattr(topology, name)
         if rank is not None and rank < 1:
-            raise TopologyError(f"{name} is {rank}; it must be at least 1, or be left out")
+            raise TopologyError(setting=name, given=rank, allowed="at least 1, or be left out")
     covered = {i for stage in topology.stages for i in range(stage.start, stage.stop)}
     idle = sorted(set(range(topology.layers)) - covered)
     if idle:
-        raise TopologyError(f"layers {idle} belong to no stage; every layer needs one")
+        raise TopologyError(f"layers {idle} belong to no stage", remedy="every layer needs one")
     if all(stage.weight == 0 for stage in topology.stages):
-        raise TopologyError("every stage has weight 0, so nothing would be learned; give one a loss")
+        raise TopologyError("every stage has weight 0, so nothing would be learned", remedy="give one a loss")
 
 
 def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
     if not 0 <= stage.start < stage.stop <= topology.layers:
         raise TopologyError(
-            f"stage {k} covers layers {stage.start}..{stage.stop}; "
-            f"an interval must satisfy 0 <= start < stop <= {topology.layers}"
+            f"stage {k} covers layers {stage.start}..{stage.stop}",
+            remedy=f"an interval must satisfy 0 <= start < stop <= {topology.layers}",
         )
     if not 0 <= stage.weight < math.inf:
-        raise TopologyError(f"stage {k} has weight {stage.weight}; a weight must be finite and at least 0")
+        raise TopologyError(
+            f"stage {k} has weight {stage.weight}", remedy="a weight must be finite and at least 0"
+        )
     if stage.every < 1:
-        raise TopologyError(f"stage {k} counts every {stage.every} targets; it must be at least 1")
+        raise TopologyError(f"stage {k} counts every {stage.every} targets", remedy="it must be at least 1")
     if stage.frozen and stage.weight:
-        raise TopologyError(f"stage {k} is frozen but has weight {stage.weight}; a frozen stage has weight 0")
+        raise TopologyError(
+            f"stage {k} is frozen but has weight {stage.weight}", remedy="a frozen stage has weight 0"
+        )
     if not stage.sources:
-        raise TopologyError(f"stage {k} hears nothing; give it a source (EMBEDDING or an earlier stage)")
+        raise TopologyError(
+            f"stage {k} hears nothing", remedy="give it a source (EMBEDDING or an earlier stage)"
+        )
     for edge in stage.sources:
         _validate_edge(topology, k, edge)
     if len({topology.tap(edge) for edge in stage.sources}) < len(stage.sources):
-        raise TopologyError(f"stage {k} hears the same source twice; list each source once")
+        raise TopologyError(f"stage {k} hears the same source twice", remedy="list each source once")
 
 
 def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
     if not 0.0 <= edge.transmissivity <= 1.0:  # also false for nan
-        raise TopologyError(f"stage {k} has transmissivity {edge.transmissivity}; it must lie in [0, 1]")
+        raise TopologyError(
+            f"stage {k} has transmissivity {edge.transmissivity}", remedy="it must lie in [0, 1]"
+        )
     if edge.source == EMBEDDING:
         if edge.layer is not None:
-            raise TopologyError(f"stage {k} taps the embedding at layer {edge.layer}; leave the layer out")
+            raise TopologyError(
+                f"stage {k} taps the embedding at layer {edge.layer}", remedy="leave the layer out"
+            )
         return
     if not 0 <= edge.source < k:
         raise TopologyError(
-            f"stage {k} hears stage {edge.source}, which does not come before it; "
-            "stages may hear only earlier stages, or a cycle could form"
+            f"stage {k} hears stage {edge.source}, which does not come before it",
+            remedy="stages may hear only earlier stages, or a cycle could form",
         )
     source = topology.stages[edge.source]
     if edge.layer is not None and not source.start < edge.layer <= source.stop:
         raise TopologyError(
-            f"stage {k} taps stage {edge.source} after layer {edge.layer}; "
-            f"that stage computes layers {source.start + 1}..{source.stop}"
+            f"stage {k} taps stage {edge.source} after layer {edge.layer}",
+            remedy=f"that stage computes layers {source.start + 1}..{source.stop}",
         )
     if source.frozen and not topology.stages[k].frozen and edge.transmissivity > 0:
-        raise TopologyError(f"stage {k} sends gradient to frozen stage {edge.source}; use transmissivity 0")
+        raise TopologyError(
+            f"stage {k} sends gradient to frozen stage {edge.source}", remedy="use transmissivity 0"
+        )

@@ -175,13 +175,15 @@ def topology_of(value: Topology | Configuration | Composition | str, layers: int
     if isinstance(value, str) and value.strip() in ("L", "l"):
         value = str(layers)
     if not isinstance(value, str | Composition | Configuration):
-        raise TopologyError(f'{value!r} is no topology; give a partition such as "2,2", a Topology or a Plan')
+        raise TopologyError(
+            f"{value!r} is no topology", remedy='give a partition such as "2,2", a Topology or a Plan'
+        )
     return Topology.chain(value)
 
 
 def _check_layers(topology: Topology, layers: int) -> None:
     if topology.layers != layers:
         raise TopologyError(
-            f"the topology has {topology.layers} layers and the stack has {layers}; "
-            f"use a partition of {layers}"
+            f"the topology has {topology.layers} layers and the stack has {layers}",
+            remedy=f"use a partition of {layers}",
         )

@@ -73,8 +73,9 @@ def prediction_of(topology: Topology, predicting: Sequence[int]) -> Prediction:
         return Prediction("path", ((path[-1], 1.0),), {k: ((k, 1.0),) for k in predicting}, path)
     if how not in WORDS:
         raise TopologyError(
-            f"prediction {how!r} is unknown; choose {', '.join(WORDS)}, path:1,3 or give a weight for each "
-            "stage"
+            setting="prediction",
+            given=how,
+            allowed=f"{', '.join(WORDS)}, path:1,3 or give a weight for each stage",
         )
     if how == "last":
         exits = {k: ((k, 1.0),) for k in predicting}
@@ -105,17 +106,19 @@ def _weighted(topology: Topology, predicting: Sequence[int], weights: tuple[floa
     """Σ w_j z_j; an exit shares the whole weight out over the stages up to it."""
     if len(weights) != len(topology.stages):
         raise TopologyError(
-            f"{len(weights)} weights for {len(topology.stages)} stages; a prediction needs one for each"
+            f"{len(weights)} weights for {len(topology.stages)} stages",
+            remedy="a prediction needs one for each",
         )
     total = math.fsum(weights)
     if not all(0 <= w < math.inf for w in weights) or not total > 0:
         raise TopologyError(
-            f"prediction weights are {list(weights)}; give finite ones of at least 0, one of them positive"
+            f"prediction weights are {list(weights)}",
+            remedy="give finite ones of at least 0, one of them positive",
         )
     silent = [k for k, w in enumerate(weights) if w and k not in predicting]
     if silent:
         raise TopologyError(
-            f"stage {silent[0] + 1} has no loss, so its logits mean nothing; give it the weight 0"
+            f"stage {silent[0] + 1} has no loss, so its logits mean nothing", remedy="give it the weight 0"
         )
     exits: dict[int, Terms] = {}
     for k in predicting:
@@ -136,11 +139,11 @@ def _path(topology: Topology, predicting: Sequence[int], how: str) -> tuple[int,
     path = parse_path(how.removeprefix("path:"))
     if max(path) >= len(topology.stages):
         raise TopologyError(
-            f"prediction {how} names stage {max(path) + 1}; the topology has stages 1 to "
-            f"{len(topology.stages)}"
+            f"prediction {how} names stage {max(path) + 1}",
+            remedy=f"the topology has stages 1 to {len(topology.stages)}",
         )
     if path[-1] not in predicting:
         raise TopologyError(
-            f"prediction {how} ends at stage {path[-1] + 1}, which has no loss; end elsewhere"
+            f"prediction {how} ends at stage {path[-1] + 1}, which has no loss", remedy="end elsewhere"
         )
     return path

@@ -243,10 +243,12 @@ def open_states(folder: Path | str, key: Mapping[str, Any] | None = None) -> Hid
     folder = Path(folder)
     table = read_json(folder / NAME, RunError)
     if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
-        raise RunError(f"{folder / NAME} does not describe hidden states of this version; delete the folder")
+        raise RunError(
+            f"{folder / NAME} does not describe hidden states of this version", remedy="delete the folder"
+        )
     found, digests = table.get("key"), table.get("sha256")
     if not isinstance(found, dict) or not isinstance(digests, dict):
-        raise RunError(f"{folder / NAME} is damaged; delete the folder, and they are computed again")
+        raise RunError(f"{folder / NAME} is damaged", remedy="delete the folder, and they are computed again")
     if key is not None:
         _check_key(folder, found, key)
     shape = found["rows"], found["context"], found["width"]
@@ -260,14 +262,15 @@ def _check(stack: Stack, inputs: Tensor, targets: Tensor, layers: Sequence[int],
         raise StackError("the stack has relays of its own, so its layers do not follow one another")
     if inputs.dim() != 2 or inputs.shape != targets.shape or not inputs.numel():
         raise DataError(
-            f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}; both must be (rows, "
-            "context) of at least one token"
+            f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}",
+            remedy="both must be (rows, context) of at least one token",
         )
     if dtype not in get_args(Kept):
-        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(Kept))}")
+        raise ConfigError(setting="dtype", given=dtype, allowed=f"one of {', '.join(get_args(Kept))}")
     if not layers or any(not 0 <= k <= len(stack.layers) for k in layers) or len(set(layers)) < len(layers):
         raise ConfigError(
-            f"layers are {list(layers)}; give different ones from 0, the embedding, to {len(stack.layers)}"
+            f"layers are {list(layers)}",
+            remedy=f"give different ones from 0, the embedding, to {len(stack.layers)}",
         )
 
 
@@ -292,8 +295,8 @@ def _check_key(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
         if found.get(name) != wanted[name]:
             what = words.get(name, f"another {name}")
             raise RunError(
-                f"{folder} holds hidden states of {what} ({name} {found.get(name)}, wanted {wanted[name]}); "
-                "give another folder, or delete it"
+                f"{folder} holds hidden states of {what} ({name} {found.get(name)}, wanted {wanted[name]})",
+                remedy="give another folder, or delete it",
             )
 
 
@@ -322,7 +325,9 @@ class _Writer:
         known = {"lock", TOKENS, JOURNAL, *(_file(k) for k in key["layers"])}
         foreign = sorted(p.name for p in folder.iterdir() if p.name not in known and p.suffix != ".tmp")
         if foreign:
-            raise RunError(f"{folder} holds {foreign[0]!r} and no hidden states; give another folder")
+            raise RunError(
+                f"{folder} holds {foreign[0]!r} and no hidden states", remedy="give another folder"
+            )
         self._check_disk(most_bytes)
         self._continue()
 
@@ -330,15 +335,18 @@ class _Writer:
         need = self._row * self.key["rows"] * len(self.key["layers"])
         if need > most_bytes:
             raise ConfigError(
-                f"the hidden states would take {need / 1e9:.1f} GB and at most {most_bytes / 1e9:.1f} are "
-                "allowed; take fewer tokens or layers, or dtype float16"
+                f"the hidden states would take {need / 1000000000.0:.1f} GB and at most "
+                f"{most_bytes / 1000000000.0:.1f} are allowed",
+                remedy="take fewer tokens or layers, or dtype float16",
             )
         disk = shutil.disk_usage(self.folder)
         there = sum(p.stat().st_size for p in self.folder.iterdir())
         if need - there > disk.free - disk.total // 10:
             raise RunError(
-                f"the hidden states would take {need / 1e9:.1f} GB and the disk of {self.folder} has "
-                f"{disk.free / 1e9:.1f} free, of which a tenth of the disk is kept; take fewer tokens"
+                f"the hidden states would take {need / 1000000000.0:.1f} GB and the disk of "
+                f"{self.folder} has {disk.free / 1000000000.0:.1f} free, of which a tenth of the "
+                "disk is kept",
+                remedy="take fewer tokens",
             )
 
     def _continue(self) -> None:
@@ -399,7 +407,8 @@ class _Writer:
         kept = h.detach().to("cpu", getattr(torch, self.key["dtype"])).contiguous()
         if not kept.isfinite().all():
             raise DataError(
-                f"a hidden state after layer {layer} is not finite as {self.key['dtype']}; use float32"
+                f"a hidden state after layer {layer} is not finite as {self.key['dtype']}",
+                remedy="use float32",
             )
         bits = kept.view(torch.int16) if kept.dtype == torch.bfloat16 else kept
         content = bits.numpy().tobytes()
@@ -436,7 +445,9 @@ def _mapped(
 ) -> np.ndarray:
     path, size = folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
     if not path.is_file() or path.stat().st_size != size or remembered_sha256(path) != digests.get(name):
-        raise RunError(f"{path} is damaged or missing; delete {folder}, and they are computed again")
+        raise RunError(
+            f"{path} is damaged or missing", remedy=f"delete {folder}, and they are computed again"
+        )
     return np.memmap(path, dtype=dtype, mode="r", shape=shape).view(np.ndarray)
 
 

@@ -41,7 +41,7 @@ class GeometryLog:
             raise GeometryError(f"every is {every}: read each step (1) or one in so many")
         if not isinstance(task.source, TextSource):
             raise GeometryError(
-                "the stream of a network on pictures has no one width; leave geometry_every at 0"
+                "the stream of a network on pictures has no one width", remedy="leave geometry_every at 0"
             )
         self._task, self._every = task, every
         inputs = task.text.inputs

@@ -240,7 +240,8 @@ def _batches(params: Iterable[Tensor]) -> list[list[Tensor]]:
         if p.grad.layout != torch.strided:
             raise ConfigError(
                 f"Muon was given a gradient of layout {p.grad.layout} for a parameter of shape "
-                f"{tuple(p.shape)}; gradients must be dense: use sparse=False, or another optimizer"
+                f"{tuple(p.shape)}",
+                remedy="gradients must be dense: use sparse=False, or another optimizer",
             )
         alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
     batches = []
@@ -266,7 +267,7 @@ def _check_settings(group: dict[str, Any]) -> None:
     )
     for name, holds, allowed in rules:
         if not holds:
-            raise ConfigError(f"Muon was given {name}={group[name]!r}; it must be {allowed}")
+            raise ConfigError(f"Muon was given {name}={group[name]!r}", remedy=f"it must be {allowed}")
 
 
 def _is_number(value: object) -> bool:
@@ -284,6 +285,6 @@ def _check_parameter(parameter: Tensor) -> None:
     shape = tuple(parameter.shape)
     if len(shape) != 2 or not parameter.is_floating_point() or 0 in shape:
         raise ConfigError(
-            f"Muon was given a parameter of shape {shape} and dtype {parameter.dtype}; it takes non-empty "
-            "real matrices only: give this one to AdamW"
+            f"Muon was given a parameter of shape {shape} and dtype {parameter.dtype}",
+            remedy="it takes non-empty real matrices only: give this one to AdamW",
         )

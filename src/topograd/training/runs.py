@@ -183,13 +183,15 @@ class RunTask(Task):
         extra = loaded.extra
         if extra.get("corpus") != self.data.digest:
             raise CheckpointError(
-                f"the corpus has changed since {loaded.path} was saved, so the run cannot be continued "
-                "exactly; restore the text or start a new run"
+                f"the corpus has changed since {loaded.path} was saved, so the run cannot be "
+                "continued exactly",
+                remedy="restore the text or start a new run",
             )
         if self.teacher is not None and extra.get("teacher") != self.teacher.weights:
             raise CheckpointError(
-                f"the teacher {self.config.topology.teacher} has other weights than when {loaded.path} was "
-                "saved, so the run cannot be continued exactly; restore it or start a new run"
+                f"the teacher {self.config.topology.teacher} has other weights than when "
+                f"{loaded.path} was saved, so the run cannot be continued exactly",
+                remedy="restore it or start a new run",
             )
         self._position = extra["loader"]
         if not self.keeps_states:
@@ -246,11 +248,16 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
         base = open_run(Path(config.init).absolute())
         if base.config.model.task != config.model.task:
             raise ConfigError(
-                f"init is {config.init}, a run on {base.config.model.task}; give one on {config.model.task}"
+                f"init is {config.init}, a run on {base.config.model.task}",
+                setting="init",
+                given=config.init,
+                remedy=f"give one on {config.model.task}",
             )
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
-        raise ConfigError("an imported model's tokenizer is asked for; give init, the run to begin with")
+        raise ConfigError(
+            "an imported model's tokenizer is asked for", remedy="give init, the run to begin with"
+        )
     config, data = _load(
         config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
     )
@@ -301,12 +308,14 @@ def begin_from(stack: Stack, base: Opened) -> None:
     foreign = sorted(name for name in given if name not in own)
     if foreign:
         raise ConfigError(
-            f"{base.run.folder} has {foreign[0]!r}, which the new model does not; give it the same [model]"
+            f"{base.run.folder} has {foreign[0]!r}, which the new model does not",
+            remedy="give it the same [model]",
         )
     for name, tensor in given.items():
         if own[name].shape != tensor.shape:
             raise ConfigError(
-                f"{name!r} is {tuple(tensor.shape)} in {base.run.folder} and {tuple(own[name].shape)} in the "
-                "new model; give it the same [model]"
+                f"{name!r} is {tuple(tensor.shape)} in {base.run.folder} and "
+                f"{tuple(own[name].shape)} in the new model",
+                remedy="give it the same [model]",
             )
         own[name].copy_(tensor)

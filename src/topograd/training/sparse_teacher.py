@@ -107,7 +107,7 @@ def write_teacher(
     `name` says which weights teach (`Session.weights`).
     """
     if top < 1:
-        raise ConfigError(f"top is {top}; it must be at least 1")
+        raise ConfigError(setting="top", given=top, allowed="at least 1")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data = hashlib.sha256(torch.stack((inputs, targets)).numpy().tobytes()).hexdigest()
@@ -150,10 +150,10 @@ def open_teacher_logits(folder: Path | str) -> SparseTeacher:
     for number, digest in enumerate(described["sha256"]):
         path = folder / _file(number)
         if not path.is_file() or sha256(path) != digest:
-            raise RunError(f"{path} is damaged; delete {folder}, and it is computed again")
+            raise RunError(f"{path} is damaged", remedy=f"delete {folder}, and it is computed again")
         shards.append(load_file(path))
     if sum(len(shard["rest"]) for shard in shards) != described["key"]["rows"]:
-        raise RunError(f"{folder} is not complete; call write_teacher again to go on with it")
+        raise RunError(f"{folder} is not complete", remedy="call write_teacher again to go on with it")
     top = min(described["key"]["top"], described["vocab"])
     return SparseTeacher(folder, top, described["vocab"], tuple(shards))
 
@@ -164,10 +164,11 @@ def _described(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, "key": key, "vocab": 0, "sha256": []}
     found = read_json(folder / NAME)
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise RunError(f"{folder / NAME} does not describe a teacher's logits; give another folder")
+        raise RunError(f"{folder / NAME} does not describe a teacher's logits", remedy="give another folder")
     if found["key"] != key:
         raise RunError(
-            f"{folder} holds the logits of another teacher, text or number; give another folder, or delete it"
+            f"{folder} holds the logits of another teacher, text or number",
+            remedy="give another folder, or delete it",
         )
     return found
 

@@ -99,8 +99,8 @@ class StepRunner:
             asked = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
             if broken == [-1] or not asked.difference(broken):
                 raise DivergenceError(
-                    f"{problem} at step {number}; nothing was changed by that step; lower the learning rates "
-                    "and start again"
+                    f"{problem} at step {number}; nothing was changed by that step",
+                    remedy="lower the learning rates and start again",
                 )
             newly += broken
         self.halted.update(newly)

@@ -32,13 +32,15 @@ def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
     session = open_session(folder)
     if session.tokenizer.files()[FILE] != tokenizer.files()[FILE]:
         raise ConfigError(
-            f"teacher {folder} has another tokenizer than the text is given here, so its logits are of other "
-            "tokens; train it and its student on the same text"
+            f"teacher {folder} has another tokenizer than the text is given here, so its logits "
+            "are of other tokens",
+            remedy="train it and its student on the same text",
         )
     if session.config.model.context < config.model.context:
         raise ConfigError(
             f"teacher {folder} sees {session.config.model.context} tokens and the student "
-            f"{config.model.context}; give the student a smaller context"
+            f"{config.model.context}",
+            remedy="give the student a smaller context",
         )
     session.stack.to(config.device).requires_grad_(False)
     return Teacher(Predictor(session.stack, session.plan), session.weights)
@@ -55,9 +57,8 @@ def open_image_teacher(config: TrainConfig) -> Teacher | None:
     theirs = image_spec(opened.config) if opened.config.model.task == "images" else None
     if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
         raise ConfigError(
-            f"teacher {folder} was not trained on pictures of {ours.shape} with {ours.classes} classes; "
-            "train it "
-            "and its student on the same pictures"
+            f"teacher {folder} was not trained on pictures of {ours.shape} with {ours.classes} classes",
+            remedy="train it and its student on the same pictures",
         )
     opened.stack.to(config.device).requires_grad_(False)
     return Teacher(Predictor(opened.stack, opened.plan), opened.weights)

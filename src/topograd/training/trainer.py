@@ -169,8 +169,8 @@ class Trainer(Generic[T]):
         loaded = self.workspace.store.load(name, self.task.model, self.task.optimizers)
         if loaded.extra.get("key") != self.task.key:
             raise RunError(
-                f"checkpoint {loaded.path} belongs to a training with other settings or other data; restore "
-                "them, or begin again"
+                f"checkpoint {loaded.path} belongs to a training with other settings or other data",
+                remedy="restore them, or begin again",
             )
         self.task.load_extra(loaded)
         self.workspace.check_log(name)
@@ -213,7 +213,7 @@ class Trainer(Generic[T]):
         `finished` in the summary says whether the schedule was run to its end.
         """
         if stop_after is not None and stop_after < 1:
-            raise ConfigError(f"stop-after is {stop_after}; it must be at least 1")
+            raise ConfigError(f"stop-after is {stop_after}", remedy="it must be at least 1")
         task, schedule = self.task, self.task.schedule
         last = min(schedule.steps, stop_after or schedule.steps)
         with ExitStack() as stack:

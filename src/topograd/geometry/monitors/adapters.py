@@ -49,8 +49,8 @@ def writer_to(target: Any) -> Writer:
         return lambda step, values: target.log(dict(values), step=step)
     if not callable(target):
         raise GeometryError(
-            f"signals cannot be written to a {type(target).__name__}; give a path, or an object with "
-            "add_scalar or log"
+            f"signals cannot be written to a {type(target).__name__}",
+            remedy="give a path, or an object with add_scalar or log",
         )
     found: Writer = target
     return found
@@ -150,4 +150,6 @@ def _imported(package: str, name: str, *others: str) -> Any:
             return getattr(importlib.import_module(place), name)
         except ImportError:
             continue
-    raise GeometryError(f"{package} is not installed; read the monitor in a loop of your own, or install it")
+    raise GeometryError(
+        f"{package} is not installed", remedy="read the monitor in a loop of your own, or install it"
+    )

@@ -130,7 +130,7 @@ class EarlyWarning(Watching):
             )
         wanted = list(SIGNALS) if signals is None else list(signals)
         if unknown := [name for name in wanted if name not in SIGNALS]:
-            raise GeometryError(f"signal {unknown[0]!r} is unknown; choose from {', '.join(SIGNALS)}")
+            raise GeometryError(setting="signal", given=unknown[0], allowed=f"from {', '.join(SIGNALS)}")
         self._model, self._optimizer, self._writer = model, optimizer, writer
         self._every, self._slow_every = every, slow_every
         self._wanted, self.missing = wanted, dict[str, str]()
@@ -329,7 +329,7 @@ def _find_head(model: nn.Module, head: str | nn.Module | None) -> nn.Module | No
     if isinstance(head, str):
         if head not in modules:
             raise GeometryError(
-                f"the model has no {head!r}; its last modules are {', '.join(list(modules)[-3:])}"
+                f"the model has no {head!r}", remedy=f"its last modules are {', '.join(list(modules)[-3:])}"
             )
         return modules[head]
     for name in ("lm_head", "head", "classifier"):

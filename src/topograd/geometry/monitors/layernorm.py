@@ -71,12 +71,13 @@ def layernorm_kernel(module: nn.Module) -> Tensor:
     """
     if not isinstance(module, nn.LayerNorm):
         raise GeometryError(
-            f"{type(module).__name__} has no kernel that its gain alone fixes; only nn.LayerNorm, which "
-            "subtracts the mean, has one"
+            f"{type(module).__name__} has no kernel that its gain alone fixes",
+            remedy="only nn.LayerNorm, which subtracts the mean, has one",
         )
     if len(module.normalized_shape) != 1:
         raise GeometryError(
-            f"this LayerNorm is over dimensions {tuple(module.normalized_shape)}; the kernel is known for one"
+            f"this LayerNorm is over dimensions {tuple(module.normalized_shape)}",
+            remedy="the kernel is known for one",
         )
     if module.weight is None:
         return inverse_gain(torch.ones(module.normalized_shape[0], dtype=torch.float64))
@@ -90,7 +91,9 @@ def inverse_gain(gain: Tensor) -> Tensor:
         raise GeometryError(f"a gain of shape {tuple(gain.shape)}: give one number for each channel")
     if not gain.isfinite().all():
         where = int((~gain.isfinite()).nonzero()[0])
-        raise GeometryError(f"gain {where} of {len(gain)} is {gain[where].item()}; the weights are damaged")
+        raise GeometryError(
+            f"gain {where} of {len(gain)} is {gain[where].item()}", remedy="the weights are damaged"
+        )
     zeros = gain.abs() <= DEAD * gain.abs().max()
     if zeros.any():
         basis = torch.eye(len(gain), dtype=gain.dtype, device=gain.device)[:, zeros]
@@ -200,8 +203,8 @@ class _Watched:
         kernel = self._kernel.to(outputs.device).reshape(len(self._kernel), -1)
         if outputs.shape[-1] != len(kernel):
             raise GeometryError(
-                f"{self.name} has {len(kernel)} gains and outputs of width {outputs.shape[-1]}; "
-                "give the outputs of that module"
+                f"{self.name} has {len(kernel)} gains and outputs of width {outputs.shape[-1]}",
+                remedy="give the outputs of that module",
             )
         rows = outputs.detach().reshape(-1, len(kernel))
         if apart is not None and apart.any():
@@ -221,7 +224,7 @@ class _Watched:
         kernel = self._kernel.to(covariance.device).reshape(len(covariance), -1)
         total = float(covariance.trace())
         if total == 0:
-            raise GeometryError(f"the outputs of {self.name} do not vary; give different samples")
+            raise GeometryError(f"the outputs of {self.name} do not vary", remedy="give different samples")
         bottom = torch.linalg.eigh(covariance).eigenvectors[:, : kernel.shape[1]]
         cosine = float(torch.linalg.svdvals(kernel.T @ bottom)[-1])
         share = float(rows.inside.covariance.trace()) / total

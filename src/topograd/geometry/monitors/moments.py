@@ -48,13 +48,16 @@ class Moments:
             return
         if self.count and rows.shape[1] != len(self.mean):
             raise GeometryError(
-                f"{self.name} had width {len(self.mean)} and now {rows.shape[1]}; watch a layer of one width"
+                f"{self.name} had width {len(self.mean)} and now {rows.shape[1]}",
+                remedy="watch a layer of one width",
             )
         self._coarsest = max(self._coarsest, torch.finfo(rows.dtype).eps)
         rows = rows.double()
         mean = rows.mean(0)
         if not mean.isfinite().all():
-            raise GeometryError(f"{self.name} is not finite; look for the first layer that overflows")
+            raise GeometryError(
+                f"{self.name} is not finite", remedy="look for the first layer that overflows"
+            )
         rows = rows - mean
         self._join(len(rows), mean, rows.T @ rows)
 
@@ -102,7 +105,9 @@ class Moments:
 
     def _need_rows(self) -> None:
         if not self.count:
-            raise GeometryError(f"{self.name} has no samples; run the model on some while it is watched")
+            raise GeometryError(
+                f"{self.name} has no samples", remedy="run the model on some while it is watched"
+            )
 
 
 def hidden_of(output: Any, name: str) -> Tensor:
@@ -112,5 +117,7 @@ def hidden_of(output: Any, name: str) -> Tensor:
     if isinstance(output, tuple | list) and output:
         output = output[0]
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2:
-        raise GeometryError(f"{name} gives {type(output).__name__}; watch layers that give rows of floats")
+        raise GeometryError(
+            f"{name} gives {type(output).__name__}", remedy="watch layers that give rows of floats"
+        )
     return output

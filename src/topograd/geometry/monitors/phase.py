@@ -56,7 +56,7 @@ def weight_norm(model: nn.Module) -> float:
     """‖w‖ over all parameters, each once, in float64."""
     squares = read([parameter.detach().double().square().sum() for parameter in model.parameters()])
     if not squares:
-        raise GeometryError(f"{type(model).__name__} has no parameters; a weight norm needs some")
+        raise GeometryError(f"{type(model).__name__} has no parameters", remedy="a weight norm needs some")
     return math.sqrt(math.fsum(squares))
 
 
@@ -72,7 +72,7 @@ def read_phase(norms: Sequence[float], sigmas: Sequence[float]) -> PhaseReading:
     for name, values in (("weight norm", norms), ("σ_min", sigmas)):
         if not all(math.isfinite(value) and value > 0 for value in values):
             raise GeometryError(
-                f"a {name} among {list(values)} is not a positive number; leave such a window out"
+                f"a {name} among {list(values)} is not a positive number", remedy="leave such a window out"
             )
     if len(norms) < READINGS:
         return PhaseReading("undecided", math.nan, math.nan, math.nan, math.nan, len(norms))

@@ -161,13 +161,16 @@ class StreamMonitor(Watching):
         widths = {len(moments.mean) for moments in all_moments if moments.count}
         if len(widths) > 1:
             raise GeometryError(
-                f"the layers have widths {sorted(widths)}: that is no residual stream; give layers of one"
+                f"the layers have widths {sorted(widths)}: that is no residual stream",
+                remedy="give layers of one",
             )
         spectra = torch.stack([moments.singular_values() for moments in all_moments])
         active = int((spectra[0] > 0).sum())
         rank = rank or self._rank or active
         if not 1 <= rank <= active:
-            raise GeometryError(f"rank {rank} was asked for and the input has {active}; give at most that")
+            raise GeometryError(
+                f"rank {rank} was asked for and the input has {active}", remedy="give at most that"
+            )
         return StreamProfile(
             names=tuple(self._layers),
             rank=rank,
@@ -230,16 +233,22 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | str | None = Non
     if isinstance(layers, str):
         if layers not in names.values():
             lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-            raise GeometryError(f"the model has no {layers!r}; lists of layers in it: {lists or 'none'}")
+            raise GeometryError(
+                f"the model has no {layers!r}", remedy=f"lists of layers in it: {lists or 'none'}"
+            )
         found: list[nn.Module] = list(model.get_submodule(layers).children())
     elif layers is not None:
         found = list(layers)
     else:
         found = list(_main_list(model))
     if not found:
-        raise GeometryError("there are no layers to watch; give a list of modules, or the name of one")
+        raise GeometryError(
+            "there are no layers to watch", remedy="give a list of modules, or the name of one"
+        )
     if len(set(found)) < len(found):
-        raise GeometryError("a layer is listed twice; its outputs at different depths cannot be told apart")
+        raise GeometryError(
+            "a layer is listed twice", remedy="its outputs at different depths cannot be told apart"
+        )
     return {names.get(module) or f"layer {i}": module for i, module in enumerate(found, 1)}
 
 
@@ -260,6 +269,7 @@ def _main_list(model: nn.Module) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise GeometryError(
-            f"{type(model).__name__} has no list of layers to find; give layers=[...] or a dotted name"
+            f"{type(model).__name__} has no list of layers to find",
+            remedy="give layers=[...] or a dotted name",
         )
     return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))

@@ -68,7 +68,7 @@ def anisotropy(factor: Tensor, *, softmax: bool) -> float:
         raise GeometryError(f"a factor of shape {tuple(factor.shape)}: give a square one of at least {least}")
     factor = factor.detach().double()
     if not factor.isfinite().all():
-        raise GeometryError("the factor is not finite; look at the gradients that it was made of")
+        raise GeometryError("the factor is not finite", remedy="look at the gradients that it was made of")
     if softmax:
         basis = _without_ones(len(factor), factor.device)
         factor = basis.T @ factor @ basis

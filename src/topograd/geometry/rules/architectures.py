@@ -127,7 +127,8 @@ class Chain:
             )
         if self.norm_at and self.activation == "relu" and self.width < LIVE:
             raise GeometryError(
-                f"ReLU under a norm at width {self.width}: samples lack a live channel; give {LIVE} or more"
+                f"ReLU under a norm at width {self.width}: samples lack a live channel",
+                remedy=f"give {LIVE} or more",
             )
 
     def _check_together(self) -> None:
@@ -139,7 +140,9 @@ class Chain:
         fine = set(graph) | set(frame) if not any(alone.values()) else {"noise-free", "widths"}
         joint = set(given) <= fine and not {"widths", "skips"} <= set(given)
         if len(given) > 1 and not joint:
-            raise GeometryError(f"{' with '.join(given)}: no joint rule is known; describe one at a time")
+            raise GeometryError(
+                f"{' with '.join(given)}: no joint rule is known", remedy="describe one at a time"
+            )
 
     @property
     def layer_widths(self) -> tuple[int, ...]:
@@ -345,6 +348,8 @@ def _whole(name: str, given: int, least: int) -> None:
 def _one_of(name: str, given: str, allowed: Sequence[str]) -> None:
     for site, reason in OUTSIDE.items():
         if given == site or given.startswith(f"{site}-"):
-            raise GeometryError(f"{name} {given} is outside the theory: {reason}; give {', '.join(allowed)}")
+            raise GeometryError(
+                f"{name} {given} is outside the theory: {reason}", remedy=f"give {', '.join(allowed)}"
+            )
     if given not in allowed:
         raise GeometryError(f"{name} {given}: give one of {', '.join(allowed)}")

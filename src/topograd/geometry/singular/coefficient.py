@@ -108,7 +108,7 @@ class Langevin:
                 "or more chains and thin, 8 or more draws, and 0 or more for burn_in"
             )
         if self.precondition not in ("none", "rmsprop"):
-            raise GeometryError(f"precondition {self.precondition!r} is unknown; choose none or rmsprop")
+            raise GeometryError(setting="precondition", given=self.precondition, allowed="none or rmsprop")
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class _Target:
         self._loss = per_term(loss)
         self.batches = batches
         if not batches:
-            raise GeometryError("there are no batches; give at least one pair (inputs, targets)")
+            raise GeometryError("there are no batches", remedy="give at least one pair (inputs, targets)")
         with torch.no_grad():
             first = [self._of(batch, {}) for batch in batches]
         self.each_term = all(part.dim() > 0 for part in first)
@@ -237,7 +237,9 @@ class _Target:
     def _of(self, batch: Batch, weights: Weights) -> Tensor:
         inputs, targets = batch
         if targets is None:
-            raise GeometryError("a batch has no targets; a likelihood needs them: give (inputs, targets)")
+            raise GeometryError(
+                "a batch has no targets", remedy="a likelihood needs them: give (inputs, targets)"
+            )
         return self._loss(self._network(weights, inputs), targets)
 
     @torch.no_grad()
@@ -315,8 +317,8 @@ def _look(values: list[Tensor], first: int, number: int, step: float) -> None:
     for i, value in enumerate(read(values), first):
         if not math.isfinite(value):
             raise DivergenceError(
-                f"the loss of chain {number} is {value} at step {i}: step {step:g} is too large; "
-                "choose a smaller one, or leave it out"
+                f"the loss of chain {number} is {value} at step {i}: step {step:g} is too large",
+                remedy="choose a smaller one, or leave it out",
             )
 
 
@@ -396,7 +398,7 @@ def _sharpest(target: _Target, weights: Weights, turns: int, generator: torch.Ge
         x = {name: (up[name] - down[name]) / (2 * reach) for name in weights}
         sharpest = max(sharpest, math.sqrt(squared_length(x.values())))
     if not math.isfinite(sharpest):
-        raise DivergenceError("the loss is not finite around the weights; give a trained model")
+        raise DivergenceError("the loss is not finite around the weights", remedy="give a trained model")
     return sharpest
 
 

@@ -67,8 +67,9 @@ class Crossing:
     def _pair(self) -> tuple[float, int]:
         if not self.consistent:
             raise GeometryError(
-                f"the generic line has order {self.generic.order:.2f}, the components {self.orders} add up "
-                f"to {sum(self.orders)}: this is not their normal crossing; check the normals and the grid"
+                f"the generic line has order {self.generic.order:.2f}, the components "
+                f"{self.orders} add up to {sum(self.orders)}: this is not their normal crossing",
+                remedy="check the normals and the grid",
             )
         return rlct(self.orders, self.priors)
 
@@ -130,11 +131,12 @@ def crossing_from_rates(
     """The crossing of components whose lines have been fitted already: one anchored Rate for each."""
     for rate in (*anchored, generic):
         if rate.slope is None:
-            raise GeometryError(f"{rate.estimator}: {rate}; no component's order can be read there")
+            raise GeometryError(f"{rate.estimator}: {rate}", remedy="no component's order can be read there")
     if generic.order < 1 + INTEGER:
         raise GeometryError(
-            f"the Fisher does not vanish along the generic line (slope {generic.slope:.3f}): "
-            "this path does not approach a singularity; start from a singular point"
+            f"the Fisher does not vanish along the generic line (slope {generic.slope:.3f}): this "
+            "path does not approach a singularity",
+            remedy="start from a singular point",
         )
     orders = tuple(_integer(rate) for rate in anchored)
     given = (0,) * len(orders) if priors is None else tuple(priors)

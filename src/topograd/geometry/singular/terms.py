@@ -23,7 +23,7 @@ def per_term(loss: str | OwnLoss) -> OwnLoss:
     if loss == "squared-error":
         return lambda f, y: (f - y).square().flatten(1).sum(-1) / 2
     if isinstance(loss, str):
-        raise GeometryError(f"loss {loss!r} is unknown; choose cross-entropy, squared-error, or a function")
+        raise GeometryError(setting="loss", given=loss, allowed="cross-entropy, squared-error, or a function")
     if not callable(loss):
         raise GeometryError(f"a loss of type {type(loss).__name__}: give a name or a function")
     return loss
@@ -74,8 +74,9 @@ def sampled_weights(model: nn.Module, chosen: str | Sequence[str] | None) -> Wei
     for name, weight in found.items():
         if weight.dtype in (torch.bfloat16, torch.float16):
             raise GeometryError(
-                f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a step of a "
-                "chain away; call model.float() first"
+                f"parameter {name} is {str(weight.dtype).removeprefix('torch.')}, which rounds a "
+                "step of a chain away",
+                remedy="call model.float() first",
             )
     bad = first_not_finite(found)
     if bad is not None:
@@ -90,5 +91,5 @@ def refuse_random(model: nn.Module) -> None:
         )
         if random and module.training:
             raise GeometryError(
-                f"{name} is a {type(module).__name__} in training mode; call model.eval() first"
+                f"{name} is a {type(module).__name__} in training mode", remedy="call model.eval() first"
             )

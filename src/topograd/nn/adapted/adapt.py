@@ -48,11 +48,11 @@ def adapt(
     if not isinstance(blocks, nn.ModuleList):
         lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         raise StackError(
-            f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList; "
-            f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}"
+            f"layers={layers!r} is a {type(blocks).__name__}, not a ModuleList",
+            remedy=f"{type(model).__name__} has these lists: {', '.join(lists) or 'none'}",
         )
     if not len(blocks):
-        raise StackError(f"layers={layers!r} is empty; a stack needs at least one layer")
+        raise StackError(f"layers={layers!r} is empty", remedy="a stack needs at least one layer")
     chain = [_Link(f"{layers}.{i}", block) for i, block in enumerate(blocks)]
     if norm is not None:
         chain.append(_Link(norm, _module(model, "norm", norm)))
@@ -211,7 +211,7 @@ class Adapted(HeadedStack):
         self.linear = type(head) is nn.Linear  # a subclass may compute something else
         if head_rank is not None and not self.linear:
             raise StackError(
-                f"head_rank needs an nn.Linear as head; {chain[-1].name} is a {type(head).__name__}"
+                "head_rank needs an nn.Linear as head", remedy=f"{chain[-1].name} is a {type(head).__name__}"
             )
         # A head that is no plain matrix is called as it is, and there are no per-stage heads.
         self.head = Head(head.weight, head.bias, rank=head_rank) if self.linear else head  # type: ignore
@@ -226,7 +226,7 @@ class Adapted(HeadedStack):
     def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
         if isinstance(offset, Tensor) or offset:
             raise StackError(
-                f"an adapted model cannot go on from position {offset}; give it the whole prefix"
+                f"an adapted model cannot go on from position {offset}", remedy="give it the whole prefix"
             )
         chance = _Chance(x0.device)
         calls = self._trace(inputs).calls[: len(self.layers)]
@@ -317,8 +317,9 @@ class Adapted(HeadedStack):
         for place, own, expected in zip(places, ours, theirs, strict=True):
             if not torch.equal(own, expected):
                 raise StackError(
-                    f"the stack differs from {type(self.model).__name__}, first in {place}, "
-                    f"by {_distance(own, expected)}; write a Stack for this model instead"
+                    f"the stack differs from {type(self.model).__name__}, first in {place}, by "
+                    f"{_distance(own, expected)}",
+                    remedy="write a Stack for this model instead",
                 )
 
     def _hidden_by_model(self, inputs: Tensor) -> list[Tensor]:
@@ -347,13 +348,13 @@ def _check_argument(layer: str, argument: str, value: Any) -> None:
     elif isinstance(value, Tensor):
         if value.requires_grad:
             raise StackError(
-                f"{layer} is given {argument}, a tensor with gradient, which no stage would send back; "
-                "freeze the parameters that make it, or write a Stack for this model"
+                f"{layer} is given {argument}, a tensor with gradient, which no stage would send back",
+                remedy="freeze the parameters that make it, or write a Stack for this model",
             )
     elif not isinstance(value, _PLAIN):
         raise StackError(
-            f"{layer} is given {argument}, a {type(value).__name__}, by which layers could hear each other; "
-            "only tensors, numbers, strings, None and tuples of these may be given"
+            f"{layer} is given {argument}, a {type(value).__name__}, by which layers could hear each other",
+            remedy="only tensors, numbers, strings, None and tuples of these may be given",
         )
 
 

@@ -38,10 +38,10 @@ class AdaptedConfig(ModelSpec):
         except ValueError:
             whole = False
         if not whole:
-            raise ConfigError("model.settings is no JSON object; restore the run's config.toml")
+            raise ConfigError("model.settings is no JSON object", remedy="restore the run's config.toml")
         for name in ("layers", "width", "vocab", "context"):
             if not 1 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"model.{name} is {getattr(self, name)}", remedy="it must be at least 1")
 
     def build(self, topology: Topology) -> Stack:
         from topograd.nn.adapted.build import build_adapted

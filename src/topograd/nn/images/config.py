@@ -82,21 +82,26 @@ class ImageConfig(ModelSpec):
         for name, bounds in (("depth", DEPTH), ("patch", SIZE), ("heads", SIZE), ("classes", SIZE)):
             value = getattr(self, name)
             if value is not None and not bounds[0] <= value <= bounds[1]:
-                raise StackError(f"{name} is {value}; it must lie in {bounds[0]:.0f}..{bounds[1]:.0f}")
+                raise StackError(setting=name, given=value, allowed=f"in {bounds[0]:.0f}..{bounds[1]:.0f}")
         if len(self.shape) != 3 or not all(1 <= size <= SIZE[1] for size in self.shape):
-            raise StackError(f"shape is {self.shape}; it must be channels, height and width")
+            raise StackError(setting="shape", given=self.shape, allowed="channels, height and width")
         if not all(1 <= width <= SIZE[1] for width in self.widths):
-            raise StackError(f"widths are {self.widths}; each must lie in 1..{SIZE[1]:.0f}")
+            raise StackError(f"widths are {self.widths}", remedy=f"each must lie in 1..{SIZE[1]:.0f}")
         if self.family == "mlp" and self.classes in self.widths:
             raise StackError(
-                f"widths are {self.widths} and there are {self.classes} classes: a hidden layer as wide as "
-                "the "
-                "logits would be taken for them; choose another width"
+                f"widths are {self.widths} and there are {self.classes} classes: a hidden layer "
+                "as wide as the logits would be taken for them",
+                remedy="choose another width",
             )
         if not all(math.isfinite(v) for v in self.mean) or not all(0 < v < math.inf for v in self.std):
-            raise StackError(f"mean is {self.mean} and std {self.std}; give finite numbers, and std above 0")
+            raise StackError(
+                f"mean is {self.mean} and std {self.std}",
+                setting="mean",
+                given=self.mean,
+                remedy="give finite numbers, and std above 0",
+            )
         if self.eval_images < 1:
-            raise StackError(f"eval_images is {self.eval_images}; it must be at least 1")
+            raise StackError(setting="eval_images", given=self.eval_images, allowed="at least 1")
         self._check_vit()
 
     @property
@@ -169,34 +174,50 @@ class ImageConfig(ModelSpec):
         found = _RESNET.fullmatch(self.network)
         if found and (int(found[1]) < 8 or (int(found[1]) - 2) % 6):
             raise StackError(
-                f"model {self.network!r} is unknown; a ResNet has 6n + 2 layers: resnet8, resnet20"
+                f"model {self.network!r} is unknown", remedy="a ResNet has 6n + 2 layers: resnet8, resnet20"
             )
         if not found:
             NETWORKS.check(self.network)
         family = self.family
         foreign = family not in WIDTHS
         if foreign and self.depth is None:
-            raise StackError(f"model {self.network} is somebody's own; give depth, how many layers it has")
+            raise StackError(
+                f"model {self.network} is somebody's own", remedy="give depth, how many layers it has"
+            )
         if self.depth is not None and not foreign and family != "vit":
-            raise StackError(f"depth is {self.depth}, and {self.network} has layers of its own; leave it out")
+            raise StackError(
+                f"depth is {self.depth}, and {self.network} has layers of its own",
+                setting="depth",
+                given=self.depth,
+                remedy="leave it out",
+            )
         if family == "resnet" and self.widths and len(self.widths) != 3:
-            raise StackError(f"widths are {self.widths}; a ResNet has three")
+            raise StackError(f"widths are {self.widths}", remedy="a ResNet has three")
         if self.activation != "relu" and family != "mlp":
-            raise StackError(f"activation is {self.activation!r}, which only an mlp can have; leave it out")
+            raise StackError(
+                f"activation is {self.activation!r}, which only an mlp can have",
+                setting="activation",
+                given=self.activation,
+                remedy="leave it out",
+            )
         for name in ("patch", "heads"):
             default = type(self).__dataclass_fields__[name].default
             if not foreign and family != "vit" and getattr(self, name) != default:
-                raise StackError(f"{name} is {getattr(self, name)}, which only a vit uses; leave it out")
+                raise StackError(
+                    f"{name} is {getattr(self, name)}, which only a vit uses", remedy="leave it out"
+                )
 
     def _check_vit(self) -> None:
         if self.family != "vit":
             return
         if len(self.own_widths) != 1 or self.own_widths[0] % self.heads:
             raise StackError(
-                f"widths are {self.own_widths}; a vit has one, a multiple of its {self.heads} heads"
+                f"widths are {self.own_widths}", remedy=f"a vit has one, a multiple of its {self.heads} heads"
             )
         if self.shape[1] % self.patch_size or self.shape[2] % self.patch_size:
             raise StackError(
-                f"patch is {self.patch_size}, and pictures are {self.shape[1]} × {self.shape[2]}; it must "
-                "divide both"
+                f"patch is {self.patch_size}, and pictures are {self.shape[1]} × {self.shape[2]}",
+                setting="patch",
+                given=self.patch_size,
+                remedy="it must divide both",
             )

@@ -80,7 +80,9 @@ class ForwardForward(ImageStack):
         """Goodness needs no head."""
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
-        raise StackError("a Forward-Forward network reads goodness and has no head; use heads='shared'")
+        raise StackError(
+            "a Forward-Forward network reads goodness and has no head", remedy="use heads='shared'"
+        )
 
     def has_head(self, stage: int) -> bool:
         return False

@@ -165,9 +165,8 @@ class ImageStack(Stack):
                 if given != taken:
                     shown = [" × ".join(map(str, shape)) for shape in (given, taken)]
                     raise StackError(
-                        f"stage {planned.index + 1} is given {shown[0]} and its first layer takes "
-                        f"{shown[1]}; "
-                        "build the network for this topology, or choose another"
+                        f"stage {planned.index + 1} is given {shown[0]} and its first layer takes {shown[1]}",
+                        remedy="build the network for this topology, or choose another",
                     )
             width = self.feature_width(self.shapes[planned.stage.stop - 1][1])
             self._stage_widths[planned.head] = width
@@ -216,7 +215,7 @@ class ImageStack(Stack):
         widths = {self.feature_width(shape) for _, shape in self.shapes}
         if len(widths) > 1 or any(len(given) > 1 for _, given in self.shapes):
             raise StackError(
-                "the layers of this network have shapes of their own; learned relays want one width"
+                "the layers of this network have shapes of their own", remedy="learned relays want one width"
             )
         return widths.pop()
 
@@ -229,7 +228,9 @@ class ImageStack(Stack):
         if tuple(inputs.shape[1:]) != self.config.shape:
             given = " × ".join(map(str, inputs.shape[1:]))
             wanted = " × ".join(map(str, self.config.shape))
-            raise StackError(f"a picture is {given}; this network takes {wanted} (channels × height × width)")
+            raise StackError(
+                f"a picture is {given}", remedy=f"this network takes {wanted} (channels × height × width)"
+            )
 
 
 def make_image_stack(

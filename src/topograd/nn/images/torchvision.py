@@ -59,11 +59,13 @@ class TorchvisionStack(Stack):
         self._widths: dict[int, int] = {}
 
     def features(self, h: Tensor) -> Tensor:
-        raise StackError(f"{type(self).__name__} has no features; a stack of torchvision's must define them")
+        raise StackError(
+            f"{type(self).__name__} has no features", remedy="a stack of torchvision's must define them"
+        )
 
     def width_after(self, layer: int) -> int:
         """The features behind a layer."""
-        raise StackError(f"{type(self).__name__} has no width_after; it must be defined")
+        raise StackError(f"{type(self).__name__} has no width_after", remedy="it must be defined")
 
     def arrange(self, plan: Plan) -> None:
         for planned in plan.stages:
@@ -91,7 +93,8 @@ class TorchvisionStack(Stack):
             return out if rows is None else out[..., rows]
         if str(x.shape[-1]) not in self.heads:
             raise StackError(
-                f"no head reads {x.shape[-1]} features; call tg.prepare(stack, topology) for the topology"
+                f"no head reads {x.shape[-1]} features",
+                remedy="call tg.prepare(stack, topology) for the topology",
             )
         logits: Tensor = self.heads[str(x.shape[-1])](x, stage, rows)
         return logits
@@ -127,9 +130,8 @@ class TorchvisionStack(Stack):
         self.model.train(training)
         if not torch.equal(ours, theirs):
             raise StackError(
-                f"the stack differs from {type(self.model).__name__} by {(ours - theirs).abs().max():.3g}; "
-                "write "
-                "a Stack for this network instead"
+                f"the stack differs from {type(self.model).__name__} by {(ours - theirs).abs().max():.3g}",
+                remedy="write a Stack for this network instead",
             )
 
 
@@ -166,7 +168,7 @@ class VisionTransformerStack(TorchvisionStack):
         head = list(model.heads)
         if len(head) != 1 or not isinstance(head[0], nn.Linear):
             raise StackError(
-                "this VisionTransformer has a head of several layers; only a linear one is taken"
+                "this VisionTransformer has a head of several layers", remedy="only a linear one is taken"
             )
         super().__init__(model, list(model.encoder.layers), head[0])
 
@@ -203,9 +205,8 @@ def adapt_torchvision(model: nn.Module, images: Tensor | None = None) -> Torchvi
         stack = VisionTransformerStack(model)
     else:
         raise StackError(
-            f"{type(model).__name__} is no ResNet or VisionTransformer of torchvision; use tg.adapt, or "
-            "write a "
-            "Stack for it"
+            f"{type(model).__name__} is no ResNet or VisionTransformer of torchvision",
+            remedy="use tg.adapt, or write a Stack for it",
         )
     if images is not None:
         stack.verify(images)

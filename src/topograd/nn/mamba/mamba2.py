@@ -39,16 +39,19 @@ def check_mixer(**sizes: int) -> None:
     """The sizes of a mixer: all at least 1, and groups that divide the heads."""
     for name, size in sizes.items():
         if size < 1:
-            raise StackError(f"{name} is {size}; it must be at least 1")
+            raise StackError(setting=name, given=size, allowed="at least 1")
     if sizes["heads"] % sizes["groups"]:
-        raise StackError(f"{sizes['heads']} heads cannot share {sizes['groups']} groups; use a divisor")
+        raise StackError(
+            f"{sizes['heads']} heads cannot share {sizes['groups']} groups", remedy="use a divisor"
+        )
 
 
 def check_state(state: RecurrentState | None, u: Tensor) -> None:
     """A state has as many rows as its input."""
     if state is not None and state.rows != len(u):
         raise StackError(
-            f"the input has {len(u)} rows and the state {state.rows}; make one with new_state({len(u)})"
+            f"the input has {len(u)} rows and the state {state.rows}",
+            remedy=f"make one with new_state({len(u)})",
         )
 
 

@@ -57,8 +57,8 @@ class Mamba3Mixer(nn.Module):
         check_mixer(width=width, heads=heads, head_dim=head_dim, state=state, groups=groups, chunk=chunk)
         if rope_fraction not in (0.5, 1) or state * rope_fraction % 2:
             raise StackError(
-                f"rope_fraction {rope_fraction} of {state} state channels is not a number of pairs; use 0.5 "
-                "with a multiple of 4, or 1 with a multiple of 2"
+                f"rope_fraction {rope_fraction} of {state} state channels is not a number of pairs",
+                remedy="use 0.5 with a multiple of 4, or 1 with a multiple of 2",
             )
         self.heads, self.head_dim, self.state, self.groups = heads, head_dim, state, groups
         self.angles = int(state * rope_fraction) // 2

@@ -28,7 +28,7 @@ class RecurrentState:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         sizes = {len(tensor) for tensor in tensors.values()}
         if len(sizes) != 1:
-            raise StackError(f"the tensors of a state have {sorted(sizes)} rows; give them as many")
+            raise StackError(f"the tensors of a state have {sorted(sizes)} rows", remedy="give them as many")
         (self.rows,) = sizes
         self.length = 0
         self._start = self._tensors = dict(tensors)
@@ -47,7 +47,9 @@ class RecurrentState:
     def truncate(self, length: int) -> int:
         """Go back to the newest of the present, its snapshots and the start that is not beyond `length`."""
         if length < 0:
-            raise StackError(f"length is {length}; a state goes back to 0 positions at most")
+            raise StackError(
+                setting="length", given=length, remedy="a state goes back to 0 positions at most"
+            )
         while self.length > length:
             before = self._snapshots.pop() if self._snapshots else (0, self._start)
             self.length, self._tensors = before

@@ -145,20 +145,20 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 def _check(v: Tensor, a: Tensor, B: Tensor, C: Tensor, state: Tensor | None, chunk: int) -> None:
     if chunk < 1:
-        raise StackError(f"chunk is {chunk}; it must be at least 1")
+        raise StackError(setting="chunk", given=chunk, allowed="at least 1")
     fits = v.dim() == 4 and a.shape == v.shape[:3] and B.dim() == 4 and C.shape == B.shape
     if not fits or B.shape[:2] != v.shape[:2]:
         raise StackError(
-            f"a scan got v {tuple(v.shape)}, a {tuple(a.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}; "
-            "give (batch, L, h, p), (batch, L, h) and twice (batch, L, g, n)"
+            f"a scan got v {tuple(v.shape)}, a {tuple(a.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}",
+            remedy="give (batch, L, h, p), (batch, L, h) and twice (batch, L, g, n)",
         )
     (batch, length, heads, p), (groups, n) = v.shape, B.shape[2:]
     if length < 1 or groups < 1 or heads % groups:
         raise StackError(
-            f"a scan got length {length}, {heads} heads and {groups} groups; "
-            "give at least one position and groups that divide the heads"
+            f"a scan got length {length}, {heads} heads and {groups} groups",
+            remedy="give at least one position and groups that divide the heads",
         )
     if state is not None and state.shape != (batch, heads, p, n):
         raise StackError(
-            f"a scan got a state of shape {tuple(state.shape)}; it must be {(batch, heads, p, n)}"
+            f"a scan got a state of shape {tuple(state.shape)}", remedy=f"it must be {(batch, heads, p, n)}"
         )

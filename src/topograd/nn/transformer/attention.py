@@ -145,8 +145,8 @@ def check_reach(config: BlockConfig, inputs: Tensor, offset: int | Tensor) -> No
     stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
     if stop > config.positions:
         raise StackError(
-            f"{stop} positions are more than the {config.positions} that this {config.kind} has learned; "
-            "give it a shorter text"
+            f"{stop} positions are more than the {config.positions} that this {config.kind} has learned",
+            remedy="give it a shorter text",
         )
 
 

@@ -217,7 +217,7 @@ class TransformerConfig(BlockConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}"
+                    f"{name} {getattr(self, name)!r} is unknown", remedy=f"choose one of {', '.join(allowed)}"
                 )
         self._check_sizes()
         self._check_numbers()
@@ -226,17 +226,23 @@ class TransformerConfig(BlockConfig):
         most = {"layers": MOST_LAYERS, "context": MOST_POSITIONS, "rope_original_context": MOST_POSITIONS}
         sizes = ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab", "context")
         if self.trained_context is not None and not self.context <= self.trained_context <= MOST_POSITIONS:
-            raise StackError(f"trained_context is {self.trained_context}; it must be at least the context")
+            raise StackError(
+                setting="trained_context", given=self.trained_context, allowed="at least the context"
+            )
         for name in (*sizes, "rope_original_context"):
             value, bound = getattr(self, name), most.get(name, MOST)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
-                raise StackError(f"{name} is {value!r}; it must be a whole number in 1..{bound}")
+                raise StackError(setting=name, given=value, allowed=f"a whole number in 1..{bound}")
         if self.heads % self.kv_heads:
-            raise StackError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads; use a divisor")
+            raise StackError(
+                f"{self.heads} heads cannot share {self.kv_heads} kv_heads", remedy="use a divisor"
+            )
         if self.heads * self.head_width > MOST:
             raise StackError(f"{self.heads} heads of {self.head_width} are more than {MOST} numbers")
         if not self.traits.learned_positions and self.head_width % 2:
-            raise StackError(f"head_width is {self.head_width}; rotary positions need an even one")
+            raise StackError(
+                setting="head_width", given=self.head_width, remedy="rotary positions need an even one"
+            )
         if self.traits.learned_positions and (
             self.kv_heads != self.heads or self.heads * self.head_width != self.width
         ):
@@ -246,7 +252,9 @@ class TransformerConfig(BlockConfig):
             )
         for window in self.windows:
             if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MOST_POSITIONS:
-                raise StackError(f"windows hold {window!r}; a span is at least 0, and 0 is the whole context")
+                raise StackError(
+                    f"windows hold {window!r}", remedy="a span is at least 0, and 0 is the whole context"
+                )
 
     def _check_numbers(self) -> None:
         positive = ("norm_eps", "rope_base", "rope_factor", "rope_low_factor", "rope_high_factor")
@@ -254,11 +262,13 @@ class TransformerConfig(BlockConfig):
         for name in (*positive, *optional):
             value = getattr(self, name)
             if not (value is None and name in optional) and not 0 < value < math.inf:
-                raise StackError(f"{name} is {value}; it must be finite and above 0")
+                raise StackError(setting=name, given=value, allowed="finite and above 0")
         if self.rope_scaling == "llama3" and self.rope_low_factor >= self.rope_high_factor:
             raise StackError(
-                f"rope_low_factor is {self.rope_low_factor} and rope_high_factor {self.rope_high_factor}; "
-                "the first must be smaller"
+                f"rope_low_factor is {self.rope_low_factor} and rope_high_factor {self.rope_high_factor}",
+                setting="rope_low_factor",
+                given=self.rope_low_factor,
+                remedy="the first must be smaller",
             )
         if self.attention_softcap is not None and not self.traits.softcapped_attention:
             raise StackError(f"attention_softcap is for gemma2, and the family is {self.family}")

@@ -100,7 +100,7 @@ class Gauge(ABC):
         network = Response(run, dict(twin.named_parameters()))
         if not network.before:
             raise OptimError(
-                f"{type(model).__name__} returned no floating tensor; pass a function of the model"
+                f"{type(model).__name__} returned no floating tensor", remedy="pass a function of the model"
             )
         names = {id(parameter): name for name, parameter in twin.named_parameters()}
         moved = self.act(every, self.element(every, generator))
@@ -147,7 +147,7 @@ def default_example(model: nn.Module) -> Tensor:
         if isinstance(module, nn.Linear):
             rows = torch.randn(4, module.in_features, generator=generator, dtype=torch.float64)
             return rows.to(module.weight)
-    raise OptimError(f"no default example for {type(model).__name__}; pass residual(model, example)")
+    raise OptimError(f"no default example for {type(model).__name__}", remedy="pass residual(model, example)")
 
 
 def find(gauge: Gauge, parameters: Parameters) -> list[Tensor]:

@@ -133,7 +133,9 @@ class LNScale(Rescaling):
         object.__setattr__(self, "readers", names_of(self.readers))
         distinct(self, minimum=2)
         if self.dim not in (0, 1):
-            raise OptimError(f"{self} has dim {self.dim}; channels are in dimension 0 or 1 of a matrix")
+            raise OptimError(
+                f"{self} has dim {self.dim}", remedy="channels are in dimension 0 or 1 of a matrix"
+            )
 
     @property
     def blocks(self) -> tuple[tuple[Piece, ...], ...]:
@@ -182,4 +184,4 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _check_degrees(gauge: Gauge, degrees: Sequence[float]) -> None:
     if any(not degree > 0 for degree in degrees):
-        raise OptimError(f"{gauge} has a degree that is not positive; ReLU has 1 and ReLU² has 2")
+        raise OptimError(f"{gauge} has a degree that is not positive", remedy="ReLU has 1 and ReLU² has 2")

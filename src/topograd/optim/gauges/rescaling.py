@@ -114,8 +114,8 @@ class Rescaling(Gauge):
                 names = ", ".join(repr(piece.name) for piece in block)
                 where = "" if block[0].dim is None else f" in channel {int((~logs.isfinite()).nonzero()[0])}"
                 raise OptimError(
-                    f"{self}: {names} has norm zero or not finite{where}; start it elsewhere, "
-                    "or leave the gauge out"
+                    f"{self}: {names} has norm zero or not finite{where}",
+                    remedy="start it elsewhere, or leave the gauge out",
                 )
 
     def element(self, parameters: Parameters, generator: torch.Generator | None = None) -> Tensor:
