@@ -39,8 +39,8 @@ from papers.product_of_experts.facts import World
 from papers.product_of_experts.specialist_facts import UNSEEN
 from topograd.convert.export import export_model
 from topograd.convert.importing import import_model
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import Sidecar
+from topograd.runs.adapter import Adapter
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.align import carry, versions
 from topograd.specialists.attach import attach, new_specialist, open_specialist
 from topograd.specialists.finetune import NAME, FineTuning
@@ -83,8 +83,8 @@ class Comparison:
     def rows(self) -> list[Row]:
         """What each way comes to on each version."""
         specialist = self._folder("specialist", self._specialist)
-        sidecar = open_specialist(specialist)
-        before = self.kept.row({"version": "old"}, lambda: self._read(self.old, sidecar))
+        adapter = open_specialist(specialist)
+        before = self.kept.row({"version": "old"}, lambda: self._read(self.old, adapter))
         rows: list[Row] = [{"version": "old", "way": "trained", "steps": self.settings.steps, **before}]
         self._folder("minor", self._tune)
         self._folder("major", self._turn)
@@ -143,7 +143,7 @@ class Comparison:
 
     def _tune(self, folder: Path) -> None:
         words = ["train", "--init", self.settings.run, "--partition", len(self.old.stack.layers)]
-        words += ["--steps", self.settings.tuned, "--window", 128, "--eval-bytes", 10_000, "--out", folder]
+        words += ["--steps", self.settings.tuned, "--seq-len", 128, "--eval-bytes", 10_000, "--out", folder]
         subprocess.run([sys.executable, "-m", "topograd", *map(str, words), "--json"], check=True)
 
     def _turn(self, folder: Path) -> None:
@@ -164,9 +164,9 @@ class Comparison:
         model.save_pretrained(turned)
         import_model(turned, folder, partition=str(len(self.old.stack.layers)))
 
-    def _read(self, base: Session, sidecar: Sidecar) -> Row:
+    def _read(self, base: LoadedTextRun, adapter: Adapter) -> Row:
         """Nats of some chats and recall of the facts, of a base with a specialist."""
-        on, attached = {NAME: 1.0}, attach(base, {NAME: sidecar})
+        on, attached = {NAME: 1.0}, attach(base, {NAME: adapter})
         inputs, targets = (t[:ROWS] for t in rows_of(self.chats, attached, CONTEXT))
         losses = token_losses(attached, [on], inputs, targets)
         recalled = recall(Reader(attached, {"it": on}), self.world.facts, UNSEEN)["it"]

@@ -30,7 +30,7 @@ from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.decode.wand import Wand
 from topograd.nn.gpt import GPT
-from topograd.nn.packed import PackedLinear
+from topograd.nn.mkl_linear import MklLinear
 from topograd.timing import ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -73,7 +73,7 @@ def rows(width: int, rounds: int) -> None:
     """All the matrices of 8 layers, one after another, so that none stays in a cache."""
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     weights = [torch.randn(shape) for _ in range(8) for shape in shapes]
-    packed = [PackedLinear(weight) for weight in weights]
+    packed = [MklLinear(weight) for weight in weights]
 
     def run(layers: Sequence[Callable[[Tensor], Tensor]], count: int) -> Callable[[], None]:
         inputs = {n: torch.randn(count, n) for n in (width, 4 * width)}

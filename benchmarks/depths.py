@@ -21,7 +21,7 @@ from topograd.decode.depths import engine_of, strategy_of
 from topograd.decode.engine import Engine
 from topograd.decode.strategies import generate_tokens
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 WAYS = ("full", "speculate", "speculate:lookup", "speculate:4+lookup", "wand")
 PROMPTS = (
@@ -36,7 +36,7 @@ PROMPTS = (
 )
 
 
-def seconds_of(session: Session, engine: Engine, way: str, prompt: str, tokens: int) -> float:
+def seconds_of(session: LoadedTextRun, engine: Engine, way: str, prompt: str, tokens: int) -> float:
     """Processor seconds of a token."""
     begin = [session.tokenizer.separator, *session.tokenizer.encode(prompt)]
     strategy = strategy_of(way, session, engine)

@@ -7,7 +7,7 @@ training learns from (`heldout_rows`) are read: `greedy` ones, where a draft mus
 `sampled` ones at temperature 0.8, where even the model's own likeliest token is often not what was drawn
 (`model`: how often it is). `agreement` is that of each step by itself, `chain` that of all steps up to it.
 
-A sidecar that was taught on the first part of the text, with other rows held out, needs a `--from-row` behind
+A adapter that was taught on the first part of the text, with other rows held out, needs a `--from-row` behind
 that part: else rows that it has learned are among those that measure.
 """
 
@@ -24,7 +24,7 @@ import tyro
 from topograd.convert.draft_training import agreement_on
 from topograd.convert.own_text import OwnText, greedy_rows, heldout_rows
 from topograd.decode.retrofitted import open_retrofit
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Settings:
 
 
 @torch.no_grad()
-def of_the_model(session: Session, text: OwnText, rows: list[int]) -> float:
+def of_the_model(session: LoadedTextRun, text: OwnText, rows: list[int]) -> float:
     """How often the model's own likeliest token is the one that stands there."""
     hits = count = 0
     for row in rows:

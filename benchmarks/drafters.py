@@ -51,7 +51,7 @@ from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_toke
 from topograd.decode.tune_drafters import measure_rows
 from topograd.errors import TopogradError
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.timing import Spread
 
 CHATS = (
@@ -103,7 +103,7 @@ class Prompt:
     count: int = 0
 
 
-def prompts_of(session: Session, each: int) -> list[Prompt]:
+def prompts_of(session: LoadedTextRun, each: int) -> list[Prompt]:
     """Some prompts of each kind."""
     tokenizer, chat = session.tokenizer, Chat.of(session.tokenizer)
     documents = read_corpus(None).heldout
@@ -134,7 +134,7 @@ def without_loop(tokens: Sequence[int], ends: frozenset[int]) -> int:
     return len(tokens)
 
 
-def ways_of(session: Session, engine: Engine, settings: Settings) -> dict[str, DecodeStrategy]:
+def ways_of(session: LoadedTextRun, engine: Engine, settings: Settings) -> dict[str, DecodeStrategy]:
     """Full depth and every drafter that the run has."""
     depths = {FULL: "full", "lookup": "speculate:lookup"}
     if len(session.plan.predicting()) > 1 and session.plan.prediction.path is None:
@@ -157,7 +157,7 @@ def ways_of(session: Session, engine: Engine, settings: Settings) -> dict[str, D
     }
 
 
-def peers_of(session: Session) -> dict[str, Callable[[list[int], int], list[int]]]:
+def peers_of(session: LoadedTextRun) -> dict[str, Callable[[list[int], int], list[int]]]:
     """The same weights in transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -195,7 +195,7 @@ def peers_of(session: Session) -> dict[str, Callable[[list[int], int], list[int]
     }
 
 
-def measure(session: Session, settings: Settings) -> dict[str, Any]:
+def measure(session: LoadedTextRun, settings: Settings) -> dict[str, Any]:
     """Seconds and tallies of every way on every prompt."""
     engine = engine_of(session, settings.runtime)
     ends = session.tokenizer.stop_tokens or frozenset({session.tokenizer.separator})

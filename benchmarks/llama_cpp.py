@@ -9,7 +9,7 @@ is one prompt of 512 tokens. The share of bandwidth is of a plain read in this p
 
 With --clock cpu, times are of each engine's processor, for one thread on a machine that others use too: they
 still share its memory. Before its first counted round every engine has written a text, so what is done once
-(`runtime/pages.py`) is done.
+(`runtime/hugepages.py`) is done.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def measure(length: int, rounds: int) -> dict[str, Spread]:
     two, three = Mamba2Mixer(WIDTH, 8, 64, 64), Mamba3Mixer(WIDTH, 8, 64, 64)
     gpt = GPT(layers=1, width=WIDTH, heads=4, vocab=2, context=length, value_embeddings="none")
     attention = gpt.layers[0].attention
-    bus = gpt.bus(u, torch.zeros(BATCH, length, dtype=torch.long))
+    ctx = gpt.layer_context(u, torch.zeros(BATCH, length, dtype=torch.long))
     things = {
         "mamba2": both_ways(two, u),
         "mamba2 loop": both_ways(lambda x: mamba2_by_steps(two, x)[0], u),
         "mamba3": both_ways(three, u),
         "mamba3 loop": both_ways(lambda x: mamba3_by_steps(three, x)[0], u),
-        "attention": both_ways(lambda x: attention(x, bus), u),  # type: ignore[operator]
+        "attention": both_ways(lambda x: attention(x, ctx), u),  # type: ignore[operator]
     }
     seconds = take_turns(things, rounds, warmup=1)
     pairs = [("mamba2 loop", "mamba2"), ("mamba3 loop", "mamba3")]

@@ -299,12 +299,12 @@ class StageParts:
         tokens, targets = batch
         embedded = self._timed("embed" if name == "forward" else "", lambda: self.stack.embed(tokens))
         x0 = embedded.detach().requires_grad_()
-        bus = self.stack.bus(x0, tokens)
+        ctx = self.stack.layer_context(x0, tokens)
 
         def layers() -> Tensor:
             h = x0
             for layer in self.stack.layers[: self.each]:
-                h = layer(h, bus)
+                h = layer(h, ctx)
             return h
 
         return embedded, x0, self._timed(name, layers), targets

@@ -56,9 +56,9 @@ class BackpropPipeline:
                 embedded = self.stack.embed(tokens)
                 x0 = embedded.detach().requires_grad_()
                 leaf = inputs.take(x0).requires_grad_() if self.rank else x0
-                bus, h = self.stack.bus(x0, tokens), leaf
+                ctx, h = self.stack.layer_context(x0, tokens), leaf
                 for layer in self.layers:
-                    h = self.stack.layers[layer](h, bus)
+                    h = self.stack.layers[layer](h, ctx)
                 if self.rank + 1 < self.ranks:
                     sending.append(self._send(h.detach(), self.rank + 1))
                 else:

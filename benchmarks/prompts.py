@@ -52,7 +52,7 @@ from topograd.limits import DEPTH, REPEATS, check_numbers
 from topograd.pretrained import REFERENCE
 from topograd.timing import ratio, read_in_turns
 
-MOST_TOKENS = 1_000_000
+MAX_TOKENS = 1_000_000
 """Tokens that one way of decoding writes."""
 
 
@@ -69,8 +69,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_numbers(self, tokens=REPEATS, drafts=DEPTH, rounds=REPEATS)
-        if self.tokens * self.rounds > MOST_TOKENS:
-            raise ConfigError(f"more than {MOST_TOKENS} tokens would be written by each mode; ask for fewer")
+        if self.tokens * self.rounds > MAX_TOKENS:
+            raise ConfigError(f"more than {MAX_TOKENS} tokens would be written by each mode; ask for fewer")
 
 
 RULES = ("wand:sum-of-bounds", "wand:flip-rate")

@@ -270,12 +270,12 @@ def _dense_forward(settings: Settings) -> Callable[[], float]:
     stack, (inputs, _) = build_model(settings), random_tokens(settings)
     middle = settings.topology.stages[settings.regions // 2]
     x0 = stack.embed(inputs).detach().requires_grad_()
-    bus = stack.bus(x0, inputs)
+    ctx = stack.layer_context(x0, inputs)
 
     def forward() -> Tensor:
         h = x0
         for layer in stack.layers[middle.start : middle.stop]:
-            h = layer(h, bus)
+            h = layer(h, ctx)
         return h
 
     return lambda: timed(forward, x0.device)[0]
@@ -284,10 +284,10 @@ def _dense_forward(settings: Settings) -> Callable[[], float]:
 def _jacobian_clock(settings: Settings, stack: GPT, way: Jacobian, trimmed: bool) -> Callable[[], float]:
     """Seconds of the middle region's Jacobian; the forward before it is not counted."""
     regions, (inputs, _) = Regions.of(stack, settings.topology), random_tokens(settings)
-    middle, message, bus = middle_region(regions, inputs)
+    middle, message, ctx = middle_region(regions, inputs)
 
     def clock() -> float:
-        seen = visit(regions, middle, message.detach().requires_grad_(), bus, way)
+        seen = visit(regions, middle, message.detach().requires_grad_(), ctx, way)
         return timed(lambda: interface_jacobian(seen, way, trimmed=trimmed), message.device)[0]
 
     return clock
@@ -296,14 +296,14 @@ def _jacobian_clock(settings: Settings, stack: GPT, way: Jacobian, trimmed: bool
 def _every_row_clock(settings: Settings, stack: GPT) -> Callable[[], float]:
     """Seconds of the middle region's Jacobian as one would write it first: all rows, at all positions."""
     regions, (inputs, _) = Regions.of(stack, settings.topology), random_tokens(settings)
-    middle, message, bus = middle_region(regions, inputs)
+    middle, message, ctx = middle_region(regions, inputs)
     planned = regions.plan.stages[middle]
     numbers = message[0].numel()
     basis = torch.eye(numbers, dtype=message.dtype, device=message.device).view(-1, *message.shape[1:])
 
     def clock() -> float:
         leaf = message.detach().requires_grad_()
-        sent = run_stage(stack, planned, [leaf], bus)[1][planned.sends[0]]
+        sent = run_stage(stack, planned, [leaf], ctx)[1][planned.outputs[0]]
 
         def rows() -> list[Tensor]:
             return [torch.autograd.grad(sent, leaf, e.expand_as(sent), retain_graph=True)[0] for e in basis]

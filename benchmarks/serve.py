@@ -31,8 +31,8 @@ from typing import Any
 import httpx
 
 from topograd.pretrained import REFERENCE
-from topograd.serve.fields import COMPLETION, read
 from topograd.serve.metrics import Counters
+from topograd.serve.request_schema import COMPLETION, read
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits

@@ -45,7 +45,7 @@ from topograd.topology.pipeline import pipeline_order
 METHODS = ("gpipe", "1f1b", "staged", "free", "scan", "data")
 _SECONDS = (0.0, 1e9)
 _NUMBER = (0.0, 1e18)
-_MOST_TASKS = 2**23
+_MAX_TASKS = 2**23
 """Forwards of one step that are simulated."""
 _RANKS_A_CORE = 16
 """Beyond this the fill of a pipeline is little beside all the work on its cores."""
@@ -331,9 +331,9 @@ def simulate(ranks: int, work: Work) -> dict[str, Any]:
     check = range(1, 2**16 + 1)
     if ranks not in check:
         raise ConfigError(f"ranks is {ranks}; it must lie in 1..{2**16}")
-    if ranks * work.microbatches > _MOST_TASKS:
+    if ranks * work.microbatches > _MAX_TASKS:
         raise ConfigError(
-            f"{ranks} ranks of {work.microbatches} micro-batches are more than {_MOST_TASKS} forwards; "
+            f"{ranks} ranks of {work.microbatches} micro-batches are more than {_MAX_TASKS} forwards; "
             "ask for fewer --ranks or --microbatches"
         )
     counts = [2**k for k in range(ranks.bit_length()) if 2**k <= ranks]

@@ -38,7 +38,7 @@ from topograd.specialists.settings import FineTune
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.hidden_states import PlainRows, StateLoader, layer_states
+from topograd.training.activation_cache import CachedActivationLoader, PlainRows, layer_states
 
 CHAT = 0.16
 """Share of the positions that have a target, in chats of a question and an answer by SmolLM2's template."""
@@ -207,7 +207,7 @@ class PeftTraining:
 
         export_model(run, folder, "hf")
         theirs = AutoModelForCausalLM.from_pretrained(folder)
-        numbers = sum(t.numel() for t in tuning.sidecar.tensors.values())
+        numbers = sum(t.numel() for t in tuning.adapter.tensors.values())
         per_rank = sum(sum(m.weight.shape) for n, m in theirs.named_modules() if n.endswith("_proj"))
         self.rank = max(round(numbers / per_rank), 1)
         config = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear")
@@ -218,7 +218,7 @@ class PeftTraining:
         self.settings, self.before = tuning.settings, tuning.preservation
         self.schedule = self.settings.optimizer(tuning.session.config.optimizer)
         rows = PlainRows(tuning.inputs, tuning.targets)
-        self.loader = StateLoader(rows, self.settings.batch, self.settings.seed)
+        self.loader = CachedActivationLoader(rows, self.settings.batch, self.settings.seed)
         self.step = 0
 
     def train(self, stop: int, on_step: Laps) -> float:

@@ -39,7 +39,7 @@ from topograd.data.corpus import read_corpus
 from topograd.exec.forward import predict, stage_outputs
 from topograd.runs.config import TrainConfig, tuning
 from topograd.runs.folder import Run
-from topograd.runs.session import Session, heldout_text, open_session
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.topology.plan import Plan
 from topograd.training.runs import resume, start
 from topograd.training.trainer import Trainer
@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "anchored": {"lora_rank": 16},
     "layerskip": {"lora_rank": 16, "layer_dropout": 0.1},
 }
-DEEP: dict[str, Any] = {"transmissivity": 1.0, "depth_weights": 0.1, "objective": "distillation"}
+DEEP: dict[str, Any] = {"grad_scale": 1.0, "depth_weights": 0.1, "objective": "distillation"}
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "exits": {"objective": "distillation", "teacher": "self"},
     "anchored": {
@@ -88,18 +88,18 @@ class Settings:
             raise SystemExit(f"--steps has {len(self.steps)} for {len(self.ways)} ways; give one each")
 
 
-def config_of(settings: Settings, base: Session, way: str, steps: int, data: Path) -> TrainConfig:
+def config_of(settings: Settings, base: LoadedTextRun, way: str, steps: int, data: Path) -> TrainConfig:
     """The settings of one way."""
     whole = tuning(replace(base.config, init=str(base.run.folder), data=str(data)), small=True)
     config = replace(
         whole,
         steps=steps,
         batch=settings.batch,
-        optimizer=replace(whole.optimizer, matrices=RATES[way], head=RATES[way]),
+        optimizer=replace(whole.optimizer, lr_matrix=RATES[way], lr_head=RATES[way]),
         eval_bytes=2_000,
         save_every=20,
         model=whole.model.changed(context=min(256, whole.model.context)),
-        tune=replace(whole.tune, window=settings.window, **WAYS[way]),
+        tune=replace(whole.tune, seq_len=settings.window, **WAYS[way]),
     )
     topology = TOPOLOGIES[way]
     if "teacher" not in topology:
@@ -107,7 +107,7 @@ def config_of(settings: Settings, base: Session, way: str, steps: int, data: Pat
     return config.changed(partition=settings.partition, **topology)
 
 
-def own_text(settings: Settings, base: Session, held: bool) -> list[str]:
+def own_text(settings: Settings, base: LoadedTextRun, held: bool) -> list[str]:
     """The model's own text row by row, that to learn from or that to judge on."""
     if settings.own is None:
         return []
@@ -116,7 +116,7 @@ def own_text(settings: Settings, base: Session, held: bool) -> list[str]:
     return [base.tokenizer.decode(line.tolist()) for line in text.all_tokens()[0][rows]]
 
 
-def write_data(settings: Settings, base: Session) -> Path:
+def write_data(settings: Settings, base: LoadedTextRun) -> Path:
     """Own text, and as many bytes of the embedded corpus spread over it."""
     folder = settings.out / "text"
     folder.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def write_data(settings: Settings, base: Session) -> Path:
     return folder
 
 
-def texts(settings: Settings, base: Session) -> dict[str, Text]:
+def texts(settings: Settings, base: LoadedTextRun) -> dict[str, Text]:
     """Held-out text of the embedded corpus, most of it code; prose, the pages of docs/; own text."""
     limit, context = settings.eval_bytes, min(256, base.config.model.context)
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
@@ -148,7 +148,9 @@ def texts(settings: Settings, base: Session) -> dict[str, Text]:
 
 
 @torch.no_grad()
-def predicted(session: Session, plan: Plan, text: Text) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+def predicted(
+    session: LoadedTextRun, plan: Plan, text: Text
+) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """(exits, tokens) argmax, full depth's logits on the first row, and the bits per byte of each exit."""
     found: list[torch.Tensor] = []
     first: torch.Tensor | None = None
@@ -168,7 +170,9 @@ def predicted(session: Session, plan: Plan, text: Text) -> tuple[torch.Tensor, t
     return torch.cat(found, dim=1), first, (bits / math.log(2) / text.nbytes).tolist()
 
 
-def reading(session: Session, plan: Plan, samples: dict[str, Text], before: dict[str, Any]) -> dict[str, Any]:
+def reading(
+    session: LoadedTextRun, plan: Plan, samples: dict[str, Text], before: dict[str, Any]
+) -> dict[str, Any]:
     """What the exits predict, and how far full depth is from what it was."""
     found: dict[str, Any] = {}
     for name, text in samples.items():
@@ -185,7 +189,7 @@ def reading(session: Session, plan: Plan, samples: dict[str, Text], before: dict
     return found
 
 
-def tune(settings: Settings, base: Session, way: str, steps: int, data: Path) -> dict[str, Any]:
+def tune(settings: Settings, base: LoadedTextRun, way: str, steps: int, data: Path) -> dict[str, Any]:
     """Train one way, from where it was; what it cost."""
     folder = settings.out / way
     there = folder.exists() and bool(Run.open(folder).store.names())

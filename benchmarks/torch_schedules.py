@@ -31,10 +31,10 @@ class _Part(nn.Module):
     def forward(self, h: Tensor, tokens: Tensor) -> Tensor:
         """On the first rank `h` is the tokens too: torch wants an input there."""
         x0 = self.stack.embed(tokens)
-        bus = self.stack.bus(x0, tokens)
+        ctx = self.stack.layer_context(x0, tokens)
         h = x0 if self.first else h
         for layer in self.layers:
-            h = self.stack.layers[layer](h, bus)
+            h = self.stack.layers[layer](h, ctx)
         return h
 
 

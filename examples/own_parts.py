@@ -39,11 +39,11 @@ class Shift(nn.Module):
         self.register_buffer("start", torch.zeros(config.width), persistent=False)
         self.map = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, bus: tg.Bus, state: Seen | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: tg.LayerContext, state: Seen | None = None) -> Tensor:
         if state is None:
             return self.map(F.pad(x, (0, 0, 1, -1)))
-        state.values[:, bus.positions + 1] = x
-        return self.map(state.values[:, bus.positions])
+        state.values[:, ctx.positions + 1] = x
+        return self.map(state.values[:, ctx.positions])
 
     def new_state(self, batch: int, capacity: int) -> Seen:
         return Seen(self.start.repeat(batch, capacity + 1, 1))

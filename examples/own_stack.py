@@ -37,11 +37,11 @@ class DecayLayer(nn.Module):
         self.rate = nn.Parameter(torch.tensor(-1.0))
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, h: Tensor, bus: tg.Bus, state: tg.History | None = None) -> Tensor:
+    def forward(self, h: Tensor, ctx: tg.LayerContext, state: tg.History | None = None) -> Tensor:
         values = self.value(F.rms_norm(h, h.shape[-1:]))
         if state is not None:
             values = state.append(values)
-        ago = bus.positions[..., None] - torch.arange(values.shape[1], device=h.device)
+        ago = ctx.positions[..., None] - torch.arange(values.shape[1], device=h.device)
         weights = torch.exp(-self.rate.exp() * ago.clamp(min=0)) * (ago >= 0)
         h = h + self.output(weights.to(h.dtype) @ values)
         return h + self.mlp(F.rms_norm(h, h.shape[-1:]))

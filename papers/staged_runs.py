@@ -282,7 +282,7 @@ def train_arm(
     plan = prepare(stack, arm.topology)
     if arm.start is not None:
         arm.start(stack)
-    settings = config.optimizer if arm.relays is None else replace(config.optimizer, relays=arm.relays)
+    settings = config.optimizer if arm.relays is None else replace(config.optimizer, lr_relay=arm.relays)
     try:
         losses = fit(stack, plan, batches, config.steps, settings, watch)
     except DivergenceError as problem:

@@ -18,7 +18,7 @@ from topograd.nn.config import GPTConfig
 from topograd.nn.images.config import ImageConfig
 from topograd.runs.config import OptimizerConfig, TrainConfig
 from topograd.runs.folder import Run
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runs.topology_config import TopologyConfig
 from topograd.training.runs import start
 
@@ -80,12 +80,12 @@ def straight(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 @pytest.fixture(scope="module")
-def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Session]]:
+def make_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LoadedTextRun]]:
     """Runs on bytes, a layer a stage, of random weights whose stages disagree; saved as if of some step."""
     folder = tmp_path_factory.mktemp("session")
     (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(["stage", "loss", "relay"], k=900)))
 
-    def make(stages: int, step: int = 0) -> Session:
+    def make(stages: int, step: int = 0) -> LoadedTextRun:
         config = TrainConfig(
             topology=TopologyConfig(partition=",".join(["1"] * stages)),
             data=str(folder / "corpus.txt"),
@@ -115,7 +115,7 @@ def write_idx(path: Path, values: torch.Tensor) -> None:
 
 @pytest.fixture(scope="session")
 def idx_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of 8 × 8 of three classes that a small network tells apart: a bright third, and noise."""
+    """ImageSet of 8 × 8 of three classes that a small network tells apart: a bright third, and noise."""
     folder = tmp_path_factory.mktemp("pictures")
     generator = torch.Generator().manual_seed(0)
     for name, count in (("train", 120), ("t10k", 60)):
@@ -139,7 +139,7 @@ def image_config(idx_folder: Path) -> TrainConfig:
         eval_every=8,
         save_every=4,
         model=ImageConfig(widths=(12, 9)),
-        optimizer=OptimizerConfig(name="adamw", matrices=0.03, head=0.03, scalars=0.03),
+        optimizer=OptimizerConfig(name="adamw", lr_matrix=0.03, lr_head=0.03, lr_scalar=0.03),
     )
 
 
@@ -203,7 +203,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 
 @pytest.fixture(scope="session")
-def imported(source: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> Session:
+def imported(
+    source: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> LoadedTextRun:
     """A run of two stages of a small Llama with a chat template."""
     run = tmp_path_factory.mktemp("imported") / "run"
     import_model(source("llama")[0], run, partition="2,2")
@@ -211,13 +213,13 @@ def imported(source: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest
 
 
 @pytest.fixture(scope="module")
-def gpt(make_session: Callable[..., Session]) -> Session:
+def gpt(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A run of three stages on bytes."""
     return make_session(3)
 
 
 @pytest.fixture(scope="module")
-def bases(gpt: Session, imported: Session) -> dict[str, Session]:
+def bases(gpt: LoadedTextRun, imported: LoadedTextRun) -> dict[str, LoadedTextRun]:
     """Bases for specialists."""
     return {"gpt": gpt, "imported": imported}
 

@@ -50,7 +50,7 @@ KINDS = {
         predicts="sum",
         words="the sum of stages 1-2",
     ),
-    "next": Kind(CHAIN | {"transmissivity": 1.0, "reach": "next", "loss_every": (2, 1)}),
+    "next": Kind(CHAIN | {"grad_scale": 1.0, "reach": "next", "loss_every": (2, 1)}),
     "low-rank heads": Kind(CHAIN | {"heads": "low-rank", "head_rank": 2}),
     "decoder": Kind(CHAIN | {"decoder": 1}),
     "residual decoder": Kind(
@@ -65,14 +65,14 @@ KINDS = {
     "cover": Kind(
         {"graph": "cover", "intervals": ((0, 3), (2, 4))}, predicts="pool", words="a pool of stages 1-2"
     ),
-    "soft": Kind({"graph": "soft", "transmissivities": (0.5, 1.0, 0.0)}, exits=3),
+    "soft": Kind({"graph": "soft", "grad_scales": (0.5, 1.0, 0.0)}, exits=3),
     "stages": Kind(
         {
             "graph": "stages",
             "stages": (
-                Stage(0, 2, (Edge(EMBEDDING, transmissivity=1.0),)),
+                Stage(0, 2, (Edge(EMBEDDING, grad_scale=1.0),)),
                 Stage(2, 3, (Edge(0, layer=1),), weight=0.5),
-                Stage(3, 4, (Edge(0), Edge(1, transmissivity=0.5, relay="pre-norm")), "z-loss"),
+                Stage(3, 4, (Edge(0), Edge(1, grad_scale=0.5, relay="pre-norm")), "z-loss"),
             ),
         },
         exits=3,

@@ -16,7 +16,7 @@ import topograd as tg
 NAMES = {
     *("Head", "HeadedStack", "History", "ModelSpec"),
     *("Composition", "Configuration", "Topology", "Edge", "Stage", "Plan", "TopologyConfig"),
-    *("Stack", "Bus", "GPT", "GPTConfig", "adapt", "prepare", "pool"),
+    *("Stack", "LayerContext", "GPT", "GPTConfig", "adapt", "prepare", "pool"),
     *("train_step", "StepRunner", "make_optimizers", "linear_cross_entropy"),
     *("TrainConfig", "OptimizerConfig", "preset", "Trainer", "start", "resume", "score"),
     *("Text", "evaluate", "Evaluation", "Predictor", "stage_outputs"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from topograd.errors import ConfigError
-from topograd.limits import MOST_NUMBERS, SEED, check_numbers, check_total
+from topograd.limits import MAX_NUMBERS, SEED, check_numbers, check_total
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, 2**63 - 1])
@@ -31,6 +31,6 @@ def test_what_is_not_is_one_line(value: Any, said: str) -> None:
 
 
 def test_the_total_has_a_bound() -> None:
-    check_total(MOST_NUMBERS, "width")
+    check_total(MAX_NUMBERS, "width")
     with pytest.raises(ConfigError, match=r"choose a smaller width$"):
-        check_total(MOST_NUMBERS + 1, "width")
+        check_total(MAX_NUMBERS + 1, "width")

@@ -20,13 +20,13 @@ from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import RunError
 from topograd.pretrained import REFERENCE
 from topograd.runs.folder import Run
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 PROMPTS = ("def read(self, size=-1):\n", "import os\n\n\nclass ")
 
 
 @pytest.fixture(scope="module")
-def session() -> Session:
+def session() -> LoadedTextRun:
     return open_session(REFERENCE)
 
 
@@ -39,19 +39,19 @@ def test_it_says_how_it_was_made() -> None:
     assert "topograd train" in (REFERENCE / "README.md").read_text()
 
 
-def test_it_opens_in_float32(session: Session) -> None:
+def test_it_opens_in_float32(session: LoadedTextRun) -> None:
     assert {parameter.dtype for parameter in session.stack.parameters()} == {torch.float32}
     assert all(parameter.isfinite().all() for parameter in session.stack.parameters())
 
 
-def test_it_is_calibrated(session: Session) -> None:
+def test_it_is_calibrated(session: LoadedTextRun) -> None:
     calibration, tuning = load(session)
     assert (calibration.step, calibration.stages) == (session.step, len(session.plan.stages))
     assert calibration.tokens > 1000
     assert 0 <= tuning.stage < len(session.plan.stages) - 1
 
 
-def test_its_manifest_binds_all_that_belongs_to_it(session: Session, tmp_path: Path) -> None:
+def test_its_manifest_binds_all_that_belongs_to_it(session: LoadedTextRun, tmp_path: Path) -> None:
     bound = json.loads(session.run.manifest.path.read_text())["files"]
     assert bound.keys() == {"config.toml", "tokenizer.json", "results.json", "calibration.json"}
     for name in bound:
@@ -63,14 +63,14 @@ def test_its_manifest_binds_all_that_belongs_to_it(session: Session, tmp_path: P
             copy.manifest.verify(name)
 
 
-def test_it_is_of_version_01_and_its_layers_are_counted_from_the_last(session: Session) -> None:
+def test_it_is_of_version_01_and_its_layers_are_counted_from_the_last(session: LoadedTextRun) -> None:
     assert "topology" not in session.run.read_config()
     assert session.config.gpt.count_from == "last"
     assert session.config.topology.partition == "2,2,2,2"
     assert (session.plan.prediction.kind, session.plan.last) == ("last", 3)
 
 
-def test_every_stage_makes_it_better(session: Session) -> None:
+def test_every_stage_makes_it_better(session: LoadedTextRun) -> None:
     results = json.loads((REFERENCE / "results.json").read_text())
     assert (results["steps"], results["finished"]) == (session.step, True)
     prefix = results["bpb"]["prefix"]
@@ -79,7 +79,7 @@ def test_every_stage_makes_it_better(session: Session) -> None:
     assert prefix[-1] == results["bpb"]["last"]
 
 
-def test_drafts_write_what_full_depth_writes(session: Session) -> None:
+def test_drafts_write_what_full_depth_writes(session: LoadedTextRun) -> None:
     engine, tokenizer = engine_of(session), session.tokenizer
     drafted = accepted = 0
     for text in PROMPTS:

@@ -22,7 +22,7 @@ from papers.product_of_experts.specialist_facts import smollm2
 from topograd.data import windows
 from topograd.exec.forward import Predictor
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, load_data, open_session
+from topograd.runs.session import LoadedTextRun, load_data, open_session
 
 Documents = Iterable[Sequence[int] | np.ndarray]
 BYTES_PER_TOKEN = 16
@@ -47,7 +47,7 @@ class Base:
     """A model and its text."""
 
     name: str
-    session: Session
+    session: LoadedTextRun
     model: Predictor
     train: Windows
     heldout: Windows
@@ -73,7 +73,7 @@ def open_base(name: str, folder: Path, length: int, train: int, heldout: int) ->
     return Base(name, session, model, *(cut(session, documents, length, rows) for documents, rows in parts))
 
 
-def cut(session: Session, documents: Documents, length: int, rows: int) -> Windows:
+def cut(session: LoadedTextRun, documents: Documents, length: int, rows: int) -> Windows:
     """So many full windows of documents in tokens, evenly spaced."""
     most = BYTES_PER_TOKEN * rows * length
     inputs, targets, _ = windows(documents, session.tokenizer, length, most)

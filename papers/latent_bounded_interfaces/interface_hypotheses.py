@@ -222,16 +222,16 @@ def oracle(
 def _stream(stack: GPT, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """The canvas, and the hidden state behind the first two regions."""
     x0 = stack.embed(inputs)
-    bus, h = stack.bus(x0, inputs), x0
+    ctx, h = stack.layer_context(x0, inputs), x0
     for layer in stack.layers[:4]:
-        h = layer(h, bus)
+        h = layer(h, ctx)
     return x0, h
 
 
 def _behind(stack: GPT, h: Tensor, inputs: Tensor, targets: Tensor) -> float:
-    bus = stack.bus(stack.embed(inputs), inputs)
+    ctx = stack.layer_context(stack.embed(inputs), inputs)
     for layer in stack.layers[4:]:
-        h = layer(h, bus)
+        h = layer(h, ctx)
     return F.cross_entropy(stack.readout(h, 0).flatten(0, 1), targets.flatten()).item()
 
 

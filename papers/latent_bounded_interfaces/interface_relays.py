@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import EPSILON, Map, SegmentRelay
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
 Kind = Literal["segments", "own", "steady", "phase", "authors"]
@@ -50,8 +50,8 @@ class OwnPosition(nn.Module):
             m = received + self.alpha * m
         return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        return bus.x0 + self.decode(message)
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return ctx.x0 + self.decode(message)
 
 
 class SteadyPosition(OwnPosition):
@@ -92,8 +92,8 @@ class Phase(SegmentRelay):
         super().__init__(settings, width, context, first)
         self.phase = nn.Embedding(self.segment, settings.rank)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        return _spread(self, message, bus, self.phase.weight)
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return _spread(self, message, ctx, self.phase.weight)
 
 
 class Authors(SegmentRelay):
@@ -116,15 +116,15 @@ class Authors(SegmentRelay):
         return self.norm(before[:, : m.shape[1]] + torch.tanh(self.alpha) * m)
 
 
-def _spread(relay: SegmentRelay, message: Tensor, bus: Bus, phase: Tensor) -> Tensor:
+def _spread(relay: SegmentRelay, message: Tensor, ctx: LayerContext, phase: Tensor) -> Tensor:
     """x0 and Dec(m[s] + P[t mod ℓ]); nothing in segment 0."""
-    time, length = bus.x0.shape[1], relay.segment
+    time, length = ctx.x0.shape[1], relay.segment
     later = -(-time // length) - 1
     if later < 1:
-        return bus.x0
+        return ctx.x0
     read = message[:, :later, None] + phase
     decoded = relay.decode(read.flatten(1, 2))
-    return bus.x0 + F.pad(decoded, (0, 0, length, 0))[:, :time]
+    return ctx.x0 + F.pad(decoded, (0, 0, length, 0))[:, :time]
 
 
 KINDS: dict[str, type[nn.Module]] = {
@@ -147,18 +147,18 @@ def join_regions(stack: Stack, kind: str, interface: str, regions: int, width: i
 @contextmanager
 def silenced(stack: Stack, how: Silence) -> Iterator[None]:
     """Within it, what the last region hears is zero, another row's message, or the mean of all rows'."""
-    name = max(stack.own_relays())
-    relay: Any = stack.own_relays()[name]
+    name = max(stack.learned_relays())
+    relay: Any = stack.learned_relays()[name]
     plain = relay.receive
 
-    def receive(message: Tensor, bus: Bus) -> Tensor:
+    def receive(message: Tensor, ctx: LayerContext) -> Tensor:
         if how == "zero":
             changed = torch.zeros_like(message)
         elif how == "shuffled":
             changed = message.roll(1, 0)
         else:
             changed = message.mean(0, keepdim=True).expand_as(message)
-        found: Tensor = plain(changed, bus)
+        found: Tensor = plain(changed, ctx)
         return found
 
     relay.receive = receive

@@ -87,7 +87,7 @@ class Case:
 
     def key(self, steps: int) -> Key:
         """The values of `KEY`."""
-        recipe = f"{self.optimizer.name}, relays {self.optimizer.relays:g}"
+        recipe = f"{self.optimizer.name}, relays {self.optimizer.lr_relay:g}"
         return self.architecture, self.name, recipe, self.seed, steps
 
     def config(self, steps: int = STEPS) -> TrainConfig:
@@ -293,7 +293,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of every training")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of all but the sweeps")
     parser.add_argument("--optimizer", default=OptimizerConfig().name, help="as muon+adamw or adamw")
-    parser.add_argument("--relays", type=float, default=OptimizerConfig().relays, help="rate of interfaces")
+    parser.add_argument("--relays", type=float, default=OptimizerConfig().lr_relay, help="rate of interfaces")
     asked = parser.parse_args(argv)
     if unknown := set(asked.parts) - {*ARCHITECTURES, "sweeps"}:
         parser.error(f"{sorted(unknown)[0]!r} is no part; choose from {', '.join(ARCHITECTURES)}, sweeps")
@@ -303,7 +303,7 @@ def main(argv: Sequence[str]) -> None:
     cases = [case for architecture in chosen for case in headline(architecture, range(asked.seeds))]
     if "sweeps" in asked.parts or not asked.parts:
         cases += [case for architecture in chosen for case in sweeps(architecture)]
-    optimizer = OptimizerConfig(name=asked.optimizer, relays=asked.relays)
+    optimizer = OptimizerConfig(name=asked.optimizer, lr_relay=asked.relays)
     cases = [replace(case, optimizer=optimizer) for case in cases]
     Console().print(table(run(asked.file, cases, asked.steps).values()))
 

@@ -32,7 +32,7 @@ from topograd.topology.plan import Plan
 
 INTERFACE = "S=8,r=8,pool=tail"
 EVERY = 50
-RELAYS = OptimizerConfig().relays
+RELAYS = OptimizerConfig().lr_relay
 
 
 def watched(
@@ -45,7 +45,7 @@ def watched(
         if step % every == 0 or step == steps - 1:
             found.append({"step": step} | analyse(stack, plan.topology, inputs[:2], targets[:2]))
 
-    optimizer = OptimizerConfig(relays=relays)
+    optimizer = OptimizerConfig(lr_relay=relays)
     trained(Case(INTERFACE, architecture, interface=INTERFACE, optimizer=optimizer), steps, watch)
     return found
 

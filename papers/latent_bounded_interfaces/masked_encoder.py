@@ -47,7 +47,7 @@ from topograd.interfaces.engines import Scan
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.runs.config import TrainConfig
 from topograd.runs.session import load_data
 from topograd.topology.dag import Topology
@@ -69,11 +69,11 @@ JOINED = tuple(model.name for model in MODELS if model.kind is not None)
 class Encoder(GPT):
     """A GPT whose attention sees all positions."""
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        bus = super().bus(x0, inputs, offset)
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
+        ctx = super().layer_context(x0, inputs, offset)
         time = x0.shape[1]
         everywhere = torch.ones(time, time, dtype=torch.bool, device=x0.device)
-        return replace(bus, extras={**bus.extras, "mask": everywhere})
+        return replace(ctx, extras={**ctx.extras, "mask": everywhere})
 
 
 def hide(inputs: Tensor, token: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

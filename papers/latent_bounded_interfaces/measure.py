@@ -37,7 +37,7 @@ from topograd.interfaces.regions import Regions
 from topograd.nn.config import Architecture, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.runs.topology_config import Jacobian
 from topograd.topology.dag import Topology
 
@@ -78,19 +78,19 @@ def measure_units(
         )
     if repeats < 1:
         raise ConfigError(setting="repeats", given=repeats, allowed="at least 1")
-    middle, message, bus = middle_region(regions, inputs)
-    rounds = [_round(regions, middle, message, bus, jacobian) for _ in range(repeats + 1)][1:]
+    middle, message, ctx = middle_region(regions, inputs)
+    rounds = [_round(regions, middle, message, ctx, jacobian) for _ in range(repeats + 1)][1:]
     forward, vjp, local, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
     return Units(forward=forward, local=local, vjp=vjp, jacobian=whole)
 
 
-def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, Bus]:
-    """The number of the region in the middle, its message, and the bus, whose x0 is a leaf."""
+def middle_region(regions: Regions, inputs: Tensor) -> tuple[int, Tensor, LayerContext]:
+    """The number of the region in the middle, its message, and the layer context, whose x0 is a leaf."""
     stack, middle = regions.stack, regions.count // 2
     x0 = stack.embed(inputs).detach().requires_grad_()
-    bus = stack.bus(x0, inputs)
+    ctx = stack.layer_context(x0, inputs)
     with torch.no_grad():
-        return middle, regions.messages(x0, bus)[middle - 1], bus
+        return middle, regions.messages(x0, ctx)[middle - 1], ctx
 
 
 def choose(
@@ -117,13 +117,13 @@ def _wait(device: torch.device) -> None:
 
 
 def _round(
-    regions: Regions, region: int, message: Tensor, bus: Bus, way: Jacobian
+    regions: Regions, region: int, message: Tensor, ctx: LayerContext, way: Jacobian
 ) -> tuple[float, float, float, float]:
     """Seconds of the forward, the VJP, the local backward and the Jacobian."""
     device, leaf = message.device, message.detach().requires_grad_()
-    forward, seen = timed(lambda: visit(regions, region, leaf, bus, way), device)
+    forward, seen = timed(lambda: visit(regions, region, leaf, ctx, way), device)
     cotangent = message.detach()  # any will do but m_{k+1} itself, which a LayerNorm destroys
-    wanted = [leaf, bus.x0, *(p for p in regions.stack.parameters() if p.requires_grad)]
+    wanted = [leaf, ctx.x0, *(p for p in regions.stack.parameters() if p.requires_grad)]
     sent = seen.message_out
     vjp, _ = timed(lambda: torch.autograd.grad(sent, leaf, cotangent, retain_graph=True), device)
     jacobian, _ = timed(lambda: interface_jacobian(seen, way), device)

@@ -31,7 +31,7 @@ from topograd.exec.forward import run_stage
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
 PARAMETER_NOISE = 0.1
 
@@ -47,7 +47,7 @@ def check_separator(stack: Stack, topology: Topology, inputs: Tensor) -> None:
     plan = Plan.of(topology, len(stack.layers))
     with _noise_on_parameters(stack) as put_buffers_back:
 
-        def run(held: dict[Port, Tensor], disturbed: Disturbed | None = None) -> _Forward:
+        def run(held: dict[EdgeOutput, Tensor], disturbed: Disturbed | None = None) -> _Forward:
             put_buffers_back()
             return _Forward(stack, plan, inputs, held, disturbed)
 
@@ -73,15 +73,15 @@ class _Forward:
         stack: Stack,
         plan: Plan,
         inputs: Tensor,
-        held: dict[Port, Tensor],
+        held: dict[EdgeOutput, Tensor],
         disturbed: Disturbed | None,
     ) -> None:
         self.stack, self.held, self.disturbed = stack, held, disturbed
         self.seen: Seen = {}
-        self.sent: dict[Port, Tensor] = {}
+        self.sent: dict[EdgeOutput, Tensor] = {}
         self.region = 0
         x0 = stack.embed(inputs)
-        bus = stack.bus(x0, inputs)
+        ctx = stack.layer_context(x0, inputs)
         with ExitStack() as hooks:
             for i, layer in enumerate(stack.layers):
                 hooks.callback(layer.register_forward_pre_hook(self._before(i)).remove)
@@ -89,7 +89,7 @@ class _Forward:
             for planned in plan.stages:
                 self.region = planned.index
                 messages = [self._message(port, x0) for port, _ in planned.inputs]
-                h, sent = run_stage(stack, planned, messages, bus)
+                h, sent = run_stage(stack, planned, messages, ctx)
                 self.sent |= sent
                 for port, message in sent.items():
                     name = f"its message behind layer {port.layer} through {port.relay!r}"
@@ -97,7 +97,7 @@ class _Forward:
                 if planned.predicts:
                     self.seen[planned.index, "its readout"] = stack.readout(h, planned.index)
 
-    def _message(self, port: Port, x0: Tensor) -> Tensor:
+    def _message(self, port: EdgeOutput, x0: Tensor) -> Tensor:
         if port.source == EMBEDDING:
             return x0
         message = self.held.get(port, self.sent[port])
@@ -150,7 +150,7 @@ def _noise_on_parameters(stack: Stack) -> Iterator[Callable[[], None]]:
             parameter.copy_(value)
 
 
-def _is_interface(stack: Stack, port: Port) -> bool:
+def _is_interface(stack: Stack, port: EdgeOutput) -> bool:
     return isinstance(stack.relay(port.relay), SegmentRelay)
 
 

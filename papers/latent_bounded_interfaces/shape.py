@@ -12,7 +12,7 @@ from topograd.limits import DEPTH, SIZE, check_numbers
 from topograd.nn.config import Architecture, GPTConfig, SegmentInterface
 from topograd.topology.dag import Topology
 
-MOST_NUMBERS = 2**32
+MAX_NUMBERS = 2**32
 """Numbers that a measured model and its batch may have together: 16 GiB in float32."""
 SPREAD = 0.02
 """Standard deviation of matrices that would start at zero, so that no product is trivial."""
@@ -68,11 +68,11 @@ class Shape:
             states = max(interface.segments - 1, 1)
             numbers += 2 * self.regions * self.width * (self.width + interface.rank)
             numbers += self.batch * (states * interface.rank) ** 2
-        if numbers > MOST_NUMBERS:
+        if numbers > MAX_NUMBERS:
             raise ConfigError(
                 f"a model of this size and its batch have about {numbers:.1e} numbers",
                 remedy=(
-                    f"at most {MOST_NUMBERS:.1e} are measured, so choose a smaller width, "
+                    f"at most {MAX_NUMBERS:.1e} are measured, so choose a smaller width, "
                     "rank, vocab, context or batch"
                 ),
             )

@@ -33,7 +33,7 @@ from torch import Tensor
 from papers.fit import fit
 from papers.product_of_experts.continual_tasks import Predict, TaskData, batches
 from papers.product_of_experts.image_arms import optimizer
-from topograd.data.images import Pictures
+from topograd.data.images import ImageSet
 from topograd.exec.forward import Predictor, stage_outputs
 from topograd.exec.objectives import Distillation
 from topograd.exec.train_step import train_step
@@ -47,9 +47,9 @@ from topograd.topology.plan import Plan
 from topograd.training.image_evaluation import image_logits
 
 FISHER_ROWS = 100
-"""Pictures that a Fisher matrix is read from."""
+"""ImageSet that a Fisher matrix is read from."""
 KEPT = 40
-"""Pictures that replay keeps of each task."""
+"""ImageSet that replay keeps of each task."""
 TEMPERATURE = 2.0
 
 
@@ -94,7 +94,7 @@ class Learner:
         self.train(task.train, len(self.seen))
         self.seen.append(task)
 
-    def train(self, pictures: Pictures, number: int) -> None:
+    def train(self, pictures: ImageSet, number: int) -> None:
         """The steps of a task; the order of its pictures hangs on the seed and the task."""
         order = batches(pictures, self.sizes.batch, 1000 * self.seed + number)
         fit(self.stack, self.plan, order, self.sizes.steps, self.sizes.optimizer())
@@ -118,7 +118,7 @@ class Joint(Learner):
     def learn(self, task: TaskData) -> None:
         self.seen.append(task)
         images, labels = (torch.cat([getattr(t.train, n) for t in self.seen]) for n in ("images", "labels"))
-        self.train(Pictures(images, labels), len(self.seen))
+        self.train(ImageSet(images, labels), len(self.seen))
 
     def memory(self) -> int:
         return sum(task.train.images.numel() for task in self.seen)
@@ -129,13 +129,13 @@ class Replay(Learner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kept: list[Pictures] = []
+        self.kept: list[ImageSet] = []
 
     def learn(self, task: TaskData) -> None:
         order = batches(task.train, self.sizes.batch, 1000 * self.seed + len(self.seen))
         if self.kept:
             images, labels = (torch.cat([getattr(k, n) for k in self.kept]) for n in ("images", "labels"))
-            old = batches(Pictures(images, labels), self.sizes.batch, self.seed)
+            old = batches(ImageSet(images, labels), self.sizes.batch, self.seed)
             half = self.sizes.batch // 2
             order = (
                 (torch.cat((x[:half], u[:half])), torch.cat((y[:half], v[:half])))

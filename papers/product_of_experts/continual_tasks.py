@@ -25,13 +25,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from topograd.data.images import ImageData, Pictures
+from topograd.data.images import ImageData, ImageSet
 from topograd.errors import DataError
 
 Scenario = Literal["class", "domain"]
 SCENARIOS: tuple[Scenario, ...] = ("class", "domain")
 Predict = Callable[[Tensor], Tensor]
-"""Pictures to the numbers of the classes that a network names."""
+"""ImageSet to the numbers of the classes that a network names."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TaskData:
     """One task: its pictures, with the labels that the scenario asks for."""
 
     classes: tuple[int, ...]
-    train: Pictures
-    test: Pictures
+    train: ImageSet
+    test: ImageSet
 
 
 def split(data: ImageData, scenario: Scenario, most: int | None = None) -> list[TaskData]:
@@ -63,13 +63,13 @@ def for_tuning(tasks: Sequence[TaskData], every: int = 5) -> list[TaskData]:
     return [TaskData(task.classes, *task.train.held_out(every)) for task in tasks]
 
 
-def _only(pictures: Pictures, classes: tuple[int, ...], scenario: Scenario) -> Pictures:
+def _only(pictures: ImageSet, classes: tuple[int, ...], scenario: Scenario) -> ImageSet:
     rows = torch.isin(pictures.labels, torch.tensor(classes)).nonzero().flatten()
     chosen = pictures.chosen(rows)
-    return chosen if scenario == "class" else Pictures(chosen.images, chosen.labels - classes[0])
+    return chosen if scenario == "class" else ImageSet(chosen.images, chosen.labels - classes[0])
 
 
-def batches(pictures: Pictures, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(pictures: ImageSet, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches in an order that the seed decides."""
     from topograd.data.image_loader import ImageLoader
 

@@ -27,7 +27,7 @@ from topograd.nn.heads import Head
 from topograd.nn.lora import add_lora, has_lora, linear_maps
 from topograd.nn.stack import Stack
 from topograd.runs.config import OptimizerConfig
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import Attached, copied
 from topograd.specialists.preservation import Preservation
 from topograd.specialists.settings import FineTune
@@ -36,7 +36,7 @@ from topograd.specialists.zero_shot import ZeroShot
 from topograd.topology.dag import Edge, Stage
 from topograd.topology.plan import Plan
 from topograd.topology.prediction import Prediction
-from topograd.training.hidden_states import PlainRows, RowStore, StateLoader
+from topograd.training.activation_cache import CachedActivationLoader, PlainRows, RowStore
 from topograd.training.optimizers import OptimizerSet, make_optimizers
 from topograd.training.step_runner import StepRunner
 
@@ -44,7 +44,7 @@ NAME = "control"
 LORA_RATE = 2e-4
 
 
-def single_head(base: Session, layers: int = 1, seed: int = 0) -> Attached:
+def single_head(base: LoadedTextRun, layers: int = 1, seed: int = 0) -> Attached:
     """A base with a stage that has no head of its own; the shared one, untied, learns with it."""
     torch.manual_seed(seed)
     stack = copied(base.stack)
@@ -64,7 +64,7 @@ def single_head(base: Session, layers: int = 1, seed: int = 0) -> Attached:
     return Attached(base, stack.eval(), plan, {NAME: len(before.stages)}, vocabulary)
 
 
-def lora(base: Session, parameters: int, seed: int = 0) -> Attached:
+def lora(base: LoadedTextRun, parameters: int, seed: int = 0) -> Attached:
     """A base whose linear maps all have a correction, of the rank that comes closest to so many parameters.
 
     The modules are copies, the base's matrices are shared.
@@ -79,7 +79,7 @@ def lora(base: Session, parameters: int, seed: int = 0) -> Attached:
     stages = tuple(
         replace(
             stage,
-            sources=tuple(replace(edge, transmissivity=1.0) for edge in stage.sources),
+            sources=tuple(replace(edge, grad_scale=1.0) for edge in stage.sources),
             weight=float(k == last),
         )
         for k, stage in enumerate(before.stages)
@@ -128,7 +128,7 @@ def train(
     corrected = any(has_lora(module) for module in attached.stack.modules())
     make = lora_optimizers if corrected else make_optimizers
     loop = StepRunner(attached.stack, make(attached.stack, schedule), clip=schedule.clip)
-    loader = StateLoader(store or PlainRows(inputs, targets), settings.batch, settings.seed)
+    loader = CachedActivationLoader(store or PlainRows(inputs, targets), settings.batch, settings.seed)
     before = Preservation(attached.base, tasks)
     stage = attached.stages[NAME]
     rows = [_reading(attached, before, 0, stage)]

@@ -81,7 +81,7 @@ def early(topology: Topology, **changes: object) -> Topology:
 
 
 def own_head_rate(config: OptimizerConfig) -> OptimizerConfig:
-    return replace(config, head=0.5 * config.head)
+    return replace(config, lr_head=0.5 * config.lr_head)
 
 
 def rates_by_stage(config: OptimizerConfig) -> OptimizerConfig:
@@ -97,22 +97,22 @@ def long_warmdown(config: OptimizerConfig) -> OptimizerConfig:
 
 def cooling(topology: Topology, share: float) -> Topology:
     """λ falls from 1 to 0 over the first half."""
-    return topology.with_transmissivity(max(0.0, 1.0 - 2.0 * share))
+    return topology.with_grad_scale(max(0.0, 1.0 - 2.0 * share))
 
 
 def opened(topology: Topology, share: float) -> Topology:
     """λ is 1 in the last quarter."""
-    return topology.with_transmissivity(1.0 if share >= 0.75 else 0.0)
+    return topology.with_grad_scale(1.0 if share >= 0.75 else 0.0)
 
 
 def late(topology: Topology, share: float) -> Topology:
     """One loss and all gradient in the first half, then losses for all and none."""
-    return topology if share >= 0.5 else early(topology.with_transmissivity(1.0), weight=0.0)
+    return topology if share >= 0.5 else early(topology.with_grad_scale(1.0), weight=0.0)
 
 
 def _arms() -> tuple[Arm, ...]:
     chain = Topology.chain(PARTITION)
-    whole = chain.with_transmissivity(1.0)
+    whole = chain.with_grad_scale(1.0)
     ahead = replace(whole, reach="next")
     own = replace(chain, heads="per-stage", own_heads=True)
     overlapping = replace(Topology.cover([(0, 3), (2, 5), (4, 6)]), prediction="last")
@@ -135,7 +135,7 @@ def _arms() -> tuple[Arm, ...]:
         Arm("next ×0.1", early(ahead, weight=0.1), core=False),
         Arm("hierarchical ×0.1", early(whole, weight=0.1)),
         *(Arm(name, early(whole, weight=weight, every=4)) for weight, name in LIGHT.items()),
-        Arm("staged, λ = 0.3", chain.with_transmissivity(0.3), core=False),
+        Arm("staged, λ = 0.3", chain.with_grad_scale(0.3), core=False),
         Arm("staged ×0.3", early(chain, weight=0.3), core=False),
         Arm("staged, every 4th", early(chain, every=4), core=False),
         Arm("staged, own heads", own, core=False),
@@ -163,7 +163,7 @@ def _arms() -> tuple[Arm, ...]:
         Arm("staged 1,1,1,1,1,1", Topology.chain("1,1,1,1,1,1"), core=False),
         Arm(
             "next 1,1,1,1,1,1",
-            replace(Topology.chain("1,1,1,1,1,1").with_transmissivity(1.0), reach="next"),
+            replace(Topology.chain("1,1,1,1,1,1").with_grad_scale(1.0), reach="next"),
             core=False,
         ),
     )

@@ -87,7 +87,7 @@ def traffic(topology: Topology) -> float:
         return 4.0 * (Composition.parse(PARTITION).stages - 1) / 2
     heads = [k for k, stage in enumerate(topology.stages) if k in _heard(topology)]
     edges = [e for s in topology.stages for e in s.sources if e.source in heads and not _private(topology, s)]
-    return float(sum(1 + (edge.transmissivity > 0) for edge in edges))
+    return float(sum(1 + (edge.grad_scale > 0) for edge in edges))
 
 
 def _heard(topology: Topology) -> set[int]:

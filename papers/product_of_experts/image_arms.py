@@ -73,11 +73,11 @@ def optimizer(rate: float) -> OptimizerConfig:
         name="adamw",
         betas=(0.9, 0.99),
         warmdown=0.5,
-        matrices=rate,
-        embeddings=rate,
-        head=rate,
-        scalars=rate,
-        relays=rate,
+        lr_matrix=rate,
+        lr_embedding=rate,
+        lr_head=rate,
+        lr_scalar=rate,
+        lr_relay=rate,
     )
 
 

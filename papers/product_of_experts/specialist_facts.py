@@ -40,7 +40,7 @@ from papers.product_of_experts.facts import REAL, Fact, KnownFact, World
 from papers.product_of_experts.fifty_prompts import table_of
 from papers.product_of_experts.specialist_tables import claims, drawing, findings, tables
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
 from topograd.specialists.finetune import NAME, FineTuning, training_records
 from topograd.specialists.model import SpecialistPool
@@ -166,7 +166,7 @@ def smollm2(place: Path) -> Path | None:
 class Training:
     """The training of a specialist that is read on its way; one that was ended goes on where it was."""
 
-    def __init__(self, folder: Path, base: Session, settings: FineTune, layers: int) -> None:
+    def __init__(self, folder: Path, base: LoadedTextRun, settings: FineTune, layers: int) -> None:
         self.folder, self.base, self.settings, self.layers = folder, base, settings, layers
         self.tuning: Trainer[FineTuning] | None = None
 
@@ -205,7 +205,7 @@ class Training:
 class BaseStudy:
     """The questions on one base, each kept when it is answered."""
 
-    def __init__(self, base: Session, place: Path, sizes: Sizes, files: Path, kept: Kept) -> None:
+    def __init__(self, base: LoadedTextRun, place: Path, sizes: Sizes, files: Path, kept: Kept) -> None:
         self.base, self.sizes, self.kept = base, sizes, kept
         self.name, self.place = place.name, place.absolute().parent / f"{place.name}-work"
         self.place.mkdir(exist_ok=True)

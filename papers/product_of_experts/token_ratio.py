@@ -133,10 +133,10 @@ def scaled(config: OptimizerConfig, factor: float) -> OptimizerConfig:
     """With every learning rate times a factor."""
     return replace(
         config,
-        matrices=factor * MATRICES,
-        embeddings=factor * config.embeddings,
-        head=factor * config.head,
-        scalars=factor * config.scalars,
+        lr_matrix=factor * MATRICES,
+        lr_embedding=factor * config.lr_embedding,
+        lr_head=factor * config.lr_head,
+        lr_scalar=factor * config.lr_scalar,
     )
 
 

@@ -62,7 +62,7 @@ def with_bus(partition: str, bus: str | None) -> Arm:
 @torch.no_grad()
 def open_buses(stack: GPT) -> None:
     """Let every low-rank reading through from the start: U = Vᵀ, an orthogonal projection."""
-    for relay in stack.own_relays().values():
+    for relay in stack.learned_relays().values():
         if isinstance(relay, LowRank):
             relay.up.weight.copy_(relay.down.weight.t())
 

@@ -45,8 +45,8 @@ from papers.verdicts import Claim, Drawing, Found, Series, above
 from topograd.data import Text
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
+from topograd.search.measured import Trained
 from topograd.search.properties import read_properties
-from topograd.search.trained import Trained
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 

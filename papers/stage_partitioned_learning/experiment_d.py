@@ -80,13 +80,13 @@ def _learned(arm: str, weight: float, sizes: Sizes, seed: int) -> Row:
         trainer = start(config, Path(folder) / "run")
         results = trainer.train()
         found = soft_outcome(trainer.task.config, trainer.task.extra_state())
-    composition = nearest(found["transmissivities"])
+    composition = nearest(found["grad_scales"])
     return {
         "arm": arm,
         "seed": seed,
         "partition": list(composition.parts),
         "bpb": results["bpb"]["last"],
-        "transmissivities": found["transmissivities"],
+        "grad_scales": found["grad_scales"],
         "expected_boundaries": found["expected_boundaries"],
         "losses": found["losses"],
         "first_depth": composition.parts[0],
@@ -95,10 +95,10 @@ def _learned(arm: str, weight: float, sizes: Sizes, seed: int) -> Row:
     }
 
 
-def nearest(transmissivities: Sequence[float]) -> Composition:
+def nearest(grad_scales: Sequence[float]) -> Composition:
     """The partition with three stages, of any length, whose boundaries lie where λ is least."""
-    layers = len(transmissivities) + 1
-    open_ = [*transmissivities, 0.0]
+    layers = len(grad_scales) + 1
+    open_ = [*grad_scales, 0.0]
     costs = {(a, b): open_[b - 1] for b in range(1, layers + 1) for a in range(b)}
     return best_partition(costs, layers, stages=STAGES).composition
 
@@ -164,9 +164,9 @@ def _drawing(rows: Sequence[Row]) -> Drawing:
     """λ after every layer, at the coldest."""
     series = []
     for arm in WEIGHTS:
-        curves = zip(*(row["transmissivities"] for row in rows if row["arm"] == arm), strict=True)
+        curves = zip(*(row["grad_scales"] for row in rows if row["arm"] == arm), strict=True)
         series.append(Series.of(arm, range(1, LAYERS), [list(curve) for curve in curves]))
-    return Drawing("Where gradient may cross in the end", "after layer", "transmissivity λ", tuple(series))
+    return Drawing("Where gradient may cross in the end", "after layer", "grad_scale λ", tuple(series))
 
 
 def _cells(rows: Sequence[Row], arm: str) -> tuple[str, ...]:

@@ -40,8 +40,8 @@ from papers.staged_runs import Sizes, minus, order0
 from papers.verdicts import Claim, Drawing, Interval, Series, above, each, every, settled
 from topograd.runs.config import TrainConfig
 from topograd.search.front import pareto_front
+from topograd.search.measured import Trained
 from topograd.search.properties import read_properties
-from topograd.search.trained import Trained
 from topograd.topology.dag import Topology
 
 

@@ -45,9 +45,9 @@ from papers.verdicts import Claim, Drawing, Series, above, each, every, settled
 from topograd.data import Text
 from topograd.nn.gpt import GPT
 from topograd.search.front import pareto_front
+from topograd.search.measured import Trained
 from topograd.search.properties import read_properties
 from topograd.search.property_readings import MIN_DEPTH
-from topograd.search.trained import Trained
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from topograd.nn.pooling import pool
     from topograd.nn.preparation import prepare
     from topograd.nn.spec import MODELS, ModelSpec
-    from topograd.nn.stack import Bus, Stack
+    from topograd.nn.stack import LayerContext, Stack
     from topograd.pretrained import REFERENCE
     from topograd.runs.config import OptimizerConfig, TrainConfig, preset
     from topograd.runs.topology_config import TopologyConfig
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     __version__: str
 else:
     _HOME = {
-        "Bus": "nn.stack",
+        "LayerContext": "nn.stack",
         "PathEnsemble": "decode.strategies",
         "Composition": "topology.composition",
         "Configuration": "topology.configuration",
@@ -137,7 +137,6 @@ __all__ = [
     "OPTIMIZERS",
     "PROPERTIES",
     "REFERENCE",
-    "Bus",
     "Composition",
     "Configuration",
     "DraftRule",
@@ -149,6 +148,7 @@ __all__ = [
     "Head",
     "HeadedStack",
     "History",
+    "LayerContext",
     "Model",
     "ModelSpec",
     "OptimizerConfig",

@@ -20,7 +20,7 @@ DEPTH: Bounds = (1, 10**4)
 """Layers."""
 SIZE: Bounds = (1, 2**24)
 """One side of a tensor: a width, a batch, a vocabulary."""
-MOST_NUMBERS = 2**32
+MAX_NUMBERS = 2**32
 """Numbers that are held at once: 16 GiB in float32."""
 
 
@@ -50,8 +50,8 @@ def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
         ...
     topograd.errors.ConfigError: this needs about 1.1e+12 numbers in memory, and at most 4.3e+09 ...
     """
-    if numbers > MOST_NUMBERS:
+    if numbers > MAX_NUMBERS:
         raise ConfigError(
-            f"this needs about {numbers:.1e} numbers in memory, and at most {MOST_NUMBERS:.1e} are allowed",
+            f"this needs about {numbers:.1e} numbers in memory, and at most {MAX_NUMBERS:.1e} are allowed",
             remedy=f"choose a smaller {choices}",
         )

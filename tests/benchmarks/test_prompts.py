@@ -23,13 +23,13 @@ from topograd.decode.model import Model, load
 from topograd.errors import ConfigError
 from topograd.evaluation.texts import score
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 
 @pytest.fixture(scope="module")
 def folder(make_session: Any) -> Path:
     """Of a run of two stages that is not calibrated."""
-    session: Session = make_session(2)
+    session: LoadedTextRun = make_session(2)
     return session.run.folder
 
 

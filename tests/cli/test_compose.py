@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from topograd.exec.forward import Predictor
+from topograd.runs.adapter import update_adapter
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
-from topograd.runs.sidecar import update_sidecar
 from topograd.specialists.attach import attach, open_specialist
 from topograd.specialists.composition import Pool, Weights, composed
 from topograd.specialists.records import rows_of
@@ -24,9 +24,9 @@ Call = Callable[..., Any]
 @pytest.fixture
 def noisy(spec: Path) -> Path:
     """A specialist that says something else than its base."""
-    sidecar, generator = open_specialist(spec), torch.Generator().manual_seed(0)
-    tensors = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
-    update_sidecar(sidecar, tensors, sidecar.settings)
+    adapter, generator = open_specialist(spec), torch.Generator().manual_seed(0)
+    tensors = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in adapter.tensors.items()}
+    update_adapter(adapter, tensors, adapter.settings)
     return spec
 
 

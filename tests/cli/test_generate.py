@@ -297,7 +297,7 @@ def test_rules_that_do_not_exist_and_runs_that_cannot_leave(
 def test_a_prompt_that_is_too_long_or_no_text(
     staged: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "MOST_PROMPT", 20)
+    monkeypatch.setattr(model, "MAX_PROMPT", 20)
     why = call("generate", staged, "--prompt", "x" * 21).refusal
     assert "the prompt has 21 characters; give at most 20" in why
     assert "half a surrogate pair" in call("generate", staged, "--prompt", "\udcff").refusal

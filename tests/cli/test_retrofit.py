@@ -29,13 +29,13 @@ def retrofitted(staged: Path, corpus: Path, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_the_sidecar_as_json(staged: Path, corpus: Path, tmp_path: Path, call: Any) -> None:
+def test_the_adapter_as_json(staged: Path, corpus: Path, tmp_path: Path, call: Any) -> None:
     words = ["retrofit", staged, "--tokens", 128, "--epochs", 1, "--data", corpus, "--out", tmp_path / "side"]
     found = call(*words, "--text", tmp_path / "text", "--json").json
-    assert {"run", "sidecar", "tokens", "own", "vocabulary", "coverage", "parameters", "agreement"} < set(
+    assert {"run", "adapter", "tokens", "own", "vocabulary", "coverage", "parameters", "agreement"} < set(
         found
     )
-    assert found["sidecar"] == str(tmp_path / "side")
+    assert found["adapter"] == str(tmp_path / "side")
     assert found["tokens"] >= 128
     again = call(*words, "--text", tmp_path / "text")
     assert "exists and is not an empty folder; pass another --out" in again.refusal

@@ -8,7 +8,7 @@ import pytest
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.search_tables import soft_table
 from topograd.search import property_probes
-from topograd.search.trained import Trained
+from topograd.search.measured import Trained
 from topograd.training.trainer import Trainer
 
 SIZE = "--layers 4 --width 16 --heads 2 --context 16 --batch 2 --eval-bytes 300 --steps 12"
@@ -107,8 +107,8 @@ def test_soft_is_a_run(corpus: Path, call: Any, tmp_path: Path) -> None:
     words = ("search", "soft", *SIZE.split(), "--data", corpus, "--stages", 2, "--min-depth", 2)
     answer = call(*words, "--out", folder, "--json").json
     assert (answer["partition"], answer["run"], answer["finished"]) == ([2, 2], str(folder), True)
-    assert len(answer["transmissivities"]) == 3
-    assert all(0 < lam < 1 for lam in answer["transmissivities"])
+    assert len(answer["grad_scales"]) == 3
+    assert all(0 < lam < 1 for lam in answer["grad_scales"])
     assert call("search", "soft", "--resume", folder, "--json").json == answer
     assert call("train", "--resume", folder, "--json").json["bpb"] == answer["bpb"]
     assert call("eval", folder, "--json").json["bpb"] == answer["bpb"]

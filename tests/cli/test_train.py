@@ -115,7 +115,7 @@ def test_without_out_a_fresh_folder_is_named_after_the_run(
 def test_flags_override_the_preset_and_reach_the_run(size: list[str], call: Any, tmp_path: Path) -> None:
     words = (
         "--steps 1 --partition 1,1 --stage-heads per-stage --objective residual --bus detached "
-        "--reduction sum --optimizer.matrices 0.05 --optimizer.clip 1.5 --optimizer.betas 0.7 0.8 "
+        "--reduction sum --optimizer.lr-matrix 0.05 --optimizer.clip 1.5 --optimizer.betas 0.7 0.8 "
         "--model.windows 4 0 --model.no-smear --model.mlp swiglu --accumulate 2 --bf16"
     )
     assert call("train", *size, *words.split(), "--out", tmp_path / "run").code == 0
@@ -123,7 +123,7 @@ def test_flags_override_the_preset_and_reach_the_run(size: list[str], call: Any,
     table = config.topology
     assert (table.partition, table.heads, table.objective) == ("1,1", "per-stage", "residual")
     assert (table.bus, table.reduction) == ("detached", "sum")
-    assert (config.optimizer.matrices, config.optimizer.clip, config.optimizer.betas) == (
+    assert (config.optimizer.lr_matrix, config.optimizer.clip, config.optimizer.betas) == (
         0.05,
         1.5,
         (0.7, 0.8),
@@ -155,7 +155,7 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
         ("--model.width 15", "width 15 does not split into 2 heads"),
         ("--model.mlp-ratio nan", "--model.mlp-ratio was given 'nan'; it must be a finite number"),
         ("--optimizer.betas 2 0.5", "betas are"),
-        ("--optimizer.matrices -1", "learning rate matrices is -1.0"),
+        ("--optimizer.lr-matrix -1", "learning rate lr_matrix is -1.0"),
         ("--optimizer.momentum 2", "--optimizer.momentum is 2.0; it must lie in 0 to below 1"),
         ("--seed 99999999999999999999", "below 2^63"),
         ("--device abacus", "device 'abacus' cannot be used"),

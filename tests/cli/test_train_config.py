@@ -20,7 +20,7 @@ heads = "per-stage"
 [[topology.stages]]
 start = 0
 stop = 2
-sources = [{source = -1, transmissivity = 1.0}]
+sources = [{source = -1, grad_scale = 1.0}]
 
 [[topology.stages]]
 start = 2

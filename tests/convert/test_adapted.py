@@ -76,7 +76,7 @@ def test_verbs_work_on_it(
     assert len(json.loads(capsys.readouterr().out)["bpb"]["prefix"]) == 2
     assert main(["generate", str(run), "--prompt", "def", "--tokens", "3", "--json"]) == 0
     flags = ["train", "--init", str(run), "--partition", "2,2", "--data", str(corpus), "--lora-rank", "2"]
-    more = ["--steps", "2", "--window", "16", "--eval-bytes", "400", "--out", str(tmp_path / "tuned")]
+    more = ["--steps", "2", "--seq-len", "16", "--eval-bytes", "400", "--out", str(tmp_path / "tuned")]
     assert main([*flags, *more]) == 0
     tuned, base = open_session(tmp_path / "tuned"), open_session(run)
     with torch.no_grad():

@@ -50,7 +50,18 @@ def test_a_card_follows_the_run(
     assert 'license: "apache-2.0"' in first
     assert "Nothing was measured of it yet" in first
     tune = ["train", "--init", str(tmp_path / "run"), "--out", str(tmp_path / "tuned"), "--json"]
-    more = ["--data", str(corpus), "--partition", "2,2", "--lora-rank", "2", "--steps", "2", "--window", "16"]
+    more = [
+        "--data",
+        str(corpus),
+        "--partition",
+        "2,2",
+        "--lora-rank",
+        "2",
+        "--steps",
+        "2",
+        "--seq-len",
+        "16",
+    ]
     assert main([*tune, *more, "--eval-bytes", "400"]) == 0
     text = (tmp_path / "tuned" / "README.md").read_text()
     assert "apache-2.0" in text

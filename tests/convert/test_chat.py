@@ -152,11 +152,11 @@ def test_wrong_templates_and_messages_are_one_line() -> None:
     with pytest.raises(CheckpointError, match="UndefinedError"):
         render_chat("{{ nothing.here }}", message)
     with pytest.raises(CheckpointError, match="characters"):
-        render_chat("a" * (chat.MOST_TEMPLATE_CHARACTERS + 1), message)
+        render_chat("a" * (chat.MAX_TEMPLATE_CHARACTERS + 1), message)
     with pytest.raises(ConfigError, match="not plain text"):
         render_chat(SMOLLM2, [{"role": "user", "content": object()}])
     with pytest.raises(ConfigError, match="conversation has"):
-        render_chat(SMOLLM2, [{"role": "user", "content": "a" * chat.MOST_MESSAGE_CHARACTERS}])
+        render_chat(SMOLLM2, [{"role": "user", "content": "a" * chat.MAX_MESSAGE_CHARACTERS}])
 
 
 def test_a_renderer_gives_what_render_chat_gives_again_and_again() -> None:

@@ -16,14 +16,14 @@ from topograd.convert import draft_training
 from topograd.convert.draft_training import DraftTraining, draft_agreement, train_draft_stage
 from topograd.convert.own_text import OwnText
 from topograd.nn.draft_stage import DraftStage, rank_tokens
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.runs.workspace import Workspace
 
 TRAINING = DraftTraining(epochs=6)
 
 
 def test_teaching_helps_and_goes_on_where_it_was(
-    session: Session, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: LoadedTextRun, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.stack.requires_grad_(False)
     vocabulary = rank_tokens(torch.from_numpy(text.all_tokens()[0]), 257, 64)
@@ -95,7 +95,7 @@ draft_training.train_draft_stage(stage, text, draft_training.DraftTraining(epoch
 """
 
 
-def test_a_killed_training_goes_on_bit_for_bit(session: Session, text: OwnText, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_bit_for_bit(session: LoadedTextRun, text: OwnText, tmp_path: Path) -> None:
     session.stack.requires_grad_(False)
     vocabulary = rank_tokens(torch.from_numpy(text.all_tokens()[0]), 257, 64)
     arguments = [str(session.run.folder), str(text.folder), str(tmp_path)]

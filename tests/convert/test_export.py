@@ -21,9 +21,9 @@ from topograd.decode.retrofitted import retrofit_tensors
 from topograd.errors import ConfigError, RunError
 from topograd.nn.draft_stage import DraftStage
 from topograd.nn.translator import Translator
+from topograd.runs.adapter import BaseIdentity, create_adapter, open_adapter
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
-from topograd.runs.sidecar import BaseIdentity, create_sidecar, open_sidecar
 
 Source = Callable[[str], tuple[Path, Any]]
 TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -114,14 +114,14 @@ def test_what_no_format_can_say_is_refused(source: Source, straight: Run, tmp_pa
 
 
 @pytest.mark.parametrize("how", [["--lora-rank", "2"], ["--frozen"]], ids=["lora", "frozen"])
-def test_a_tuned_model_is_plain_with_a_sidecar_beside_it(
+def test_a_tuned_model_is_plain_with_a_adapter_beside_it(
     source: Source, corpus: Path, tmp_path: Path, how: list[str]
 ) -> None:
     """LoRA is merged, the heads of exits stay outside; a frozen model is the one that came in."""
     transformers = pytest.importorskip("transformers")
     import_model(source("llama")[0], tmp_path / "run", partition="2,2", context=32)
     flags = ["train", "--init", str(tmp_path / "run"), "--out", str(tmp_path / "tuned"), *how]
-    more = ["--data", str(corpus), "--partition", "2,2", "--steps", "2", "--window", "16"]
+    more = ["--data", str(corpus), "--partition", "2,2", "--steps", "2", "--seq-len", "16"]
     assert main([*flags, *more, "--eval-bytes", "400"]) == 0
     export_model(tmp_path / "tuned", tmp_path / "out", "hf")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -129,14 +129,14 @@ def test_a_tuned_model_is_plain_with_a_sidecar_beside_it(
         logits = back(TOKENS, use_cache=False).logits
     assert torch.equal(logits, tg.load(tmp_path / "tuned").logits(TOKENS))
     assert torch.equal(logits, tg.load(tmp_path / "run").logits(TOKENS)) == (how == ["--frozen"])
-    sidecar = open_sidecar(tmp_path / "out" / "topograd")
-    assert sidecar.settings["stages"] == [[0, 2], [2, 4]]
-    ends = {name.rpartition(".")[2] for name in sidecar.tensors}
+    adapter = open_adapter(tmp_path / "out" / "topograd")
+    assert adapter.settings["stages"] == [[0, 2], [2, 4]]
+    ends = {name.rpartition(".")[2] for name in adapter.tensors}
     assert ends == ({"up", "down"} if how == ["--frozen"] else {"lora_a", "lora_b"})
     assert (tmp_path / "out" / "topograd" / "README.md").is_file()
 
 
-def test_exits_of_a_retrofit_go_into_the_sidecar(source: Source, tmp_path: Path) -> None:
+def test_exits_of_a_retrofit_go_into_the_adapter(source: Source, tmp_path: Path) -> None:
     run = tmp_path / "run"
     import_model(source("llama")[0], run, partition="2,2", context=32)
     session = open_session(run)
@@ -144,7 +144,7 @@ def test_exits_of_a_retrofit_go_into_the_sidecar(source: Source, tmp_path: Path)
     exits = {0: Translator(session.stack.width)}
     tensors = retrofit_tensors(stage, NGramTable.of(np.array([[1, 2]]), least=1), exits)
     base = BaseIdentity.of(session)
-    create_sidecar(run / "draft", kind="draft", base=base, tensors=tensors, settings={}, card="")
+    create_adapter(run / "draft", kind="draft", base=base, tensors=tensors, settings={}, card="")
     export_model(run, tmp_path / "out", "hf")
-    found = open_sidecar(tmp_path / "out" / "topograd").tensors
+    found = open_adapter(tmp_path / "out" / "topograd").tensors
     assert set(found) == {"exit.0.affine.weight", "exit.0.affine.bias"}

@@ -218,7 +218,7 @@ def test_the_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = tmp_path / "big.gguf"
     path.write_bytes(_file((_string("k") + struct.pack("<IIQ", 9, 0, 5000) + bytes(5000),)))
     GGUFFile(path)
-    monkeypatch.setattr(gguf_file, "_MOST_HEADER_BYTES", 4096)
+    monkeypatch.setattr(gguf_file, "_MAX_HEADER_BYTES", 4096)
     with pytest.raises(CheckpointError, match="a header of more than 4096 bytes"):
         GGUFFile(path)
 

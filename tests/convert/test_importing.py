@@ -60,7 +60,7 @@ def test_greedy_text_is_the_models_own(source: Source, imported: Path) -> None:
 
 
 def test_weights_are_the_same_wherever_they_lie(source: Source, imported: Path, tmp_path: Path) -> None:
-    """What a calibration or a sidecar names does not depend on a path."""
+    """What a calibration or a adapter names does not depend on a path."""
     moved = shutil.copytree(source("llama")[0], tmp_path / "moved")
     import_model(moved, tmp_path / "run", partition="4")
     assert open_session(tmp_path / "run").weights == open_session(imported).weights

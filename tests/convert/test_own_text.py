@@ -14,18 +14,18 @@ from topograd.convert.own_text import OwnText, OwnTextConfig, rows_of_step, writ
 from topograd.convert.prompts import Prompts
 from topograd.decode.depths import engine_of
 from topograd.errors import RunError
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 
 SHAPE = OwnTextConfig(length=16, rows=8)
 
 
-def test_states_are_those_of_the_model(session: Session, text: OwnText) -> None:
+def test_states_are_those_of_the_model(session: LoadedTextRun, text: OwnText) -> None:
     assert (len(text), text.tokens) == (32, 512)
     block = text.take([1, 9])
     stack, h = session.stack, session.stack.embed(block.tokens)
-    bus = stack.bus(h, block.tokens)
+    ctx = stack.layer_context(h, block.tokens)
     for stage, layer in enumerate(stack.layers):
-        h = layer(h, bus)
+        h = layer(h, ctx)
         unit = h / h.square().mean(-1, keepdim=True).sqrt()
         torch.testing.assert_close(block.states[:, :, stage], unit.detach(), atol=5e-3, rtol=5e-3)
     said = stack.readout(h, 2).argmax(-1)
@@ -35,7 +35,7 @@ def test_states_are_those_of_the_model(session: Session, text: OwnText) -> None:
 
 
 def test_a_kill_loses_one_block(
-    session: Session, prompts: Prompts, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: LoadedTextRun, prompts: Prompts, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, left = own_text._write_block, [2]
 

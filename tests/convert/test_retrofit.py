@@ -1,4 +1,4 @@
-"""From a frozen run to a sidecar that drafts for it; the base stays as it is."""
+"""From a frozen run to a adapter that drafts for it; the base stays as it is."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from topograd.convert.own_text import OwnTextConfig
 from topograd.convert.retrofit import RetrofitConfig, retrofit
 from topograd.decode.retrofitted import has_retrofit, open_retrofit
 from topograd.errors import ConfigError, RunError
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 CONFIG = RetrofitConfig(
     tokens=512, vocabulary=64, text=OwnTextConfig(length=16, rows=8), training=DraftTraining(epochs=6)
 )
 
 
-def test_a_run_is_retrofitted_and_drafts(session: Session, tmp_path: Path) -> None:
+def test_a_run_is_retrofitted_and_drafts(session: LoadedTextRun, tmp_path: Path) -> None:
     folder = shutil.copytree(session.run.folder, tmp_path / "run")
     base = open_session(folder)
     before = {name: t.clone() for name, t in base.stack.state_dict().items()}
@@ -51,9 +51,9 @@ def test_a_run_is_retrofitted_and_drafts(session: Session, tmp_path: Path) -> No
 
 
 def test_another_base_is_refused(
-    session: Session, make_session: Callable[..., Session], tmp_path: Path
+    session: LoadedTextRun, make_session: Callable[..., LoadedTextRun], tmp_path: Path
 ) -> None:
-    out = tmp_path / "sidecar"
+    out = tmp_path / "adapter"
     retrofit(session, out, replace(CONFIG, tokens=128), text=tmp_path / "text")
     assert (tmp_path / "text" / own_text.NAME).is_file(), "it was asked to be kept"
     other = make_session(2)

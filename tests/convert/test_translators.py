@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from topograd.convert.own_text import OwnText
 from topograd.convert.translators import TranslatorTask, fit_exits, regress
 from topograd.nn.translator import Translator
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.training.trainer import Trainer, train_task
 
 
-def test_every_exit_before_the_last_is_fitted(session: Session, text: OwnText) -> None:
+def test_every_exit_before_the_last_is_fitted(session: LoadedTextRun, text: OwnText) -> None:
     session.stack.requires_grad_(False)
     told: list[tuple[int, int]] = []
     fitted, rows = fit_exits(session, text, lambda *done: told.append(done), steps=3)
@@ -27,7 +27,7 @@ def test_every_exit_before_the_last_is_fitted(session: Session, text: OwnText) -
     assert [row["parameters"] for row in rows] == [16 * 17] * 2
 
 
-def test_the_start_is_the_least_squares_map(session: Session, text: OwnText) -> None:
+def test_the_start_is_the_least_squares_map(session: LoadedTextRun, text: OwnText) -> None:
     rows = list(range(len(text)))
     translator = Translator(16)
     regress(translator, text, rows, 0)
@@ -40,7 +40,7 @@ def test_the_start_is_the_least_squares_map(session: Session, text: OwnText) -> 
     assert torch.allclose(translator.affine.bias.double(), solved[-1], atol=1e-4)
 
 
-def test_fitting_comes_nearer_to_the_last_stage(session: Session, text: OwnText) -> None:
+def test_fitting_comes_nearer_to_the_last_stage(session: LoadedTextRun, text: OwnText) -> None:
     session.stack.requires_grad_(False)
     stack, states = session.stack, text.take(list(range(16))).states[:, 1:].flatten(0, 1)
     vocab = torch.arange(257)
@@ -59,7 +59,7 @@ def test_fitting_comes_nearer_to_the_last_stage(session: Session, text: OwnText)
 
 
 def test_exits_that_were_stopped_go_on_bit_for_bit(
-    session: Session, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: LoadedTextRun, text: OwnText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended by a signal within the first exit, killed within the second."""
     session.stack.requires_grad_(False)

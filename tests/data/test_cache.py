@@ -39,10 +39,10 @@ def test_the_oldest_go_first_and_only_as_many_as_must(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [entry(tmp_path, number, age) for number, age in enumerate((50, 10, 40, 20, 30))]
-    monkeypatch.setattr(module, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
     prune(tmp_path)
     assert [folder.exists() for folder in folders] == [False, True, False, True, True]
-    monkeypatch.setattr(module, "MOST_BYTES", 25)
+    monkeypatch.setattr(module, "MAX_BYTES", 25)
     prune(tmp_path)
     assert [folder.exists() for folder in folders] == [False, True, False, True, False]
     assert cache_size(tmp_path) == (2, 20)
@@ -53,7 +53,7 @@ def test_what_is_in_use_stays_however_old(tmp_path: Path, monkeypatch: pytest.Mo
     old, new = entry(tmp_path, 0, age=50), entry(tmp_path, 1, age=10)
     held = InUse(old)
     os.utime(old, (1, 1))
-    monkeypatch.setattr(module, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 1)
     prune(tmp_path)
     assert old.exists()
     assert new.exists(), "it is the newest"
@@ -65,7 +65,7 @@ def test_what_is_in_use_stays_however_old(tmp_path: Path, monkeypatch: pytest.Mo
 def test_use_makes_an_entry_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = entry(tmp_path, 0, age=50), entry(tmp_path, 1, age=10)
     InUse(old)
-    monkeypatch.setattr(module, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 1)
     prune(tmp_path)
     assert (old.exists(), new.exists()) == (True, False)
 
@@ -76,7 +76,7 @@ def test_another_process_that_uses_an_entry_keeps_it(tmp_path: Path, monkeypatch
         "import sys; from pathlib import Path; from topograd.data.cache import InUse;"
         "held = InUse(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
-    monkeypatch.setattr(module, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 0)
     with subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -94,7 +94,7 @@ def test_nothing_but_entries_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("thesis", ".hidden"):
         (tmp_path / "shards" / name).mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(module, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 0)
     prune(tmp_path)
     assert sorted(os.listdir(tmp_path / "shards")) == [".hidden", "thesis"]
     assert (tmp_path / "notes.txt").exists()
@@ -103,8 +103,8 @@ def test_nothing_but_entries_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_preparing_many_texts_leaves_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_ENTRIES", 2)
-    monkeypatch.setattr(module, "MOST_TOKENIZERS", 1)
+    monkeypatch.setattr(module, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(module, "MAX_TOKENIZERS", 1)
     cache = tmp_path / "cache"
     kept = [prepare(text_file(tmp_path, i), "bpe", 270, cache) for i in range(4)]
     assert cache_size(cache)[0] == 4, "all are in use"
@@ -197,7 +197,7 @@ def test_processes_that_prepare_at_once_all_end_well(
         for file in cache.rglob("*.bin"):
             file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     if before == "pruned":
-        monkeypatch.setattr(module, "MOST_ENTRIES", 0)
+        monkeypatch.setattr(module, "MAX_ENTRIES", 0)
     wait, go = os.pipe()
 
     def work(number: int) -> None:

@@ -23,7 +23,7 @@ from hf_files import (
     fallback,
     normalised_byte_level,
 )
-from topograd.data.hf_tokenizer import MOST_TOKENS, HFTokenizer
+from topograd.data.hf_tokenizer import MAX_TOKENS, HFTokenizer
 from topograd.data.shards import Shards, write_shards
 from topograd.data.tokenizer_file import load_tokenizer
 from topograd.decode.text import TextStream
@@ -214,7 +214,7 @@ def _refusals() -> dict[str, tuple[Callable[[dict[str, Any]], Any], str]]:
         return lambda content: content | {"decoder": {"type": kind, "prefix": "##", "cleanup": True}}
 
     def far(content: dict[str, Any]) -> Any:
-        content["model"]["vocab"]["far"] = MOST_TOKENS
+        content["model"]["vocab"]["far"] = MAX_TOKENS
         return content
 
     return {

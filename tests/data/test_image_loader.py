@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from topograd.data.image_loader import ImageLoader
-from topograd.data.images import Pictures, read_images
+from topograd.data.images import ImageSet, read_images
 from topograd.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Pictures:
-    return Pictures(torch.arange(10, dtype=torch.uint8).reshape(10, 1, 1, 1), torch.arange(10))
+def pictures() -> ImageSet:
+    return ImageSet(torch.arange(10, dtype=torch.uint8).reshape(10, 1, 1, 1), torch.arange(10))
 
 
-def test_an_epoch_has_every_picture_once(pictures: Pictures) -> None:
+def test_an_epoch_has_every_picture_once(pictures: ImageSet) -> None:
     loader = ImageLoader(pictures, 4, 0)
     labels = torch.cat([next(loader)[1] for _ in range(5)])
     assert sorted(labels[:10].tolist()) == list(range(10))
@@ -33,7 +33,7 @@ def test_pictures_and_labels_stay_together(idx_folder: Path) -> None:
     assert [known[image.numpy().tobytes()] for image in images] == labels.tolist()
 
 
-def test_a_loader_goes_on_from_any_place(pictures: Pictures) -> None:
+def test_a_loader_goes_on_from_any_place(pictures: ImageSet) -> None:
     loader = ImageLoader(pictures, 3, 7)
     for _ in range(4):
         next(loader)
@@ -42,7 +42,7 @@ def test_a_loader_goes_on_from_any_place(pictures: Pictures) -> None:
     assert torch.equal(next(loader)[1], next(other)[1])
 
 
-def test_bad_settings_and_places_are_refused(pictures: Pictures) -> None:
+def test_bad_settings_and_places_are_refused(pictures: ImageSet) -> None:
     with pytest.raises(ConfigError):
         ImageLoader(pictures, 0, 0)
     with pytest.raises(DataError, match="no picture"):

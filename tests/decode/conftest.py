@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from topograd.decode.engine import Engine
 from topograd.nn.gpt import GPT
 from topograd.nn.mamba.mixers import Mamba2, Mamba3
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.block import Block, MixerBlock
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -97,8 +97,8 @@ class Plain(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        out: Tensor = self.layer(h, bus)
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        out: Tensor = self.layer(h, ctx)
         return out
 
 
@@ -122,10 +122,10 @@ class Visits:
 
     def _note_of(self, index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            h, bus = arguments[:2]
+            h, ctx = arguments[:2]
             assert isinstance(h, Tensor)
-            assert isinstance(bus, Bus)
-            self.calls[index].append(bus.positions.expand(h.shape[:2]).tolist())
+            assert isinstance(ctx, LayerContext)
+            self.calls[index].append(ctx.positions.expand(h.shape[:2]).tolist())
 
         return note
 

@@ -23,7 +23,7 @@ from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError
-from topograd.runs.session import Session, heldout_text
+from topograd.runs.session import LoadedTextRun, heldout_text
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -35,13 +35,13 @@ RULES = ["sum-of-bounds", "rival-gain", *(f"flip-rate:{eps}" for eps in EPS)]
 
 
 @pytest.fixture(scope="module")
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A run of two stages that disagree."""
     return make_session(2)
 
 
 @pytest.fixture(scope="module", params=[DRAFTS, OFF, None], ids=["drafts", "off", "tuned"])
-def results(session: Session, request: pytest.FixtureRequest) -> dict[str, Any]:
+def results(session: LoadedTextRun, request: pytest.FixtureRequest) -> dict[str, Any]:
     """What is measured with drafts, without them, and as the clock says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "ROUNDS", 1)
@@ -51,12 +51,12 @@ def results(session: Session, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def unseen(session: Session) -> Readings:
+def unseen(session: LoadedTextRun) -> Readings:
     """The odd windows, on which nothing is calibrated."""
     return heldout_readings(session, heldout_text(session, None, 300)).split()[1]
 
 
-def test_every_number_is_there(session: Session, results: dict[str, Any]) -> None:
+def test_every_number_is_there(session: LoadedTextRun, results: dict[str, Any]) -> None:
     assert json.loads(json.dumps(results, allow_nan=False)) == results, "plain numbers"
     assert results["run"] == str(session.run.folder)
     assert results["settings"] == vars(SETTINGS)
@@ -138,7 +138,7 @@ def test_ways_are_the_results_as_rows(results: dict[str, Any]) -> None:
     assert rows[3]["acceptance"] == draft["acceptance"]
 
 
-def test_prompts_are_continued_one_by_one(session: Session) -> None:
+def test_prompts_are_continued_one_by_one(session: LoadedTextRun) -> None:
     engine, prompts = engine_of(session), [[1, 2, 3], [4], [5, 6]]
     full = continued(FixedDepth(engine), prompts, 6)
     assert full.texts == [generate_batch(FixedDepth(engine), [prompt], 6)[0] for prompt in prompts]
@@ -184,12 +184,12 @@ def test_too_much_is_refused() -> None:
         DecodeSettings(prompts=1000, tokens=1000, rounds=2)
 
 
-def test_too_little_text_is_refused(session: Session) -> None:
+def test_too_little_text_is_refused(session: LoadedTextRun) -> None:
     with pytest.raises(ConfigError, match=r"^20 bytes are too little held-out text; give more --bytes$"):
         bench_decode(session, replace(SETTINGS, bytes=20))
 
 
-def test_one_stage_is_refused(session: Session) -> None:
+def test_one_stage_is_refused(session: LoadedTextRun) -> None:
     one = replace(session, plan=Plan.of(Topology.chain("2"), 2))
     with pytest.raises(ConfigError, match="has 1 predicting stages of 1; early exits and drafts need"):
         bench_decode(one, SETTINGS)

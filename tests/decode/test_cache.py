@@ -25,14 +25,14 @@ from topograd.nn.config import SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.slots import KVSlots
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.config import TransformerConfig
 from topograd.nn.transformer.stack import Transformer
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
 
 VOCAB, CAPACITY = 17, 12
-ROOT = Edge(EMBEDDING, transmissivity=1.0)
+ROOT = Edge(EMBEDDING, grad_scale=1.0)
 
 
 class Half(nn.Module):
@@ -42,8 +42,8 @@ class Half(nn.Module):
         assert heard is not None
         return (h + heard) / 2
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        return message + bus.x0 + 1
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return message + ctx.x0 + 1
 
 
 TOPOLOGIES = {
@@ -78,7 +78,7 @@ def stacks(make_gpt: Callable[..., GPT]) -> dict[str, Stack]:
     gpt = make_gpt(width=16, vocab=VOCAB, context=CAPACITY, windows=(0, 3))
     gpt.add_relay("halving", Half())
     add_interfaces(gpt, SegmentInterface(segments=4, rank=4, pool="cumulative"), 3, 16, CAPACITY)
-    for relay in gpt.own_relays().values():
+    for relay in gpt.learned_relays().values():
         for parameter in relay.parameters():
             nn.init.normal_(parameter, std=0.3)
     kin = {
@@ -86,7 +86,7 @@ def stacks(make_gpt: Callable[..., GPT]) -> dict[str, Stack]:
         for kind in ("mamba2", "mamba3", "hybrid")
     }
     for stack in kin.values():
-        for name, relay in gpt.own_relays().items():
+        for name, relay in gpt.learned_relays().items():
             stack.add_relay(name, relay)
     return {"gpt": gpt, "decoding": gpt.for_decoding(), **{k: v.for_decoding() for k, v in kin.items()}}
 

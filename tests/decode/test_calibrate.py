@@ -25,7 +25,7 @@ from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError, RunError
 from topograd.nn.stack import Stack
 from topograd.runs.folder import Run
-from topograd.runs.session import Session, heldout_text, open_session
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -45,31 +45,31 @@ CALIBRATION = Calibration(
 
 
 @pytest.fixture(scope="module")
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A run of three stages that disagree, saved as if of step 7."""
     return make_session(3, STEP)
 
 
 @pytest.fixture
-def here(session: Session, tmp_path: Path) -> Session:
+def here(session: LoadedTextRun, tmp_path: Path) -> LoadedTextRun:
     """The session of a folder in which nothing is kept yet."""
     return replace(session, run=Run(tmp_path))
 
 
-def logits_of(session: Session, inputs: Tensor) -> list[Tensor]:
+def logits_of(session: LoadedTextRun, inputs: Tensor) -> list[Tensor]:
     """Logits (time, vocab) of each stage on one window: the layers one after the other."""
     stack, row = session.stack, inputs[None]
     with torch.no_grad():
         h = stack.embed(row)
-        bus = stack.bus(h, row)
+        ctx = stack.layer_context(h, row)
         found = []
         for stage, layer in enumerate(stack.layers):
-            h = layer(h, bus)
+            h = layer(h, ctx)
             found.append(stack.readout(h, stage)[0])
     return found
 
 
-def test_readings_are_those_of_every_counted_token(session: Session) -> None:
+def test_readings_are_those_of_every_counted_token(session: LoadedTextRun) -> None:
     own = open_session(session.run.folder)
     own.stack.double()
     torch.manual_seed(3)
@@ -96,7 +96,7 @@ def test_readings_are_those_of_every_counted_token(session: Session) -> None:
     assert 0 < (readings.top[0] != readings.top[2]).sum() <= len(readings), "stages that agree show nothing"
 
 
-def test_of_the_runs_own_text_every_byte_is_read_once(session: Session) -> None:
+def test_of_the_runs_own_text_every_byte_is_read_once(session: LoadedTextRun) -> None:
     text = heldout_text(session, None, 200)
     readings = heldout_readings(session, text)
     assert 100 < len(readings) == text.nbytes <= 200
@@ -109,7 +109,7 @@ def test_of_the_runs_own_text_every_byte_is_read_once(session: Session) -> None:
     ("context", "sizes"), [(3, [1, 2]), (4, [1, 2, 3]), (9, [1, 2, 3, 4, 6]), (16, [1, 2, 3, 4, 6, 8])]
 )
 def test_costs_of_all_sizes_that_the_context_has_room_for(
-    session: Session, monkeypatch: pytest.MonkeyPatch, context: int, sizes: list[int]
+    session: LoadedTextRun, monkeypatch: pytest.MonkeyPatch, context: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
     costs = measure_costs(Engine(session.stack, session.plan, context), 1)
@@ -118,7 +118,7 @@ def test_costs_of_all_sizes_that_the_context_has_room_for(
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_a_context_without_room_is_refused(session: Session, context: int) -> None:
+def test_a_context_without_room_is_refused(session: LoadedTextRun, context: int) -> None:
     message = rf"^a context of {context} tokens has no room for drafts; use at least 3$"
     with pytest.raises(ConfigError, match=message):
         measure_costs(Engine(session.stack, session.plan, context), 0)
@@ -126,7 +126,7 @@ def test_a_context_without_room_is_refused(session: Session, context: int) -> No
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_is_timed(
-    session: Session, visits_of: Callable[[Stack], Any], monkeypatch: pytest.MonkeyPatch, stage: int
+    session: LoadedTextRun, visits_of: Callable[[Stack], Any], monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     """In a half-full context: one token at full depth, then rounds: drafts run the first stages alone, and
     the others run them as one batch."""
@@ -150,7 +150,7 @@ def sampled(margins: list[list[float]], agrees: list[list[int]]) -> Calibration:
 
 
 def test_the_best_stage_drafts_by_the_rule_that_replay_prefers(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: LoadedTextRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(1)
     sure = [chance.random() < 0.9 for _ in range(300)]
@@ -175,7 +175,7 @@ def test_the_best_stage_drafts_by_the_rule_that_replay_prefers(
     assert found.predicted == replayed.speedup > 1.5
 
 
-def test_drafts_that_are_never_right_are_off(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_never_right_are_off(session: LoadedTextRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure_costs", lambda engine, stage: COSTS)
     wrong = sampled([[1.0] * 50] * 2, [[0] * 50] * 2).sample
     right = sampled([[1.0] * 50] * 2, [[1] * 50] * 2).sample
@@ -186,7 +186,7 @@ def test_drafts_that_are_never_right_are_off(session: Session, monkeypatch: pyte
     assert greedy_only.sampled is None
 
 
-def test_tuning_by_the_clock(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_by_the_clock(session: LoadedTextRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
     half = sampled([[1.0] * 50] * 2, [[1, 0] * 25] * 2).sample
     found = tune(engine_of(session), half, half)
@@ -196,7 +196,7 @@ def test_tuning_by_the_clock(session: Session, monkeypatch: pytest.MonkeyPatch) 
     assert (found.rule is None) == (found.predicted == 1)
 
 
-def test_two_exits_are_needed_by_which_the_model_predicts(session: Session) -> None:
+def test_two_exits_are_needed_by_which_the_model_predicts(session: LoadedTextRun) -> None:
     check_exits(session.plan)
     message = r"^the model has 1 predicting stages of 1; early exits and drafts need at least 2: train"
     with pytest.raises(ConfigError, match=message):
@@ -212,7 +212,7 @@ def test_two_exits_are_needed_by_which_the_model_predicts(session: Session) -> N
 
 
 @pytest.mark.parametrize("rule", [DraftRule(0.25, 4), None], ids=["drafts", "off"])
-def test_what_is_kept_comes_back(here: Session, rule: DraftRule | None) -> None:
+def test_what_is_kept_comes_back(here: LoadedTextRun, rule: DraftRule | None) -> None:
     tuning = Tuning(1, rule, 1.375, DraftRule(0.5, 2), COSTS)
     store(here, CALIBRATION, tuning)
     assert load(here) == (CALIBRATION, tuning)
@@ -221,7 +221,7 @@ def test_what_is_kept_comes_back(here: Session, rule: DraftRule | None) -> None:
     assert sorted(path.name for path in here.run.folder.iterdir()) == ["calibration.json", "manifest.json"]
 
 
-def refusal(session: Session) -> str:
+def refusal(session: LoadedTextRun) -> str:
     with pytest.raises(RunError) as caught:
         load(session)
     said = str(caught.value)
@@ -230,7 +230,7 @@ def refusal(session: Session) -> str:
     return said
 
 
-def test_a_run_without_calibration_or_of_other_weights_is_refused(here: Session) -> None:
+def test_a_run_without_calibration_or_of_other_weights_is_refused(here: LoadedTextRun) -> None:
     assert "is not calibrated" in refusal(here)
     tuning = Tuning(0, None, 1.0, None, COSTS)
     store(here, replace(CALIBRATION, step=6), tuning)
@@ -241,7 +241,7 @@ def test_a_run_without_calibration_or_of_other_weights_is_refused(here: Session)
     assert "is of other weights" in refusal(replace(here, weights="0" * 64)), "of the same step"
 
 
-def test_a_calibration_that_the_run_did_not_write_is_refused(here: Session) -> None:
+def test_a_calibration_that_the_run_did_not_write_is_refused(here: LoadedTextRun) -> None:
     """R5: one of another run at the same step, even with the right weights written in, is not this run's."""
     store(here, CALIBRATION, Tuning(0, None, 1.0, None, COSTS))
     file = here.run.folder / "calibration.json"
@@ -254,7 +254,7 @@ def test_a_calibration_that_the_run_did_not_write_is_refused(here: Session) -> N
     assert "is not calibrated" in refusal(here)
 
 
-def test_a_calibration_of_before_version_0_2_is_read(here: Session) -> None:
+def test_a_calibration_of_before_version_0_2_is_read(here: LoadedTextRun) -> None:
     """It names no weights, and its run has no manifest."""
     tuning = Tuning(0, None, 1.0, None, COSTS)
     store(here, CALIBRATION, tuning)
@@ -302,7 +302,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_calibration_is_refused(here: Session, damage: Callable[[dict[str, Any]], object]) -> None:
+def test_a_damaged_calibration_is_refused(
+    here: LoadedTextRun, damage: Callable[[dict[str, Any]], object]
+) -> None:
     """Bound by the run all the same: so wrote a version that we do not know."""
     store(here, CALIBRATION, Tuning(1, DraftRule(0.25, 4), 1.375, None, COSTS))
     file = here.run.folder / "calibration.json"
@@ -311,12 +313,12 @@ def test_a_damaged_calibration_is_refused(here: Session, damage: Callable[[dict[
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"calibration": '], ids=["empty", "brace", "torn"])
-def test_what_is_no_json_is_refused(here: Session, text: str) -> None:
+def test_what_is_no_json_is_refused(here: LoadedTextRun, text: str) -> None:
     (here.run.folder / "calibration.json").write_text(text)
     refusal(here)
 
 
-def test_the_models_own_text_is_read_behind_its_prompts(session: Session) -> None:
+def test_the_models_own_text_is_read_behind_its_prompts(session: LoadedTextRun) -> None:
     """Every token but the prompt's, and each stage's agreement with the last on what full depth wrote."""
     engine = engine_of(session)
     text = heldout_text(session, None, 300)

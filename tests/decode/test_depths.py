@@ -20,7 +20,7 @@ from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble,
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError, RunError, TopologyError
 from topograd.runs.folder import Run
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -43,7 +43,7 @@ OFF = Tuning(1, None, 1.0, None, COSTS)
 
 
 @pytest.fixture(scope="module")
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A run of three stages, of step 0, calibrated by hand; not to be changed."""
     session = make_session(3)
     store(session, CALIBRATION, DRAFTS)
@@ -51,21 +51,21 @@ def session(make_session: Callable[..., Session]) -> Session:
 
 
 @pytest.fixture(scope="module")
-def engine(session: Session) -> Engine:
+def engine(session: LoadedTextRun) -> Engine:
     return engine_of(session)
 
 
 @pytest.fixture
-def uncalibrated(session: Session, tmp_path: Path) -> Session:
+def uncalibrated(session: LoadedTextRun, tmp_path: Path) -> LoadedTextRun:
     return replace(session, run=Run(tmp_path))
 
 
-def make(depth: str, session: Session, engine: Engine) -> DecodeStrategy:
+def make(depth: str, session: LoadedTextRun, engine: Engine) -> DecodeStrategy:
     return strategy_of(depth, session, engine, greedy=False)
 
 
 @pytest.mark.parametrize(("depth", "stage"), [("full", 2), ("prefix:1", 0), ("prefix:2", 1), ("prefix:3", 2)])
-def test_prefixes(session: Session, engine: Engine, depth: str, stage: int) -> None:
+def test_prefixes(session: LoadedTextRun, engine: Engine, depth: str, stage: int) -> None:
     mode = make(depth, session, engine)
     assert isinstance(mode, FixedDepth)
     assert (mode.engine, mode.stage) == (engine, stage)
@@ -82,7 +82,7 @@ def test_prefixes(session: Session, engine: Engine, depth: str, stage: int) -> N
     ],
 )
 def test_paths_and_branches(
-    session: Session,
+    session: LoadedTextRun,
     engine: Engine,
     depth: str,
     heads: tuple[int, ...],
@@ -110,7 +110,9 @@ def test_paths_and_branches(
         ("wand:rival-gain:0.5", (0.25, 0.125)),
     ],
 )
-def test_leaving_early(session: Session, engine: Engine, depth: str, thresholds: tuple[float, ...]) -> None:
+def test_leaving_early(
+    session: LoadedTextRun, engine: Engine, depth: str, thresholds: tuple[float, ...]
+) -> None:
     mode = make(depth, session, engine)
     assert isinstance(mode, Wand)
     assert mode.exits == [(k, tau) for k, tau in enumerate(thresholds) if tau < NEVER]
@@ -120,7 +122,12 @@ def test_leaving_early(session: Session, engine: Engine, depth: str, thresholds:
 @pytest.mark.parametrize(("least", "pruned"), [(VOCAB, True), (VOCAB + 1, False)])
 @pytest.mark.parametrize("depth", ["wand", "wand:rival-gain:2"])
 def test_candidates_are_pruned_from_some_vocabulary_on(
-    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch, depth: str, least: int, pruned: bool
+    session: LoadedTextRun,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    depth: str,
+    least: int,
+    pruned: bool,
 ) -> None:
     monkeypatch.setattr(depths, "PRUNING_VOCAB", least)
     mode = strategy_of(depth, session, engine)
@@ -137,7 +144,7 @@ def test_candidates_are_pruned_from_some_vocabulary_on(
         ("speculate:4:0.5", DraftRule(0.5, 4), 0),
     ],
 )
-def test_drafts(session: Session, engine: Engine, depth: str, rule: DraftRule, stage: int) -> None:
+def test_drafts(session: LoadedTextRun, engine: Engine, depth: str, rule: DraftRule, stage: int) -> None:
     mode = make(depth, session, engine)
     assert isinstance(mode, Speculate)
     computing = mode.drafter.computing
@@ -145,7 +152,7 @@ def test_drafts(session: Session, engine: Engine, depth: str, rule: DraftRule, s
     assert (computing.rule, computing.exit) == (rule, stage)
 
 
-def test_greedy_text_has_a_rule_of_its_own(session: Session, engine: Engine) -> None:
+def test_greedy_text_has_a_rule_of_its_own(session: LoadedTextRun, engine: Engine) -> None:
     mode = strategy_of("speculate", session, engine)
     assert isinstance(mode, Speculate)
     computing = mode.drafter.computing
@@ -153,7 +160,7 @@ def test_greedy_text_has_a_rule_of_its_own(session: Session, engine: Engine) -> 
     assert (computing.rule, computing.exit) == (DraftRule(0.25, 4), 1)
 
 
-def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: Session, engine: Engine) -> None:
+def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: LoadedTextRun, engine: Engine) -> None:
     store(uncalibrated, CALIBRATION, OFF)
     mode = make("speculate", uncalibrated, engine)
     assert isinstance(mode, FixedDepth)
@@ -161,7 +168,7 @@ def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: Session, engine: En
     assert isinstance(make("speculate:2", uncalibrated, engine), Speculate), "unless they are asked for"
 
 
-def test_every_spelling_writes(session: Session, engine: Engine) -> None:
+def test_every_spelling_writes(session: LoadedTextRun, engine: Engine) -> None:
     """And speculation, in one row, what full depth writes."""
     spellings = ("full", "prefix:2", "path:1,3", "branches:1-3*3+1-2", "wand", "speculate", "speculate:3:0.1")
     written = {
@@ -213,7 +220,9 @@ UNKNOWN = "is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or
         ("speculate:2:nan", "a threshold of at least 0"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(session: Session, engine: Engine, depth: str, why: str) -> None:
+def test_what_cannot_be_read_is_one_line(
+    session: LoadedTextRun, engine: Engine, depth: str, why: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         strategy_of(depth, session, engine, greedy=False)
     assert why in str(caught.value)
@@ -223,19 +232,21 @@ def test_what_cannot_be_read_is_one_line(session: Session, engine: Engine, depth
 @pytest.mark.parametrize(
     ("depth", "why"), [("path:4", "stage 4 does not exist"), ("path:2-3", "begins with stage 2")]
 )
-def test_paths_that_the_run_does_not_have(session: Session, engine: Engine, depth: str, why: str) -> None:
+def test_paths_that_the_run_does_not_have(
+    session: LoadedTextRun, engine: Engine, depth: str, why: str
+) -> None:
     with pytest.raises(TopologyError, match=why):
         strategy_of(depth, session, engine, greedy=False)
 
 
 @pytest.mark.parametrize("depth", ["wand", "wand:rival-gain:2"])
-def test_without_calibration(uncalibrated: Session, engine: Engine, depth: str) -> None:
+def test_without_calibration(uncalibrated: LoadedTextRun, engine: Engine, depth: str) -> None:
     with pytest.raises(RunError, match="is not calibrated; run: topograd calibrate"):
         strategy_of(depth, uncalibrated, engine, greedy=False)
     assert isinstance(make("speculate:3", uncalibrated, engine), Speculate)
 
 
-def test_without_calibration_lookup_drafts(uncalibrated: Session, engine: Engine) -> None:
+def test_without_calibration_lookup_drafts(uncalibrated: LoadedTextRun, engine: Engine) -> None:
     """Also where there is one stage, as in a model that was just imported: who is served asks for it."""
     one = replace(uncalibrated, plan=Plan.of(Topology.chain("3"), 3))
     for session in (uncalibrated, one):
@@ -245,13 +256,13 @@ def test_without_calibration_lookup_drafts(uncalibrated: Session, engine: Engine
 
 
 @pytest.mark.parametrize("depth", ["wand", "speculate", "speculate:3"])
-def test_one_stage_has_no_early_exit(session: Session, engine: Engine, depth: str) -> None:
+def test_one_stage_has_no_early_exit(session: LoadedTextRun, engine: Engine, depth: str) -> None:
     one = replace(session, plan=Plan.of(Topology.chain("3"), 3))
     with pytest.raises(ConfigError, match="has 1 predicting stages of 1; early exits and drafts need"):
         strategy_of(depth, one, engine, greedy=False)
 
 
-def test_the_default_is_what_pays(session: Session, uncalibrated: Session) -> None:
+def test_the_default_is_what_pays(session: LoadedTextRun, uncalibrated: LoadedTextRun) -> None:
     assert default_depth(session) == "speculate"
     assert default_depth(uncalibrated) == "full", "it is not calibrated"
     store(uncalibrated, CALIBRATION, OFF)

@@ -162,9 +162,9 @@ def by_hand(gpt: GPT, window: Sequence[int], path: Sequence[int]) -> Tensor:
     inputs = torch.tensor([list(window)])
     with torch.no_grad():
         h = gpt.embed(inputs)
-        bus = gpt.bus(h, inputs)
+        ctx = gpt.layer_context(h, inputs)
         for layer in path:
-            h = gpt.layers[layer](h, bus)
+            h = gpt.layers[layer](h, ctx)
         return gpt.readout(h, path[-1])[0, -1]
 
 

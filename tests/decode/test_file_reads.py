@@ -13,13 +13,13 @@ from retrofits import retrofitted_copy
 from topograd.decode import depths
 from topograd.decode import model as module
 from topograd.decode.model import Model, load
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 
 TENSORS = "draft/adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def folder(make_session: Callable[..., Session], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_session: Callable[..., LoadedTextRun], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return retrofitted_copy(make_session(3).run.folder, tmp_path_factory.mktemp("reads") / "run")
 
 
@@ -37,7 +37,7 @@ def test_a_depth_that_needs_no_calibration_reads_none(model: Model, folder: Path
     assert read == []
     with opened_below(folder) as read:
         model.generate("stage ", 3, depth="prefix:1")
-    assert "calibration.json" not in read, "an exit's translator is in the sidecar"
+    assert "calibration.json" not in read, "an exit's translator is in the adapter"
     assert read.count(TENSORS) == 1
 
 
@@ -54,7 +54,7 @@ def test_a_second_text_reads_nothing(model: Model, folder: Path, depth: str | No
 
 
 def test_a_run_that_drafts_is_opened_once(
-    model: Model, make_session: Callable[..., Session], tmp_path: Path
+    model: Model, make_session: Callable[..., LoadedTextRun], tmp_path: Path
 ) -> None:
     small = retrofitted_copy(make_session(2).run.folder, tmp_path / "small")
     with opened_below(small) as read:
@@ -70,7 +70,7 @@ def test_what_a_depth_takes_to_be_found_is_of_the_texts_time(
 ) -> None:
     now, load_calibration = [0.0], depths.load_calibration
 
-    def slow(session: Session) -> object:
+    def slow(session: LoadedTextRun) -> object:
         now[0] += 5
         return load_calibration(session)
 

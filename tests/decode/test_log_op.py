@@ -215,8 +215,8 @@ def test_branches_of_a_model_composed(model: GPT) -> None:
     hidden = stage_outputs(model, found.plan, inputs, found.ends)
     logits = [model.readout(hidden[node], found.plan.stages[node].head) for node in found.ends]
     x0 = model.embed(inputs)
-    bus = model.bus(x0, inputs)
-    skip = model.readout(model.layers[2](model.layers[0](x0, bus), bus), 2)
+    ctx = model.layer_context(x0, inputs)
+    skip = model.readout(model.layers[2](model.layers[0](x0, ctx), ctx), 2)
     expected = ((2 * model(inputs) + skip) / 3).log_softmax(-1)
     close(compose(logits, list(weights.values())), expected)
 

@@ -15,23 +15,23 @@ from topograd.decode.engine import Emitted
 from topograd.decode.model import Generated, Model, Piece, generate, load
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import CheckpointError, ConfigError, RunError
-from topograd.runs.session import Session, heldout_text
+from topograd.runs.session import LoadedTextRun, heldout_text
 
 CONTEXT = 16
 
 
 @pytest.fixture(scope="module")
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A run of two stages on bytes that disagree."""
     return make_session(2)
 
 
 @pytest.fixture(scope="module")
-def model(session: Session) -> Model:
+def model(session: LoadedTextRun) -> Model:
     return load(session.run.folder)
 
 
-def test_a_text_is_a_string_that_knows_how_it_came_about(session: Session, model: Model) -> None:
+def test_a_text_is_a_string_that_knows_how_it_came_about(session: LoadedTextRun, model: Model) -> None:
     [written] = generate_batch(FixedDepth(engine_of(session)), [list(b"loss")], 9)
     made = model.generate("loss", 9)
     assert isinstance(made, str)
@@ -109,7 +109,7 @@ def test_without_a_prompt_a_document_begins(model: Model) -> None:
     assert len(model.generate(tokens=3).pieces) == 3
 
 
-def test_logits_are_what_the_model_predicts_behind_each_token(session: Session, model: Model) -> None:
+def test_logits_are_what_the_model_predicts_behind_each_token(session: LoadedTextRun, model: Model) -> None:
     tokens = list(b"stage loss")
     z = model.logits(tokens)
     assert z.shape == (10, 257)
@@ -140,7 +140,7 @@ def test_tokens_that_the_model_cannot_read_are_refused(model: Model, tokens: lis
         model.logits(tokens)
 
 
-def test_evaluation_is_of_the_models_prediction(session: Session, model: Model, tmp_path: Path) -> None:
+def test_evaluation_is_of_the_models_prediction(session: LoadedTextRun, model: Model, tmp_path: Path) -> None:
     reading = model.evaluate()
     text = heldout_text(session)
     nats = torch.nn.functional.cross_entropy(
@@ -154,7 +154,7 @@ def test_evaluation_is_of_the_models_prediction(session: Session, model: Model, 
     assert model.evaluate(str(other), 100).bytes <= 100
 
 
-def test_a_checkpoint_is_found_by_name(session: Session) -> None:
+def test_a_checkpoint_is_found_by_name(session: LoadedTextRun) -> None:
     assert load(session.run.folder, "step-00000000").session.step == 0
     with pytest.raises(CheckpointError, match="has no checkpoint 'step-1'; it has step-00000000"):
         load(session.run.folder, "step-1")
@@ -184,7 +184,7 @@ def test_what_nobody_can_have_meant_is_one_line(model: Model, settings: dict[str
     assert not shown
 
 
-def test_the_engine_is_made_when_it_is_first_used(session: Session) -> None:
+def test_the_engine_is_made_when_it_is_first_used(session: LoadedTextRun) -> None:
     opened = load(session.run.folder)
     opened.logits([1, 2])
     assert "engine" not in vars(opened)

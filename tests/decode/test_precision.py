@@ -11,16 +11,16 @@ from topograd.decode.calibrate import heldout_readings
 from topograd.decode.depths import engine_of
 from topograd.decode.precision import precision_cost
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 
 @pytest.fixture(scope="module")
-def session() -> Session:
+def session() -> LoadedTextRun:
     return open_session(REFERENCE)
 
 
 @pytest.fixture(scope="module")
-def text(session: Session) -> Text:
+def text(session: LoadedTextRun) -> Text:
     import torch
 
     ids = session.tokenizer.encode("def read(self):\n    return self.value\n\nclass Reader:\n    pass\n" * 3)[
@@ -31,7 +31,7 @@ def text(session: Session) -> Text:
     return Text(tokens, targets, len(session.tokenizer.decode(ids[1:]).encode()))
 
 
-def test_costs_by_exit(session: Session, text: Text) -> None:
+def test_costs_by_exit(session: LoadedTextRun, text: Text) -> None:
     costs = {
         w: precision_cost(session, engine_of(session, "onnx", w), text) for w in ("float32", "int8", "int4")
     }
@@ -45,7 +45,7 @@ def test_costs_by_exit(session: Session, text: Text) -> None:
     assert sum(costs["int4"]["agreement"]) < sum(costs["int8"]["agreement"])
 
 
-def test_readings_are_those_of_the_weights_that_run(session: Session, text: Text) -> None:
+def test_readings_are_those_of_the_weights_that_run(session: LoadedTextRun, text: Text) -> None:
     own = heldout_readings(session, text)
     same = heldout_readings(session, text, engine=engine_of(session, "onnx"))
     assert own.margin.equal(same.margin), "float32 is read by torch, whichever runtime writes"

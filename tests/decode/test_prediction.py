@@ -64,7 +64,7 @@ CASES = {
     "residual decoders": Case(
         Topology.chain("1,1", objective="residual").with_decoders(1), [{1: 1.0}, {1: 1.0, 3: 1.0}]
     ),
-    "residual with a bus": Case(
+    "residual with a layer context": Case(
         Topology.chain("2,1,1", objective="residual").with_input_bus(),
         [{0: 1.0}, {0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}],
     ),
@@ -83,13 +83,13 @@ def alone(gpt: GPT, plan: Plan, window: Sequence[int]) -> list[Tensor]:
     """Each stage's own logits behind the window, everything computed anew; every relay is the identity."""
     inputs = torch.tensor([list(window)])
     x0 = gpt.embed(inputs)
-    bus = gpt.bus(x0, inputs)
+    ctx = gpt.layer_context(x0, inputs)
     after: dict[tuple[int, int], Tensor] = {(EMBEDDING, 0): x0}
     found = []
     for planned in plan.stages:
         h = torch.stack([after[port.source, port.layer] for port, _ in planned.inputs]).sum(0)
         for layer in planned.layers:
-            h = gpt.layers[layer](h, bus)
+            h = gpt.layers[layer](h, ctx)
             after[planned.index, layer + 1] = h
         found.append(gpt.readout(h[0, -1], planned.index))
     return found
@@ -317,10 +317,10 @@ def by_hand(gpt: GPT, window: Sequence[int], path: Sequence[int], summed: bool =
     inputs = torch.tensor([list(window)])
     with torch.no_grad():
         h = gpt.embed(inputs)
-        bus = gpt.bus(h, inputs)
+        ctx = gpt.layer_context(h, inputs)
         each = []
         for layer in path:
-            h = gpt.layers[layer](h, bus)
+            h = gpt.layers[layer](h, ctx)
             each.append(gpt.readout(h, layer)[0, -1])
     return torch.stack(each).sum(0) if summed else each[-1]
 

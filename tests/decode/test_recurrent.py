@@ -80,7 +80,7 @@ def test_regions_write_what_teacher_forcing_says(
 ) -> None:
     settings = SegmentInterface(segments=6, rank=4, pool=pool)  # type: ignore[arg-type]
     add_interfaces(model, settings, 4, model.config.width, CONTEXT)
-    for relay in model.own_relays().values():
+    for relay in model.learned_relays().values():
         for parameter in relay.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
     engine = make_engine(model, Topology.regions("1,1,1,1"))

@@ -34,7 +34,7 @@ def test_writing_is_reading_the_whole_again(
 ) -> None:
     model = make_gpt(width=16)
     add_relays(model, replace(topology, relay_rank=3))
-    for relay in model.own_relays().values():
+    for relay in model.learned_relays().values():
         for parameter in relay.parameters():
             nn.init.normal_(parameter, std=0.4)
     engine = make_engine(model, topology)

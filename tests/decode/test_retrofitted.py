@@ -20,23 +20,23 @@ from topograd.decode.retrofitted import KIND, open_exits, open_retrofit, retrofi
 from topograd.decode.strategies import generate_batch
 from topograd.errors import RunError
 from topograd.nn.draft_stage import DraftStage, unit
-from topograd.runs.session import Session, heldout_text, open_session
-from topograd.runs.sidecar import BaseIdentity, create_sidecar
+from topograd.runs.adapter import BaseIdentity, create_adapter
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 
 
 @pytest.fixture(scope="module")
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     return make_session(2)
 
 
-def test_what_was_kept_comes_back(session: Session, tmp_path: Path) -> None:
+def test_what_was_kept_comes_back(session: LoadedTextRun, tmp_path: Path) -> None:
     stage = DraftStage(session.stack, torch.arange(0, 200, 3))
     for parameter in stage.parameters():
         nn.init.normal_(parameter)
     table = NGramTable.of(np.array([[1, 2, 3, 1, 2, 3]]), least=1)
     tensors = retrofit_tensors(stage, table)
     base = BaseIdentity.of(session)
-    create_sidecar(tmp_path / "a", kind=KIND, base=base, tensors=tensors, settings={}, card="")
+    create_adapter(tmp_path / "a", kind=KIND, base=base, tensors=tensors, settings={}, card="")
     random = torch.random.get_rng_state()
     found = open_retrofit(session, tmp_path / "a")
     assert torch.equal(torch.random.get_rng_state(), random), "opening draws nothing"
@@ -45,10 +45,10 @@ def test_what_was_kept_comes_back(session: Session, tmp_path: Path) -> None:
     assert found.table.find([1, 2]) == table.find([1, 2])
     assert not any(p.requires_grad for p in found.stage.parameters())
     wrong = {**tensors, "stage.relay.token.weight": torch.zeros(3, 3)}
-    create_sidecar(tmp_path / "b", kind=KIND, base=base, tensors=wrong, settings={}, card="")
+    create_adapter(tmp_path / "b", kind=KIND, base=base, tensors=wrong, settings={}, card="")
     with pytest.raises(RunError, match="does not fit its base"):
         open_retrofit(session, tmp_path / "b")
-    create_sidecar(tmp_path / "c", kind="lora", base=base, tensors=tensors, settings={}, card="")
+    create_adapter(tmp_path / "c", kind="lora", base=base, tensors=tensors, settings={}, card="")
     with pytest.raises(RunError, match="is a lora, and a draft is wanted"):
         open_retrofit(session, tmp_path / "c")
 
@@ -57,12 +57,12 @@ PROMPT = [[115, 116, 97, 103, 101]]
 
 
 @pytest.fixture(scope="module")
-def three(make_session: Callable[..., Session]) -> Session:
+def three(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     return make_session(3)
 
 
 @pytest.fixture
-def with_exits(three: Session, tmp_path: Path) -> Session:
+def with_exits(three: LoadedTextRun, tmp_path: Path) -> LoadedTextRun:
     """A run of three stages in float64 whose two exits have translators of their own."""
     session = open_session(shutil.copytree(three.run.folder, tmp_path / "run"))
     add_draft(session, 0.5)
@@ -70,13 +70,13 @@ def with_exits(three: Session, tmp_path: Path) -> Session:
     return session
 
 
-def written(session: Session, depth: str) -> list[int]:
+def written(session: LoadedTextRun, depth: str) -> list[int]:
     mode = strategy_of(depth, session, engine_of(session))
     return [emitted.token for emitted in generate_batch(mode, PROMPT, 11)[0]]
 
 
 @torch.no_grad()
-def test_exits_are_what_prefixes_predict_and_full_depth_stays(with_exits: Session) -> None:
+def test_exits_are_what_prefixes_predict_and_full_depth_stays(with_exits: LoadedTextRun) -> None:
     session = with_exits
     engine, translators = engine_of(session), open_exits(session)
     with torch.inference_mode():
@@ -95,7 +95,7 @@ def test_exits_are_what_prefixes_predict_and_full_depth_stays(with_exits: Sessio
     assert written(session, "prefix:1") != through["prefix:1"]
 
 
-def test_a_calibration_is_of_the_exits_that_it_read(with_exits: Session) -> None:
+def test_a_calibration_is_of_the_exits_that_it_read(with_exits: LoadedTextRun) -> None:
     session = with_exits
     text, engine = heldout_text(session, None, 300), engine_of(session)
     readings = heldout_readings(session, text)
@@ -113,7 +113,7 @@ def test_a_calibration_is_of_the_exits_that_it_read(with_exits: Session) -> None
 
 
 def test_exits_of_other_weights_are_refused_where_one_is_read(
-    with_exits: Session, session: Session, tmp_path: Path
+    with_exits: LoadedTextRun, session: LoadedTextRun, tmp_path: Path
 ) -> None:
     other = open_session(shutil.copytree(session.run.folder, tmp_path / "other"))
     shutil.copytree(with_exits.run.folder / "draft", other.run.folder / "draft")

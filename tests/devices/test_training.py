@@ -17,7 +17,7 @@ from tests.devices.pinned import check, pinned
 from tests.exec.test_local_objectives import RULES, made
 from tests.nn.conftest import GPT2, LLAMA, VOCAB, gpt2, llama, transformer
 from tests.test_every_topology import KINDS
-from topograd.data.images import Pictures
+from topograd.data.images import ImageSet
 from topograd.exec.gradient import BACKWARDS
 from topograd.exec.objectives import teacher_logits
 from topograd.nn.images.config import ImageConfig
@@ -29,7 +29,7 @@ Begin = Callable[[], None]
 CLOSE = 1e-11  # in float64; silu's gradient is written out for a device without kernels
 EVERY_KIND = {name: (dict(kind.topology), dict(kind.model)) for name, kind in KINDS.items()} | {
     "mamba2": ({"partition": "2,2"}, {"architecture": "mamba2", "ssm_state": 8}),
-    "hierarchical": ({"partition": "2,2", "transmissivity": 1.0}, {}),
+    "hierarchical": ({"partition": "2,2", "grad_scale": 1.0}, {}),
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -251,7 +251,7 @@ def test_evaluation_reads_once_for_each_batch() -> None:
 def test_images_are_evaluated() -> None:
     def run(device: torch.device, begin: Begin) -> Any:
         stack, plan, images, labels = made("byol")
-        return evaluate_images(stack.to(device), plan, Pictures(images, labels))
+        return evaluate_images(stack.to(device), plan, ImageSet(images, labels))
 
     expected, found, _ = on_both(run)
     assert_same(found, expected, 1e-9)

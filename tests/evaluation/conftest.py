@@ -15,7 +15,7 @@ from topograd.decode.engine import Engine
 from topograd.decode.model import Model
 from topograd.evaluation.tasks import TASKS
 from topograd.nn.gpt import GPT
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -39,12 +39,12 @@ def make_engine() -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="module")
-def session(make_session: Callable[..., Session]) -> Session:
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     return make_session(2)
 
 
 @pytest.fixture(scope="module")
-def model(session: Session) -> Model:
+def model(session: LoadedTextRun) -> Model:
     """A run of two stages on bytes that reads 16 tokens, in float64."""
     session.stack.double()
     return Model(session)

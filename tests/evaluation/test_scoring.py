@@ -81,8 +81,8 @@ def test_a_model_that_keeps_no_states_scores_the_same(make_engine: MakeEngine) -
             super().__init__()
             self.layer = layer
 
-        def forward(self, h: torch.Tensor, bus: object) -> torch.Tensor:
-            out: torch.Tensor = self.layer(h, bus)
+        def forward(self, h: torch.Tensor, ctx: object) -> torch.Tensor:
+            out: torch.Tensor = self.layer(h, ctx)
             return out
 
     engine = make_engine()

@@ -13,8 +13,8 @@ from topograd.decode.strategies import PathEnsemble
 from topograd.errors import ConfigError
 from topograd.evaluation.texts import _scored, encode_pair, score, score_texts
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
-from topograd.runs.sidecar import update_sidecar
+from topograd.runs.adapter import update_adapter
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import new_specialist
 from topograd.specialists.model import SpecialistPool
 
@@ -71,14 +71,16 @@ def test_what_cannot_be_scored_is_one_line(model: Model) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool(make_session: Callable[..., Session], tmp_path_factory: pytest.TempPathFactory) -> SpecialistPool:
+def pool(
+    make_session: Callable[..., LoadedTextRun], tmp_path_factory: pytest.TempPathFactory
+) -> SpecialistPool:
     """A base of two stages with two specialists that have learned something, each its own."""
     base, place = make_session(2, 1), tmp_path_factory.mktemp("specialists")
     generator = torch.Generator().manual_seed(1)
     for name in ("a", "b"):
-        sidecar = new_specialist(place / name, base, layers=1, head_rank=2, seed=ord(name))
-        noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
-        update_sidecar(sidecar, noisy, sidecar.settings)
+        adapter = new_specialist(place / name, base, layers=1, head_rank=2, seed=ord(name))
+        noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in adapter.tensors.items()}
+        update_adapter(adapter, noisy, adapter.settings)
     return SpecialistPool.open(base, {name: place / name for name in ("a", "b")}, runtime="torch")
 
 

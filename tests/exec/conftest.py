@@ -46,10 +46,10 @@ HARD = Topology.chain("1,1,2")
 DIAMOND = Topology(
     5,
     (
-        Stage(0, 2, (Edge(EMBEDDING, transmissivity=0.5),), weight=0.0),
-        Stage(2, 3, (Edge(0, transmissivity=1.0),), weight=2.0),
-        Stage(3, 4, (Edge(0, layer=1, transmissivity=0.3),), objective="residual"),
-        Stage(2, 5, (Edge(1, transmissivity=0.7), Edge(2, transmissivity=1.0), Edge(0)), weight=0.5),
+        Stage(0, 2, (Edge(EMBEDDING, grad_scale=0.5),), weight=0.0),
+        Stage(2, 3, (Edge(0, grad_scale=1.0),), weight=2.0),
+        Stage(3, 4, (Edge(0, layer=1, grad_scale=0.3),), objective="residual"),
+        Stage(2, 5, (Edge(1, grad_scale=0.7), Edge(2, grad_scale=1.0), Edge(0)), weight=0.5),
     ),
 )
 """Two arms from a soft root without a loss, one tapped early; the stage that joins them overlaps one."""
@@ -57,36 +57,36 @@ DIAMOND = Topology(
 FAN = Topology(
     4,
     (
-        Stage(0, 1, (Edge(EMBEDDING, transmissivity=0.5),)),
-        Stage(1, 2, (Edge(0, transmissivity=1.0), Edge(EMBEDDING, transmissivity=0.3))),
-        Stage(2, 3, (Edge(0, transmissivity=0.3),)),
-        Stage(3, 4, (Edge(0, transmissivity=0.7), Edge(2))),
+        Stage(0, 1, (Edge(EMBEDDING, grad_scale=0.5),)),
+        Stage(1, 2, (Edge(0, grad_scale=1.0), Edge(EMBEDDING, grad_scale=0.3))),
+        Stage(2, 3, (Edge(0, grad_scale=0.3),)),
+        Stage(3, 4, (Edge(0, grad_scale=0.7), Edge(2))),
     ),
 )
 """Three stages answer one message, two the embedding."""
 
-RELAYED = Topology.chain("1,1,2", transmissivity=0.3)
+RELAYED = Topology.chain("1,1,2", grad_scale=0.3)
 BUSES = {
     "gated": Edge(EMBEDDING, relay="gate"),
     "low-rank": Edge(0, layer=1, relay="low-rank"),
-    "soft": Edge(0, layer=1, transmissivity=0.4, relay="residual-gate"),
+    "soft": Edge(0, layer=1, grad_scale=0.4, relay="residual-gate"),
 }
 
 CASES = (
-    Case("next", replace(Topology.chain("1,1,1,1", transmissivity=1.0), reach="next")),
+    Case("next", replace(Topology.chain("1,1,1,1", grad_scale=1.0), reach="next")),
     Case("next-diamond", replace(DIAMOND, reach="next")),
     Case("backprop", BACKPROP),
     Case("hard", HARD),
     Case("hard-tied-softcap", Topology.chain("2,2"), {"tied": True, "softcap": 15.0}),
-    Case("hierarchical", Topology.chain("1,1,2", transmissivity=1.0)),
-    Case("hierarchical-soft", Topology.chain("1,3", transmissivity=0.3)),
+    Case("hierarchical", Topology.chain("1,1,2", grad_scale=1.0)),
+    Case("hierarchical-soft", Topology.chain("1,3", grad_scale=0.3)),
     Case("per-stage", Topology.chain(per_stage("1,1,2"))),
-    Case("per-stage-low-rank", Topology.chain(per_stage("2,2"), transmissivity=0.3), {"head_rank": 3}),
+    Case("per-stage-low-rank", Topology.chain(per_stage("2,2"), grad_scale=0.3), {"head_rank": 3}),
     Case("local", Topology.chain(per_stage("1,1,1,1"), bus="detached")),
     Case("residual", Topology.chain("1,1,2", objective="residual")),
-    Case("residual-per-stage", Topology.chain(per_stage("1,3"), transmissivity=0.3, objective="residual")),
+    Case("residual-per-stage", Topology.chain(per_stage("1,3"), grad_scale=0.3, objective="residual")),
     Case("distillation", Topology.chain("1,3", objective="distillation")),
-    Case("z-loss", Topology.chain(per_stage("1,3"), transmissivity=0.3, objective="z-loss")),
+    Case("z-loss", Topology.chain(per_stage("1,3"), grad_scale=0.3, objective="z-loss")),
     Case("decoders", Topology.chain(per_stage("1,1"), objective="residual").with_decoders(1)),
     Case("decoders-forest", Topology.forest(["1,1", "1"]).with_decoders(1)),
     Case("soft", Topology.soft([0.2, 0.5, 1.0])),
@@ -96,10 +96,10 @@ CASES = (
     Case("cover-per-stage", Topology.cover([(0, 3), (0, 1), (2, 4)], heads="per-stage")),
     Case("input-bus", HARD.with_input_bus()),
     Case("input-bus-early", Topology.chain("2,1,1").with_input_bus(Edge(0, 1)).with_input_bus()),
-    Case("detached-bus", Topology.chain("1,1,2", transmissivity=0.3, bus="detached").with_input_bus()),
+    Case("detached-bus", Topology.chain("1,1,2", grad_scale=0.3, bus="detached").with_input_bus()),
     Case("sum", Topology.chain("1,1,2", reduction="sum")),
     Case("specialist", Topology.chain("1,2").with_specialist(1)),
-    Case("specialist-residual", Topology.chain("2", transmissivity=1.0).with_specialist(2, "residual")),
+    Case("specialist-residual", Topology.chain("2", grad_scale=1.0).with_specialist(2, "residual")),
     Case("fan", FAN),
     Case("diamond", DIAMOND),
     *(Case(f"relay-{kind}", RELAYED.with_relays(kind)) for kind in (*PLAIN_RELAYS, *LEARNED)),

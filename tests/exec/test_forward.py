@@ -10,7 +10,7 @@ from pieces import Decoded
 from topograd.errors import StackError
 from topograd.exec.forward import run_stage, stage_logits, stage_outputs
 from topograd.nn.gpt import GPT
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
 
@@ -35,10 +35,10 @@ def inputs() -> Tensor:
 def through(model: GPT, inputs: Tensor, layers: range, start: Tensor | None = None) -> Tensor:
     """The hidden state behind some layers, by hand."""
     x0 = model.embed(inputs)
-    bus = model.bus(x0, inputs)
+    ctx = model.layer_context(x0, inputs)
     h = x0 if start is None else start
     for i in layers:
-        h = model.layers[i](h, bus)
+        h = model.layers[i](h, ctx)
     return h
 
 
@@ -60,9 +60,9 @@ def ran(model: GPT, topology: Topology, inputs: Tensor, stages: list[int]) -> li
     return seen
 
 
-@pytest.mark.parametrize("transmissivity", [0.0, 0.4, 1.0])
-def test_chain(model: GPT, inputs: Tensor, transmissivity: float) -> None:
-    outputs = outputs_of(model, Topology.chain("1,3", transmissivity=transmissivity), inputs, [0, 1])
+@pytest.mark.parametrize("grad_scale", [0.0, 0.4, 1.0])
+def test_chain(model: GPT, inputs: Tensor, grad_scale: float) -> None:
+    outputs = outputs_of(model, Topology.chain("1,3", grad_scale=grad_scale), inputs, [0, 1])
     assert torch.equal(outputs[0], through(model, inputs, range(1)))
     assert torch.equal(outputs[1], through(model, inputs, range(4)))
     assert not outputs[1].requires_grad
@@ -120,12 +120,12 @@ class Doubling(nn.Module):
         assert received is not None
         return h + received
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return 2 * message
 
 
 def relayed(relay: str) -> Topology:
-    first = Stage(0, 1, (Edge(EMBEDDING, transmissivity=1.0),))
+    first = Stage(0, 1, (Edge(EMBEDDING, grad_scale=1.0),))
     return Topology(4, (first, Stage(1, 4, (Edge(0, relay=relay),))))
 
 
@@ -146,7 +146,7 @@ def test_a_stage_needs_a_message_for_each_source(model: GPT, inputs: Tensor) -> 
     x0 = model.embed(inputs)
     stage = Plan.of(Topology.chain("2,2").with_input_bus(), 4).stages[1]
     with pytest.raises(ValueError, match="shorter"):
-        run_stage(model, stage, [x0], model.bus(x0, inputs))
+        run_stage(model, stage, [x0], model.layer_context(x0, inputs))
 
 
 def test_a_prefix_decodes_alone(model: GPT, inputs: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from topograd.errors import ConfigError
 from topograd.exec.local_objectives import Autoencoder, Diversity, ForwardForward
 from topograd.exec.train_step import train_step
-from topograd.nn.auxiliaries import RidgeHead, SlowCopy
+from topograd.nn.aux_heads import EMACopy, RidgeHead
 from topograd.nn.gpt import GPT
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, make_image_stack
@@ -51,8 +51,8 @@ def test_an_autoencoder_reconstructs_and_the_last_stage_predicts() -> None:
     assert plan.predicting() == [2]
     assert "6" not in stack.head
     x = stack.embed(images)
-    h = stack.layers[0](x, stack.bus(x, images))
-    rebuilt = stack.own_relays()["autoencoder-0"](h)
+    h = stack.layers[0](x, stack.layer_context(x, images))
+    rebuilt = stack.learned_relays()["autoencoder-0"](h)
     expected = (rebuilt - x).square().mean()
     torch.testing.assert_close(losses[0], expected.detach())
     gradient = torch.autograd.grad(expected / 3, stack.layers[0].linear.weight)[0]  # type: ignore[union-attr, arg-type]
@@ -83,8 +83,8 @@ def test_goodness_has_its_own_gradient_alone() -> None:
     assert plan.prediction.kind == "sum"
     losses = train_step(stack, plan, images, labels)
     x = stack.embed(images)
-    bus = stack.bus(x, images)
-    h = stack.layers[0](x, bus).detach().requires_grad_()
+    ctx = stack.layer_context(x, images)
+    h = stack.layers[0](x, ctx).detach().requires_grad_()
     z = h.square().mean(-1)
     loss = ForwardForward()(z, None, None, labels)
     torch.testing.assert_close(losses[0], loss.detach() / 8)
@@ -92,7 +92,7 @@ def test_goodness_has_its_own_gradient_alone() -> None:
     true = F.one_hot(labels, 3).bool()
     slope = torch.where(true, -torch.sigmoid(2 - z), torch.sigmoid(z - 2) / 2)
     torch.testing.assert_close(h.grad, slope.detach().unsqueeze(-1) * 2 * h.detach() / h.shape[-1])
-    shown = stack.layers[0](x, bus)
+    shown = stack.layers[0](x, ctx)
     shown.backward(h.grad / 8 / 2)
     ours = {n: p.grad.clone() for n, p in stack.layers[0].named_parameters() if p.grad is not None}
     stack.zero_grad()
@@ -115,8 +115,8 @@ def test_diversity_by_hand() -> None:
 def test_the_head_of_ridge_is_the_one_that_predicts() -> None:
     stack, plan, images, labels = made("ridge")
     train_step(stack, plan, images, labels)
-    h = stack.layers[0](stack.embed(images), stack.bus(stack.embed(images), images))
-    solved = stack.own_relays()["ridge-0"]
+    h = stack.layers[0](stack.embed(images), stack.layer_context(stack.embed(images), images))
+    solved = stack.learned_relays()["ridge-0"]
     assert isinstance(solved, RidgeHead)
     expected = F.pad(h, (0, 1), value=1.0) @ solved.weight
     torch.testing.assert_close(stack.readout(h, 0), expected)
@@ -152,12 +152,12 @@ def test_models_of_text_take_them_too(objective: str) -> None:
     tokens, targets = torch.randint(0, 11, (2, 2, 6))
     losses = train_step(stack, plan, tokens, targets)
     x = stack.embed(tokens)
-    bus = stack.bus(x, tokens)
-    h = stack.layers[0](x, bus)
-    own = stack.own_relays()[f"{objective}-0"]
-    if isinstance(own, SlowCopy):
+    ctx = stack.layer_context(x, tokens)
+    h = stack.layers[0](x, ctx)
+    own = stack.learned_relays()[f"{objective}-0"]
+    if isinstance(own, EMACopy):
         with torch.no_grad():
-            wanted = stack.features(own.target[0](h, bus))
+            wanted = stack.features(own.target[0](h, ctx))
         cosine = F.cosine_similarity(own.predictor(stack.features(h)), wanted, dim=-1)
         expected = F.cross_entropy(stack.readout(h, 0).flatten(0, 1), targets.flatten())
         expected = expected + 0.5 * (2 - 2 * cosine).mean()
@@ -167,7 +167,7 @@ def test_models_of_text_take_them_too(objective: str) -> None:
     weight = next(stack.layers[0].parameters())
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, torch.autograd.grad(expected / 2, weight)[0])
-    last = stack.readout(stack.layers[1](h.detach(), bus), 1).flatten(0, 1)
+    last = stack.readout(stack.layers[1](h.detach(), ctx), 1).flatten(0, 1)
     torch.testing.assert_close(losses[1], F.cross_entropy(last, targets.flatten()).detach())
 
 

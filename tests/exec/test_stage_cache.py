@@ -18,7 +18,7 @@ from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
 from topograd.nn.layer_state import KVState
 from topograd.nn.mamba.recurrent import RecurrentState
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -45,9 +45,9 @@ class Means(nn.Module):
         super().__init__()
         self.map = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         ones = torch.arange(1, h.shape[1] + 1, device=h.device)[:, None]
-        return h + self.map(h.cumsum(1) / ones + 0.01 * bus.positions[:, None])
+        return h + self.map(h.cumsum(1) / ones + 0.01 * ctx.positions[:, None])
 
 
 def stateless(interfaces: bool = False) -> GPT:

@@ -25,7 +25,7 @@ from topograd.nn.gpt import GPT
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.closed_forms import activation_layers
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.topology.plan import Plan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tests.exec.conftest import Case, Tiny
 
 HARD = Topology.chain("1,1,2")
-HIERARCHICAL = Topology.chain("1,1,2", transmissivity=1.0)
+HIERARCHICAL = Topology.chain("1,1,2", grad_scale=1.0)
 
 
 @st.composite
@@ -97,7 +97,7 @@ def test_equals_one_graph_on_random_dags(topology: Topology, tiny: type[Tiny]) -
 
 
 def test_gradients_add_up_over_batches_with_their_scale(tiny: type[Tiny]) -> None:
-    topology = Topology.chain("1,3", transmissivity=0.3)
+    topology = Topology.chain("1,3", grad_scale=0.3)
     stack, scales = tiny.gpt(topology), (0.25, 0.75)
     for seed, scale in enumerate(scales):
         (scale * graph_losses(stack, topology, *tiny.batch(seed))[0]).backward()
@@ -123,7 +123,7 @@ def test_twice_the_same_step_doubles_the_gradients(tiny: type[Tiny], case: Case)
 def test_bfloat16_autocast_is_close(objective: str, tiny: type[Tiny]) -> None:
     # bfloat16 rounds by 2^-9 = 0.2 %; four layers and a head are some ten matrix products deep, one way and
     # back, so a few per cent of the gradient's norm.
-    topology = Topology.chain("1,3", transmissivity=0.3, objective=objective)
+    topology = Topology.chain("1,3", grad_scale=0.3, objective=objective)
     stack = tiny.gpt(topology, dtype=torch.float32)
     exact = train_step(stack, topology, *tiny.batch())
     expected = torch.cat([g.flatten() for g in tiny.gradients(stack).values()])
@@ -197,8 +197,7 @@ def linked(topology: Topology) -> Topology:
     return replace(
         topology,
         stages=tuple(
-            replace(s, sources=tuple(replace(e, transmissivity=1.0) for e in s.sources))
-            for s in topology.stages
+            replace(s, sources=tuple(replace(e, grad_scale=1.0) for e in s.sources)) for s in topology.stages
         ),
     )
 
@@ -243,7 +242,7 @@ def test_activations_live_as_the_closed_form_says_on_random_dags(
     """Equal, but for stages without a loss that are heard only before their end: there it is a bound."""
     plan = Plan.of(topology, topology.layers)
     held = recorded(tiny, topology)[1]
-    cut = [p for p in plan.stages if p.scale == 0 and p.sends and p.sends[-1].layer < p.stage.stop]
+    cut = [p for p in plan.stages if p.scale == 0 and p.outputs and p.outputs[-1].layer < p.stage.stop]
     assert held <= activation_layers(plan) if cut else held == activation_layers(plan)
 
 
@@ -254,8 +253,8 @@ class Doubling(nn.Module):
         assert received is not None
         return 2 * h + received
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        return message + bus.x0
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return message + ctx.x0
 
 
 class ZLoss:
@@ -274,16 +273,16 @@ class ZLoss:
 
 def test_a_relay_and_an_objective_of_ones_own(tiny: type[Tiny]) -> None:
     """Both ends of the relay carry gradient, λ acts between them; the objective is used by name."""
-    heard = Edge(0, transmissivity=0.3, relay="doubling")
+    heard = Edge(0, grad_scale=0.3, relay="doubling")
     topology = Topology(
-        2, (Stage(0, 1, (Edge(EMBEDDING, transmissivity=1.0),)), Stage(1, 2, (heard,), objective="z-loss"))
+        2, (Stage(0, 1, (Edge(EMBEDDING, grad_scale=1.0),)), Stage(1, 2, (heard,), objective="z-loss"))
     )
     stack, (inputs, targets) = tiny.gpt(topology), tiny.batch()
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0, inputs)
-    h0 = stack.layers[0](x0, bus)
+    ctx = stack.layer_context(x0, inputs)
+    h0 = stack.layers[0](x0, ctx)
     message = 2 * h0 + x0
-    h1 = stack.layers[1](message.detach() + 0.3 * (message - message.detach()) + x0, bus)
+    h1 = stack.layers[1](message.detach() + 0.3 * (message - message.detach()) + x0, ctx)
     z = stack.readout(h1, 1)[targets != -100]
     first = F.cross_entropy(stack.readout(h0, 0).flatten(0, 1), targets.flatten())
     second = F.cross_entropy(z, targets[targets != -100]) + 0.1 * z.logsumexp(-1).square().mean()
@@ -352,9 +351,9 @@ def test_a_stack_that_lacks_relays_is_refused(topology: Topology, words: str, ti
     stack = tiny.gpt()
     with pytest.raises(StackError, match=words):
         train_step(stack, topology, *tiny.batch())
-    assert not stack.own_relays()
+    assert not stack.learned_relays()
     prepare(stack, topology)
-    assert stack.own_relays()
+    assert stack.learned_relays()
 
 
 def test_a_base_that_still_learns_is_refused(tiny: type[Tiny]) -> None:
@@ -408,7 +407,7 @@ def test_residual_wants_logits_that_every_frozen_stage_has(tiny: type[Tiny]) -> 
 
 def _regions() -> tuple[Stage, ...]:
     """Two stages of which only the second has a loss."""
-    first, second = Topology.chain("1,1", transmissivity=1.0).stages
+    first, second = Topology.chain("1,1", grad_scale=1.0).stages
     return replace(first, weight=0.0), second
 
 

@@ -13,7 +13,7 @@ from topograd.interfaces.causality import future_gradient
 from topograd.nn.config import ARCHITECTURES, Architecture, Maps, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentRelay, add_interfaces
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
@@ -90,7 +90,7 @@ def test_it_is_the_reference_s_jacobian(settings: SegmentInterface, monkeypatch:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_later_tokens_change_nothing(pool: Pool) -> None:
-    """Through whatever they come: x0, value embeddings or the bus. Bit for bit."""
+    """Through whatever they come: x0, value embeddings or the layer context. Bit for bit."""
     stack = model(SegmentInterface(segments=4, rank=4, pool=pool), value_embeddings="all")
     inputs = tokens()
     whole = stage_outputs(stack, PLAN, inputs, [2])[2]
@@ -106,9 +106,9 @@ class _TooEarly(SegmentRelay):
 
     early = 0
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        decoded = super().receive(message, bus) - bus.x0
-        return bus.x0 + decoded.roll(-self.early, dims=1)
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        decoded = super().receive(message, ctx) - ctx.x0
+        return ctx.x0 + decoded.roll(-self.early, dims=1)
 
 
 class _Peeking(torch.nn.Module):
@@ -118,10 +118,10 @@ class _Peeking(torch.nn.Module):
         super().__init__()
         self.block, self.place, self.ahead = block, place, ahead
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        seen = torch.zeros(bus.x0.shape[1], 1, dtype=h.dtype)
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        seen = torch.zeros(ctx.x0.shape[1], 1, dtype=h.dtype)
         seen[self.place] = 1e-9
-        return self.block(h, bus) + seen * bus.x0.roll(-self.ahead, dims=1)
+        return self.block(h, ctx) + seen * ctx.x0.roll(-self.ahead, dims=1)
 
 
 @pytest.mark.parametrize(("early", "found"), [(0, False), (1, False), (2, True)])

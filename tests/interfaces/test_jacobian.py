@@ -17,7 +17,7 @@ from topograd.interfaces.regions import Regions
 from topograd.nn.config import ARCHITECTURES, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.runs.topology_config import Jacobian
 from topograd.topology.dag import Topology
 
@@ -43,8 +43,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def inner_region(interface: str, architecture: str = "transformer") -> tuple[Regions, Tensor, Bus, Tensor]:
-    """Three regions, the message into the middle one, the bus, and its Jacobian (B, n, n) by definition."""
+def inner_region(
+    interface: str, architecture: str = "transformer"
+) -> tuple[Regions, Tensor, LayerContext, Tensor]:
+    """Three regions, the message to the middle one, the context and its Jacobian (B, n, n) by definition."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "layers": 4,
@@ -62,17 +64,17 @@ def inner_region(interface: str, architecture: str = "transformer") -> tuple[Reg
     regions = Regions.of(stack, Topology.regions("1,2,1"))
     inputs = torch.randint(11, (BATCH, CONTEXT))
     x0 = stack.embed(inputs).detach()
-    bus = stack.bus(x0, inputs)
-    message = regions.messages(x0, bus)[0].detach().requires_grad_()
-    return regions, message, bus, defined(regions, message.detach(), bus)
+    ctx = stack.layer_context(x0, inputs)
+    message = regions.messages(x0, ctx)[0].detach().requires_grad_()
+    return regions, message, ctx, defined(regions, message.detach(), ctx)
 
 
-def defined(regions: Regions, message: Tensor, bus: Bus) -> Tensor:
+def defined(regions: Regions, message: Tensor, ctx: LayerContext) -> Tensor:
     def transition(m: Tensor) -> Tensor:
         states = list(m.unbind(1))
-        h = canvas_with_states(regions.relays[0], bus.x0, states)
+        h = canvas_with_states(regions.relays[0], ctx.x0, states)
         for layer in regions.plan.stages[1].layers:
-            h = regions.stack.layers[layer](h, bus)
+            h = regions.stack.layers[layer](h, ctx)
         return torch.stack(next_states(regions.relays[1], h, states), dim=1)
 
     whole = torch.autograd.functional.jacobian(transition, message).flatten(4, 5).flatten(1, 2)  # b i c j
@@ -84,8 +86,8 @@ def defined(regions: Regions, message: Tensor, bus: Bus) -> Tensor:
 
 
 def seen(interface: str, way: Jacobian, architecture: str = "transformer") -> Visit:
-    regions, message, bus, _ = inner_region(interface, architecture)
-    return visit(regions, 1, message, bus, way)
+    regions, message, ctx, _ = inner_region(interface, architecture)
+    return visit(regions, 1, message, ctx, way)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -159,8 +161,8 @@ def test_rank_minus_two_rows_for_each_state(
 
 def test_trimmed_rows_run_through_their_prefix_only() -> None:
     """The rows of state s need (s + 1) ℓ positions; the last ones use the visit's own graph."""
-    regions, message, bus, _ = inner_region("tail")
-    one = visit(regions, 1, message, bus)
+    regions, message, ctx, _ = inner_region("tail")
+    one = visit(regions, 1, message, ctx)
     lengths: list[int] = []
     hook = regions.stack.layers[1].register_forward_pre_hook(
         lambda _, given: lengths.append(given[0].shape[1])
@@ -206,7 +208,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         return self.function.apply(h)
 
 
@@ -221,20 +223,20 @@ def test_a_layer_without_forward_mode_is_refused_in_one_line(
     stack.layers[1] = _Layer(function)
     regions = Regions.of(stack, Topology.regions("1,1,1"))
     inputs = torch.randint(11, (BATCH, CONTEXT))
-    bus = stack.bus(stack.embed(inputs).detach(), inputs)
-    message = regions.messages(bus.x0, bus)[0].detach().requires_grad_()
+    ctx = stack.layer_context(stack.embed(inputs).detach(), inputs)
+    message = regions.messages(ctx.x0, ctx)[0].detach().requires_grad_()
     with pytest.raises(StackError, match=r"no forward-mode derivative.*use jacobian='loop'") as caught:
-        interface_jacobian(visit(regions, 1, message, bus, "forward"), "forward", chunk)
+        interface_jacobian(visit(regions, 1, message, ctx, "forward"), "forward", chunk)
     assert "\n" not in str(caught.value)
-    loop = interface_jacobian(visit(regions, 1, message, bus), "loop")
-    torch.testing.assert_close(loop, defined(regions, message.detach(), bus), rtol=1e-11, atol=1e-13)
+    loop = interface_jacobian(visit(regions, 1, message, ctx), "loop")
+    torch.testing.assert_close(loop, defined(regions, message.detach(), ctx), rtol=1e-11, atol=1e-13)
 
 
 def test_bad_settings() -> None:
-    regions, message, bus, _ = inner_region("tail")
+    regions, message, ctx, _ = inner_region("tail")
     with pytest.raises(
         ConfigError, match="jacobian 'magic' is unknown; choose one of loop, batched, forward"
     ):
-        visit(regions, 1, message, bus, "magic")  # type: ignore[arg-type]
+        visit(regions, 1, message, ctx, "magic")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="chunk is 0; it must be at least 1"):
-        interface_jacobian(visit(regions, 1, message, bus), chunk=0)
+        interface_jacobian(visit(regions, 1, message, ctx), chunk=0)

@@ -14,7 +14,7 @@ from topograd.errors import ConfigError, StackError
 from topograd.interfaces import pullback as module
 from topograd.interfaces.pullback import Tape, pullback, record
 from topograd.nn.gpt import GPT
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 
 VOCAB, TIME, WIDTH, BATCH, BASIS = 23, 12, 16, 2, 3
 TOLERANCE = 1e-13
@@ -41,7 +41,7 @@ class Case:
     """A region, its input, and what it gave."""
 
     layers: Sequence[nn.Module]
-    bus: Bus
+    ctx: LayerContext
     h: Tensor
     output: Tensor
     tape: Tape
@@ -67,15 +67,15 @@ def run(
 ) -> Case:
     tokens = torch.randint(0, VOCAB, (BATCH, time))
     x0 = gpt.embed(tokens).detach()
-    bus = gpt.bus(x0, tokens)
+    ctx = gpt.layer_context(x0, tokens)
     h = (scale * torch.randn_like(x0)).requires_grad_()
     layers = list(gpt.layers)[region]
     with record(layers) as tape:
         output = h
         for layer in layers[:-1]:
-            output = layer(output, bus)
-        output = layers[-1](output, bus, rows=rows)
-    return Case(layers, bus, h, output, tape)
+            output = layer(output, ctx)
+        output = layers[-1](output, ctx, rows=rows)
+    return Case(layers, ctx, h, output, tape)
 
 
 def by_autograd(case: Case, g: Tensor, weights: Tensor, segment: int, skip: int = 0) -> Tensor:
@@ -213,7 +213,7 @@ def test_recording_leaves_the_forward_as_it_is() -> None:
     wanted = [taped.h, *(p for layer in taped.layers for p in layer.parameters())]
     plain = taped.h
     for layer in taped.layers:
-        plain = layer(plain, taped.bus)
+        plain = layer(plain, taped.ctx)
     assert torch.equal(plain, taped.output)
     pullback(taped.tape, cotangents(), POOLS["mean"](12).double(), 4)
     for with_tape, without in zip(
@@ -233,10 +233,10 @@ def test_a_second_forward_replaces_the_first() -> None:
             torch.manual_seed(seed)
             tokens = torch.randint(0, VOCAB, (BATCH, TIME))
             x0 = gpt.embed(tokens).detach().requires_grad_()
-            output, bus = x0, gpt.bus(x0.detach(), tokens)
+            output, ctx = x0, gpt.layer_context(x0.detach(), tokens)
             for layer in gpt.layers:
-                output = layer(output, bus)
-            case = Case(list(gpt.layers), bus, x0, output, tape)
+                output = layer(output, ctx)
+            case = Case(list(gpt.layers), ctx, x0, output, tape)
             g, weights = cotangents(), POOLS["tail"](12).double()
             assert error(pullback(tape, g, weights, 4), by_autograd(case, g, weights, 4)) <= TOLERANCE
 
@@ -258,7 +258,7 @@ def test_decoding_and_empty_tapes_are_refused() -> None:
     x0 = gpt.embed(tokens)
     block: Any = gpt.layers[0]
     with record([block]) as tape, pytest.raises(StackError, match="whole sequences"):
-        block(x0, gpt.bus(x0, tokens), block.new_state(BATCH, 4))
+        block(x0, gpt.layer_context(x0, tokens), block.new_state(BATCH, 4))
     with pytest.raises(StackError, match="not full"):
         pullback(tape, cotangents(), torch.ones(1).double(), 1)
 

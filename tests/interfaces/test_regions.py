@@ -12,7 +12,7 @@ from topograd.interfaces.regions import Regions
 from topograd.nn.config import Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import add_interfaces
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 
 CONTEXT = 12
@@ -44,7 +44,7 @@ def test_messages_are_the_reference_s(pool: Pool) -> None:
     assert regions.relays == (stack.relay("interface-1"), stack.relay("interface-2"))
     inputs = torch.randint(11, (2, CONTEXT))
     x0 = stack.embed(inputs)
-    ours = regions.messages(x0, stack.bus(x0, inputs))
+    ours = regions.messages(x0, stack.layer_context(x0, inputs))
     _, expected = interface_forward(stack, CHAIN, inputs)
     assert len(ours) == len(expected) == 2
     for message, slow in zip(ours, expected, strict=True):
@@ -64,7 +64,7 @@ def test_another_number_of_layers() -> None:
 
 def test_a_relay_that_is_no_interface() -> None:
     with pytest.raises(TopologyError, match="region 2 reads through 'identity', which is no interface"):
-        Regions.of(model(), Topology.chain("1,2,1", transmissivity=1.0))
+        Regions.of(model(), Topology.chain("1,2,1", grad_scale=1.0))
 
 
 def test_a_stack_without_interfaces() -> None:
@@ -108,7 +108,7 @@ def test_a_loss_in_between() -> None:
 
 
 def test_a_frozen_region() -> None:
-    root = Edge(EMBEDDING, transmissivity=0.0)
+    root = Edge(EMBEDDING, grad_scale=0.0)
     frozen = (
         Stage(0, 1, (root,), weight=0.0, frozen=True),
         Stage(1, 4, (Edge(0, None, 0.0, "interface-1"),)),
@@ -124,8 +124,8 @@ class _Wrapped(nn.Module):
         super().__init__()
         self.block, self.inner = block, inner
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        return self.inner(self.block(h, bus))
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        return self.inner(self.block(h, ctx))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from topograd.nn.adapted.adapt import Adapted, adapt
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.config import Family, TransformerConfig
 from topograd.nn.transformer.stack import Transformer
 from topograd.topology.configuration import Configuration
@@ -68,7 +68,7 @@ class Halving(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(width, width, kernel_size=3, stride=2, padding=1)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         return self.convolution(h).relu()
 
 

@@ -291,7 +291,7 @@ def test_decoding_from_the_middle_is_refused() -> None:
     stack = toy_stack()
     x0 = stack.embed(tokens())
     with pytest.raises(StackError, match="cannot go on from position 3; give it the whole prefix"):
-        stack.bus(x0, tokens(), offset=3)
+        stack.layer_context(x0, tokens(), offset=3)
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,15 @@ def test_unrolled_it_is_what_it_drafts(kind: str) -> None:
     for n in (0, 3, 5):
         memory = layer.new_state(2, 16)  # type: ignore[operator]
         x0 = decoding.embed(inputs[:, : n + 1])
-        bus = decoding.bus(x0, inputs[:, : n + 1])
-        g = layer(stage.relay.join(x0, shifted(states)[:, : n + 1]), bus, memory)
+        ctx = decoding.layer_context(x0, inputs[:, : n + 1])
+        g = layer(stage.relay.join(x0, shifted(states)[:, : n + 1]), ctx, memory)
         torch.testing.assert_close(g, steps[0][:, : n + 1])
         for step in (1, 2):
             here = slice(n + step, n + step + 1)
             x0 = decoding.embed(inputs[:, here], inputs[:, n + step - 1])
-            g = layer(stage.relay.join(x0, g[:, -1:]), decoding.bus(x0, inputs[:, here], n + step), memory)
+            g = layer(
+                stage.relay.join(x0, g[:, -1:]), decoding.layer_context(x0, inputs[:, here], n + step), memory
+            )
             torch.testing.assert_close(g, steps[step][:, here])
     torch.testing.assert_close(decoding.readout(g, 0), stage.readout(g))
 

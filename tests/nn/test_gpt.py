@@ -40,7 +40,7 @@ def test_attention_is_the_written_out_one(make_gpt: Callable[..., GPT], settings
     x = torch.randn(2, 9, 16, requires_grad=True)
     weights = torch.randn(2, 9, 16)
     wanted = [x, *attention.parameters()]
-    fast = attention(x, model.bus(x, inputs))
+    fast = attention(x, model.layer_context(x, inputs))
     slow = attention_output(attention, x, inputs, base=100.0)
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
     for a, b in zip(
@@ -65,8 +65,8 @@ def test_the_written_out_attention_on_numbers() -> None:
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
     q, k = torch.randn(8), torch.randn(8)
     model = GPT(layers=1, width=8, heads=1, vocab=5, context=64)
-    bus = model.bus(torch.zeros(1, 64, 8), torch.zeros(1, 64, dtype=torch.long), offset=100)
-    cos, sin = bus.extras["rotary"]
+    ctx = model.layer_context(torch.zeros(1, 64, 8), torch.zeros(1, 64, dtype=torch.long), offset=100)
+    cos, sin = ctx.extras["rotary"]
     turned_q, turned_k = rotate_halves(q.expand(64, 8), cos, sin), rotate_halves(k.expand(64, 8), cos, sin)
     scores = turned_q @ turned_k.T
     for distance in (0, 1, 7):

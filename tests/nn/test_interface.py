@@ -140,13 +140,13 @@ def test_a_new_interface_says_nothing_yet() -> None:
     assert relay.alpha.item() == 1
     stack, inputs = GPT(layers=1, width=WIDTH, heads=2, vocab=VOCAB), tokens()
     x0 = stack.embed(inputs)
-    assert torch.equal(relay.receive(torch.randn(2, 3, 4), stack.bus(x0, inputs)), x0)
+    assert torch.equal(relay.receive(torch.randn(2, 3, 4), stack.layer_context(x0, inputs)), x0)
 
 
 def test_relays_are_the_stack_s_own() -> None:
     stack = GPT(layers=4, width=8, heads=2, vocab=11, context=CONTEXT).to(torch.bfloat16)
     add_interfaces(stack, SegmentInterface(segments=4), 3, 8, CONTEXT)
-    assert sorted(stack.own_relays()) == ["interface-1", "interface-2"]
+    assert sorted(stack.learned_relays()) == ["interface-1", "interface-2"]
     assert {p.dtype for p in stack.relays.parameters()} == {torch.bfloat16}
     first, second = stack.relay("interface-1"), stack.relay("interface-2")
     assert isinstance(first, CausalRelay)
@@ -169,7 +169,7 @@ def test_both_ends_are_the_reference_s(pool: Pool, segments: int, time: int) -> 
     assert states == len(pools(relay, h)) == min(time // (CONTEXT // segments), segments - 1)
     heard = torch.randn(2, states, 4, dtype=torch.float64)
     x0 = stack.embed(inputs)
-    received = relay.receive(heard, stack.bus(x0, inputs))
+    received = relay.receive(heard, stack.layer_context(x0, inputs))
     torch.testing.assert_close(received, canvas_with_states(relay, x0, list(heard.unbind(1))))
     assert torch.equal(received[:, : relay.segment], x0[:, : relay.segment]), "segment 0 hears nothing"
     if states:
@@ -197,7 +197,7 @@ def test_the_published_interface_pools_and_tells_everything() -> None:
     assert relay.needed(9) == (9, None)
     x0 = stack.embed(inputs)
     expected = x0 + relay.decode(heard[:, 0])[:, None]
-    torch.testing.assert_close(relay.receive(heard, stack.bus(x0, inputs)), expected)
+    torch.testing.assert_close(relay.receive(heard, stack.layer_context(x0, inputs)), expected)
 
 
 # The whole forward
@@ -218,11 +218,11 @@ def test_lean_sends_the_same(pool: Pool, architecture: str) -> None:
     """Nothing of the last segment runs, and with a tail pool the last layer only where segments end."""
     stack, inputs = model(SegmentInterface(segments=4, rank=4, pool=pool), architecture), tokens()
     x0 = stack.embed(inputs)
-    bus, message = stack.bus(x0, inputs), x0
+    ctx, message = stack.layer_context(x0, inputs), x0
     for planned in Plan.of(CHAIN, 4).stages[:-1]:
-        whole, sent = run_stage(stack, planned, [message], bus)
-        lean, sent_lean = run_stage(stack, planned, [message], bus, lean=True)
-        port = planned.sends[0]
+        whole, sent = run_stage(stack, planned, [message], ctx)
+        lean, sent_lean = run_stage(stack, planned, [message], ctx, lean=True)
+        port = planned.outputs[0]
         torch.testing.assert_close(sent_lean[port], sent[port], rtol=1e-12, atol=1e-13)
         read = torch.tensor([2, 5, 8]) if pool == "tail" else torch.arange(9)
         assert lean.shape[1] == len(read)
@@ -290,4 +290,4 @@ def test_inputs_within_the_first_segment(pool: Pool, architecture: str) -> None:
     inputs = tokens(2)
     h = stage_outputs(stack, Plan.of(CHAIN, 4), inputs, [2])[2]
     x0 = stack.embed(inputs)
-    torch.testing.assert_close(h, stack.layers[3](x0, stack.bus(x0, inputs)))
+    torch.testing.assert_close(h, stack.layers[3](x0, stack.layer_context(x0, inputs)))

@@ -58,7 +58,7 @@ def test_the_executor_gives_the_recursion_of_the_paper() -> None:
     losses = train_step(stack, plan, images, labels)
     assert losses[0].isnan()
     first, second, last = (layer.linear for layer in stack.layers if isinstance(layer, Affine))
-    relay = stack.own_relays()["target-1"]
+    relay = stack.learned_relays()["target-1"]
     assert isinstance(relay, TargetRelay)
     x = stack.embed(images).flatten(1)
     with torch.no_grad():

@@ -17,13 +17,13 @@ from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.learned_relays import LEARNED, LearnedRelay, Linear, LowRank, add_relays
 from topograd.nn.relays import RELAYS
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import EMBEDDING, PLAIN_RELAYS, Edge, Topology
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import activation_rank
 
 WIDTH, RANK = 16, 4
-BUS = Bus(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+BUS = LayerContext(torch.zeros(1), torch.zeros(1), torch.zeros(1))
 KINDS = (*PLAIN_RELAYS, *LEARNED)
 
 
@@ -118,30 +118,28 @@ def test_a_bounded_relay_can_raise_the_rank() -> None:
     assert activation_rank(made("sigmoid").receive(h, BUS)) > 5
 
 
-def chain(kind: str, transmissivity: float = 0.0) -> Topology:
-    return Topology.chain("1,1,2", transmissivity=transmissivity).with_relays(kind)
+def chain(kind: str, grad_scale: float = 0.0) -> Topology:
+    return Topology.chain("1,1,2", grad_scale=grad_scale).with_relays(kind)
 
 
 def with_relays(make_gpt: Callable[..., GPT], topology: Topology) -> GPT:
     model = make_gpt()
     add_relays(model, replace(topology, relay_rank=RANK))
-    for relay in model.own_relays().values():
+    for relay in model.learned_relays().values():
         for parameter in relay.parameters():
             nn.init.normal_(parameter, std=0.3)
     return model
 
 
 @pytest.mark.parametrize("kind", LEARNED)
-def test_the_listener_trains_its_relay_at_every_transmissivity(
-    kind: str, make_gpt: Callable[..., GPT]
-) -> None:
+def test_the_listener_trains_its_relay_at_every_grad_scale(kind: str, make_gpt: Callable[..., GPT]) -> None:
     """λ = 0: the relay learns, from its own stage alone, and the stage before it does not."""
     topology = chain(kind)
     silent = Topology(4, tuple(_only(s, k == 1) for k, s in enumerate(topology.stages)))
     model, inputs = with_relays(make_gpt, topology), torch.randint(23, (2, 9))
     train_step(model, silent, inputs, inputs.roll(-1, 1))
-    assert all(p.grad is not None and p.grad.any() for p in model.own_relays()[f"{kind}-1"].parameters())
-    assert all(p.grad is None for p in model.own_relays()[f"{kind}-2"].parameters())
+    assert all(p.grad is not None and p.grad.any() for p in model.learned_relays()[f"{kind}-1"].parameters())
+    assert all(p.grad is None for p in model.learned_relays()[f"{kind}-2"].parameters())
     assert all(p.grad is None for p in model.layers[0].parameters())
 
 
@@ -171,22 +169,22 @@ def test_every_edge_has_a_relay_of_its_own_and_is_given_it_once(make_gpt: Callab
     topology = chain("gate").with_input_bus(Edge(EMBEDDING, relay="gate"))
     model = make_gpt()
     add_relays(model, topology)
-    own = model.own_relays()
+    own = model.learned_relays()
     assert sorted(own) == ["gate-1", "gate-1-beside-1", "gate-2", "gate-2-beside-1"]
     assert {p.dtype for relay in own.values() for p in relay.parameters()} == {torch.float64}
     add_relays(model, topology)
-    assert all(model.own_relays()[name] is relay for name, relay in own.items())
+    assert all(model.learned_relays()[name] is relay for name, relay in own.items())
 
 
 def test_the_rank_is_a_quarter_of_the_width_unless_told(make_gpt: Callable[..., GPT]) -> None:
     model, topology = make_gpt(), chain("low-rank")
     add_relays(model, topology)
-    relay = model.own_relays()["low-rank-1"]
+    relay = model.learned_relays()["low-rank-1"]
     assert isinstance(relay, LowRank)
     assert relay.down.weight.shape == (4, WIDTH)
     told = make_gpt()
     add_relays(told, replace(topology, relay_rank=2))
-    assert told.own_relays()["low-rank-1"].get_parameter("down.weight").shape == (2, WIDTH)
+    assert told.learned_relays()["low-rank-1"].get_parameter("down.weight").shape == (2, WIDTH)
 
 
 def test_bad_rank_is_one_line(make_gpt: Callable[..., GPT]) -> None:

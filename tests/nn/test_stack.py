@@ -28,9 +28,9 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
 
 def last_hidden(stack: Stack, inputs: Tensor) -> Tensor:
     h = stack.embed(inputs)
-    bus = stack.bus(h, inputs)
+    ctx = stack.layer_context(h, inputs)
     for layer in stack.layers:
-        h = layer(h, bus)
+        h = layer(h, ctx)
     return h
 
 
@@ -60,9 +60,9 @@ def test_no_gradient_from_earlier_logits_to_later_embeddings(sequence: tuple[Any
     case, stack = sequence
     inputs = case.inputs()
     x0 = stack.embed(inputs).detach().requires_grad_()
-    h, bus = x0, stack.bus(x0, inputs)
+    h, ctx = x0, stack.layer_context(x0, inputs)
     for layer in stack.layers:
-        h = layer(h, bus)
+        h = layer(h, ctx)
     (gradient,) = torch.autograd.grad(stack.readout(h, 0)[:, 5].square().sum(), x0)
     assert gradient[:, 6:].count_nonzero() == 0
     assert gradient[:, :6].abs().amax((0, 2)).gt(0).sum() >= 3
@@ -171,7 +171,7 @@ def test_every_parameter_learns(case: Any, stack: Stack) -> None:
 
 @pytest.mark.parametrize(
     "topology",
-    [Topology.chain("2,2"), Topology.chain("1,3", transmissivity=0.3), Topology.forest(["2", "1,1"])],
+    [Topology.chain("2,2"), Topology.chain("1,3", grad_scale=0.3), Topology.forest(["2", "1,1"])],
     ids=["chain", "soft", "forest"],
 )
 def test_training_step_is_the_reference(case: Any, stack: Stack, topology: Topology) -> None:

@@ -24,13 +24,13 @@ def next_logits(stack: Any, plan: Plan, window: Sequence[int], stage: int) -> Te
     """Logits (vocab,) of a stage behind the last token of the window; every relay is the identity."""
     inputs = torch.tensor([list(window)], device=next(stack.parameters()).device)
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0, inputs)
+    ctx = stack.layer_context(x0, inputs)
     after: dict[tuple[int, int], Tensor] = {}  # (stage, layers of the stack run so far) -> hidden state
     for planned in plan.stages[: stage + 1]:
         heard = [x0 if p.source == EMBEDDING else after[p.source, p.layer] for p, _ in planned.inputs]
         h = sum(heard[1:], heard[0])
         for layer in planned.layers:
-            h = stack.layers[layer](h, bus)
+            h = stack.layers[layer](h, ctx)
             after[planned.index, layer + 1] = h
     logits: Tensor = stack.readout(h[:, -1:], stage)[0, 0]
     return logits

@@ -32,7 +32,7 @@ IGNORED = -100
 def interface_forward(stack: Any, topology: Topology, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Logits (batch, T, vocab) of the last region, and m_1 ... m_{K-1}, each (batch, states, rank)."""
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0, inputs)
+    ctx = stack.layer_context(x0, inputs)
     last = len(topology.stages) - 1
     states: list[Tensor] = []
     messages = []
@@ -42,7 +42,7 @@ def interface_forward(stack: Any, topology: Topology, inputs: Tensor) -> tuple[T
             x = canvas_with_states(stack.relay(region.sources[0].relay), x0, states)
         h = x
         for layer in range(region.start, region.stop):
-            h = stack.layers[layer](h, bus)
+            h = stack.layers[layer](h, ctx)
         if k < last:
             relay = stack.relay(topology.stages[k + 1].sources[0].relay)
             messages.append(torch.stack(next_states(relay, h, states), dim=1))

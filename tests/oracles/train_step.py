@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import Plan, Port
+from topograd.topology.plan import EdgeOutput, Plan
 
 TEMPERATURE, MIX = 2.0, 0.5
 """Of the objective `distillation`, as it is by default."""
@@ -27,9 +27,9 @@ Z_WEIGHT = 1e-4
 """Of the objective `z-loss`."""
 
 
-def soft_detach(h: Tensor, transmissivity: float) -> Tensor:
+def soft_detach(h: Tensor, grad_scale: float) -> Tensor:
     """D_λ(h): the value of h, with λ times its gradient."""
-    return h.detach() + transmissivity * (h - h.detach())
+    return h.detach() + grad_scale * (h - h.detach())
 
 
 def graph_losses(
@@ -52,7 +52,7 @@ def _only_into(topology: Topology, stage: int) -> Topology:
     stages = list(topology.stages)
     for k, each in enumerate(stages):
         if k != stage:
-            cut = (e if e.source == EMBEDDING else replace(e, transmissivity=0.0) for e in each.sources)
+            cut = (e if e.source == EMBEDDING else replace(e, grad_scale=0.0) for e in each.sources)
             stages[k] = replace(each, sources=tuple(cut))
     return replace(topology, stages=tuple(stages))
 
@@ -63,12 +63,12 @@ def _graph(
     """The loss of each stage, in one graph."""
     plan = Plan.of(topology, len(stack.layers))
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0, inputs)
-    messages: dict[Port, Tensor] = {}
+    ctx = stack.layer_context(x0, inputs)
+    messages: dict[EdgeOutput, Tensor] = {}
     logits: list[Tensor] = []
     losses: list[Tensor] = []
     for planned in plan.stages:
-        own_bus = bus if planned.live_bus else replace(bus, x0=x0.detach())
+        own_bus = ctx if planned.live_bus else replace(ctx, x0=x0.detach())
         received = [
             (port, soft_detach(x0 if port.source == EMBEDDING else messages[port], lam))
             for port, lam in planned.inputs
@@ -76,7 +76,7 @@ def _graph(
         h = torch.stack([stack.relay(port.relay).receive(m, own_bus) for port, m in received]).sum(0)
         for layer in planned.layers:
             h = stack.layers[layer](h, own_bus)
-            for port in planned.sends:
+            for port in planned.outputs:
                 if port.layer == layer + 1:
                     messages[port] = stack.relay(port.relay).send(h, received[0][1])
         z = stack.readout(h, planned.head)

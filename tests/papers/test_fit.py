@@ -42,7 +42,7 @@ def test_every_stage_learns_and_rates_follow_the_schedule(monkeypatch: pytest.Mo
             not torch.equal(p, before[name]) for name, p in stack.named_parameters() if name.startswith(layer)
         )
     still, same = model()
-    fit(still, same, given, 4, OptimizerConfig(matrices=0.0, embeddings=0.0, head=0.0, scalars=0.0))
+    fit(still, same, given, 4, OptimizerConfig(lr_matrix=0.0, lr_embedding=0.0, lr_head=0.0, lr_scalar=0.0))
     assert all(torch.equal(p, before[name]) for name, p in still.named_parameters())
 
 

@@ -48,7 +48,7 @@ def test_arms_share_first_weights_and_data(sizes: Sizes, monkeypatch: pytest.Mon
     seen: list[Any] = []
 
     def fit(stack: Any, plan: Any, batches: Any, steps: int, config: Any, watch: Any) -> Any:
-        assert config.relays == (0.5 if seen[1:] else OptimizerConfig().relays)
+        assert config.lr_relay == (0.5 if seen[1:] else OptimizerConfig().lr_relay)
         seen.append((stack.layers[0].state_dict(), stack.embedding.weight, list(batches), steps))
         return torch.zeros(steps, len(plan.stages))
 
@@ -81,7 +81,7 @@ def test_the_first_weights_of_relays_may_be_set(sizes: Sizes) -> None:
     seen: list[Any] = []
 
     def start(stack: Any) -> None:
-        seen.append(sorted(stack.own_relays()))
+        seen.append(sorted(stack.learned_relays()))
 
     train_arms([replace(behind_root("gate"), start=start)], replace(sizes, seeds=1), ASKED)
     assert seen == [["gate-1"]], "its relays are there, and nothing was trained yet"

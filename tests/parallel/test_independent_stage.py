@@ -182,7 +182,7 @@ REFUSED: dict[str, Any] = {
     "head": ({"heads": "shared"}, "stages share a head that learns"),
     "bus": ({"bus": "live"}, "trains the embedding through x0"),
     "x0": ({"x0_blend": True}, "read x0, which the first stage changes"),
-    "gradient": ({"transmissivity": 0.5}, "sends it gradient"),
+    "gradient": ({"grad_scale": 0.5}, "sends it gradient"),
     "forest": (
         {"graph": "forest", "partition": "L", "branches": ("1", "2")},
         "hears more than the stage before",

@@ -59,7 +59,7 @@ def test_a_message_goes_to_those_who_hear_it() -> None:
 
 
 def test_stages_that_exchange_gradient_stay_together() -> None:
-    _, plan = small(Topology.chain("1,1,2", transmissivity=0.5))
+    _, plan = small(Topology.chain("1,1,2", grad_scale=0.5))
     with pytest.raises(ParallelError, match="stages 1, 2, 3 exchange gradient"):
         Layout.of(plan, 2)
     assert Layout.of(plan, 1).owners == (0, 0, 0)

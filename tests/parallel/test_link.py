@@ -70,6 +70,33 @@ def test_one_that_returns_gets_the_steps_that_it_asks_for(outlet: Sender, addres
         inlet.close()
 
 
+def test_a_step_that_was_never_sent_is_passed_over(outlet: Sender, address: Address) -> None:
+    """A stage that missed a step never sends it, and its listener must not wait for it."""
+    inlet = Receiver(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
+    assert outlet.wait_for_listener(SECONDS)
+    put(outlet, range(1, 3))
+    assert outlet.flush(SECONDS)  # the listener now wants step 3
+    put(outlet, range(4, 8))
+    steps = [inlet.take(SECONDS) for _ in range(6)]
+    assert [arrived and arrived.step for arrived in steps] == [1, 2, 4, 5, 6, 7]
+    inlet.close()
+
+
+def test_a_flush_waits_for_a_listener_that_lives(outlet: Sender, address: Address) -> None:
+    assert outlet.flush(0.0)  # nobody is there
+    inlet = Receiver(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
+    assert outlet.wait_for_listener(SECONDS)
+    sender = threading.Thread(target=put, args=(outlet, range(1, 9)), daemon=True)
+    sender.start()
+    wait_until(lambda: outlet._behind() > 0 and len(inlet._arrived) == AHEAD // 2, "both queues are full")
+    assert not outlet.flush(0.01)
+    for _ in range(8):
+        assert inlet.take(SECONDS) is not None
+    sender.join(SECONDS)
+    assert outlet.flush(SECONDS)
+    inlet.close()
+
+
 def test_a_listener_that_does_not_take_holds_the_sender(outlet: Sender, address: Address) -> None:
     inlet = Receiver(address, {"seed": 1}, first=1, batches=2, timeout=SECONDS)
     assert outlet.wait_for_listener(SECONDS)

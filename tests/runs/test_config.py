@@ -18,14 +18,14 @@ ODD = TrainConfig(
         partition="1,2",
         heads="per-stage",
         objective="residual",
-        transmissivity=0.25,
+        grad_scale=0.25,
         bus="detached",
         reduction="sum",
     ),
     data='a "quoted" näme.txt',
     bf16=True,
     model=GPTConfig(layers=3, width=8, heads=2, windows=(4, 0), softcap=15.0, kv_heads=1, head_rank=2),
-    optimizer=OptimizerConfig(betas=(0.7, 0.9), clip=1.0, matrices=1e-5),
+    optimizer=OptimizerConfig(betas=(0.7, 0.9), clip=1.0, lr_matrix=1e-5),
 )
 
 
@@ -63,7 +63,7 @@ def test_the_topology_has_everything_that_was_asked() -> None:
         (0, 1, "residual"),
         (1, 3, "residual"),
     ]
-    assert topology.stages[1].sources[0].transmissivity == 0.25
+    assert topology.stages[1].sources[0].grad_scale == 0.25
     assert (topology.heads, topology.bus, topology.reduction) == ("per-stage", "detached", "sum")
 
 
@@ -130,7 +130,7 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
         ({"seed": 2**63}, ConfigError, "below 2"),
         ({"partition": "3,3"}, ConfigError, "partition 3,3 has 6 layers and the model has 4"),
         ({"partition": "2,x"}, ConfigError, "part 2 is 'x'"),
-        ({"partition": "2,2", "transmissivity": 1.5}, ConfigError, "transmissivity is 1.5"),
+        ({"partition": "2,2", "grad_scale": 1.5}, ConfigError, "grad_scale is 1.5"),
     ],
 )
 def test_settings_outside_their_range(change: dict[str, Any], error: type[TopogradError], words: str) -> None:
@@ -180,8 +180,8 @@ def test_a_model_that_cannot_be_built(change: dict[str, Any], words: str) -> Non
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.5])
-@pytest.mark.parametrize("name", ["transmissivity", "source_transmissivity"])
-def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, value: float) -> None:
+@pytest.mark.parametrize("name", ["grad_scale", "source_grad_scale"])
+def test_a_grad_scale_is_checked_where_there_is_one_stage_too(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} is {value}; it must lie in \[0, 1\]"):
         preset("tiny", **{name: value})
 
@@ -192,7 +192,7 @@ def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, val
         ({"graph": "tree"}, "graph 'tree' is unknown; choose one of chain, forest"),
         ({"graph": "forest"}, "the graph is forest and branches is empty; give its branches"),
         ({"graph": "cover"}, "intervals is empty"),
-        ({"graph": "soft"}, "transmissivities is empty"),
+        ({"graph": "soft"}, "grad_scales is empty"),
         ({"graph": "stages"}, "stages is empty"),
         ({"branches": ("2", "2")}, "branches is .* and the graph is chain, which does not use it"),
         ({"graph": "forest", "branches": ("2", "2"), "partition": "2,2"}, "partition is '2,2' and the graph"),
@@ -200,13 +200,13 @@ def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, val
             {"graph": "forest", "branches": ("2", "3")},
             r"forest \('2', '3'\) has 5 layers and the model has 4",
         ),
-        ({"graph": "soft", "transmissivities": (0.5,)}, "has 2 layers and the model has 4"),
+        ({"graph": "soft", "grad_scales": (0.5,)}, "has 2 layers and the model has 4"),
         ({"graph": "cover", "intervals": ((0, 2), (3, 4))}, "interval 3..4 starts after layer 3"),
-        ({"partition": "2,2", "transmissivities": (0.1, 0.2)}, "2 transmissivities for 1 boundaries"),
-        ({"partition": "2,2", "transmissivities": (math.nan,)}, "transmissivity nan"),
+        ({"partition": "2,2", "grad_scales": (0.1, 0.2)}, "2 grad_scales for 1 boundaries"),
+        ({"partition": "2,2", "grad_scales": (math.nan,)}, "grad_scale nan"),
         (
-            {"partition": "2,2", "transmissivity": 0.1, "transmissivities": (0.1,)},
-            "transmissivity and transmissivities are both given",
+            {"partition": "2,2", "grad_scale": 0.1, "grad_scales": (0.1,)},
+            "grad_scale and grad_scales are both given",
         ),
         ({"partition": "2,2", "weights": (1.0,)}, "1 weights for 2 stages"),
         ({"partition": "2,2", "loss_every": (2,)}, "1 loss_every for 2 stages; give one for each"),
@@ -225,7 +225,7 @@ def test_a_transmissivity_is_checked_where_there_is_one_stage_too(name: str, val
         ({"relay_rank": 4}, "relay_rank is 4, which nothing uses; give a relay or a join that learns too"),
         ({"head_rank": 4}, "head_rank is 4, which nothing uses; give heads per-stage or low-rank too"),
         ({"join": "gate"}, "join is 'gate', which nothing uses; give a source too"),
-        ({"source_transmissivity": 0.5}, "source_transmissivity is 0.5, which nothing uses"),
+        ({"source_grad_scale": 0.5}, "source_grad_scale is 0.5, which nothing uses"),
         (
             {"partition": "2,2", "objective": "residual", "objectives": ("residual", "residual")},
             "objective and objectives are both given",
@@ -343,7 +343,7 @@ OLD = {
     "partition": "1,2",
     "stage_heads": "per-stage",
     "objective": "residual",
-    "transmissivity": 0.25,
+    "grad_scale": 0.25,
     "bus": "detached",
     "reduction": "sum",
     "steps": 9,
@@ -356,11 +356,11 @@ OLD = {
 def test_settings_of_version_1_are_read() -> None:
     found = TrainConfig.from_dict(OLD)
     assert found.topology == ODD.topology
-    assert (found.steps, found.optimizer.matrices, found.optimizer.name) == (9, 0.01, "muon+adamw")
+    assert (found.steps, found.optimizer.lr_matrix, found.optimizer.name) == (9, 0.01, "muon+adamw")
     assert found.model == GPTConfig(layers=3, width=8, heads=2, count_from="last")
     assert TrainConfig.from_dict({"version": 1, **OLD}) == found
     assert TrainConfig.from_dict(found.as_dict() | {"data": "x"}).model == found.model, "written as version 2"
-    with pytest.raises(ConfigError, match="unknown setting bus"):
+    with pytest.raises(ConfigError, match="unknown setting ctx"):
         TrainConfig.from_dict({"version": 2, **OLD})
     with pytest.raises(ConfigError, match="setting model is 3; it must be a table"):
         TrainConfig.from_dict({"model": 3})

@@ -16,7 +16,7 @@ from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import (
-    Session,
+    LoadedTextRun,
     build_stack,
     device_of,
     heldout_text,
@@ -72,7 +72,7 @@ def test_an_earlier_checkpoint_by_name(trained: Trainer) -> None:
         open_session(trained.task.run.folder, "last")
 
 
-def read(session: Session, data: Path | None = None, limit_bytes: int | None = None) -> Evaluation:
+def read(session: LoadedTextRun, data: Path | None = None, limit_bytes: int | None = None) -> Evaluation:
     return evaluate(session.stack, session.plan, heldout_text(session, data, limit_bytes))
 
 

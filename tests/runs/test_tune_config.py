@@ -46,10 +46,10 @@ def test_refused(changes: dict[str, Any], words: str) -> None:
 
 
 def test_layers_before_the_first_that_learns_are_frozen() -> None:
-    topology = config(first_layer=2, topology={"transmissivity": 1.0}).build_topology()
+    topology = config(first_layer=2, topology={"grad_scale": 1.0}).build_topology()
     assert [stage.frozen for stage in topology.stages] == [True, False, False]
     assert [stage.weight for stage in topology.stages] == [0.0, 1.0, 1.0]
-    assert [stage.sources[0].transmissivity for stage in topology.stages[1:]] == [0.0, 1.0]
+    assert [stage.sources[0].grad_scale for stage in topology.stages[1:]] == [0.0, 1.0]
 
 
 def test_a_frozen_model_learns_at_its_exits_alone() -> None:
@@ -76,9 +76,9 @@ def test_the_last_stage_teaches_and_is_not_taught() -> None:
 
 def test_a_foreign_model_is_tuned_gently() -> None:
     whole, part = tuning(config()), tuning(config(), small=True)
-    assert whole.optimizer.matrices == whole.optimizer.embeddings == 5e-5
-    assert part.optimizer.matrices == 1e-3
-    assert whole.row == min(256, whole.model.context)
+    assert whole.optimizer.lr_matrix == whole.optimizer.lr_embedding == 5e-5
+    assert part.optimizer.lr_matrix == 1e-3
+    assert whole.seq_len == min(256, whole.model.context)
 
 
 def test_settings_come_back() -> None:

@@ -96,7 +96,7 @@ def build(name: str) -> Stack:
         stack.add_heads(range(4), rank=2)
         add_interfaces(stack, SegmentInterface(segments=4, rank=4, pool="cumulative"), 3, 32, CONTEXT)
     noisy(stack)
-    for parameter in (p for relay in stack.own_relays().values() for p in relay.parameters()):
+    for parameter in (p for relay in stack.learned_relays().values() for p in relay.parameters()):
         nn.init.normal_(parameter, std=0.3)
     return stack
 

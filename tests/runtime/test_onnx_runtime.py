@@ -32,7 +32,7 @@ NAMES = (
     *("gpt", "gpt-windows", "gpt-plain", "llama", "llama-biases", "llama-long", "mistral", "qwen2"),
     *("qwen3", "gpt2", "gemma2", "gemma3"),
 )
-ROOT = Edge(EMBEDDING, transmissivity=1.0)
+ROOT = Edge(EMBEDDING, grad_scale=1.0)
 TOPOLOGIES = {
     "input bus": Topology.chain("1,2,1").with_input_bus(),
     "regions": Topology.regions("1,1,2"),

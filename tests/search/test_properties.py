@@ -18,6 +18,7 @@ from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.search import property_probes
+from topograd.search.measured import Trained
 from topograd.search.properties import (
     LESS,
     MORE,
@@ -39,7 +40,6 @@ from topograd.search.property_readings import (
     union_layers,
     within_budget,
 )
-from topograd.search.trained import Trained
 from topograd.search.utility import capability
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Topology
@@ -154,7 +154,7 @@ def test_the_bandwidth_is_that_of_what_a_stage_receives() -> None:
     x0 = stack.embed(text().inputs)
     assert activation_rank(x0.flatten(0, 1)) > 8
     assert bandwidth(narrow.with_input_bus(), 0.5) < bandwidth(narrow, 0.5)
-    assert bandwidth(Topology.chain("2,2", transmissivity=1.0).with_relays("low-rank"), 0.5) == 0.0
+    assert bandwidth(Topology.chain("2,2", grad_scale=1.0).with_relays("low-rank"), 0.5) == 0.0
 
 
 def squared_layers(trained: Trained) -> float:
@@ -192,7 +192,7 @@ EVERY_KIND = {
     "forest": (Topology.forest(["1,1", "2"]), 3, 3, True),
     "cover": (Topology.cover([(0, 2), (1, 4)]), 2, 1, True),
     "gated-bus": (Topology.chain("2,2").with_input_bus(Edge(EMBEDDING, relay="gate")), 2, 2, True),
-    "hierarchical": (Topology.chain("2,2", transmissivity=1.0).with_relays("sigmoid"), 2, 1, False),
+    "hierarchical": (Topology.chain("2,2", grad_scale=1.0).with_relays("sigmoid"), 2, 1, False),
     "soft": (Topology.soft([1.0, 0.5, 1.0]), 2, 1, False),
     "regions": (Topology.regions("2,2", "S=4,r=4"), 1, 1, True),
     "specialist": (Topology.regions("1,2", "S=4,r=4").with_specialist(1), 2, 1, True),

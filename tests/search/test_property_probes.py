@@ -87,9 +87,9 @@ def test_where_no_gradient_leaves_a_stage_the_others_do_not_move_at_all(topology
 
 
 @few
-@pytest.mark.parametrize("transmissivity", [0.1, 1.0])
-def test_where_gradient_crosses_the_others_move(transmissivity: float) -> None:
-    stack, plan = model(Topology.chain("1,1,2", transmissivity=transmissivity))
+@pytest.mark.parametrize("grad_scale", [0.1, 1.0])
+def test_where_gradient_crosses_the_others_move(grad_scale: float) -> None:
+    stack, plan = model(Topology.chain("1,1,2", grad_scale=grad_scale))
     assert update_discipline(stack, plan, text(), backwards(text())).others > 1e-3
 
 
@@ -141,7 +141,7 @@ def test_the_share_of_a_specialist() -> None:
 
 def test_a_stage_brings_what_serves_it_alone() -> None:
     assert unit_of(Plan.of(Topology.chain("2,2"), 4), 1) == {1}
-    assert unit_of(Plan.of(Topology.chain("2,2", transmissivity=1.0), 4), 1) == {1}
+    assert unit_of(Plan.of(Topology.chain("2,2", grad_scale=1.0), 4), 1) == {1}
     decoded = Topology.chain("2,2").with_decoders(1)
     assert unit_of(Plan.of(decoded, 6), 3) == {2, 3}
     assert unit_of(Plan.of(Topology.regions("1,1,2"), 4), 2) == {0, 1, 2}

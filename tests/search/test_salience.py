@@ -51,10 +51,10 @@ def costs(weights: Weights = WEIGHTS) -> Costs:
 def logits(stack: GPT, text: Text) -> torch.Tensor:
     """(L, tokens, V): every layer by the nearest head, the obvious way. 1,1,2 has heads after 1, 2 and 4."""
     h = stack.embed(text.inputs)
-    bus = stack.bus(h, text.inputs)
+    ctx = stack.layer_context(h, text.inputs)
     rows = []
     for layer, head in zip(stack.layers, [0, 1, 2, 2], strict=True):
-        h = layer(h, bus)
+        h = layer(h, ctx)
         rows.append(stack.readout(h, head).flatten(0, 1))
     return torch.stack(rows)
 

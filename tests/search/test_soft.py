@@ -24,7 +24,7 @@ from topograd.training.runs import resume, start
 def boundaries_of(layers: int, config: SoftConfig, steps: int) -> SoftBoundaries:
     """As a run of so many layers begins."""
     run = soft_run(TrainConfig(steps=steps).changed(model=TrainConfig().model.changed(layers=layers)), config)
-    return SoftBoundaries(run.topology.transmissivities, config, steps)
+    return SoftBoundaries(run.topology.grad_scales, config, steps)
 
 
 def learned(losses: list[float], steps: int = 150, **settings: float) -> SoftBoundaries:
@@ -38,12 +38,12 @@ def learned(losses: list[float], steps: int = 150, **settings: float) -> SoftBou
 def test_the_temperature_falls_and_the_count_is_right_at_first() -> None:
     config = SoftConfig(stages=3, hot=4.0, cold=0.25)
     assert [config.temperature(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([4.0, 1.0, 0.25])
-    assert expected_boundaries(boundaries_of(9, config, 1).transmissivities(0.0)).item() == pytest.approx(2)
+    assert expected_boundaries(boundaries_of(9, config, 1).grad_scales(0.0)).item() == pytest.approx(2)
 
 
 def test_boundaries_begin_where_the_settings_say() -> None:
     begun = SoftBoundaries((0.2, 0.9), SoftConfig(stages=2), 9)
-    assert begun.transmissivities(0.0).tolist() == pytest.approx([0.2, 0.9])
+    assert begun.grad_scales(0.0).tolist() == pytest.approx([0.2, 0.9])
 
 
 def test_the_derivative_of_the_soft_loss_by_lambda_is_the_stage_loss() -> None:
@@ -52,7 +52,7 @@ def test_the_derivative_of_the_soft_loss_by_lambda_is_the_stage_loss() -> None:
     boundaries = boundaries_of(3, SoftConfig(stages=2), 9)
 
     def topology() -> Topology:
-        soft = Topology.soft(boundaries.transmissivities(0.0).tolist(), heads="per-stage")
+        soft = Topology.soft(boundaries.grad_scales(0.0).tolist(), heads="per-stage")
         return replace(soft, reduction="sum")
 
     stack = GPT(layers=3, width=16, heads=2, vocab=20, context=8, head_rank=2).double()
@@ -67,7 +67,7 @@ def test_the_derivative_of_the_soft_loss_by_lambda_is_the_stage_loss() -> None:
                 boundaries.logits[i] += sign * h
                 values.append(graph_losses(stack, topology(), inputs, targets)[0].item())
                 boundaries.logits[i] -= sign * h
-        lam = boundaries.transmissivities(0.0)[i].item()
+        lam = boundaries.grad_scales(0.0)[i].item()
         slope = lam * (1 - lam) / boundaries.config.hot
         assert (values[0] - values[1]) / (2 * h) == pytest.approx(-losses[i].item() * slope, rel=1e-6)
 
@@ -75,7 +75,7 @@ def test_the_derivative_of_the_soft_loss_by_lambda_is_the_stage_loss() -> None:
 def test_boundaries_go_where_the_loss_is_least() -> None:
     found = learned([4.0, 1.0, 4.0, 4.0, 1.0, 4.0, 1.0], stages=3, length=0.0)
     assert found.harden().parts == (2, 3, 2)
-    lam = found.transmissivities(1.0)
+    lam = found.grad_scales(1.0)
     assert lam[[1, 4]].max() < 0.1
     assert lam[[0, 2, 3, 5]].min() > 0.9
     assert expected_boundaries(lam).item() == pytest.approx(2, abs=0.1)
@@ -87,7 +87,7 @@ def test_the_count_is_met_in_few_steps_while_the_level_of_the_losses_falls() -> 
     for step in range(60):
         level = 3 + 3 * (1 - step / 60) ** 4
         boundaries.update(level - 0.02 * torch.arange(12), step / 59)
-    lam = boundaries.transmissivities(1.0)
+    lam = boundaries.grad_scales(1.0)
     assert expected_boundaries(lam).item() == pytest.approx(2, abs=0.05)
     assert boundaries.harden().parts == (10, 1, 1)
 
@@ -102,7 +102,7 @@ def test_the_losses_alone_push_boundaries_to_the_end_and_capability_pulls_them_b
 
 def test_the_multiplier_holds_the_count_against_a_cost_of_coupling() -> None:
     found = learned([2.0, 1.0, 2.0, 1.1, 2.0], stages=2, coupling=3.0, length=0.0, steps=400)
-    assert expected_boundaries(found.transmissivities(1.0)).item() == pytest.approx(1, abs=0.15)
+    assert expected_boundaries(found.grad_scales(1.0)).item() == pytest.approx(1, abs=0.15)
     assert found.multiplier > 0  # losses of 1 to 2 less 3 for coupling: boundaries gain, and are held back
 
 
@@ -115,7 +115,7 @@ def test_hardening_keeps_to_the_least_depth() -> None:
 
 def test_every_layer_keeps_a_loss_and_a_hard_boundary_can_open() -> None:
     boundaries = learned([5.0, 1.0, 5.0, 5.0], stages=2, length=0.0)
-    lam = boundaries.transmissivities(1.0)
+    lam = boundaries.grad_scales(1.0)
     assert 0 < lam.min() < 1e-3
     assert 1 - 1e-3 < lam.max() < 1
     assert all(stage.weight > 0 for stage in Topology.soft(lam.tolist()).stages)
@@ -153,9 +153,9 @@ def test_learning_trains_the_model_and_gives_a_partition(config: TrainConfig, fo
     assert (len(parts), sum(parts)) == (2, 4)
     assert session.plan.topology.head_rank == 4
     assert [len(planned.layers) for planned in session.plan.stages] == parts
-    assert len(outcome["transmissivities"]) == 3
+    assert len(outcome["grad_scales"]) == 3
     assert outcome["losses"][-1] < math.log(257) - 0.5
-    logged = [r["transmissivities"] for r in found.metrics() if r["kind"] == "boundaries"]
+    logged = [r["grad_scales"] for r in found.metrics() if r["kind"] == "boundaries"]
     assert len(logged) == config.steps
     assert logged[0] != logged[-1]
 
@@ -235,6 +235,6 @@ def test_a_temperature_that_falls_by_leaps_leaves_every_layer_its_loss(steps: in
     for step in range(steps):
         progress = step / max(steps - 1, 1)
         boundaries.update(torch.linspace(4, 1, 6), progress)
-        lam = boundaries.transmissivities(1.0)
+        lam = boundaries.grad_scales(1.0)
         assert ((lam > 0) & (lam < 1)).all()
     assert boundaries.harden().stages == 3

@@ -7,7 +7,7 @@ from topograd.data.windows import Text
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.search.dynamic import best_partition
 from topograd.search.stage_costs import Batch, costs_of_run, probe, probe_costs
 from topograd.training.runs import start
@@ -72,13 +72,13 @@ def test_nothing_to_probe(stack: GPT) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Session:
+def trained(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> LoadedTextRun:
     folder = tmp_path_factory.mktemp("costs") / "run"
     start(config.changed(partition="2,2", decoder=1), folder).train()
     return open_session(folder)
 
 
-def test_the_costs_of_a_run_are_of_its_layers_on_its_text(trained: Session) -> None:
+def test_the_costs_of_a_run_are_of_its_layers_on_its_text(trained: LoadedTextRun) -> None:
     """Private decoders lie behind the layers and are no part of a partition."""
     costs = costs_of_run(trained, batches=2, seed=1)
     assert set(costs) == {(a, b) for a in range(4) for b in range(a + 1, 5)}

@@ -45,7 +45,7 @@ def test_the_terms() -> None:
 
 
 def test_coupling_has_one_definition() -> None:
-    """Of a plan and of transmissivities; the cost counts joints, the coordination is a share of them."""
+    """Of a plan and of grad_scales; the cost counts joints, the coordination is a share of them."""
     assert coordination(hard(Composition.parse("2,2,2"))) == 0.6
     for pi in enumerate_compositions(6):
         plan = Plan.of(Topology.chain(pi), 6)

@@ -15,7 +15,7 @@ from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
@@ -88,7 +88,7 @@ def ask(client: httpx.Client) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def double(make_session: Callable[..., Session]) -> Session:
+def double(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     """A session in float64 whose stages disagree."""
     session = make_session(STAGES)
     session.stack.double()
@@ -98,7 +98,7 @@ def double(make_session: Callable[..., Session]) -> Session:
 class Desk:
     """A scheduler without a thread, and what its jobs were told."""
 
-    def __init__(self, session: Session, **limits: Any) -> None:
+    def __init__(self, session: LoadedTextRun, **limits: Any) -> None:
         self.session = session
         self.model = Model(session)
         engine: Engine = self.model.engine
@@ -128,5 +128,5 @@ class Desk:
 
 
 @pytest.fixture
-def make_desk(double: Session) -> Callable[..., Desk]:
+def make_desk(double: LoadedTextRun) -> Callable[..., Desk]:
     return lambda **limits: Desk(double, **limits)

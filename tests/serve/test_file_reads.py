@@ -10,13 +10,13 @@ import httpx
 
 from file_reads import opened_below
 from retrofits import retrofitted_copy
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
 
 
 def test_requests_read_no_file_of_the_run(
-    make_session: Callable[..., Session], serve: Callable[..., Any], tmp_path: Path
+    make_session: Callable[..., LoadedTextRun], serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = retrofitted_copy(make_session(3).run.folder, tmp_path / "run")
     running, stop = serve(open_served(folder, None, Limits()))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from topograd.serve.fields import CHAT, COMPLETION
 from topograd.serve.guard import ROUTES
 from topograd.serve.openapi import document, schema
+from topograd.serve.request_schema import CHAT, COMPLETION
 from topograd.serve.server import Running
 from waiting import LIMIT
 

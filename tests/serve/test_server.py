@@ -24,7 +24,7 @@ from topograd.decode.strategies import generate_batch
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
@@ -131,7 +131,7 @@ def _written(served: ServedModel, prompts: list[list[int]]) -> list[list[int]]:
     return texts
 
 
-def test_runtimes(served: ServedModel, double: Session) -> None:
+def test_runtimes(served: ServedModel, double: LoadedTextRun) -> None:
     """ONNX Runtime where it can, and torch, write the same texts; int8 is another model."""
     assert served.model.engine.runtime.name == "onnx"
     assert Model(double).engine.runtime.name == "torch", "ONNX Runtime has no float64 here"

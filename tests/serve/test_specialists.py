@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from topograd.errors import ConfigError
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.serve.chats import Chats
-from topograd.serve.fields import RequestError
+from topograd.serve.request_schema import RequestError
 from topograd.serve.server import open_served
 from topograd.serve.settings import Limits
 from topograd.serve.texts import OnProgress
@@ -25,11 +25,11 @@ def _listener(tokens: list[int]) -> OnProgress:
 
 
 @pytest.fixture(scope="module")
-def base(make_session: Callable[..., Session]) -> Session:
+def base(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
     return make_session(3)
 
 
-def test_rows_with_and_without_specialists(base: Session, tmp_path: Path) -> None:
+def test_rows_with_and_without_specialists(base: LoadedTextRun, tmp_path: Path) -> None:
     new_specialist(tmp_path / "quiet", base)
     served = open_served(base.run.folder, "base", Limits(rows=2), [tmp_path / "quiet"])
     assert served.specialists is not None
@@ -57,7 +57,7 @@ def test_rows_with_and_without_specialists(base: Session, tmp_path: Path) -> Non
         scheduler.strategy("prefix:1", True, (("quiet", 1.0),))
 
 
-def test_prompts_are_spelled_as_generate_spells_them(base: Session, tmp_path: Path) -> None:
+def test_prompts_are_spelled_as_generate_spells_them(base: LoadedTextRun, tmp_path: Path) -> None:
     """A specialist's own tokens are known in its requests alone, and so is the template of its chats."""
     new_specialist(tmp_path / "talks", base, tokens=[NewToken("<|go|>", "g")])
     served = open_served(base.run.folder, "base", Limits(rows=2), [tmp_path / "talks"])

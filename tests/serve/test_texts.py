@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from topograd.serve.fields import COMPLETION, RequestError, read
 from topograd.serve.jobs import Progress
+from topograd.serve.request_schema import COMPLETION, RequestError, read
 from topograd.serve.texts import ServedModel
 
 

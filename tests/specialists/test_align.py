@@ -13,22 +13,22 @@ import torch.nn.functional as F
 
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
-from topograd.runs.sidecar import Sidecar, update_sidecar
+from topograd.runs.adapter import Adapter, update_adapter
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.align import alignment, carry, compared, versions
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.records import rows_of
 
 
-def learned(base: Session, folder: Path, rank: int | None = 3) -> Sidecar:
-    sidecar = new_specialist(folder, base, layers=2, head_rank=rank)
+def learned(base: LoadedTextRun, folder: Path, rank: int | None = 3) -> Adapter:
+    adapter = new_specialist(folder, base, layers=2, head_rank=rank)
     generator = torch.Generator().manual_seed(1)
-    noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
-    return update_sidecar(sidecar, noisy, sidecar.settings)
+    noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in adapter.tensors.items()}
+    return update_adapter(adapter, noisy, adapter.settings)
 
 
-def rotated(base: Session) -> tuple[Session, Session]:
+def rotated(base: LoadedTextRun) -> tuple[LoadedTextRun, LoadedTextRun]:
     """A base without gains, and the same function in other coordinates: the stream turned. In float64."""
     stack = copy.deepcopy(base.stack).double()
     q, _ = torch.linalg.qr(
@@ -48,7 +48,7 @@ def rotated(base: Session) -> tuple[Session, Session]:
     return replace(base, stack=plain), replace(base, stack=stack, weights="rotated")
 
 
-def trained_on(base: Session) -> Session:
+def trained_on(base: LoadedTextRun) -> LoadedTextRun:
     """Another version of a base: its weights have moved."""
     stack = copy.deepcopy(base.stack)
     generator = torch.Generator().manual_seed(3)
@@ -60,25 +60,27 @@ def trained_on(base: Session) -> Session:
 
 @pytest.mark.parametrize("rank", [3, None], ids=["rank", "whole"])
 @torch.no_grad()
-def test_a_turned_base_gets_the_same_specialist(imported: Session, tmp_path: Path, rank: int | None) -> None:
+def test_a_turned_base_gets_the_same_specialist(
+    imported: LoadedTextRun, tmp_path: Path, rank: int | None
+) -> None:
     old, new = rotated(imported)
     tokens = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(Predictor(new.stack, new.plan)(tokens), Predictor(old.stack, old.plan)(tokens))
-    sidecar = learned(old, tmp_path / "s", rank)
-    carried = carry(sidecar, old, new, tmp_path / "t")
+    adapter = learned(old, tmp_path / "s", rank)
+    carried = carry(adapter, old, new, tmp_path / "t")
     logits = []
-    for base, each in ((old, sidecar), (new, carried)):
+    for base, each in ((old, adapter), (new, carried)):
         attached = attach(base, {"s": each})
         logits.append(Predictor(attached.stack, composed(attached, {"s": 1.0}))(tokens))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)  # tensors are kept in float64
-    same = attach(new, {"s": replace(sidecar, base=carried.base)})
+    same = attach(new, {"s": replace(adapter, base=carried.base)})
     wrong = Predictor(same.stack, composed(same, {"s": 1.0}))(tokens)
     assert (wrong - logits[0]).abs().max() > 100 * (logits[1] - logits[0]).abs().max()
     assert versions(old, new)["kind"] == "major"
     assert versions(old, new)["residual"] < 1e-6
 
 
-def test_the_maps_are_least_squares(gpt: Session) -> None:
+def test_the_maps_are_least_squares(gpt: LoadedTextRun) -> None:
     other = trained_on(gpt)
     a, b = alignment(gpt.stack, other.stack)
     w1, w2 = (s.stack.get_parameter("head.weight").double() for s in (gpt, other))
@@ -91,22 +93,22 @@ def test_the_maps_are_least_squares(gpt: Session) -> None:
 
 
 @torch.no_grad()
-def nats(base: Session, sidecar: Sidecar | None, rows: tuple[torch.Tensor, torch.Tensor]) -> float:
+def nats(base: LoadedTextRun, adapter: Adapter | None, rows: tuple[torch.Tensor, torch.Tensor]) -> float:
     """The mean loss of the targets, by the formula."""
-    attached = attach(base, {} if sidecar is None else {"s": sidecar})
-    logits = Predictor(attached.stack, composed(attached, {} if sidecar is None else {"s": 1.0}))(rows[0])
+    attached = attach(base, {} if adapter is None else {"s": adapter})
+    logits = Predictor(attached.stack, composed(attached, {} if adapter is None else {"s": 1.0}))(rows[0])
     return float(F.cross_entropy(logits.flatten(0, 1).double(), rows[1].flatten(), ignore_index=-100))
 
 
-def test_it_is_measured_beside_nothing(gpt: Session, chats: Path, tmp_path: Path) -> None:
-    sidecar, other = learned(gpt, tmp_path / "s"), trained_on(gpt)
-    carried = carry(sidecar, gpt, other, tmp_path / "t")
-    found = compared(chats, sidecar, carried, gpt, other, context=16)
+def test_it_is_measured_beside_nothing(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
+    adapter, other = learned(gpt, tmp_path / "s"), trained_on(gpt)
+    carried = carry(adapter, gpt, other, tmp_path / "t")
+    found = compared(chats, adapter, carried, gpt, other, context=16)
     rows = rows_of(chats, attach(other, {"s": carried}), 16)
     expected = {
-        "old base with it": nats(gpt, sidecar, rows),
+        "old base with it": nats(gpt, adapter, rows),
         "new base": nats(other, None, rows),
-        "nothing done": nats(other, replace(sidecar, base=carried.base), rows),
+        "nothing done": nats(other, replace(adapter, base=carried.base), rows),
         "aligned": nats(other, carried, rows),
     }
     assert found == pytest.approx(expected, rel=1e-5)
@@ -116,22 +118,22 @@ def test_it_is_measured_beside_nothing(gpt: Session, chats: Path, tmp_path: Path
 
 
 def test_on_a_turned_base_it_costs_nothing_and_without_it_much(
-    imported: Session, chats: Path, tmp_path: Path
+    imported: LoadedTextRun, chats: Path, tmp_path: Path
 ) -> None:
     old, new = (replace(base, stack=base.stack.float()) for base in rotated(imported))
-    sidecar = learned(old, tmp_path / "s")
-    found = compared(chats, sidecar, carry(sidecar, old, new, tmp_path / "t"), old, new, context=32)
+    adapter = learned(old, tmp_path / "s")
+    found = compared(chats, adapter, carry(adapter, old, new, tmp_path / "t"), old, new, context=32)
     lost = {name: abs(found[name] - found["old base with it"]) for name in ("aligned", "nothing done")}
     assert lost["aligned"] < 1e-3
     assert lost["nothing done"] > 1000 * lost["aligned"]
 
 
 def test_what_cannot_be_carried_is_refused(
-    make_session: Callable[..., Session], gpt: Session, imported: Session, tmp_path: Path
+    make_session: Callable[..., LoadedTextRun], gpt: LoadedTextRun, imported: LoadedTextRun, tmp_path: Path
 ) -> None:
-    sidecar = learned(gpt, tmp_path / "s")
+    adapter = learned(gpt, tmp_path / "s")
     with pytest.raises(ConfigError, match="has another tokenizer"):
-        carry(sidecar, gpt, imported, tmp_path / "t")
+        carry(adapter, gpt, imported, tmp_path / "t")
     with pytest.raises(ConfigError, match="have other shapes"):
-        carry(sidecar, gpt, make_session(2), tmp_path / "t")
+        carry(adapter, gpt, make_session(2), tmp_path / "t")
     assert not (tmp_path / "t").exists()

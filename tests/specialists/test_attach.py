@@ -14,14 +14,14 @@ import torch
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.gpt import GPT
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import TENSORS
+from topograd.runs.adapter import TENSORS
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.attach import Shape, SpecialistPart, attach, new_specialist, open_specialist
 from topograd.specialists.composition import composed
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
-Bases = dict[str, Session]
+Bases = dict[str, LoadedTextRun]
 TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -39,8 +39,8 @@ def noisy(part: SpecialistPart) -> None:
 def test_insertion_changes_no_bit(bases: Bases, which: str, settings: dict[str, Any], tmp_path: Path) -> None:
     base = bases[which]
     before = Predictor(base.stack, base.plan)(TOKENS)
-    sidecar = new_specialist(tmp_path / "s", base, **settings)
-    attached = attach(base, [sidecar])
+    adapter = new_specialist(tmp_path / "s", base, **settings)
+    attached = attach(base, [adapter])
     for weights in ({}, {"s": 1.0}):
         assert torch.equal(Predictor(attached.stack, composed(attached, weights))(TOKENS), before)
     noisy(attached.part("s"))
@@ -52,13 +52,13 @@ def test_insertion_changes_no_bit(bases: Bases, which: str, settings: dict[str, 
 
 def test_the_folder_has_nothing_of_the_base(bases: Bases, tmp_path: Path) -> None:
     base = bases["imported"]
-    sidecar = new_specialist(tmp_path / "s", base, layers=1, head_rank=2)
-    own = sum(t.numel() for t in sidecar.tensors.values())
+    adapter = new_specialist(tmp_path / "s", base, layers=1, head_rank=2)
+    own = sum(t.numel() for t in adapter.tensors.values())
     one_layer = sum(p.numel() for p in base.stack.layers[0].parameters())
     assert own == one_layer + 2 * (320 + 32)
     assert (tmp_path / "s" / TENSORS).stat().st_size < 4 * own + 10_000
     base_values = {p.flatten()[0].item() for p in base.stack.parameters() if p.dim() == 2}
-    assert not base_values & {t.flatten()[0].item() for t in sidecar.tensors.values() if t.dim() == 2}
+    assert not base_values & {t.flatten()[0].item() for t in adapter.tensors.values() if t.dim() == 2}
     assert Shape.of(open_specialist(tmp_path / "s")).first_layer == 4
     card = (tmp_path / "s" / "README.md").read_text()
     assert base.weights in card
@@ -70,8 +70,8 @@ def test_specialists_side_by_side_are_what_they_are_alone(bases: Bases, tmp_path
     base = bases["gpt"]
     alone = {}
     for name in ("a", "b"):
-        sidecar = new_specialist(tmp_path / name, base, layers=1, seed=ord(name))
-        attached = attach(base, [sidecar])
+        adapter = new_specialist(tmp_path / name, base, layers=1, seed=ord(name))
+        attached = attach(base, [adapter])
         noisy(attached.part(name))
         outputs = stage_outputs(attached.stack, attached.plan, TOKENS, [3])
         alone[name] = attached.stack.readout(outputs[3], 3)
@@ -102,9 +102,9 @@ def test_stages_beside_one_another_hear_the_base() -> None:
 
 
 def test_the_wrong_base_is_refused_by_name(bases: Bases, tmp_path: Path) -> None:
-    sidecar = new_specialist(tmp_path / "s", bases["gpt"])
+    adapter = new_specialist(tmp_path / "s", bases["gpt"])
     with pytest.raises(RunError, match=r"s belongs to the base .*run-3-0, and .*run has another tokenizer"):
-        attach(bases["imported"], [sidecar])
+        attach(bases["imported"], [adapter])
 
 
 def test_a_base_that_changed_by_one_bit_is_refused(bases: Bases, tmp_path: Path) -> None:
@@ -115,12 +115,12 @@ def test_a_base_that_changed_by_one_bit_is_refused(bases: Bases, tmp_path: Path)
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    sidecar = open_specialist(tmp_path / "s")
+    adapter = open_specialist(tmp_path / "s")
     with pytest.raises(RunError, match="SHA-256"):
-        sidecar.open_base(moved)
+        adapter.open_base(moved)
     state = next(moved.glob("checkpoints/*/state.json"))
     assert json.loads(state.read_text())["files"], "nothing was touched"
-    assert open_session(base.run.folder).weights == sidecar.base.weights
+    assert open_session(base.run.folder).weights == adapter.base.weights
 
 
 def test_what_cannot_be_attached_is_refused(bases: Bases, tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_what_cannot_be_attached_is_refused(bases: Bases, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="layers is 0"):
         new_specialist(tmp_path / "s", base, layers=0)
     assert not (tmp_path / "s").exists()
-    sidecar = new_specialist(tmp_path / "s", base)
+    adapter = new_specialist(tmp_path / "s", base)
     with pytest.raises(ConfigError, match="two specialists are called 's'"):
-        attach(base, [sidecar, sidecar])
+        attach(base, [adapter, adapter])
     with pytest.raises(RunError, match="not an empty folder"):
         new_specialist(tmp_path / "s", base)
 

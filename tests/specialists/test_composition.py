@@ -7,7 +7,7 @@ import torch
 
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import Attached, attach, new_specialist
 from topograd.specialists.composition import composed, composed_terms, parse_specialists
 
@@ -15,7 +15,7 @@ TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def attached(gpt: Session, tmp_path_factory: pytest.TempPathFactory) -> Attached:
+def attached(gpt: LoadedTextRun, tmp_path_factory: pytest.TempPathFactory) -> Attached:
     place = tmp_path_factory.mktemp("specialists")
     made = attach(gpt, [new_specialist(place / name, gpt, seed=ord(name)) for name in ("a", "b")])
     generator = torch.Generator().manual_seed(1)

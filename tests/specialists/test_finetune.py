@@ -17,14 +17,14 @@ import torch
 
 from topograd.errors import ConfigError, RunError
 from topograd.runs import checkpoint
+from topograd.runs.adapter import TENSORS
 from topograd.runs.config import OptimizerConfig
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import TENSORS
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.attach import new_specialist, open_specialist
 from topograd.specialists.finetune import FineTuning
 from topograd.specialists.settings import FineTune
 
-Bases = dict[str, Session]
+Bases = dict[str, LoadedTextRun]
 
 
 def settings(chats: Path, **more: Any) -> FineTune:
@@ -32,7 +32,7 @@ def settings(chats: Path, **more: Any) -> FineTune:
     return FineTune(**given | more)
 
 
-def trained(base: Session, folder: Path, chats: Path, **more: Any) -> dict[str, Any]:
+def trained(base: LoadedTextRun, folder: Path, chats: Path, **more: Any) -> dict[str, Any]:
     new_specialist(folder, base, layers=1, head_rank=4)
     return FineTuning.start(folder, settings(chats, **more)).train()
 
@@ -60,7 +60,7 @@ def test_it_learns_and_the_base_does_not_move(bases: Bases, which: str, chats: P
     assert not (tmp_path / "s/training/hidden-states").exists()
 
 
-def test_kept_states_change_nothing(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_kept_states_change_nothing(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
     """The base computed once and the base computed at every step: the same specialist."""
     weights = []
     for keep in (False, True):
@@ -72,7 +72,7 @@ def test_kept_states_change_nothing(gpt: Session, chats: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_a_resumed_training_is_bit_identical(
-    gpt: Session, chats: Path, tmp_path: Path, average: float
+    gpt: LoadedTextRun, chats: Path, tmp_path: Path, average: float
 ) -> None:
     trained(gpt, tmp_path / "straight", chats, average=average)
     new_specialist(tmp_path / "s", gpt, layers=1, head_rank=4)
@@ -89,7 +89,7 @@ def test_a_resumed_training_is_bit_identical(
     assert logs[0] == logs[1]
 
 
-def test_other_data_cannot_be_resumed_on(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_other_data_cannot_be_resumed_on(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(chats, tmp_path / "chat.jsonl"))
     new_specialist(tmp_path / "s", gpt)
     with pytest.raises(RunError, match="has no training to resume"):
@@ -100,7 +100,7 @@ def test_other_data_cannot_be_resumed_on(gpt: Session, chats: Path, tmp_path: Pa
         FineTuning.resume(tmp_path / "s")
 
 
-def test_a_finished_specialist_can_be_trained_on(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_a_finished_specialist_can_be_trained_on(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
     trained(gpt, tmp_path / "s", chats)
     before = open_specialist(tmp_path / "s")
     result = FineTuning.start(tmp_path / "s", settings(chats, steps=2)).train()
@@ -110,11 +110,11 @@ def test_a_finished_specialist_can_be_trained_on(gpt: Session, chats: Path, tmp_
 
 def test_rates_are_shares_of_the_bases() -> None:
     made = FineTune().optimizer(OptimizerConfig())
-    assert made.matrices == pytest.approx(0.004)
-    assert made.head == pytest.approx(0.005)
+    assert made.lr_matrix == pytest.approx(0.004)
+    assert made.lr_head == pytest.approx(0.005)
     assert (made.weight_decay, made.warmup, made.warmdown) == (0.1, 0.05, 0.5)
-    assert FineTune(rate=1.0).optimizer(OptimizerConfig(name="adamw")).matrices == 0.002
-    assert FineTune(rate=0.5).optimizer(OptimizerConfig(matrices=0.1)).matrices == 0.05
+    assert FineTune(rate=1.0).optimizer(OptimizerConfig(name="adamw")).lr_matrix == 0.002
+    assert FineTune(rate=0.5).optimizer(OptimizerConfig(lr_matrix=0.1)).lr_matrix == 0.05
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_rates_are_shares_of_the_bases() -> None:
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    gpt: Session, chats: Path, tmp_path: Path, given: dict[str, Any], words: str
+    gpt: LoadedTextRun, chats: Path, tmp_path: Path, given: dict[str, Any], words: str
 ) -> None:
     new_specialist(tmp_path / "s", gpt)
     with pytest.raises(ConfigError, match=words):
@@ -135,7 +135,7 @@ def test_what_cannot_be_trained_is_refused(
 
 
 def test_every_checkpoint_has_its_reading(
-    gpt: Session, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt: LoadedTextRun, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training that was ended while it wrote a checkpoint has one reading of every step."""
     new_specialist(tmp_path / "s", gpt, layers=1, head_rank=4)
@@ -170,7 +170,7 @@ def same_as(straight: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_step_and_a_resumption_goes_on_from_it(
-    number: signal.Signals, gpt: Session, chats: Path, tmp_path: Path
+    number: signal.Signals, gpt: LoadedTextRun, chats: Path, tmp_path: Path
 ) -> None:
     """Up to `save_every` steps were lost: the default was more than most trainings have."""
     trained(gpt, tmp_path / "straight", chats, save_every=100)
@@ -201,7 +201,7 @@ FineTuning.resume(sys.argv[1]).train(on_step=on_step)
 """
 
 
-def test_a_killed_training_goes_on_bit_for_bit(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_bit_for_bit(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
     trained(gpt, tmp_path / "straight", chats, average=0.9)
     new_specialist(tmp_path / "s", gpt, layers=1, head_rank=4)
     FineTuning.start(tmp_path / "s", settings(chats, average=0.9))
@@ -214,7 +214,7 @@ def test_a_killed_training_goes_on_bit_for_bit(gpt: Session, chats: Path, tmp_pa
 
 
 def test_checkpoints_by_the_clock_change_nothing(
-    gpt: Session, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt: LoadedTextRun, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(gpt, tmp_path / "straight", chats, save_every=5)
     new_specialist(tmp_path / "s", gpt, layers=1, head_rank=4)
@@ -228,13 +228,13 @@ def test_checkpoints_by_the_clock_change_nothing(
     same_as(tmp_path / "straight", tmp_path / "s")
 
 
-def stopped(gpt: Session, folder: Path, chats: Path, **more: Any) -> Path:
+def stopped(gpt: LoadedTextRun, folder: Path, chats: Path, **more: Any) -> Path:
     new_specialist(folder, gpt, layers=1, head_rank=4)
     FineTuning.start(folder, settings(chats, **more)).train(stop_after=4)
     return folder / "training"
 
 
-def test_settings_of_another_specialist_are_refused(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_settings_of_another_specialist_are_refused(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
     here, other = (stopped(gpt, tmp_path / name, chats, rate=rate) for name, rate in (("a", 0.2), ("b", 0.3)))
     shutil.copy(other / "finetune.json", here / "finetune.json")
     with pytest.raises(RunError, match="belongs to a training with other settings or other data"):
@@ -254,7 +254,7 @@ def test_settings_of_another_specialist_are_refused(gpt: Session, chats: Path, t
     ids=["cut", "deleted", "changed"],
 )
 def test_a_log_that_is_not_its_own_is_refused(
-    damage: Any, words: str, gpt: Session, chats: Path, tmp_path: Path
+    damage: Any, words: str, gpt: LoadedTextRun, chats: Path, tmp_path: Path
 ) -> None:
     log = stopped(gpt, tmp_path / "s", chats) / "metrics.jsonl"
     damage(log)
@@ -262,7 +262,9 @@ def test_a_log_that_is_not_its_own_is_refused(
         FineTuning.resume(tmp_path / "s")
 
 
-def test_a_finished_training_without_its_log_has_a_result(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_a_finished_training_without_its_log_has_a_result(
+    gpt: LoadedTextRun, chats: Path, tmp_path: Path
+) -> None:
     trained(gpt, tmp_path / "s", chats)
     (tmp_path / "s/training/metrics.jsonl").write_text("")
     result = FineTuning.resume(tmp_path / "s").train()
@@ -271,7 +273,7 @@ def test_a_finished_training_without_its_log_has_a_result(gpt: Session, chats: P
     assert (result["loss"], result["preservation"]) == (None, [])
 
 
-def test_a_damaged_file_of_settings_is_one_line(gpt: Session, chats: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_of_settings_is_one_line(gpt: LoadedTextRun, chats: Path, tmp_path: Path) -> None:
     stopped(gpt, tmp_path / "s", chats)
     (tmp_path / "s/training/finetune.json").write_text('{"settings": {}}')
     with pytest.raises(RunError, match=r"finetune\.json is damaged; restore it"):

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.interference import default_compositions, interference, token_losses
 
 
 @torch.no_grad()
-def test_losses_are_those_of_the_composed_model(gpt: Session, tmp_path: Path) -> None:
+def test_losses_are_those_of_the_composed_model(gpt: LoadedTextRun, tmp_path: Path) -> None:
     attached = attach(gpt, [new_specialist(tmp_path / name, gpt, seed=ord(name)) for name in ("a", "b")])
     for name in attached.stages:
         for parameter in attached.part(name).parameters():

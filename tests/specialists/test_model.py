@@ -11,24 +11,24 @@ from topograd.decode.model import Model
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
-from topograd.runs.sidecar import update_sidecar
+from topograd.runs.adapter import update_adapter
+from topograd.runs.session import LoadedTextRun
 from topograd.runtime.choice import installed
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.model import Mixed, SpecialistPool, open_composed
 
-Bases = dict[str, Session]
+Bases = dict[str, LoadedTextRun]
 PROMPTS = ["relay", "stage loss", "los", "stage relay loss"]
 ROWS: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"a": 0.6, "b": 0.7}]
 
 
-def folders(base: Session, place: Path) -> dict[str, Path]:
+def folders(base: LoadedTextRun, place: Path) -> dict[str, Path]:
     """Two specialists that have learned something, each its own."""
     generator = torch.Generator().manual_seed(1)
     for name, rank in (("a", 4), ("b", None)):
-        sidecar = new_specialist(place / name, base, layers=1, head_rank=rank, seed=ord(name))
-        noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in sidecar.tensors.items()}
-        update_sidecar(sidecar, noisy, sidecar.settings)
+        adapter = new_specialist(place / name, base, layers=1, head_rank=rank, seed=ord(name))
+        noisy = {n: t + 0.3 * torch.randn(t.shape, generator=generator) for n, t in adapter.tensors.items()}
+        update_adapter(adapter, noisy, adapter.settings)
     return {name: place / name for name in ("a", "b")}
 
 
@@ -63,7 +63,7 @@ def test_a_mixed_batch_is_what_each_row_is_alone(
 
 
 def test_the_base_runs_once_for_all_rows(
-    gpt: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt: LoadedTextRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
     batch = pool.engine.start([[1, 2], [3, 4], [5, 6]])
@@ -81,7 +81,7 @@ def test_the_base_runs_once_for_all_rows(
         pool.strategy([{}, {}]).step(batch)
 
 
-def test_models_of_a_pool_share_their_weights(gpt: Session, tmp_path: Path) -> None:
+def test_models_of_a_pool_share_their_weights(gpt: LoadedTextRun, tmp_path: Path) -> None:
     pool = SpecialistPool.open(gpt, folders(gpt, tmp_path))
     base, a = pool.model(), pool.model({"a": 1.0})
     assert base.engine.stack is a.engine.stack
@@ -104,7 +104,7 @@ def test_specialists_of_different_bases_are_refused(bases: Bases, tmp_path: Path
 
 
 def test_a_sequence_that_ended_is_left_alone_and_the_others_keep_their_specialists(
-    gpt: Session, tmp_path: Path
+    gpt: LoadedTextRun, tmp_path: Path
 ) -> None:
     pool, prompts = SpecialistPool.open(gpt, folders(gpt, tmp_path)), [[1, 2], [3]]
     mixed = pool.strategy([{}, {"a": 1.0}])

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from topograd.data.loader import IGNORED
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session, build_stack
+from topograd.runs.session import LoadedTextRun, build_stack
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.preservation import QUESTIONS, Preservation
 
 
-def test_a_moved_head_is_seen(gpt: Session, tmp_path: Path) -> None:
+def test_a_moved_head_is_seen(gpt: LoadedTextRun, tmp_path: Path) -> None:
     before = Preservation(gpt)
     attached = attach(gpt, [new_specialist(tmp_path / "s", gpt)])
     base, on = composed(attached, {}), composed(attached, {"s": 1.0})
@@ -36,7 +36,7 @@ def test_a_moved_head_is_seen(gpt: Session, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def wide(gpt: Session) -> Session:
+def wide(gpt: LoadedTextRun) -> LoadedTextRun:
     """A base of the same kind that reads every question whole."""
     torch.manual_seed(0)
     model = gpt.config.model.changed(context=64)
@@ -48,7 +48,7 @@ def wide(gpt: Session) -> Session:
 
 
 @torch.no_grad()
-def test_questions_are_answered_by_the_likeliest(wide: Session) -> None:
+def test_questions_are_answered_by_the_likeliest(wide: LoadedTextRun) -> None:
     """The choice with the highest mean log-probability, each read by itself."""
     predictor, tokenizer = Predictor(wide.stack, wide.plan), wide.tokenizer
     right = 0
@@ -64,7 +64,7 @@ def test_questions_are_answered_by_the_likeliest(wide: Session) -> None:
 
 
 def test_a_model_that_knows_answers_them_all_and_what_is_not_seen_is_not_answered(
-    wide: Session, gpt: Session
+    wide: LoadedTextRun, gpt: LoadedTextRun
 ) -> None:
     short = sum(len(question) < gpt.config.model.context for question, _ in QUESTIONS)
     assert 0 < short < len(QUESTIONS), "of bytes"

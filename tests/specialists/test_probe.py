@@ -7,13 +7,13 @@ import torch
 
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor, stage_outputs
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import Attached, attach, new_specialist
 from topograd.specialists.probe import probe
 
 
 @pytest.fixture(scope="module")
-def attached(gpt: Session, tmp_path_factory: pytest.TempPathFactory) -> Attached:
+def attached(gpt: LoadedTextRun, tmp_path_factory: pytest.TempPathFactory) -> Attached:
     made = attach(gpt, [new_specialist(tmp_path_factory.mktemp("s") / "s", gpt)])
     with torch.no_grad():
         for parameter in made.part("s").parameters():

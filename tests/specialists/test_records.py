@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from topograd.errors import DataError
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import attach
 from topograd.specialists.records import (
     Record,
@@ -29,7 +29,7 @@ CHAT = [
 ]
 
 
-def vocabulary(session: Session, *new: NewToken) -> Vocabulary:
+def vocabulary(session: LoadedTextRun, *new: NewToken) -> Vocabulary:
     return Vocabulary(session.tokenizer, 320 if "imported" in str(session.run.folder) else 257, new)
 
 
@@ -38,7 +38,7 @@ def parts(record: Record, learned: bool, words: Vocabulary) -> str:
     return words.tokenizer.decode(chosen)
 
 
-def test_the_bases_own_template_and_what_is_learned(imported: Session) -> None:
+def test_the_bases_own_template_and_what_is_learned(imported: LoadedTextRun) -> None:
     words = vocabulary(imported)
     one = chat_records([CHAT[:2]], words)[0]
     assert parts(one, True, words).startswith("First.")
@@ -46,14 +46,14 @@ def test_the_bases_own_template_and_what_is_learned(imported: Session) -> None:
     assert spelled(words, ["One?"]) == ["<|user|>One?\n<|assistant|>"]
 
 
-def test_a_base_without_a_template_gets_the_plain_one(gpt: Session) -> None:
+def test_a_base_without_a_template_gets_the_plain_one(gpt: LoadedTextRun) -> None:
     words = vocabulary(gpt)
     (record,) = chat_records([CHAT], words)
     assert parts(record, True, words) == " First.\n Second.\n"
     assert parts(record, False, words) == "User: One?\nAssistant:User: Two?\nAssistant:"
 
 
-def test_new_tokens_are_one_token_each(gpt: Session) -> None:
+def test_new_tokens_are_one_token_each(gpt: LoadedTextRun) -> None:
     words = vocabulary(gpt, NewToken("<|u|>", "User"), NewToken("<|e|>", "end"))
     template = "{% for m in messages %}<|u|>{{ m.content }}<|e|>{% endfor %}"
     (record,) = chat_records([CHAT[:2]], words, template + "{% if add_generation_prompt %}<|u|>{% endif %}")
@@ -73,7 +73,7 @@ def test_new_tokens_are_one_token_each(gpt: Session) -> None:
         ({"prompt": "x"}, "prompt and completion must be text"),
     ],
 )
-def test_bad_lines_are_named(gpt: Session, tmp_path: Path, line: Any, words: str) -> None:
+def test_bad_lines_are_named(gpt: LoadedTextRun, tmp_path: Path, line: Any, words: str) -> None:
     path = tmp_path / "bad.jsonl"
     good = json.dumps({"messages": CHAT})
     path.write_text(f"{good}\n\n{line if isinstance(line, str) else json.dumps(line)}\n")
@@ -82,13 +82,13 @@ def test_bad_lines_are_named(gpt: Session, tmp_path: Path, line: Any, words: str
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_file_is_refused(gpt: Session, tmp_path: Path) -> None:
+def test_an_empty_file_is_refused(gpt: LoadedTextRun, tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(DataError, match="has no record"):
         read_records(tmp_path / "none.jsonl", vocabulary(gpt))
 
 
-def test_any_text_is_learned_whole(gpt: Session, corpus: Path) -> None:
+def test_any_text_is_learned_whole(gpt: LoadedTextRun, corpus: Path) -> None:
     records = read_records(corpus, vocabulary(gpt))
     assert all(all(record.learned) for record in records)
     inputs, targets = rows_of(corpus, attach(gpt, []), context=16)

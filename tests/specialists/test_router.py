@@ -10,8 +10,8 @@ import torch
 
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import stage_outputs
-from topograd.runs.session import Session
-from topograd.runs.sidecar import Sidecar
+from topograd.runs.adapter import Adapter
+from topograd.runs.session import LoadedTextRun
 from topograd.runs.workspace import Workspace
 from topograd.specialists.attach import Attached, attach, new_specialist, open_specialist
 from topograd.specialists.router import Router, RouterTask, open_router, regret, save_router, train_router
@@ -19,11 +19,11 @@ from topograd.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
-def made(gpt: Session, tmp_path_factory: pytest.TempPathFactory) -> tuple[Attached, dict[str, Sidecar]]:
+def made(gpt: LoadedTextRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Attached, dict[str, Adapter]]:
     """Two specialists that each expect the tokens of one text, whatever they read."""
     place = tmp_path_factory.mktemp("s")
-    sidecars = {name: new_specialist(place / name, gpt) for name in ("a", "b")}
-    attached = attach(gpt, sidecars)
+    adapters = {name: new_specialist(place / name, gpt) for name in ("a", "b")}
+    attached = attach(gpt, adapters)
     inputs = torch.cat([inputs for inputs, _ in texts()])
     with torch.no_grad():
         for name, token in (("a", 65), ("b", 90)):
@@ -32,7 +32,7 @@ def made(gpt: Session, tmp_path_factory: pytest.TempPathFactory) -> tuple[Attach
             common = attached.stack.features(h).flatten(0, 1).mean(0)
             raised = 5 * common / common.square().sum()  # five nats more, on average
             attached.part(name).get_parameter("head.weight")[token - 1 : token + 2] += raised
-    return attached, sidecars
+    return attached, adapters
 
 
 def texts() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -44,7 +44,7 @@ def texts() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_it_beats_every_fixed_choice(made: tuple[Attached, dict[str, Sidecar]]) -> None:
+def test_it_beats_every_fixed_choice(made: tuple[Attached, dict[str, Adapter]]) -> None:
     """On rows that it was not trained on, each text's own specialist is chosen."""
     router, found = train_router(made[0], texts())
     assert found["rows"] == 16
@@ -70,24 +70,24 @@ def test_regret_of_a_perfect_and_of_a_bad_router() -> None:
 
 
 def test_it_is_kept_and_belongs_to_its_specialists(
-    made: tuple[Attached, dict[str, Sidecar]], gpt: Session, tmp_path: Path
+    made: tuple[Attached, dict[str, Adapter]], gpt: LoadedTextRun, tmp_path: Path
 ) -> None:
-    attached, sidecars = made
+    attached, adapters = made
     router, found = train_router(attached, texts())
-    save_router(tmp_path / "r", attached, sidecars, router, found)
-    again = open_router(tmp_path / "r", attached, sidecars)
+    save_router(tmp_path / "r", attached, adapters, router, found)
+    again = open_router(tmp_path / "r", attached, adapters)
     x = torch.randn(3, 16)
     assert torch.equal(router(x), again(x))
     other = new_specialist(tmp_path / "a", gpt, seed=9)
     with pytest.raises(RunError, match="was trained for a, b as they were"):
-        open_router(tmp_path / "r", attached, {"a": other, "b": sidecars["b"]})
+        open_router(tmp_path / "r", attached, {"a": other, "b": adapters["b"]})
     with pytest.raises(RunError, match="is a specialist, and a router is wanted"):
-        open_router(other.folder, attached, sidecars)
+        open_router(other.folder, attached, adapters)
     with pytest.raises(RunError, match="is a router, and a specialist is wanted"):
         open_specialist(tmp_path / "r")
 
 
-def test_nothing_to_choose_is_refused(gpt: Session, made: tuple[Attached, dict[str, Sidecar]]) -> None:
+def test_nothing_to_choose_is_refused(gpt: LoadedTextRun, made: tuple[Attached, dict[str, Adapter]]) -> None:
     with pytest.raises(ConfigError, match="attach at least one"):
         train_router(attach(gpt, []), texts())
     with pytest.raises(ConfigError, match="give more text"):
@@ -95,7 +95,7 @@ def test_nothing_to_choose_is_refused(gpt: Session, made: tuple[Attached, dict[s
 
 
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(
-    made: tuple[Attached, dict[str, Sidecar]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Attached, dict[str, Adapter]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, found = train_router(made[0], texts())
     one_step, steps = Trainer._one_step, list[int]()

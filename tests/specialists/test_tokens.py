@@ -10,12 +10,12 @@ import torch
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import attach, new_specialist, open_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.tokens import NewToken, Vocabulary
 
-Bases = dict[str, Session]
+Bases = dict[str, LoadedTextRun]
 
 
 @pytest.mark.parametrize("which", ["gpt", "imported"])
@@ -42,7 +42,7 @@ def test_a_new_token_begins_as_the_word_it_comes_from(bases: Bases, which: str, 
     torch.testing.assert_close(table[rows + 1], table[base.tokenizer.encode("xz")].mean(0))
 
 
-def test_what_users_write(gpt: Session) -> None:
+def test_what_users_write(gpt: LoadedTextRun) -> None:
     assert NewToken.parse("<|a=b|>=User") == NewToken("<|a=b|>", "User")
     for words in ("<|a|>", "=x", "<|a|>="):
         with pytest.raises(ConfigError, match="has no source"):
@@ -51,7 +51,7 @@ def test_what_users_write(gpt: Session) -> None:
         Vocabulary(gpt.tokenizer, 257, [NewToken("a", "b"), NewToken("a", "c")])
 
 
-def test_a_prompt_keeps_what_the_base_puts_around_it(imported: Session) -> None:
+def test_a_prompt_keeps_what_the_base_puts_around_it(imported: LoadedTextRun) -> None:
     bos = {"bos_token": "<|endoftext|>", "add_bos_token": True}
     tokenizer = HFTokenizer(imported.tokenizer.files()["tokenizer.json"], bos)
     vocabulary = Vocabulary(tokenizer, 400, [NewToken("<|a|>", "x")])
@@ -61,12 +61,12 @@ def test_a_prompt_keeps_what_the_base_puts_around_it(imported: Session) -> None:
     assert Vocabulary(imported.tokenizer, 400).encode("") == [imported.tokenizer.separator]
 
 
-def test_tokens_that_the_base_does_not_know_are_refused(gpt: Session) -> None:
+def test_tokens_that_the_base_does_not_know_are_refused(gpt: LoadedTextRun) -> None:
     with pytest.raises(ConfigError, match="token 300 is unknown to the base, which has 257 tokens"):
         Vocabulary(gpt.tokenizer, 257).check([3, 300])
 
 
-def test_specialists_with_other_tokens_do_not_go_together(gpt: Session, tmp_path: Path) -> None:
+def test_specialists_with_other_tokens_do_not_go_together(gpt: LoadedTextRun, tmp_path: Path) -> None:
     new_specialist(tmp_path / "a", gpt, tokens=[NewToken("<|a|>", "x")])
     new_specialist(tmp_path / "b", gpt, tokens=[NewToken("<|b|>", "x")])
     new_specialist(tmp_path / "c", gpt)

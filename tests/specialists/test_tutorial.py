@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from topograd.cli.main import main
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 
 PAGE = Path(__file__).parents[2] / "docs" / "specialists.md"
 
 
 def test_the_tutorial_runs(
-    imported: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    imported: LoadedTextRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = PAGE.read_text(encoding="utf-8")
     tutorial = text[text.index("## From a base") : text.index("## In Python")]

@@ -11,7 +11,7 @@ import torch
 from topograd.decode.model import Model
 from topograd.errors import DataError
 from topograd.evaluation.core import CoreRequest, evaluate_core
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import attach, new_specialist
 from topograd.specialists.composition import composed
 from topograd.specialists.model import SpecialistPool
@@ -30,9 +30,9 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_scores_as_eval_core_does(gpt: Session, tasks: Path, tmp_path: Path) -> None:
-    sidecar = new_specialist(tmp_path / "s", gpt)
-    attached = attach(gpt, [sidecar])
+def test_it_scores_as_eval_core_does(gpt: LoadedTextRun, tasks: Path, tmp_path: Path) -> None:
+    adapter = new_specialist(tmp_path / "s", gpt)
+    attached = attach(gpt, [adapter])
     with torch.no_grad():
         weight = attached.part("s").get_parameter("head.weight")
         weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
@@ -48,7 +48,7 @@ def test_it_scores_as_eval_core_does(gpt: Session, tasks: Path, tmp_path: Path) 
     assert ZeroShot(gpt, tasks, 3).read(gpt.stack, [gpt.plan])[0]["copa"] in (0, 1 / 3, 2 / 3, 1)
 
 
-def test_a_folder_without_such_tasks_is_refused(gpt: Session, tasks: Path, tmp_path: Path) -> None:
+def test_a_folder_without_such_tasks_is_refused(gpt: LoadedTextRun, tasks: Path, tmp_path: Path) -> None:
     (tasks / "copa.jsonl").unlink()
     with pytest.raises(DataError, match=r"holds no task that is asked without examples; .*copa\.jsonl"):
         ZeroShot(gpt, tasks, 5)

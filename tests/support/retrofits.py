@@ -16,11 +16,11 @@ from topograd.decode.retrofitted import KIND, retrofit_tensors
 from topograd.decode.tune_drafters import Choice
 from topograd.nn.draft_stage import DraftStage
 from topograd.nn.translator import Translator
-from topograd.runs.session import Session, heldout_text, open_session
-from topograd.runs.sidecar import BaseIdentity, create_sidecar
+from topograd.runs.adapter import BaseIdentity, create_adapter
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 
 
-def add_draft(session: Session, std: float) -> None:
+def add_draft(session: LoadedTextRun, std: float) -> None:
     """A draft stage, a table, a translator for every exit but the last, as `topograd retrofit` does."""
     translators = {}
     for head in range(len(session.plan.predicting()) - 1):
@@ -29,7 +29,7 @@ def add_draft(session: Session, std: float) -> None:
     stage, table = DraftStage(session.stack, torch.arange(40)), NGramTable.of(np.array([[1, 2]]), least=1)
     tensors = retrofit_tensors(stage, table, translators)
     base, folder = BaseIdentity.of(session), session.run.folder / "draft"
-    create_sidecar(folder, kind=KIND, base=base, tensors=tensors, settings={}, card="")
+    create_adapter(folder, kind=KIND, base=base, tensors=tensors, settings={}, card="")
 
 
 def retrofitted_copy(source: Path, folder: Path) -> Path:

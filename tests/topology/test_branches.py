@@ -14,11 +14,11 @@ from topograd.errors import ConfigError, TopologyError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.branches import Branches, branches, parse_branches, parse_path, path_name
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
-from topograd.topology.plan import Plan, Port
+from topograd.topology.plan import EdgeOutput, Plan
 
 LAYERS, STAGES, VOCAB = 6, 4, 17
 CHAIN = Topology.chain(Configuration.parse("1,2,1,2", heads="per-stage"))
@@ -51,9 +51,9 @@ def inputs() -> Tensor:
 def by_hand(model: GPT, inputs: Tensor, layers: list[int], head: int) -> Tensor:
     """Logits behind these layers, in this order."""
     h = x0 = model.embed(inputs)
-    bus = model.bus(x0, inputs)
+    ctx = model.layer_context(x0, inputs)
     for i in layers:
-        h = model.layers[i](h, bus)
+        h = model.layers[i](h, ctx)
     return model.readout(h, head)
 
 
@@ -137,20 +137,20 @@ def test_the_nodes_of_the_trained_path_are_the_trained_stages(plan: Plan) -> Non
     nodes = branches(plan, [(0, 1, 2, 3)]).plan.stages
     for node, trained in zip(nodes, plan.stages, strict=True):
         assert [port for port, _ in node.inputs] == [port for port, _ in trained.inputs]
-        assert (node.index, node.sends, node.forget) == (trained.index, trained.sends, trained.forget)
+        assert (node.index, node.outputs, node.last_use) == (trained.index, trained.outputs, trained.last_use)
         assert (node.layers, node.predicts) == (trained.layers, trained.predicts)
 
 
 def test_no_gradient_crosses_and_messages_are_dropped_after_their_last_use() -> None:
-    plan = Plan.of(Topology.chain("1,1,1,1", transmissivity=1.0), 4)
+    plan = Plan.of(Topology.chain("1,1,1,1", grad_scale=1.0), 4)
     nodes = branches(plan, [(0, 1, 2), (0, 2), (0, 3)]).plan.stages
-    assert [node.listeners for node in nodes] == [0] * 5
+    assert [node.num_grad_consumers for node in nodes] == [0] * 5
     assert all(lam == 0 for node in nodes for _, lam in node.inputs)
-    root, middle = Port(0, 1, "identity"), Port(1, 2, "identity")
-    assert nodes[0].sends == (root,)
-    assert nodes[2].forget == (middle,)
-    assert nodes[4].forget == (root,), "stage 1 is heard by the last node too"
-    assert nodes[3].forget == ()
+    root, middle = EdgeOutput(0, 1, "identity"), EdgeOutput(1, 2, "identity")
+    assert nodes[0].outputs == (root,)
+    assert nodes[2].last_use == (middle,)
+    assert nodes[4].last_use == (root,), "stage 1 is heard by the last node too"
+    assert nodes[3].last_use == ()
 
 
 def test_every_node_has_a_memory_of_its_own(model: GPT, plan: Plan, inputs: Tensor) -> None:
@@ -173,29 +173,32 @@ def test_layers_that_no_path_needs_may_be_left_out(
 
 
 def test_a_stage_keeps_its_relay_and_the_embedding_that_it_hears(model: GPT, inputs: Tensor) -> None:
-    """With a bus from the embedding and a relay that halves, for stage 3 alone."""
+    """With a layer context from the embedding and a relay that halves, for stage 3 alone."""
 
     class Half(nn.Module):
         def send(self, h: Tensor, received: Tensor | None) -> Tensor:
             return h / 2
 
-        def receive(self, message: Tensor, bus: Bus) -> Tensor:
+        def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
             return message + 1
 
     model.add_relay("halving", Half())
-    root, bus = Edge(EMBEDDING, transmissivity=1.0), Edge(EMBEDDING)
+    root, ctx = Edge(EMBEDDING, grad_scale=1.0), Edge(EMBEDDING)
     stages = (
         Stage(0, 1, (root,)),
         Stage(1, 3, (Edge(0),)),
-        Stage(3, 6, (bus, Edge(1, relay="halving"))),
+        Stage(3, 6, (ctx, Edge(1, relay="halving"))),
     )
     found = branches(Plan.of(Topology(LAYERS, stages), LAYERS), [(0, 2), (0, 1, 2)])
-    assert [p for p, _ in found.plan.stages[1].inputs] == [Port(-1, 0, "identity"), Port(0, 1, "halving")]
-    assert found.plan.stages[1].stage.sources == (bus, Edge(0, 1, relay="halving"))
+    assert [p for p, _ in found.plan.stages[1].inputs] == [
+        EdgeOutput(-1, 0, "identity"),
+        EdgeOutput(0, 1, "halving"),
+    ]
+    assert found.plan.stages[1].stage.sources == (ctx, Edge(0, 1, relay="halving"))
     hidden = stage_outputs(model, found.plan, inputs, found.ends)
     with torch.no_grad():
         x0 = model.embed(inputs)
-        heard = model.bus(x0, inputs)
+        heard = model.layer_context(x0, inputs)
         h = x0 + (model.layers[0](x0, heard) / 2 + 1)
         for i in (3, 4, 5):
             h = model.layers[i](h, heard)
@@ -206,12 +209,12 @@ def test_a_source_is_tapped_where_it_was_and_any_other_stage_at_its_end() -> Non
     plan = Plan.of(Topology.cover([(0, 2), (1, 4), (3, 6)]), LAYERS)
     nodes = branches(plan, [(0, 1, 2), (0, 2)]).plan.stages
     assert [[port for port, _ in node.inputs] for node in nodes] == [
-        [Port(EMBEDDING, 0, "identity")],
-        [Port(0, 1, "identity")],
-        [Port(1, 3, "identity")],
-        [Port(0, 2, "identity")],
+        [EdgeOutput(EMBEDDING, 0, "identity")],
+        [EdgeOutput(0, 1, "identity")],
+        [EdgeOutput(1, 3, "identity")],
+        [EdgeOutput(0, 2, "identity")],
     ]
-    assert nodes[0].sends == (Port(0, 1, "identity"), Port(0, 2, "identity"))
+    assert nodes[0].outputs == (EdgeOutput(0, 1, "identity"), EdgeOutput(0, 2, "identity"))
 
 
 def test_a_forest_has_several_first_stages() -> None:
@@ -264,9 +267,9 @@ def test_stages_that_a_path_cannot_feed_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"runs stage 3, which hears 2 stages' outputs at once"):
         branches(two, [(0, 1, 2)])
     assert branches(two, [(0, 1)]).ends == (1,)
-    bus = Plan.of(Topology.chain("2,2,2").with_input_bus(), LAYERS)
+    ctx = Plan.of(Topology.chain("2,2,2").with_input_bus(), LAYERS)
     with pytest.raises(TopologyError, match="begins with stage 2"):
-        branches(bus, [(1, 2)])
+        branches(ctx, [(1, 2)])
 
 
 @pytest.mark.parametrize(

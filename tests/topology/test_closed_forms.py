@@ -26,7 +26,7 @@ from topograd.topology.plan import Plan
 small = settings(deadline=None, max_examples=100)
 parts = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
-ROOT = Edge(EMBEDDING, transmissivity=1.0)
+ROOT = Edge(EMBEDDING, grad_scale=1.0)
 
 
 def compiled(topology: Topology) -> Plan:
@@ -46,8 +46,8 @@ def test_hard_chains_have_the_papers_closed_forms(depths: list[int], heads: str)
 
 @small
 @given(parts, st.floats(0.01, 1.0))
-def test_any_transmissivity_above_zero_has_backprops_closed_forms(depths: list[int], lam: float) -> None:
-    plan = compiled(Topology.chain(Composition.of(depths), transmissivity=lam))
+def test_any_grad_scale_above_zero_has_backprops_closed_forms(depths: list[int], lam: float) -> None:
+    plan = compiled(Topology.chain(Composition.of(depths), grad_scale=lam))
     layers = sum(depths)
     assert (gradient_depth(plan), activation_layers(plan), pipeline_granularity(plan)) == (layers, layers, 1)
 
@@ -66,9 +66,9 @@ DIAMOND = Topology(
     7,
     (
         Stage(0, 3, (ROOT,)),
-        Stage(3, 4, (Edge(0, layer=2, transmissivity=0.5),)),
+        Stage(3, 4, (Edge(0, layer=2, grad_scale=0.5),)),
         Stage(4, 6, (Edge(0),)),
-        Stage(6, 7, (Edge(1, transmissivity=1.0), Edge(2, transmissivity=1.0))),
+        Stage(6, 7, (Edge(1, grad_scale=1.0), Edge(2, grad_scale=1.0))),
     ),
 )
 """Stage 3 reaches back through 1 (tapped: 2 + 1 layers) and through 2 (detached from 0: 2 layers)."""
@@ -83,9 +83,9 @@ BY_HAND = {
             5,
             (
                 Stage(0, 1, (ROOT,)),
-                Stage(1, 2, (Edge(0, transmissivity=1.0),)),
+                Stage(1, 2, (Edge(0, grad_scale=1.0),)),
                 Stage(2, 3, (ROOT,)),
-                Stage(3, 5, (Edge(2, transmissivity=1.0),)),
+                Stage(3, 5, (Edge(2, grad_scale=1.0),)),
             ),
         ),
         3,
@@ -103,7 +103,7 @@ BY_HAND = {
     ),
     "input-bus": (Topology.chain("2,2").with_input_bus(), 2, 2, 2),
     "specialist": (Topology.chain("4,4").with_specialist(2), 2, 2, 1),
-    "specialist-on-hierarchical": (Topology.chain("4,4", transmissivity=1.0).with_specialist(2), 2, 2, 1),
+    "specialist-on-hierarchical": (Topology.chain("4,4", grad_scale=1.0).with_specialist(2), 2, 2, 1),
     "silent-end": (Topology(5, (Stage(0, 2, (ROOT,)), Stage(2, 5, (Edge(0),), weight=0.0))), 2, 3, 2),
 }
 
@@ -118,7 +118,7 @@ def test_values_worked_out_by_hand(topology: Topology, depth: int, held: int, gr
 
 @small
 @given(st.lists(st.floats(0.0, 1.0), max_size=9))
-def test_soft_boundaries_couple_by_the_sum_of_their_transmissivities(soft: list[float]) -> None:
+def test_soft_boundaries_couple_by_the_sum_of_their_grad_scales(soft: list[float]) -> None:
     """Eq. 30 with c_i = 1; and a vertex couples as the hard chain does."""
     assert coupling_cost(compiled(Topology.soft(soft))) == pytest.approx(sum(soft))
     vertex = [round(lam) for lam in soft]
@@ -130,9 +130,9 @@ COUPLED = {
     "backprop": (Topology.chain("5"), 4, 1.0),
     "local": (Topology.chain("1,1,1"), 0, 0.0),
     "one-layer": (Topology.chain("1"), 0, 0.0),
-    "hierarchical": (Topology.chain("2,3", transmissivity=0.5), 3.5, 0.875),
+    "hierarchical": (Topology.chain("2,3", grad_scale=0.5), 3.5, 0.875),
     "input-bus": (Topology.chain("2,2").with_input_bus(), 2, 2 / 3),
-    "specialist": (Topology.chain("4,4", transmissivity=1.0).with_specialist(2), 1, 1 / 9),
+    "specialist": (Topology.chain("4,4", grad_scale=1.0).with_specialist(2), 1, 1 / 9),
     "diamond": (DIAMOND, 5.5, 5.5 / 6),
     "silent-end": (Topology(5, (Stage(0, 2, (ROOT,)), Stage(2, 5, (Edge(0),), weight=0.0))), 1, 0.25),
     "regions": (Topology.regions("2,2"), 3, 1.0),

@@ -13,7 +13,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology, own_relay
 from topograd.topology.plan import Plan
 
-ROOT = Edge(EMBEDDING, transmissivity=1.0)
+ROOT = Edge(EMBEDDING, grad_scale=1.0)
 WHOLE = Stage(0, 3, (ROOT,))
 
 
@@ -22,7 +22,7 @@ def intervals(topology: Topology) -> list[tuple[int, int]]:
 
 
 def heard(topology: Topology) -> list[list[tuple[int, int | None, float]]]:
-    return [[(e.source, e.layer, e.transmissivity) for e in stage.sources] for stage in topology.stages]
+    return [[(e.source, e.layer, e.grad_scale) for e in stage.sources] for stage in topology.stages]
 
 
 @pytest.mark.parametrize("given", ["2,1,3", Composition.parse("2,1,3"), Configuration.parse("2,1,3")])
@@ -38,7 +38,7 @@ def test_chain_follows_the_partition(given: str | Composition | Configuration) -
 def test_chain_takes_everything_else_by_name() -> None:
     configuration = Configuration.parse("1,1", heads="per-stage")
     topology = Topology.chain(
-        configuration, transmissivity=0.25, objective="residual", bus="detached", reduction="sum"
+        configuration, grad_scale=0.25, objective="residual", bus="detached", reduction="sum"
     )
     assert heard(topology)[1] == [(0, None, 0.25)]
     assert [stage.objective for stage in topology.stages] == ["residual", "residual"]
@@ -78,8 +78,8 @@ def test_cover_hears_the_latest_of_those_that_passed() -> None:
 
 def test_cover_by_a_partition_is_the_hard_chain() -> None:
     cover, chain = Topology.cover([(0, 2), (2, 3)]), Topology.chain("2,1")
-    assert [[c.tap(e) for e in s.sources] for c in (cover, chain) for s in c.stages][:2] == [
-        [chain.tap(e) for e in s.sources] for s in chain.stages
+    assert [[c.source_layer(e) for e in s.sources] for c in (cover, chain) for s in c.stages][:2] == [
+        [chain.source_layer(e) for e in s.sources] for s in chain.stages
     ]
     assert intervals(cover) == intervals(chain)
 
@@ -116,16 +116,16 @@ def relays(topology: Topology) -> list[list[str]]:
 
 
 def test_relays_are_one_for_each_edge_between_stages() -> None:
-    topology = Topology.chain("1,1,1", transmissivity=0.3).with_relays("gate")
+    topology = Topology.chain("1,1,1", grad_scale=0.3).with_relays("gate")
     assert relays(topology) == [["identity"], ["gate-1"], ["gate-2"]]
-    assert heard(topology) == heard(Topology.chain("1,1,1", transmissivity=0.3))
+    assert heard(topology) == heard(Topology.chain("1,1,1", grad_scale=0.3))
     assert relays(topology.with_relays("pre-norm")) == [["identity"], ["pre-norm"], ["pre-norm"]]
     assert relays(Topology.forest(["1,1", "1,1"]).with_relays("gate"))[2:] == [["identity"], ["gate-3"]]
 
 
 def test_an_input_bus_has_a_relay_for_each_listener() -> None:
-    bus = Edge(0, layer=1, relay="low-rank")
-    topology = Topology.chain("2,1,1").with_relays("gate").with_input_bus(bus).with_input_bus()
+    ctx = Edge(0, layer=1, relay="low-rank")
+    topology = Topology.chain("2,1,1").with_relays("gate").with_input_bus(ctx).with_input_bus()
     assert relays(topology)[1:] == [
         ["gate-1", "low-rank-1-beside-1", "identity"],
         ["gate-2", "low-rank-2-beside-1", "identity"],
@@ -151,9 +151,9 @@ def test_a_specialist_knows_which_of_its_base_never_had_a_loss() -> None:
     assert [stage.head for stage in topology.with_specialist(1).stages] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("transmissivity", [0.0, 1.0])
-def test_specialist_comes_last_on_a_frozen_base(transmissivity: float) -> None:
-    base = Topology.chain("2,1", transmissivity=transmissivity)
+@pytest.mark.parametrize("grad_scale", [0.0, 1.0])
+def test_specialist_comes_last_on_a_frozen_base(grad_scale: float) -> None:
+    base = Topology.chain("2,1", grad_scale=grad_scale)
     topology = base.with_specialist(2, "residual")
     assert topology.layers == 5
     assert topology.heads == "per-stage"
@@ -165,9 +165,9 @@ def test_specialist_comes_last_on_a_frozen_base(transmissivity: float) -> None:
 
 def test_a_tap_without_a_layer_is_the_end_of_its_source() -> None:
     topology = Topology.chain("2,3")
-    assert topology.tap(Edge(1)) == (1, 5)
-    assert topology.tap(Edge(0, layer=1)) == (0, 1)
-    assert topology.tap(Edge(EMBEDDING)) == (EMBEDDING, 0)
+    assert topology.source_layer(Edge(1)) == (1, 5)
+    assert topology.source_layer(Edge(0, layer=1)) == (0, 1)
+    assert topology.source_layer(Edge(EMBEDDING)) == (EMBEDDING, 0)
 
 
 def test_topologies_are_values() -> None:
@@ -200,9 +200,9 @@ def after(edge: Edge, **stage: object) -> tuple[Stage, ...]:
         ((replace(WHOLE, sources=()),), "stage 0 hears nothing"),
         ((replace(WHOLE, sources=(ROOT, Edge(EMBEDDING))),), "stage 0 hears the same source twice"),
         (after(Edge(0), sources=(Edge(0), Edge(0, layer=2))), "stage 1 hears the same source twice"),
-        (after(Edge(0, transmissivity=1.5)), "transmissivity 1.5"),
-        (after(Edge(0, transmissivity=-0.1)), "transmissivity -0.1"),
-        (after(Edge(0, transmissivity=math.nan)), "transmissivity nan"),
+        (after(Edge(0, grad_scale=1.5)), "grad_scale 1.5"),
+        (after(Edge(0, grad_scale=-0.1)), "grad_scale -0.1"),
+        (after(Edge(0, grad_scale=math.nan)), "grad_scale nan"),
         (after(Edge(1)), "stage 1 hears stage 1"),
         (after(Edge(2)), "stage 1 hears stage 2"),
         (after(Edge(-2)), "stage 1 hears stage -2"),
@@ -210,7 +210,7 @@ def after(edge: Edge, **stage: object) -> tuple[Stage, ...]:
         (after(Edge(0, layer=0)), r"stage 0 after layer 0.*1\.\.2"),
         (after(Edge(0, layer=3)), r"stage 0 after layer 3.*1\.\.2"),
         (
-            (Stage(0, 2, (ROOT,), weight=0.0, frozen=True), Stage(2, 3, (Edge(0, transmissivity=0.5),))),
+            (Stage(0, 2, (ROOT,), weight=0.0, frozen=True), Stage(2, 3, (Edge(0, grad_scale=0.5),))),
             "stage 1 sends gradient to frozen stage 0",
         ),
     ],
@@ -234,7 +234,7 @@ def test_constructors_refuse_what_they_cannot_build() -> None:
         Topology.cover([])
     with pytest.raises(TopologyError, match="at least one stage"):
         Topology.forest([])
-    with pytest.raises(TopologyError, match=r"transmissivity 2\.0"):
+    with pytest.raises(TopologyError, match=r"grad_scale 2\.0"):
         Topology.soft([2.0])
     with pytest.raises(TopologyError, match=r"covers layers 2\.\.2"):
         Topology.chain("2").with_specialist(0)

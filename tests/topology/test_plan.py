@@ -11,30 +11,30 @@ from topograd.errors import TopologyError
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
-from topograd.topology.plan import Plan, Port
+from topograd.topology.plan import EdgeOutput, Plan
 
-ROOT = Edge(EMBEDDING, transmissivity=1.0)
-X0 = Port(EMBEDDING, 0, "identity")
+ROOT = Edge(EMBEDDING, grad_scale=1.0)
+X0 = EdgeOutput(EMBEDDING, 0, "identity")
 
 DAG = Topology(
     6,
     (
         Stage(0, 3, (ROOT,)),
         Stage(3, 4, (Edge(0, layer=2), Edge(EMBEDDING)), weight=2.0),
-        Stage(3, 5, (Edge(0, transmissivity=0.5), Edge(0, layer=2, transmissivity=1.0)), weight=0.0),
-        Stage(5, 6, (Edge(1, transmissivity=0.3), Edge(2, transmissivity=1.0), Edge(0))),
+        Stage(3, 5, (Edge(0, grad_scale=0.5), Edge(0, layer=2, grad_scale=1.0)), weight=0.0),
+        Stage(5, 6, (Edge(1, grad_scale=0.3), Edge(2, grad_scale=1.0), Edge(0))),
     ),
 )
 """Stage 0 speaks after layers 2 and 3, stages 1 and 2 share layer 3, stage 3 joins them all."""
 
 
-def port(source: int, layer: int) -> Port:
-    return Port(source, layer, "identity")
+def port(source: int, layer: int) -> EdgeOutput:
+    return EdgeOutput(source, layer, "identity")
 
 
 def test_ports_are_what_is_heard_each_once() -> None:
     plan = Plan.of(DAG, 6)
-    assert [p.sends for p in plan.stages] == [(port(0, 2), port(0, 3)), (port(1, 4),), (port(2, 5),), ()]
+    assert [p.outputs for p in plan.stages] == [(port(0, 2), port(0, 3)), (port(1, 4),), (port(2, 5),), ()]
     assert [p.inputs for p in plan.stages] == [
         ((X0, 1.0),),
         ((port(0, 2), 0.0), (X0, 0.0)),
@@ -47,15 +47,19 @@ def test_ports_are_what_is_heard_each_once() -> None:
 def test_listeners_are_the_stages_that_send_gradient_back() -> None:
     """Stage 2 sends through two ports of stage 0 and counts once; detached listeners do not count."""
     plan = Plan.of(DAG, 6)
-    assert [p.listeners for p in plan.stages] == [1, 1, 1, 0]
+    assert [p.num_grad_consumers for p in plan.stages] == [1, 1, 1, 0]
     assert [plan.gradient_sources(k) for k in range(4)] == [[], [], [0], [1, 2]]
-    assert [p.listeners for p in Plan.of(Topology.chain("1,1,1"), 3).stages] == [0, 0, 0]
-    assert [p.listeners for p in Plan.of(Topology.chain("1,1,1", transmissivity=0.1), 3).stages] == [1, 1, 0]
+    assert [p.num_grad_consumers for p in Plan.of(Topology.chain("1,1,1"), 3).stages] == [0, 0, 0]
+    assert [p.num_grad_consumers for p in Plan.of(Topology.chain("1,1,1", grad_scale=0.1), 3).stages] == [
+        1,
+        1,
+        0,
+    ]
 
 
 def test_a_port_is_forgotten_after_its_last_listener() -> None:
     plan = Plan.of(DAG, 6)
-    forgotten = [set(p.forget) for p in plan.stages]
+    forgotten = [set(p.last_use) for p in plan.stages]
     assert forgotten == [set(), {X0}, {port(0, 2)}, {port(0, 3), port(1, 4), port(2, 5)}]
     every = {p for planned in plan.stages for p, _ in planned.inputs}
     assert set.union(*forgotten) == every, "each port once, none for ever"
@@ -64,7 +68,7 @@ def test_a_port_is_forgotten_after_its_last_listener() -> None:
 def test_relays_make_ports_of_their_own() -> None:
     stages = (Stage(0, 1, (ROOT,)), Stage(1, 2, (Edge(0),)), Stage(2, 3, (Edge(0, relay="gate"),)))
     plan = Plan.of(Topology(3, stages), 3)
-    assert plan.stages[0].sends == (Port(0, 1, "identity"), Port(0, 1, "gate"))
+    assert plan.stages[0].outputs == (EdgeOutput(0, 1, "identity"), EdgeOutput(0, 1, "gate"))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +99,9 @@ def test_needed_is_what_a_stage_depends_on() -> None:
 
 
 def test_a_frozen_stage_sends_no_gradient_whatever_its_edges_say() -> None:
-    plan = Plan.of(Topology.chain("1,1", transmissivity=1.0).with_specialist(1), 3)
+    plan = Plan.of(Topology.chain("1,1", grad_scale=1.0).with_specialist(1), 3)
     assert plan.frozen
-    assert [p.listeners for p in plan.stages] == [0, 0, 0]
+    assert [p.num_grad_consumers for p in plan.stages] == [0, 0, 0]
     assert all(lam == 0 for p in plan.stages for _, lam in p.inputs)
     assert [p.scale for p in plan.stages] == [0.0, 0.0, 1.0]
     assert plan.predicting() == [0, 1, 2], "frozen stages have heads worth reading"
@@ -152,7 +156,7 @@ def test_plans_of_another_depth_are_refused_however_they_come(given: str | Topol
 
 def test_groups_are_the_stages_between_which_gradient_passes() -> None:
     assert Plan.of("1,1,1", 3).groups() == [[0], [1], [2]]
-    assert Plan.of(Topology.chain("1,1,1", transmissivity=0.1), 3).groups() == [[0, 1, 2]]
+    assert Plan.of(Topology.chain("1,1,1", grad_scale=0.1), 3).groups() == [[0, 1, 2]]
     assert Plan.of(Topology.soft([0.0, 0.5, 0.0]), 4).groups() == [[0], [1, 2], [3]]
     assert Plan.of(Topology.cover([(0, 2), (1, 3), (3, 4)]), 4).groups() == [[0, 1], [2]], "a shared layer"
     assert Plan.of(Topology.chain("1,1").with_decoders(1), 4).groups() == [[0, 1], [2, 3]]

@@ -37,9 +37,9 @@ HALVES: Terms = ((1, 0.5), (2, 0.5))
 
 
 @pytest.mark.parametrize("heads", ["shared", "per-stage"])
-@pytest.mark.parametrize("transmissivity", [0.0, 1.0])
-def test_a_chain_predicts_by_its_last_stage(transmissivity: float, heads: str) -> None:
-    chain = Topology.chain(Configuration.parse("1,1,1", heads=heads), transmissivity=transmissivity)
+@pytest.mark.parametrize("grad_scale", [0.0, 1.0])
+def test_a_chain_predicts_by_its_last_stage(grad_scale: float, heads: str) -> None:
+    chain = Topology.chain(Configuration.parse("1,1,1", heads=heads), grad_scale=grad_scale)
     assert predicted(chain) == Prediction("last", ((2, 1.0),), ALONE)
     assert predicted(chain).alone
     assert Plan.of(chain, 3).last == 2
@@ -214,7 +214,7 @@ def test_a_path_that_no_plan_has_is_one_line(path: str, words: str) -> None:
 
 
 def test_leaves_are_the_stages_whose_end_nobody_hears() -> None:
-    root = Edge(EMBEDDING, transmissivity=1.0)
+    root = Edge(EMBEDDING, grad_scale=1.0)
     early = Topology(3, (Stage(0, 2, (root,)), Stage(2, 3, (Edge(0, layer=1),))))
     assert early.leaves() == [0, 1], "tapped before its end"
     assert THREE.leaves() == [2]
@@ -229,7 +229,7 @@ def test_a_specialist_hears_the_end_of_every_branch() -> None:
 
 
 def test_the_last_exit_predicts_as_the_model_does_where_the_only_leaf_comes_earlier() -> None:
-    root = Edge(EMBEDDING, transmissivity=1.0)
+    root = Edge(EMBEDDING, grad_scale=1.0)
     stages = (Stage(0, 1, (root,)), Stage(1, 2, (root,)), Stage(2, 3, (Edge(1),), weight=0.0))
     prediction = Plan.of(Topology(3, stages), 3).prediction
     assert prediction.full == prediction.after(1) == ((0, 1.0),)

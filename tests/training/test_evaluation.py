@@ -13,7 +13,7 @@ from topograd.data.windows import Text
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
 from topograd.nn.pooling import pool
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -125,7 +125,7 @@ class Table(Stack):
 
 
 class Same(nn.Module):
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         return h
 
 

@@ -20,10 +20,10 @@ from topograd.training.evaluation import evaluate
 from topograd.training.runs import resume, start
 
 STEPS = 4
-ROOT = Edge(EMBEDDING, transmissivity=1.0)
+ROOT = Edge(EMBEDDING, grad_scale=1.0)
 STAGES = (
     Stage(0, 1, (ROOT,), weight=0.0),
-    Stage(1, 3, (Edge(0, transmissivity=0.5),), objective="z-loss", weight=2.0),
+    Stage(1, 3, (Edge(0, grad_scale=0.5),), objective="z-loss", weight=2.0),
     Stage(2, 4, (Edge(1, layer=2), Edge(EMBEDDING, relay="pre-norm"))),
 )
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "decoder": {"partition": "1,3", "heads": "per-stage", "decoder": 1},
     "forest": {"graph": "forest", "branches": ("1,1", "2")},
     "cover": {"graph": "cover", "intervals": ((0, 3), (1, 4)), "heads": "per-stage"},
-    "soft": {"graph": "soft", "transmissivities": (0.25, 1.0, 0.0)},
+    "soft": {"graph": "soft", "grad_scales": (0.25, 1.0, 0.0)},
     "stages": {"graph": "stages", "stages": STAGES, "prediction": "0,1,3"},
     "relay-and-bus": {
         "partition": "1,1,2",
@@ -42,10 +42,10 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
         "source": "embedding",
         "join": "low-rank",
         "relay_rank": 3,
-        "source_transmissivity": 0.5,
+        "source_grad_scale": 0.5,
     },
     "early-layer": {"partition": "2,1,1", "source": "layer:1", "join": "gate", "bus": "detached"},
-    "transmissivities": {"partition": "1,1,2", "transmissivities": (0.2, 0.9), "reduction": "sum"},
+    "grad_scales": {"partition": "1,1,2", "grad_scales": (0.2, 0.9), "reduction": "sum"},
     "own-objectives": {
         "partition": "1,1,2",
         "objectives": ("cross-entropy", "z-loss", "residual"),

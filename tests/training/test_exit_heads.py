@@ -12,8 +12,8 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import open_session
 from topograd.training import exit_heads
+from topograd.training.activation_cache import StateBatch
 from topograd.training.exit_heads import begin_exit_heads, leading_map
-from topograd.training.hidden_states import StateBatch
 from topograd.training.runs import resume, start
 
 

@@ -1,4 +1,4 @@
-"""Pictures to look at are what they are said to be."""
+"""ImageSet to look at are what they are said to be."""
 
 from topograd.runs.folder import Run
 from topograd.runs.session import open_run

@@ -66,7 +66,7 @@ def test_distilled_from_its_own_last_stage(config: TrainConfig, straight: Run, t
     losses = [r["loss"][0] for r in Run.open(tmp_path / "exits").metrics() if r["kind"] == "train"]
     assert sum(losses[-5:]) < sum(losses[:5])
     lora = asked(config, straight, lora_rank=2, layer_dropout=0.3).changed(
-        transmissivity=1.0, depth_weights=0.5, **taught
+        grad_scale=1.0, depth_weights=0.5, **taught
     )
     assert start(lora, tmp_path / "lora").train()["finished"]
 

@@ -104,7 +104,9 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 def test_rates_and_their_schedule() -> None:
-    config = OptimizerConfig(matrices=0.1, embeddings=0.2, head=0.3, scalars=0.4, warmup=0.0, warmdown=0.5)
+    config = OptimizerConfig(
+        lr_matrix=0.1, lr_embedding=0.2, lr_head=0.3, lr_scalar=0.4, warmup=0.0, warmdown=0.5
+    )
     stack = model(PER_STAGE)
     made = make_optimizers(stack, config)
     assert [group["lr"] for group in made.optimizers["muon"].param_groups] == [0.1]
@@ -133,7 +135,7 @@ def test_one_step_moves_every_parameter() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"matrices": -0.1}, "learning rate matrices is -0.1"),
+        ({"matrices": -0.1}, "learning rate lr_matrix is -0.1"),
         ({"head": float("nan")}, "learning rate head is nan"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"betas": (0.9, 1.0)}, "betas are"),
@@ -214,7 +216,7 @@ def test_matrices_have_a_rate_of_their_optimizers_size_unless_told(name: str, ra
     stack = model(PER_STAGE)
     matrix = stack.layers[0].get_parameter("mlp.up.weight")
     for given, expected in ((None, rate), (0.007, 0.007)):
-        made = make_optimizers(stack, OptimizerConfig(name=name, matrices=given))
+        made = make_optimizers(stack, OptimizerConfig(name=name, lr_matrix=given))
         rates = [
             g["lr"]
             for o in made.optimizers.values()
@@ -309,7 +311,7 @@ def test_a_halted_stage_rests_in_its_gauges_too(name: str) -> None:
 
 def test_a_stage_may_have_its_own_optimizer_rate_and_schedule() -> None:
     own = StageOptimizer(stage=2, name="sgd", rate=0.5, warmup=0.0, warmdown=0.0)
-    config = OptimizerConfig(warmup=0.0, warmdown=1.0, floor=0.0, head=0.3, stages=(own,))
+    config = OptimizerConfig(warmup=0.0, warmdown=1.0, floor=0.0, lr_head=0.3, stages=(own,))
     stack = model(PER_STAGE)
     made = make_optimizers(stack, config, Plan.of(PER_STAGE, 4))
     assert list(made.optimizers) == ["stage-2.sgd", "muon", "adamw"]
@@ -358,7 +360,7 @@ import torch
 
 def make(groups, config, stack):
     own = [p for named in groups.values() for p in named.values()]
-    return {"mine": torch.optim.RMSprop(own, lr=config.scalars)}
+    return {"mine": torch.optim.RMSprop(own, lr=config.lr_scalar)}
 
 
 NOTHING = None

@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
 def logits_of_stages(stack: GPT, topology: Topology, inputs: Tensor) -> list[Tensor]:
     """Every stage's own logits: each layer in turn, every state kept."""
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0, inputs)
+    ctx = stack.layer_context(x0, inputs)
     after: list[dict[int, Tensor]] = []
     logits = []
     for k, stage in enumerate(topology.stages):
@@ -101,10 +101,10 @@ def logits_of_stages(stack: GPT, topology: Topology, inputs: Tensor) -> list[Ten
         for edge in stage.sources:
             source = None if edge.source == EMBEDDING else topology.stages[edge.source]
             message = x0 if source is None else after[edge.source][edge.layer or source.stop]
-            h = h + stack.relay(edge.relay).receive(message, bus)
+            h = h + stack.relay(edge.relay).receive(message, ctx)
         after.append({})
         for layer in range(stage.start, stage.stop):
-            h = stack.layers[layer](h, bus)
+            h = stack.layers[layer](h, ctx)
             after[k][layer + 1] = h
         logits.append(stack.readout(h, k))
     return logits
@@ -153,9 +153,9 @@ def test_a_path_runs_its_layers_and_no_other(tiny: type[Tiny]) -> None:
     assert ran == [0, 2, 3]
     with torch.no_grad():
         h = stack.embed(inputs)
-        bus = stack.bus(h, inputs)
+        ctx = stack.layer_context(h, inputs)
         for i in (0, 2, 3):
-            h = stack.layers[i](h, bus)
+            h = stack.layers[i](h, ctx)
         expected = stack.readout(h, 2)
     assert torch.equal(found, expected)
     reading = evaluate(stack, topology, Text(inputs, targets, NBYTES))

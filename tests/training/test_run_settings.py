@@ -26,7 +26,7 @@ from topograd.training.runs import RunTrainer, resume, start
 from topograd.training.step_runner import StepRunner
 
 TAUGHT = {"objective": "distillation", "teacher": "average", "teacher_decay": 0.9}
-SCHEDULED = {"transmissivity_schedule": "0:0,0.5:0.5,0.75:1"}
+SCHEDULED = {"grad_scale_schedule": "0:0,0.5:0.5,0.75:1"}
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_schedule_gives_the_edges_their_value(short: TrainConfig, tmp_path: 
 
 def test_a_schedule_of_one_value_is_that_value(short: TrainConfig, tmp_path: Path) -> None:
     runs = []
-    changes: list[dict[str, Any]] = [{"transmissivity": 1.0}, {"transmissivity_schedule": "0:1"}]
+    changes: list[dict[str, Any]] = [{"grad_scale": 1.0}, {"grad_scale_schedule": "0:1"}]
     for number, change in enumerate(changes):
         runs.append(start(short.changed(**change), tmp_path / str(number)))
         runs[-1].train()
@@ -108,9 +108,9 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"partition": "2,2", "transmissivity": 1.0, **SCHEDULED}, "transmissivity and .*_schedule are both"),
+        ({"partition": "2,2", "grad_scale": 1.0, **SCHEDULED}, "grad_scale and .*_schedule are both"),
         (
-            {"graph": "soft", "transmissivities": (0.5,), **SCHEDULED},
+            {"graph": "soft", "grad_scales": (0.5,), **SCHEDULED},
             "the graph is soft, which does not use it",
         ),
         ({"partition": "2,2", "interface": "S=8,r=8", **SCHEDULED}, "with an interface it must be None"),
@@ -160,7 +160,7 @@ def gradients(
     return found, {name: p.grad.clone() for name, p in stack.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("change", [{}, {"objective": "residual", "transmissivity": 0.5}])
+@pytest.mark.parametrize("change", [{}, {"objective": "residual", "grad_scale": 0.5}])
 def test_parts_of_a_batch_add_up_to_it(change: dict[str, Any], short: TrainConfig, tmp_path: Path) -> None:
     """In float64, where rows have targets of different number too."""
     trainer = start(short.changed(batch=4, **change), tmp_path / "run")

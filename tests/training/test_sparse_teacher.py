@@ -15,14 +15,14 @@ from topograd.exec.objectives import teacher_logits
 from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.topology.dag import Topology
 from topograd.training import sparse_teacher
 from topograd.training.sparse_teacher import open_teacher_logits, write_teacher
 
 
 @pytest.fixture(scope="module")
-def teacher(make_session: Callable[..., Session]) -> Predictor:
+def teacher(make_session: Callable[..., LoadedTextRun]) -> Predictor:
     session = make_session(2)
     return Predictor(session.stack, session.plan)
 

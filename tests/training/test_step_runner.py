@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 CLIP = 0.01
 
 
-def weighted(second: float, transmissivity: float = 0.0) -> Topology:
+def weighted(second: float, grad_scale: float = 0.0) -> Topology:
     """Two stages with heads of their own; the second's loss weighs `second` times the first's."""
     configuration = Configuration.parse("2,2", heads="per-stage")
-    chain = Topology.chain(configuration, transmissivity=transmissivity, reduction="sum")
+    chain = Topology.chain(configuration, grad_scale=grad_scale, reduction="sum")
     first, last = chain.stages
     return replace(chain, stages=(first, replace(last, weight=second)))
 
@@ -88,7 +88,7 @@ def test_clipping_is_global_where_gradient_crosses(tiny: type[Tiny]) -> None:
 
     seen: list[float] = []
     for second in (1.0, 1000.0):
-        _, done = one_step(tiny, weighted(second, transmissivity=0.5), CLIP, norm)
+        _, done = one_step(tiny, weighted(second, grad_scale=0.5), CLIP, norm)
         assert len(done.norms) == 1
     assert seen == pytest.approx([CLIP, CLIP], rel=1e-4)
     quiet, loud = (
@@ -245,8 +245,8 @@ def test_before_it_broke_nothing_was_halted(breakable: TrainConfig, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "stage"),
     [
-        ({"transmissivity": 0.5}, 2),
-        ({"objectives": ("breaking", "cross-entropy"), "transmissivity": 0.5}, 1),
+        ({"grad_scale": 0.5}, 2),
+        ({"objectives": ("breaking", "cross-entropy"), "grad_scale": 0.5}, 1),
         ({"partition": "L", "objectives": ("breaking",)}, 1),
         ({"objectives": ("breaking", "breaking")}, 1),
     ],

@@ -19,7 +19,7 @@ from topograd.exec.forward import stage_outputs
 from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
@@ -60,13 +60,13 @@ def summand(stack: GPT, topology: Topology, k: int, inputs: Tensor, targets: Ten
     """Stage k's loss alone: its layers on sg(h), the hidden state before them, its head, cross-entropy."""
     stage = topology.stages[k]
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0 if k == 0 or topology.bus == "live" else x0.detach(), inputs)
+    ctx = stack.layer_context(x0 if k == 0 or topology.bus == "live" else x0.detach(), inputs)
     h = x0
     with torch.no_grad():
         for layer in stack.layers[: stage.start]:
-            h = layer(h, bus)
+            h = layer(h, ctx)
     for layer in stack.layers[stage.start : stage.stop]:
-        h = layer(h, bus)
+        h = layer(h, ctx)
     return cross_entropy(stack.readout(h, k), targets)
 
 
@@ -82,14 +82,14 @@ def layers_of(gradients: Gradients, start: int, stop: int) -> Gradients:
     }
 
 
-def with_transmissivity(topology: Topology, transmissivity: float) -> Topology:
+def with_grad_scale(topology: Topology, grad_scale: float) -> Topology:
     """The same with this λ on every edge but those that come from a frozen stage."""
     stages = []
     for stage in topology.stages:
         edges = [
             e
             if e.source != EMBEDDING and topology.stages[e.source].frozen
-            else replace(e, transmissivity=transmissivity)
+            else replace(e, grad_scale=grad_scale)
             for e in stage.sources
         ]
         stages.append(replace(stage, sources=tuple(edges)))
@@ -212,9 +212,9 @@ def test_theorem_6_1_one_layer_per_stage_is_local_learning(tiny: type[Tiny]) -> 
     stack, (inputs, targets) = tiny.gpt(topology), tiny.batch()
     actual = trained(tiny, stack, topology)
     x0 = stack.embed(inputs).detach()
-    bus, h = stack.bus(x0, inputs), x0
+    ctx, h = stack.layer_context(x0, inputs), x0
     for i, layer in enumerate(stack.layers):
-        h = layer(h, bus)
+        h = layer(h, ctx)
         logits = F.linear(F.rms_norm(h, (16,)), stack.head.weight.detach() + delta(stack, i))
         cross_entropy(logits, targets).backward()
         h = h.detach()
@@ -223,12 +223,12 @@ def test_theorem_6_1_one_layer_per_stage_is_local_learning(tiny: type[Tiny]) -> 
         tiny.assert_same({name: actual[name] for name in alone}, alone)
 
 
-def test_remark_4_6_values_do_not_depend_on_transmissivity(tiny: type[Tiny], case: Case) -> None:
+def test_remark_4_6_values_do_not_depend_on_grad_scale(tiny: type[Tiny], case: Case) -> None:
     """D_λ is the identity forward: the losses are bit-equal for every λ."""
     (inputs, targets), losses = tiny.batch(), []
     teacher = tiny.teacher(inputs)
-    for transmissivity in (0.0, 0.3, 1.0):
-        topology = with_transmissivity(case.topology, transmissivity)
+    for grad_scale in (0.0, 0.3, 1.0):
+        topology = with_grad_scale(case.topology, grad_scale)
         stack = tiny.gpt(topology, **case.settings)
         losses.append(train_step(stack, topology, inputs, targets, teacher=teacher))
     assert losses[0].isfinite().any()
@@ -266,14 +266,14 @@ def test_definition_2_4_hierarchical_is_autograd_of_the_mean_loss(tiny: type[Tin
     """Undetached, a layer hears the losses of its own stage and of all later ones ("Product of Experts")."""
     stack, (inputs, targets) = tiny.gpt(), tiny.batch()
     h = stack.embed(inputs)
-    bus, losses = stack.bus(h, inputs), []
+    ctx, losses = stack.layer_context(h, inputs), []
     for i, layer in enumerate(stack.layers):
-        h = layer(h, bus)
+        h = layer(h, ctx)
         if i in (0, 1, 3):
             losses.append(cross_entropy(stack.readout(h, 0), targets))
     torch.stack(losses).mean().backward()
     expected = tiny.gradients(stack)
-    train_step(stack, Topology.chain("1,1,2", transmissivity=1.0), inputs, targets)
+    train_step(stack, Topology.chain("1,1,2", grad_scale=1.0), inputs, targets)
     tiny.assert_same(tiny.gradients(stack), expected)
 
 
@@ -284,7 +284,7 @@ class Forgetful(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(16, dtype=torch.float64))
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         return h * self.scale * (torch.arange(16) < 8)
 
 
@@ -334,11 +334,11 @@ def test_proposition_10_15_residual_losses_are_stage_local(tiny: type[Tiny]) -> 
     stack, (inputs, targets) = tiny.gpt(topology), tiny.batch()
     actual = trained(tiny, stack, topology)
     x0 = stack.embed(inputs)
-    bus, h = stack.bus(x0.detach(), inputs), x0.detach()
+    ctx, h = stack.layer_context(x0.detach(), inputs), x0.detach()
     said = torch.zeros(2, 12, 50, dtype=torch.float64)
     for stage in topology.stages:
         for layer in stack.layers[stage.start : stage.stop]:
-            h = layer(h, bus)
+            h = layer(h, ctx)
         z = stack.readout(h, 0)
         cross_entropy(said + z, targets).backward()
         said, h = said + z.detach(), h.detach()

@@ -44,12 +44,12 @@ def test_a_run_leaves_everything_in_its_folder(straight: Run, config: TrainConfi
     assert results["seconds"] == straight.metrics()[-1]["seconds"] > 0
 
 
-@pytest.mark.parametrize(("transmissivity", "layer", "stage"), [(0.0, 0, 1), (1.0, 0, 1), (1.0, 1, 2)])
+@pytest.mark.parametrize(("grad_scale", "layer", "stage"), [(0.0, 0, 1), (1.0, 0, 1), (1.0, 1, 2)])
 def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
-    transmissivity: float, layer: int, stage: int, config: TrainConfig, tmp_path: Path
+    grad_scale: float, layer: int, stage: int, config: TrainConfig, tmp_path: Path
 ) -> None:
     """Where gradient crosses, or where every stage hears the broken one, nothing is left to train."""
-    trainer = start(config.changed(transmissivity=transmissivity), tmp_path / "run")
+    trainer = start(config.changed(grad_scale=grad_scale), tmp_path / "run")
     trainer.train(stop_after=5)
     saved = weights(trainer.task.run, 5)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
 
 
 @pytest.mark.parametrize(
-    ("transmissivity", "name", "where"),
+    ("grad_scale", "name", "where"),
     [
         (1.0, "layers.1.mlp.up.weight", "stage 2"),
         (1.0, "head.weight", "the embedding or the head"),
@@ -76,9 +76,9 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_stage(
     ],
 )
 def test_a_gradient_that_is_not_finite_stops_before_it_is_used(
-    transmissivity: float, name: str, where: str, config: TrainConfig, tmp_path: Path
+    grad_scale: float, name: str, where: str, config: TrainConfig, tmp_path: Path
 ) -> None:
-    trainer = start(config.changed(transmissivity=transmissivity), tmp_path / "run")
+    trainer = start(config.changed(grad_scale=grad_scale), tmp_path / "run")
     trainer.train(stop_after=1)
     before = {n: p.detach().clone() for n, p in trainer.task.stack.named_parameters()}
     trainer.task.stack.get_parameter(name).register_hook(lambda gradient: gradient * float("inf"))
@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_stops_before_it_is_used(
 
 
 def test_clipping_bounds_the_gradient_and_logs_its_norm(config: TrainConfig, tmp_path: Path) -> None:
-    joined = config.changed(transmissivity=1.0)
+    joined = config.changed(grad_scale=1.0)
 
     def norms(clip: float) -> list[float]:
         trainer = start(replace(joined, optimizer=OptimizerConfig(clip=clip)), tmp_path / str(clip))
@@ -183,7 +183,7 @@ def test_what_cannot_be_trained_is_refused_before_it_is_a_run(config: TrainConfi
 
 
 def test_the_learning_rates_follow_the_schedule(config: TrainConfig, tmp_path: Path) -> None:
-    rates = OptimizerConfig(matrices=0.1, head=0.01, warmup=0.25, warmdown=0.5, floor=0.1)
+    rates = OptimizerConfig(lr_matrix=0.1, lr_head=0.01, warmup=0.25, warmdown=0.5, floor=0.1)
     trainer = start(replace(config, steps=8, optimizer=rates), tmp_path / "run")
     made = trainer.task.loop.optimizers.optimizers
     seen: list[tuple[float, float]] = []

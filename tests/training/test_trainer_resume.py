@@ -389,7 +389,7 @@ def test_a_relative_data_path_is_found_again_from_elsewhere(
     "change",
     [
         {"heads": "per-stage", "objective": "residual"},
-        {"transmissivity": 1.0, "bus": "detached", "reduction": "sum"},
+        {"grad_scale": 1.0, "bus": "detached", "reduction": "sum"},
         {"partition": "L", "tokenizer": "bpe"},
     ],
 )

@@ -46,14 +46,14 @@ def run(argv: list[str]) -> int:
     from topograd.specialists.align import carry, versions
     from topograd.specialists.attach import open_specialist
 
-    sidecar = open_specialist(asked.folder)
-    old, new = sidecar.open_base(asked.base), open_session(asked.to)
-    carried = carry(sidecar, old, new, asked.out)
+    adapter = open_specialist(asked.folder)
+    old, new = adapter.open_base(asked.base), open_session(asked.to)
+    carried = carry(adapter, old, new, asked.out)
     answer: dict[str, Any] = {"specialist": str(asked.out), "base": str(asked.to), **versions(old, new)}
     if asked.data is not None:
         from topograd.specialists.align import compared
 
-        answer["nats"] = compared(asked.data, sidecar, carried, old, new, asked.context)
+        answer["nats"] = compared(asked.data, adapter, carried, old, new, asked.context)
     if asked.steps:
         from topograd.specialists.align import trained_on
 

@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     from topograd.specialists.tokens import NewToken
 
     base = open_session(asked.base)
-    sidecar = new_specialist(
+    adapter = new_specialist(
         asked.out,
         base,
         layers=asked.layers,
@@ -58,16 +58,16 @@ def run(argv: list[str]) -> int:
         tokens=[NewToken.parse(words) for words in asked.token],
         seed=asked.seed,
     )
-    attached = attach(base, {"new": sidecar})
+    attached = attach(base, {"new": adapter})
     read = Preservation(base).read(attached.stack, composed(attached, {"new": 1.0}))
-    numbers = sum(tensor.numel() for tensor in sidecar.tensors.values())
+    numbers = sum(tensor.numel() for tensor in adapter.tensors.values())
     answer = {
         "specialist": str(asked.out),
         "base": str(base.run.folder),
         "base_weights": base.weights,
         "layers": asked.layers,
-        "first_layer": sidecar.settings["first_layer"],
-        "head_rank": sidecar.settings["head_rank"],
+        "first_layer": adapter.settings["first_layer"],
+        "head_rank": adapter.settings["head_rank"],
         "parameters": numbers,
         "bytes": sum(path.stat().st_size for path in asked.out.iterdir()),
         "insertion_max_abs_logit_delta": read.base_max_abs_logit_delta,

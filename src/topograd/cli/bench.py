@@ -28,7 +28,7 @@ from topograd.pretrained import REFERENCE
 from topograd.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from topograd.runs.session import Session
+    from topograd.runs.session import LoadedTextRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _serve(session: Session, asked: Serve) -> int:
+def _serve(session: LoadedTextRun, asked: Serve) -> int:
     from topograd.decode.depths import engine_of
     from topograd.serve.benchmark import bench_serve
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from topograd.decode.calibrate import Tuning
     from topograd.decode.calibration import Calibration
     from topograd.decode.readings import Readings
-    from topograd.runs.session import Session
+    from topograd.runs.session import LoadedTextRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _text(session: Session, limit_bytes: int) -> Text:
+def _text(session: LoadedTextRun, limit_bytes: int) -> Text:
     """Held-out text of at least one window for each half."""
     from topograd.runs.session import heldout_text
 

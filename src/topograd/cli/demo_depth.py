@@ -20,7 +20,7 @@ from topograd.errors import RunError
 from topograd.files import read_json, write_json
 from topograd.pretrained import REFERENCE
 from topograd.report.depth_text import stage_colour
-from topograd.runs.session import Session, open_session
+from topograd.runs.session import LoadedTextRun, open_session
 
 SHORT = DecodeSettings(prompts=2, tokens=64, rounds=2, bytes=30_000)
 PROMPT = "def read(self, size=-1):\n"
@@ -44,7 +44,7 @@ def decoding(folder: Path) -> dict[str, Any]:
     return results
 
 
-def picture(session: Session) -> dict[str, Any]:
+def picture(session: LoadedTextRun) -> dict[str, Any]:
     """A text that leaves early, token by token, and the stage at which each left."""
     strategy = strategy_of(DEPTH, session, engine_of(session))
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]

@@ -33,7 +33,7 @@ from topograd.files import read_json, write_json
 from topograd.report.data import RunData
 from topograd.runs.config import TrainConfig, preset
 from topograd.runs.folder import Run
-from topograd.runs.session import Session, load_data, open_session
+from topograd.runs.session import LoadedTextRun, load_data, open_session
 from topograd.training.gap import gap_percent, measure_step
 from topograd.training.trainer import OnStep
 
@@ -149,7 +149,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def compared(folder: Path, session: Session, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compared(folder: Path, session: LoadedTextRun, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Gap, step time, memory and samples; measured once and kept in comparison.json."""
     kept = folder / "comparison.json"
     gap = gap_percent(*(results[name]["bpb"]["prediction"] for name in ("staged", "backprop")))
@@ -165,7 +165,7 @@ def compared(folder: Path, session: Session, results: dict[str, dict[str, Any]])
     return comparison
 
 
-def _samples(session: Session) -> list[dict[str, str]]:
+def _samples(session: LoadedTextRun) -> list[dict[str, str]]:
     stages = session.plan.stages
     return [
         _sample(session, p.index, f"first {p.index + 1} of {len(stages)} stages, {p.stage.stop} layers")
@@ -173,7 +173,7 @@ def _samples(session: Session) -> list[dict[str, str]]:
     ]
 
 
-def _sample(session: Session, stage: int, title: str) -> dict[str, str]:
+def _sample(session: LoadedTextRun, stage: int, title: str) -> dict[str, str]:
     prompt = [session.tokenizer.separator, *session.tokenizer.encode(PROMPT)]
     sampling = Sampling(temperature=0.7, top_k=50)
     [written] = generate_batch(FixedDepth(engine_of(session), stage), [prompt], SAMPLE_TOKENS, sampling)

@@ -16,7 +16,7 @@ from topograd.runs.config import TrainConfig
 
 if TYPE_CHECKING:
     from topograd.data.windows import Text
-    from topograd.runs.session import Session
+    from topograd.runs.session import LoadedTextRun
 
 _KIND = {True: "images", False: "text"}
 
@@ -102,7 +102,7 @@ def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     return session.config, results | _quantised(asked, session, text)
 
 
-def _keep(session: Session, results: dict[str, Any]) -> None:
+def _keep(session: LoadedTextRun, results: dict[str, Any]) -> None:
     """What is measured of a run that was never trained here, as an imported one, goes into its card."""
     from topograd.convert.card import write_card
 
@@ -112,7 +112,7 @@ def _keep(session: Session, results: dict[str, Any]) -> None:
             write_card(session.run)
 
 
-def _quantised(asked: Eval, session: Session, text: Text) -> dict[str, Any]:
+def _quantised(asked: Eval, session: LoadedTextRun, text: Text) -> dict[str, Any]:
     """What the weights that are asked for cost, and whether they are kept."""
     if asked.weights == "float32":
         return {}

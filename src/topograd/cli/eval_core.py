@@ -88,7 +88,7 @@ def _added(specialists: str | None) -> tuple[tuple[str, str, float], ...]:
     from topograd.specialists.model import open_named
 
     opened, weights = open_named(specialists)
-    return tuple((name, sidecar.digest, weights[name]) for name, sidecar in opened.items())
+    return tuple((name, adapter.digest, weights[name]) for name, adapter in opened.items())
 
 
 def _evaluate(

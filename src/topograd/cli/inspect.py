@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from topograd.data.windows import Text
     from topograd.geometry.checkpoint import CheckpointReading
-    from topograd.runs.session import Session
+    from topograd.runs.session import LoadedTextRun
 
 T = TypeVar("T")
 
-LEAST_TOKENS = 4096
+MIN_TOKENS = 4096
 """That a run is read on, if its text has them; and `ROWS_PER_CHANNEL` for each channel of its stream."""
 TOKEN_BYTES = 10
 """Of text for a token: more than it has, as short documents are left out."""
@@ -152,12 +152,12 @@ def _checkpoint(
     return Path(f"{folder.resolve().name}-geometry.html"), about, found
 
 
-def probe_batches(session: Session, asked: Inspect) -> list[tuple[Tensor, Tensor]]:
+def probe_batches(session: LoadedTextRun, asked: Inspect) -> list[tuple[Tensor, Tensor]]:
     """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
     from topograd.geometry.inspection import ROWS_PER_CHANNEL
     from topograd.runs.session import heldout_text
 
-    tokens = max(LEAST_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
+    tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
     text = heldout_text(
         session, asked.text, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context)
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from topograd.cli.inspect import Inspect
 
-MOST_BATCHES = 6
+MAX_BATCHES = 6
 """Of the probe: each checkpoint is read on the same."""
 
 
@@ -64,7 +64,7 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
 
             stack = moved(session.stack, asked)
             if reader is None:
-                reader = SeriesReader(probe_batches(session, asked)[:MOST_BATCHES], outputs, SAMPLING)
+                reader = SeriesReader(probe_batches(session, asked)[:MAX_BATCHES], outputs, SAMPLING)
                 torch.manual_seed(session.config.seed)
                 fresh = moved(build_stack(session.config)[0].eval(), asked)
                 random = SeriesReader(reader.batches, outputs, None).read(fresh, 0)

@@ -29,9 +29,9 @@ class Report:
 def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
     asked = parse(Report, argv, "report")
-    from topograd.runs.sidecar import is_sidecar
+    from topograd.runs.adapter import is_adapter
 
-    if is_sidecar(asked.folder):
+    if is_adapter(asked.folder):
         return _specialist(asked)
     from topograd.report.page import write_report  # matplotlib: only once there is something to do
     from topograd.runs.session import read_settings
@@ -70,13 +70,13 @@ def _specialist(asked: Report) -> int:
         raise ConfigError(
             f"{asked.folder} is a specialist, which is compared with its base alone", remedy="leave --against"
         )
-    sidecar, records = open_specialist(asked.folder), training_records(asked.folder)
+    adapter, records = open_specialist(asked.folder), training_records(asked.folder)
     if not records:
         raise ConfigError(
             f"{asked.folder} was not trained yet, so there is nothing to report", remedy="topograd finetune"
         )
-    name, base = asked.folder.resolve().name, sidecar.base.folder.name
-    page = write_specialist_report(asked.folder / "report.html", name, sidecar.settings, base, records)
+    name, base = asked.folder.resolve().name, adapter.base.folder.name
+    page = write_specialist_report(asked.folder / "report.html", name, adapter.settings, base, records)
     if asked.json:
         print_json({"specialist": str(asked.folder), "report": str(page)})
     else:

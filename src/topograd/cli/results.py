@@ -16,7 +16,7 @@ from topograd.topology.plan import Plan
 
 if TYPE_CHECKING:
     from topograd.data import Text
-    from topograd.runs.session import Opened, Session
+    from topograd.runs.session import LoadedRun, LoadedTextRun
 
 POOLINGS = ("sum", "mean", "shrinkage")
 
@@ -51,7 +51,7 @@ def with_prediction(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(
-    session: Session, text: Text, on_batch: Callable[[int, int], None] | None = None
+    session: LoadedTextRun, text: Text, on_batch: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """The readings of an opened run on some text."""
     from topograd.training.evaluation import evaluate
@@ -61,7 +61,7 @@ def measured(
 
 
 def measured_images(
-    opened: Opened,
+    opened: LoadedRun,
     data: Path | None = None,
     most: int | None = None,
     on_batch: Callable[[int, int], None] | None = None,

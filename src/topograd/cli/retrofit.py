@@ -1,4 +1,4 @@
-"""`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in a sidecar."""
+"""`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in a adapter."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _show(found: dict[str, Any]) -> None:
     console = out()
     rates = ", ".join(f"{rate:.2f}" for rate in found["agreement"])
     console.print(
-        f"{found['sidecar']}: a draft stage of {found['parameters'] / 1e6:.1f} M parameters on "
+        f"{found['adapter']}: a draft stage of {found['parameters'] / 1e6:.1f} M parameters on "
         f"{found['vocabulary']} tokens (they cover {found['coverage']:.2f}), taught on {found['tokens']} "
         f"tokens, and a table of {found['table']} entries",
         soft_wrap=True,

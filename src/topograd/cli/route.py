@@ -51,11 +51,11 @@ def run(argv: list[str]) -> int:
     from topograd.specialists.records import rows_of
     from topograd.specialists.router import open_router, save_router, train_router
 
-    sidecars, _ = open_named(asked.specialists)
-    pool = SpecialistPool.open(asked.folder, sidecars)
+    adapters, _ = open_named(asked.specialists)
+    pool = SpecialistPool.open(asked.folder, adapters)
     answer: dict[str, Any] = {"run": str(asked.folder), "router": str(asked.out)}
     if asked.prompt is not None:
-        router = open_router(asked.out, pool.attached, sidecars)
+        router = open_router(asked.out, pool.attached, adapters)
         chosen = router.choose(pool.attached, pool.model().encode(asked.prompt))
         answer |= {"prompt": asked.prompt, "specialists": dict(chosen)}
     else:
@@ -64,9 +64,9 @@ def run(argv: list[str]) -> int:
         router, found = train_router(
             pool.attached, [(i[: asked.rows], t[: asked.rows]) for i, t in texts], asked.seed, work
         )
-        save_router(asked.out, pool.attached, sidecars, router, found)
+        save_router(asked.out, pool.attached, adapters, router, found)
         shutil.rmtree(work)
-        answer |= {"specialists": list(sidecars), **found}
+        answer |= {"specialists": list(adapters), **found}
     if asked.json:
         print_json(answer)
     elif asked.prompt is not None:

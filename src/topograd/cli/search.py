@@ -398,9 +398,9 @@ def _pareto(asked: Pareto) -> dict[str, Any]:
     from topograd.exec.objectives import OBJECTIVES
     from topograd.files import dump_json
     from topograd.report.pareto import write_pareto
+    from topograd.search.measured import as_runs
     from topograd.search.pareto import explore
     from topograd.search.properties import named_objectives
-    from topograd.search.trained import as_runs
 
     for name in asked.objective:
         OBJECTIVES.check(name)
@@ -439,7 +439,7 @@ def _choose(asked: Choose) -> dict[str, Any]:
 
     from topograd.cli.progress import work_progress
     from topograd.runs.session import heldout_text, open_session
-    from topograd.search.trained import Trained, worth
+    from topograd.search.measured import Trained, worth
     from topograd.search.utility import deployment
 
     if not asked.folders:

@@ -22,7 +22,7 @@ def soft_table(answer: Answer) -> Table:
     rows = [
         ("run", answer["run"]),
         ("partition", "not hardened yet" if hard is None else _written(hard)),
-        ("transmissivity after each layer", "  ".join(number(x, 2) for x in answer["transmissivities"])),
+        ("grad_scale after each layer", "  ".join(number(x, 2) for x in answer["grad_scales"])),
         ("expected boundaries", number(answer["expected_boundaries"], 2)),
         ("BPB of what the model predicts", number(answer["bpb"]["prediction"], 3)),
     ]

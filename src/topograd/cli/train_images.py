@@ -28,10 +28,10 @@ def image_optimizer() -> OptimizerConfig:
     with."""
     return OptimizerConfig(
         name="adamw",
-        matrices=0.002,
-        embeddings=0.002,
-        head=0.002,
-        scalars=0.002,
+        lr_matrix=0.002,
+        lr_embedding=0.002,
+        lr_head=0.002,
+        lr_scalar=0.002,
         betas=(0.9, 0.99),
         warmdown=0.7,
     )
@@ -75,7 +75,7 @@ class TrainImages:
     steps: int = 2000
     """Length of the schedule."""
     batch: int = 128
-    """Pictures in a step."""
+    """ImageSet in a step."""
     accumulate: int = 1
     """Batches whose gradients add up before a step."""
     batch_parts: int = 1

@@ -19,9 +19,9 @@ from typing import Any
 
 from topograd.errors import CheckpointError, ConfigError
 
-MOST_TEMPLATE_CHARACTERS = 2**20
-MOST_MESSAGE_CHARACTERS = 2**24
-MOST_OUTPUT_CHARACTERS = 2**24
+MAX_TEMPLATE_CHARACTERS = 2**20
+MAX_MESSAGE_CHARACTERS = 2**24
+MAX_OUTPUT_CHARACTERS = 2**24
 SECONDS = 10
 """Of processor time."""
 PATIENCE = 6
@@ -106,18 +106,18 @@ def _text_of(answer: Mapping[str, str]) -> str:
 
 
 def _request(template: str, many: Sequence[Mapping[str, Any]]) -> bytes:
-    if len(template) > MOST_TEMPLATE_CHARACTERS:
-        raise _failed(f"it has {len(template)} characters of {MOST_TEMPLATE_CHARACTERS} at most")
-    limits = {"most": MOST_OUTPUT_CHARACTERS, "memory": _MEMORY, "seconds": SECONDS}
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise _failed(f"it has {len(template)} characters of {MAX_TEMPLATE_CHARACTERS} at most")
+    limits = {"most": MAX_OUTPUT_CHARACTERS, "memory": _MEMORY, "seconds": SECONDS}
     try:
         text = json.dumps({"template": template, "many": many, **limits})
     except (TypeError, ValueError, RecursionError) as problem:
         raise ConfigError(
             f"these messages are not plain text, numbers, lists and tables: {problem}"
         ) from None
-    if len(text) > MOST_MESSAGE_CHARACTERS:
+    if len(text) > MAX_MESSAGE_CHARACTERS:
         raise ConfigError(
-            f"this conversation has {len(text)} characters", remedy=f"give {MOST_MESSAGE_CHARACTERS} at most"
+            f"this conversation has {len(text)} characters", remedy=f"give {MAX_MESSAGE_CHARACTERS} at most"
         )
     return text.encode()
 

@@ -4,12 +4,12 @@
     gguf    model.gguf: weights as F32, F16 or Q8_0, sizes and tokenizer in its metadata
     onnx    a graph for each stage and head, a manifest and a script (`onnx_export.py`)
     all     README.md, a card: what it is, its data, bits per byte by prefix, the licence of its base
-    (not onnx) topograd/, a sidecar with its own card: stages, exits, LoRA, calibration.json
+    (not onnx) topograd/, a adapter with its own card: stages, exits, LoRA, calibration.json
 
 What is written is the plain model: all layers in order, the shared head, a LoRA merged into its matrices.
 Stages are a way of training and of leaving early that these formats do not know: what belongs to them goes
-into the sidecar (`runs/sidecar.py`), where there is any. A last stage with a head of its own, relays, and
-predictions by several stages cannot be written, and are refused. Specialists are sidecars already. Limits:
+into the adapter (`runs/adapter.py`), where there is any. A last stage with a head of its own, relays, and
+predictions by several stages cannot be written, and are refused. Specialists are adapters already. Limits:
 families that were imported; our own GPT has no counterpart there.
 """
 
@@ -36,9 +36,9 @@ from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json, write_atomic
 from topograd.nn.transformer.config import TRAITS
 from topograd.nn.transformer.stack import Transformer
-from topograd.runs.based import BasedStore
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import BaseIdentity, create_sidecar
+from topograd.runs.adapter import BaseIdentity, create_adapter
+from topograd.runs.delta_store import DeltaStore
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import installed
 
 FORMATS = ("hf", "gguf", "onnx")
@@ -68,7 +68,7 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
                 _write_folder(temporary, stack, tokenizer)
             else:
                 _write_gguf(temporary / "model.gguf", stack, tokenizer, kind, out.name)
-            _write_sidecar(temporary / "topograd", session, stack)
+            _write_adapter(temporary / "topograd", session, stack)
         write_atomic(temporary / "README.md", card(session.run, out.name))
         temporary.rename(out)
     except BaseException:
@@ -78,7 +78,7 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
     return {"run": str(session.run.folder), "format": format_, "out": str(out), "files": files}
 
 
-def _write_onnx(folder: Path, session: Session) -> None:
+def _write_onnx(folder: Path, session: LoadedTextRun) -> None:
     if not installed():
         raise ConfigError("format onnx needs onnx and onnxruntime", remedy="pip install 'topograd[runtime]'")
     from topograd.convert.onnx_export import write_onnx
@@ -86,7 +86,7 @@ def _write_onnx(folder: Path, session: Session) -> None:
     write_onnx(folder, session)
 
 
-def _plain(session: Session) -> tuple[Transformer, HFTokenizer]:
+def _plain(session: LoadedTextRun) -> tuple[Transformer, HFTokenizer]:
     """The model and the tokenizer, if others know their like."""
     stack, where = session.stack, session.run.folder
     kind = session.config.model.kind
@@ -101,7 +101,7 @@ def _plain(session: Session) -> tuple[Transformer, HFTokenizer]:
             remedy="only imported models are exported: keep the run's folder",
         )
     plan = session.plan
-    if stack.has_head(plan.last) or stack.own_relays() or plan.prediction.kind != "last":
+    if stack.has_head(plan.last) or stack.learned_relays() or plan.prediction.kind != "last":
         raise ConfigError(
             f"{where} has a last head or relays of its own, or predicts by several stages, which "
             "these formats cannot say",
@@ -110,12 +110,12 @@ def _plain(session: Session) -> tuple[Transformer, HFTokenizer]:
     return cast(Transformer, stack), session.tokenizer.to_hf()
 
 
-def _write_sidecar(folder: Path, session: Session, stack: Transformer) -> None:
+def _write_adapter(folder: Path, session: LoadedTextRun, stack: Transformer) -> None:
     """What these formats cannot say of the run, if there is anything."""
     run, store, config = session.run, session.run.store, session.config
     own = stack.head.deltas.named_parameters()
     tensors = {f"head.deltas.{name}": value.detach() for name, value in own}
-    if isinstance(store, BasedStore):
+    if isinstance(store, DeltaStore):
         tensors |= store.own_tensors(store.names()[-1])
     tensors |= exit_tensors(open_exits(session))
     if not tensors and len(session.plan.stages) == 1 and not run.calibration_file.is_file():
@@ -127,7 +127,7 @@ def _write_sidecar(folder: Path, session: Session, stack: Transformer) -> None:
         settings |= {"r": rank, "lora_alpha": config.tune.lora_alpha or 2 * rank, "merged": True}
     settings["stages"] = [[stage.layers.start, stage.layers.stop] for stage in session.plan.stages]
     words = "Stages, heads of exits, low-rank corrections (already merged into the model beside it) and "
-    create_sidecar(
+    create_adapter(
         folder,
         kind="lora" if config.tune.lora_rank else "exits",
         base=BaseIdentity.of(session),

@@ -40,10 +40,10 @@ KINDS = (
 WRITTEN_KINDS = ("F32", "F16", "Q8_0")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_HEADER_BYTES = 2**26
-_MOST_ENTRIES = 2**16
-_MOST_TENSORS = 2**17
-_MOST_DIMENSIONS = 4
+_MAX_HEADER_BYTES = 2**26
+_MAX_ENTRIES = 2**16
+_MAX_TENSORS = 2**17
+_MAX_DIMENSIONS = 4
 _CHUNK_ELEMENTS = 2**17  # what is in work then stays in the cache
 _SCALARS = {  # GGUF's number of a type: its letter for `struct`, which is numpy's too
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -149,7 +149,7 @@ class _Header:
     def __init__(self, content: mmap.mmap, path: Path) -> None:
         self.path, self.position, self.size = path, 0, len(content)
         self._content = content
-        self._end = min(self.size, _MOST_HEADER_BYTES)
+        self._end = min(self.size, _MAX_HEADER_BYTES)
 
     def begin(self) -> int:
         """Read up to the entries; the number of tensors."""
@@ -161,8 +161,8 @@ class _Header:
             raise _refused(self.path, f"has version {version}, not 2 or 3{hint}")
         tensors, self._entries = self._number("Q", "its counts"), self._number("Q", "its counts")
         for count, most, what in (
-            (tensors, _MOST_TENSORS, "tensors"),
-            (self._entries, _MOST_ENTRIES, "entries"),
+            (tensors, _MAX_TENSORS, "tensors"),
+            (self._entries, _MAX_ENTRIES, "entries"),
         ):
             if count > most:
                 raise _refused(self.path, f"states {count} {what} of {most} that are allowed")
@@ -182,10 +182,8 @@ class _Header:
         name = self._string("the name of a tensor")
         what = f"tensor {_short(name)}"
         dimensions = self._number("I", what)
-        if dimensions > _MOST_DIMENSIONS:
-            raise _refused(
-                self.path, f"has {what} with {dimensions} dimensions of {_MOST_DIMENSIONS} at most"
-            )
+        if dimensions > _MAX_DIMENSIONS:
+            raise _refused(self.path, f"has {what} with {dimensions} dimensions of {_MAX_DIMENSIONS} at most")
         sizes = [self._number("Q", what) for _ in range(dimensions)]
         if 0 in sizes:
             raise _refused(self.path, f"has {what} with a size of 0")
@@ -235,7 +233,7 @@ class _Header:
 
     def _beyond(self, what: str, length: int) -> CheckpointError:
         if self._end < self.size:
-            reason = f"has a header of more than {_MOST_HEADER_BYTES} bytes"
+            reason = f"has a header of more than {_MAX_HEADER_BYTES} bytes"
         else:
             reason = f"is cut or damaged: {what} at byte {self.position} needs {length} bytes"
             reason += f", and {self._end - self.position} are left"

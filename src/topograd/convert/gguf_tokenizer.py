@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from topograd.data.hf_tokenizer import MOST_TOKENS
+from topograd.data.hf_tokenizer import MAX_TOKENS
 from topograd.errors import CheckpointError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # GGUF's types of token that are not made by merging
-_MOST_TOKEN_CHARACTERS = 512
-_MOST_MERGES = 2**22
+_MAX_TOKEN_CHARACTERS = 512
+_MAX_MERGES = 2**22
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Name of the split: (kind of it, pattern). "words" is GPT-2's own, "digits" the same with digits apart.
@@ -88,7 +88,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         steps = [split, byte_level]
     merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list) or len(merges) > _MOST_MERGES:
+    if not isinstance(merges, list) or len(merges) > _MAX_MERGES:
         raise _damaged("merges")
     pairs = []
     for merge in merges:
@@ -142,8 +142,8 @@ def _merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) -> lis
                 splits.append((left, right, at))
         score = float(scores[number])
         found += [(-score, -at, at - len(token), left, right) for left, right, at in sorted(splits)]
-        if len(found) > _MOST_MERGES:
-            raise CheckpointError(f"the tokenizer of this GGUF has more than {_MOST_MERGES} merges")
+        if len(found) > _MAX_MERGES:
+            raise CheckpointError(f"the tokenizer of this GGUF has more than {_MAX_MERGES} merges")
     found.sort(key=lambda merge: merge[:3])
     return [(tokens[left], tokens[right]) for *_, left, right in found]
 
@@ -177,13 +177,13 @@ def _split(metadata: Mapping[str, Any]) -> tuple[str, str]:
 
 def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not 0 < len(tokens) <= MOST_TOKENS or not isinstance(tokens[0], str):
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_TOKENS or not isinstance(tokens[0], str):
         raise _damaged("tokens")
     longest = max(tokens, key=len)
-    if len(longest) > _MOST_TOKEN_CHARACTERS:
+    if len(longest) > _MAX_TOKEN_CHARACTERS:
         raise CheckpointError(
             f"the tokenizer of this GGUF has a token of {len(longest)} characters",
-            remedy=f"at most {_MOST_TOKEN_CHARACTERS} are read",
+            remedy=f"at most {_MAX_TOKEN_CHARACTERS} are read",
         )
     types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), dtype=np.int32))
     if not isinstance(types, np.ndarray) or types.shape != (len(tokens),):

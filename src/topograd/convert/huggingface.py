@@ -25,7 +25,7 @@ from topograd.errors import CheckpointError, ConfigError
 
 LENGTH = 128
 """Tokens of a row."""
-LEAST_TOKENS = 4096
+MIN_TOKENS = 4096
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
@@ -91,7 +91,7 @@ def token_rows(folder: Path, config: Any, width: int, text: Path | None = None) 
     With `text`, a file or a folder, all ids are of that text, and there may be fewer.
     """
     length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
-    rows = -(-max(LEAST_TOKENS, 10 * width) // length)
+    rows = -(-max(MIN_TOKENS, 10 * width) // length)
     file = folder / "tokenizer.json"
     if not file.is_file() and text is not None:
         raise CheckpointError(

@@ -39,16 +39,16 @@ from topograd.nn.stack import Stack
 from topograd.nn.transformer.config import TransformerConfig
 from topograd.nn.transformer.stack import Transformer
 from topograd.runs.config import TrainConfig
+from topograd.runs.external_weights import NAME as WEIGHTS
+from topograd.runs.external_weights import Place, describe
 from topograd.runs.folder import Run
-from topograd.runs.referenced import NAME as WEIGHTS
-from topograd.runs.referenced import Place, describe
 from topograd.runs.session import bind_tokenizer
 from topograd.runs.topology_config import TopologyConfig
 
 CONTEXT = 2048
 """Positions that a run of an imported model sees, where it was made for more and nobody asks for them."""
 EVAL_BYTES = 20_000
-MOST_JSON = 2**26
+MAX_JSON = 2**26
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file.parent} has no config.json", remedy="give a Hugging Face folder or a GGUF file"
         )
-    if file.stat().st_size > MOST_JSON:
+    if file.stat().st_size > MAX_JSON:
         raise CheckpointError(
-            f"{file} has {file.stat().st_size} bytes", remedy=f"a config has at most {MOST_JSON}"
+            f"{file} has {file.stat().st_size} bytes", remedy=f"a config has at most {MAX_JSON}"
         )
     settings = read_json(file, CheckpointError)
     if not isinstance(settings, dict):

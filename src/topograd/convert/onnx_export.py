@@ -24,7 +24,7 @@ from topograd.decode.strategies import generate_batch
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
 from topograd.files import dump_json, write_atomic
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.runtime.layers import EPSILON
 from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 from topograd.topology.dag import EMBEDDING
@@ -36,7 +36,7 @@ MARGINS = (float("inf"), 2.0, 0.5)
 """Texts of the manifest: full depth, and two that leave early."""
 
 
-def write_onnx(folder: Path, session: Session) -> None:
+def write_onnx(folder: Path, session: LoadedTextRun) -> None:
     """Write graphs, tables, manifest and script into a folder."""
     _check(session)
     runtime = OnnxRuntime(session.stack)
@@ -76,7 +76,7 @@ def write_onnx(folder: Path, session: Session) -> None:
     write_atomic(folder / "run.py", SCRIPT.read_text(encoding="utf-8"))
 
 
-def _check(session: Session) -> None:
+def _check(session: LoadedTextRun) -> None:
     where, plan = session.run.folder, session.plan
     problem = unsupported_reason(session.stack)
     if problem is not None:
@@ -95,7 +95,7 @@ def _check(session: Session) -> None:
 
 
 @torch.inference_mode()
-def _texts(session: Session, engine: Engine) -> list[dict[str, Any]]:
+def _texts(session: LoadedTextRun, engine: Engine) -> list[dict[str, Any]]:
     """Short texts of the model, with the exit of each token."""
     ids = session.tokenizer.encode("The first line of a text is ") or [session.tokenizer.separator]
     if session.config.model.context <= WRITTEN:

@@ -1,4 +1,4 @@
-"""Retrofit: what a frozen model can be given so that it writes faster, in a sidecar; the base stays as it is.
+"""Retrofit: what a frozen model can be given so that it writes faster, in a adapter; the base stays as it is.
 
     own text     the model goes on from many beginnings, in batches; its states are kept (`own_text.py`)
     draft stage  one layer that hears the last state one position late, taught on that (`draft_training.py`)
@@ -9,7 +9,7 @@ The text of a user, `data`, gives beginnings and rows that are read and not writ
 The parameters of the base are read and never written: it is bit-identical before and after.
 
 Cost: a token of own text is a row at full depth in a batch, and the teaching about as much again. Both
-survive a kill and go on; the work is in the folder `text`, or beside the sidecar until that is whole.
+survive a kill and go on; the work is in the folder `text`, or beside the adapter until that is whole.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from topograd.errors import ConfigError, RunError
 from topograd.limits import check_numbers
 from topograd.nn.draft_stage import DraftStage, rank_tokens
 from topograd.nn.translator import Translator
-from topograd.runs.session import Session
-from topograd.runs.sidecar import BaseIdentity, create_sidecar
+from topograd.runs.adapter import BaseIdentity, create_adapter
+from topograd.runs.session import LoadedTextRun
 
 OnWork = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
@@ -58,7 +58,7 @@ class RetrofitConfig:
 
 
 def retrofit(
-    session: Session,
+    session: LoadedTextRun,
     out: Path | str | None = None,
     config: RetrofitConfig | None = None,
     *,
@@ -68,9 +68,9 @@ def retrofit(
     exits: bool = False,
     on_work: OnWork | None = None,
 ) -> dict[str, Any]:
-    """Make the sidecar `out` of a run, by default its own `draft/`, and say what came of it.
+    """Make the adapter `out` of a run, by default its own `draft/`, and say what came of it.
 
-    `text` is a folder that keeps the model's own text, `init` a sidecar whose stage is taught on; with
+    `text` is a folder that keeps the model's own text, `init` a adapter whose stage is taught on; with
     `exits`, the stages before the last are given readings that prefixes and `calibrate` then use.
     """
     config, began = config or RetrofitConfig(), time.perf_counter()
@@ -108,7 +108,7 @@ def retrofit(
         translators, found["exits"] = fit_exits(
             session, written, lambda done, of: tell("exits", done, of), work=work
         )
-    sidecar = create_sidecar(
+    adapter = create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(session),
@@ -116,16 +116,16 @@ def retrofit(
         settings={"found": found, "config": asdict(config), "init": None if init is None else str(init)},
         card=_card(session, found),
     )
-    session.remembered.clear()  # it may be of a sidecar that was there before
+    session.remembered.clear()  # it may be of a adapter that was there before
     if text is None:
         shutil.rmtree(work)
-    return {"run": str(session.run.folder), "sidecar": str(sidecar.folder), **found} | {
+    return {"run": str(session.run.folder), "adapter": str(adapter.folder), **found} | {
         "seconds": time.perf_counter() - began
     }
 
 
-def check_room(session: Session, folder: Path) -> None:
-    """Refuse, before long work, a folder that cannot be the sidecar and a model that cannot have one."""
+def check_room(session: LoadedTextRun, folder: Path) -> None:
+    """Refuse, before long work, a folder that cannot be the adapter and a model that cannot have one."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(
             f"{folder} exists and is not an empty folder", remedy="pass another --out, or remove it"
@@ -140,7 +140,7 @@ def check_room(session: Session, folder: Path) -> None:
 
 
 def _write(
-    session: Session,
+    session: LoadedTextRun,
     work: Path,
     config: RetrofitConfig,
     data: Path | str | None,
@@ -153,7 +153,7 @@ def _write(
     return write_own_text(work, engine, prompts, session.weights, config.tokens, shape, on_tokens)
 
 
-def _card(session: Session, found: dict[str, Any]) -> str:
+def _card(session: LoadedTextRun, found: dict[str, Any]) -> str:
     rates = ", ".join(f"{rate:.3f}" for rate in found["agreement"])
     return "\n".join(
         [

@@ -27,7 +27,7 @@ from topograd.convert.own_text import OwnText, greedy_rows, heldout_rows, rows_o
 from topograd.nn.draft_stage import rank_tokens
 from topograd.nn.stack import Stack
 from topograd.nn.translator import Translator
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.training.trainer import Schedule, StepRecord, Task, train_task
 
 STEPS, ROWS = 100, 2
@@ -41,7 +41,7 @@ OnStep = Callable[[int, int], None]
 
 
 def fit_exits(
-    session: Session,
+    session: LoadedTextRun,
     text: OwnText,
     on_step: OnStep | None = None,
     steps: int = STEPS,

@@ -5,7 +5,7 @@ last used. A process that uses it holds a shared lock on the folder; whoever pru
 first, and leaves the entry alone if it cannot. So what is in use stays, however old, and a lock never
 outlives its process.
 
-    most        MOST_ENTRIES entries of MOST_BYTES together, MOST_TOKENIZERS tokenizers
+    most        MAX_ENTRIES entries of MAX_BYTES together, MAX_TOKENIZERS tokenizers
 
 Every preparation prunes; what was not used for longest goes first. Nothing but entries is ever removed. On
 Windows there are no shared locks, but files that are mapped cannot be removed there.
@@ -23,9 +23,9 @@ from topograd.data.shards import beside, remove_abandoned
 from topograd.errors import DataError
 from topograd.files import lock_file
 
-MOST_ENTRIES = 32
-MOST_BYTES = 2**33
-MOST_TOKENIZERS = 128
+MAX_ENTRIES = 32
+MAX_BYTES = 2**33
+MAX_TOKENIZERS = 128
 _KEY = re.compile(r"[0-9a-f]{24}")
 
 
@@ -84,11 +84,11 @@ def prune(cache: Path) -> None:
     count = total = 0
     for entry in _newest_first(cache / "shards"):
         size = _size(entry)
-        too_many = count + 1 > MOST_ENTRIES or total + size > MOST_BYTES
+        too_many = count + 1 > MAX_ENTRIES or total + size > MAX_BYTES
         if too_many and _remove(entry):
             continue
         count, total = count + 1, total + size
-    for file in _newest_first(cache / "tokenizers")[MOST_TOKENIZERS:]:
+    for file in _newest_first(cache / "tokenizers")[MAX_TOKENIZERS:]:
         with contextlib.suppress(OSError):
             file.unlink()
     remove_abandoned((cache / "shards").glob(".*.tmp"))

@@ -39,8 +39,8 @@ from topograd.files import dump_json, read_json
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
-MOST_TOKENS = 2**21
-_MOST_BYTES = 2**28
+MAX_TOKENS = 2**21
+_MAX_BYTES = 2**28
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Tokens by which known models end a document or their turn, the ends of documents first.
 _ENDS = (
@@ -153,8 +153,8 @@ class HFTokenizer(Tokenizer):
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path} has more than {_MOST_BYTES} bytes: that is no {path.name}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(f"{path} has more than {_MAX_BYTES} bytes: that is no {path.name}")
         return path.read_bytes().decode()
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})", remedy=f"give a {path.name}") from None
@@ -239,8 +239,8 @@ def _pieces(tokenizer: tokenizers.Tokenizer, decoder: _Decoder) -> tuple[bytes, 
     """The bytes of each id up to the last; nothing for special tokens, and for ids that nothing has."""
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     last = max(tokens.values(), default=-1)
-    if not 0 <= last < MOST_TOKENS:
-        raise _refused(f"its ids go up to {last}; at least one and at most {MOST_TOKENS} ids are allowed")
+    if not 0 <= last < MAX_TOKENS:
+        raise _refused(f"its ids go up to {last}; at least one and at most {MAX_TOKENS} ids are allowed")
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     pieces = [b""] * (last + 1)
     for token, i in tokens.items():

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topograd.data.images import Pictures
+from topograd.data.images import ImageSet
 from topograd.errors import ConfigError, DataError
 
 
 class ImageLoader(Iterator[tuple[Tensor, Tensor]]):
     """Batches (images, labels): uint8 (batch, channels, height, width) and int64 (batch,)."""
 
-    def __init__(self, pictures: Pictures, batch: int, seed: int) -> None:
+    def __init__(self, pictures: ImageSet, batch: int, seed: int) -> None:
         if batch < 1 or seed < 0:
             raise ConfigError(f"batch {batch} must be at least 1, seed {seed} at least 0")
         if not len(pictures):

@@ -1,4 +1,4 @@
-"""Pictures with labels: IDX files, CIFAR's binary files, and scikit-learn's digits, read where they lie.
+"""ImageSet with labels: IDX files, CIFAR's binary files, and scikit-learn's digits, read where they lie.
 
     …train…-images-idx3-ubyte[.gz], …train…-labels-idx1-ubyte[.gz]    IDX, grey pictures: MNIST and its kin
     …t10k…-images-idx3-ubyte[.gz], …t10k…-labels-idx1-ubyte[.gz]      held-out ones; t10k may be test
@@ -9,8 +9,8 @@
 An IDX file is 0, 0, 8 (unsigned bytes), the number of dimensions, each dimension in four bytes, highest
 first, then the data. Nothing is downloaded and nothing is unpickled.
 
-Pictures are (N, channels, height, width) in uint8, labels (N,) in int64 from 0. Everything is held in memory:
-a byte for each number. Limits: at most `MOST_BYTES` of pictures in a file, `MOST_CLASSES` classes; a file
+ImageSet are (N, channels, height, width) in uint8, labels (N,) in int64 from 0. Everything is held in memory:
+a byte for each number. Limits: at most `MAX_BYTES` of pictures in a file, `MAX_CLASSES` classes; a file
 that says more, or that is shorter or longer than it says, is refused.
 """
 
@@ -31,15 +31,15 @@ from topograd.errors import DataError
 
 DIGITS = "digits"
 """What stands for scikit-learn's digits where a folder is asked for."""
-MOST_BYTES = 2**32
-MOST_CLASSES = 10_000
+MAX_BYTES = 2**32
+MAX_CLASSES = 10_000
 CIFAR = (3, 32, 32)
 _TEST = ("t10k", "test")
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures (N, channels, height, width), uint8, and their labels (N,), int64."""
+class ImageSet:
+    """ImageSet (N, channels, height, width), uint8, and their labels (N,), int64."""
 
     images: Tensor
     labels: Tensor
@@ -53,17 +53,17 @@ class Pictures:
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 
-    def chosen(self, rows: Tensor) -> Pictures:
+    def chosen(self, rows: Tensor) -> ImageSet:
         """Some of them."""
-        return Pictures(self.images[rows], self.labels[rows])
+        return ImageSet(self.images[rows], self.labels[rows])
 
-    def sample(self, most: int) -> Pictures:
+    def sample(self, most: int) -> ImageSet:
         """At most this many, spaced evenly."""
         if len(self) <= most:
             return self
         return self.chosen(torch.arange(most) * len(self) // most)
 
-    def held_out(self, every: int) -> tuple[Pictures, Pictures]:
+    def held_out(self, every: int) -> tuple[ImageSet, ImageSet]:
         """All but each `every`-th picture, and those."""
         held = torch.arange(len(self)) % every == every - 1
         return self.chosen(~held), self.chosen(held)
@@ -71,10 +71,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class ImageData:
-    """Pictures to learn from and pictures to be judged by."""
+    """ImageSet to learn from and pictures to be judged by."""
 
-    train: Pictures
-    test: Pictures
+    train: ImageSet
+    test: ImageSet
     classes: int
     digest: str
     """SHA-256 of everything that was read."""
@@ -125,14 +125,14 @@ def read_images(source: Path | str) -> ImageData:
             f"class {int(unseen[0])} is among the test labels of {where} and never in its training labels",
             remedy="a network cannot learn it: leave its pictures out, or add some to learn from",
         )
-    if classes > MOST_CLASSES:
+    if classes > MAX_CLASSES:
         raise DataError(
-            f"{where} has labels up to {classes - 1}", remedy=f"at most {MOST_CLASSES} classes are read"
+            f"{where} has labels up to {classes - 1}", remedy=f"at most {MAX_CLASSES} classes are read"
         )
     return ImageData(train, test, classes, _digest(train, test))
 
 
-def read_test_images(source: Path | str, shape: tuple[int, int, int], classes: int) -> Pictures:
+def read_test_images(source: Path | str, shape: tuple[int, int, int], classes: int) -> ImageSet:
     """The held-out pictures of another folder, if a network for `shape` and `classes` can read them."""
     found = read_images(source)
     if found.shape != shape:
@@ -151,11 +151,11 @@ def read_test_images(source: Path | str, shape: tuple[int, int, int], classes: i
     return found.test
 
 
-def _size(pictures: Pictures) -> str:
+def _size(pictures: ImageSet) -> str:
     return " × ".join(map(str, pictures.shape))
 
 
-def _digest(*parts: Pictures) -> str:
+def _digest(*parts: ImageSet) -> str:
     sha = hashlib.sha256()
     for part in parts:
         sha.update(repr(tuple(part.images.shape)).encode())
@@ -167,7 +167,7 @@ def _digest(*parts: Pictures) -> str:
 # Folders
 
 
-def _folder(folder: Path) -> tuple[Pictures, Pictures]:
+def _folder(folder: Path) -> tuple[ImageSet, ImageSet]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {what}", remedy=f"give a folder of IDX or CIFAR binary files, or {DIGITS}")
@@ -187,7 +187,7 @@ def _folder(folder: Path) -> tuple[Pictures, Pictures]:
     )
 
 
-def _idx_pair(folder: Path, names: list[str], test: bool) -> Pictures:
+def _idx_pair(folder: Path, names: list[str], test: bool) -> ImageSet:
     kind = "test" if test else "training"
 
     def one(word: str) -> Path:
@@ -206,7 +206,7 @@ def _idx_pair(folder: Path, names: list[str], test: bool) -> Pictures:
             f"{images_file} has {len(images)} pictures and {labels_file} has {len(labels)} labels",
             remedy="give the labels of these pictures",
         )
-    return Pictures(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
+    return ImageSet(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
@@ -249,20 +249,20 @@ def _header(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
             f"unsigned bytes with {dimensions} dimension{'s' if dimensions > 1 else ''}"
         )
     sizes = tuple(int.from_bytes(head[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
-    if min(sizes) < 1 or math.prod(sizes) > MOST_BYTES:
+    if min(sizes) < 1 or math.prod(sizes) > MAX_BYTES:
         shown = " × ".join(map(str, sizes))
-        raise DataError(f"{path} says that it holds {shown} bytes", remedy=f"1 to {MOST_BYTES} are read")
+        raise DataError(f"{path} says that it holds {shown} bytes", remedy=f"1 to {MAX_BYTES} are read")
     return sizes
 
 
-def _cifar(folder: Path, names: list[str], labels: int) -> Pictures:
+def _cifar(folder: Path, names: list[str], labels: int) -> ImageSet:
     """Records of `labels` label bytes, the last of which counts, and a picture."""
     record = labels + math.prod(CIFAR)
     parts = []
     for name in names:
         path = folder / name
         size = path.stat().st_size
-        if not 0 < size <= MOST_BYTES or size % record:
+        if not 0 < size <= MAX_BYTES or size % record:
             raise DataError(
                 f"{path} has {size} bytes, which is no whole number of CIFAR's records of {record}",
                 remedy="it is truncated or something else: fetch it again",
@@ -270,10 +270,10 @@ def _cifar(folder: Path, names: list[str], labels: int) -> Pictures:
         parts.append(np.fromfile(path, dtype=np.uint8).reshape(-1, record))
     rows = np.concatenate(parts)
     images = torch.from_numpy(np.ascontiguousarray(rows[:, labels:])).reshape(-1, *CIFAR)
-    return Pictures(images, torch.from_numpy(rows[:, labels - 1].astype(np.int64)))
+    return ImageSet(images, torch.from_numpy(rows[:, labels - 1].astype(np.int64)))
 
 
-def _digits() -> tuple[Pictures, Pictures]:
+def _digits() -> tuple[ImageSet, ImageSet]:
     """Every fifth picture is held out; the 17 levels of grey are spread over 0 to 240."""
     try:
         from sklearn.datasets import load_digits
@@ -284,6 +284,6 @@ def _digits() -> tuple[Pictures, Pictures]:
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy((pixels * 15).astype(np.uint8)).reshape(-1, 1, 8, 8)
-    every = Pictures(images, torch.from_numpy(labels.astype(np.int64)))
+    every = ImageSet(images, torch.from_numpy(labels.astype(np.int64)))
     held = torch.arange(len(every)) % 5 == 4
     return every.chosen(~held), every.chosen(held)

@@ -43,7 +43,7 @@ from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_toke
 from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
-from topograd.runs.session import Session, heldout_text
+from topograd.runs.session import LoadedTextRun, heldout_text
 from topograd.timing import ratio, take_turns
 
 WANTED_AGREEMENT = 0.999
@@ -53,7 +53,7 @@ WARM = 0.8
 
 
 def bench_decode(
-    session: Session, settings: DecodeSettings, runtime: str | None = None, weights: str = "float32"
+    session: LoadedTextRun, settings: DecodeSettings, runtime: str | None = None, weights: str = "float32"
 ) -> dict[str, Any]:
     """Every reading of this module, as plain numbers; full depth is that of the runtime and its weights."""
     check_exits(session.plan)

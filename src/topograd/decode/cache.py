@@ -39,13 +39,13 @@ from topograd.exec.stage_cache import StageCache
 from topograd.nn.host_numbers import send
 from topograd.nn.relays import Identity
 from topograd.nn.slots import Place, PlaceTable, SlotBuffer, Spans
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.runtime.protocol import ArrayRuntime, ArrayStageCache, Runtime, TorchRuntime
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
 Batch = abc.Sequence[Sequence]
-Key = Port | int
+Key = EdgeOutput | int
 """A port's messages, a stage's last outputs, or x0 (EMBEDDING)."""
 
 
@@ -67,7 +67,7 @@ class Cache:
         self._table = PlaceTable(capacity + 1, position_bytes)  # one more, for what runs beside others
         self._dirty: set[tuple[int, int]] = set()
         self._last: Spans | None = None
-        self._bus: tuple[Spans, Bus] | None = None
+        self._ctx: tuple[Spans, LayerContext] | None = None
         self._embeds_arrays = self.runtime if isinstance(self.runtime, ArrayRuntime) else None
         sources = [_plain_source(self.stack, planned) for planned in plan.stages]
         self._arrays = [
@@ -141,7 +141,7 @@ class Cache:
             raise StackError(
                 f"a sequence would pass {self.capacity} positions", remedy="make a cache with more capacity"
             )
-        self._last = self._bus = None
+        self._last = self._ctx = None
         room = self._table.growth(place, stop + 1)
         if room is not None:
             old_room = place.room
@@ -191,7 +191,7 @@ class Cache:
                 group.write(self._buffer(EMBEDDING, x0.shape[2:], x0.dtype), x0)
         for sequence, new in pairs:
             sequence.tokens.extend(new)
-        self._bus = None
+        self._ctx = None
 
     def _embed(self, new: list[list[int]], last: list[list[int]]) -> Tensor:
         """x0 (rows, time, ...) of the next tokens of each sequence, which may have none before them."""
@@ -226,12 +226,12 @@ class Cache:
         elif whole:
             self._run_from_start(batch, stage, spans)
         else:
-            bus = self._bus_of(batch, spans)
+            ctx = self._bus_of(batch, spans)
             received = [
-                bus.x0 if port.source == EMBEDDING else spans.read(self.outputs[port])
+                ctx.x0 if port.source == EMBEDDING else spans.read(self.outputs[port])
                 for port, _ in self.plan.stages[stage].inputs
             ]
-            h, sent = run_stage(self.stack, self.plan.stages[stage], received, bus, self.stages[stage])
+            h, sent = run_stage(self.stack, self.plan.stages[stage], received, ctx, self.stages[stage])
             self._keep(stage, h, sent, spans.write)
         for sequence, stop in zip(batch, stops, strict=True):
             sequence.marks[stage] = stop
@@ -243,12 +243,12 @@ class Cache:
             rows = batch[first : first + group.rows]
             first += group.rows
             inputs = send([sequence.tokens for sequence in rows], self.device)
-            bus = self.runtime.bus(group.read(self.outputs[EMBEDDING]), inputs)
+            ctx = self.runtime.layer_context(group.read(self.outputs[EMBEDDING]), inputs)
             received = [
-                bus.x0 if port.source == EMBEDDING else group.read(self.outputs[port])
+                ctx.x0 if port.source == EMBEDDING else group.read(self.outputs[port])
                 for port, _ in self.plan.stages[stage].inputs
             ]
-            h, sent = run_stage(self.stack, self.plan.stages[stage], received, bus, self.stages[stage])
+            h, sent = run_stage(self.stack, self.plan.stages[stage], received, ctx, self.stages[stage])
             self._keep(stage, h, sent, group.write)
 
     def _run_arrays(
@@ -263,10 +263,10 @@ class Cache:
         values = cache.run_arrays(h, x0, spans)
         buffer = self._buffer(stage, values.shape[1:], torch.float32)
         spans.write_array(buffer, values)
-        for port in self.plan.stages[stage].sends:
+        for port in self.plan.stages[stage].outputs:
             self.outputs[port] = buffer
 
-    def _keep(self, stage: int, h: Tensor, sent: dict[Port, Tensor], write: Any) -> None:
+    def _keep(self, stage: int, h: Tensor, sent: dict[EdgeOutput, Tensor], write: Any) -> None:
         write(self._buffer(stage, h.shape[2:], h.dtype), h)
         for port, message in sent.items():
             if message is h:
@@ -313,7 +313,7 @@ class Cache:
             for k, stage in enumerate(self.stages):
                 if sequence.marks[k] > length:
                     sequence.marks[k] = stage.truncate(sequence.place, length)
-        self._last = self._bus = None
+        self._last = self._ctx = None
 
     def _spans(self, batch: list[Sequence], starts: list[int], counts: list[int], keep: bool = True) -> Spans:
         """Some positions of sequences; the next stage mostly wants the same."""
@@ -326,23 +326,23 @@ class Cache:
             self._last = spans
         return spans
 
-    def _bus_of(self, batch: list[Sequence], spans: Spans) -> Bus:
-        """The bus of these positions; the next stage mostly wants the same."""
-        if self._bus is None or self._bus[0] is not spans:
+    def _bus_of(self, batch: list[Sequence], spans: Spans) -> LayerContext:
+        """The layer context of these positions; the next stage mostly wants the same."""
+        if self._ctx is None or self._ctx[0] is not spans:
             each = zip(batch, spans.starts, spans.counts, strict=True)
             tokens = [token for s, start, n in each for token in s.tokens[start : start + n]]
             x0 = spans.read(self.outputs[EMBEDDING])
-            bus = self.runtime.bus(x0, send([tokens], self.device), spans.offset)
-            self._bus = spans, spans.bind(bus, self.stack)
-        return self._bus[1]
+            ctx = self.runtime.layer_context(x0, send([tokens], self.device), spans.offset)
+            self._ctx = spans, spans.bind(ctx, self.stack)
+        return self._ctx[1]
 
 
 def _plain_source(stack: Stack, planned: PlannedStage) -> Key | None:
     """What a stage reads, where it reads one hidden state as it is and sends its own so; else None."""
-    ports = (*(port for port, _ in planned.inputs), *planned.sends)
+    ports = (*(port for port, _ in planned.inputs), *planned.outputs)
     if len(planned.inputs) > 1 or not all(isinstance(stack.relay(port.relay), Identity) for port in ports):
         return None
-    if any(port.layer != planned.stage.stop for port in planned.sends):
+    if any(port.layer != planned.stage.stop for port in planned.outputs):
         return None
     port, _ = planned.inputs[0]
     return EMBEDDING if port.source == EMBEDDING else port

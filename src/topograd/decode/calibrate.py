@@ -30,7 +30,7 @@ from topograd.exec.forward import predict, stage_outputs
 from topograd.files import dump_json, read_json
 from topograd.nn.stack import Stack
 from topograd.nn.translator import TranslatedReader, Translator
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import Runtime, single_threaded_torch
 from topograd.topology.plan import Plan
 
@@ -63,7 +63,7 @@ class Tuning:
 
 
 def heldout_readings(
-    session: Session,
+    session: LoadedTextRun,
     text: Text,
     batch: int = 4,
     on_batch: Callable[[int, int], None] | None = None,
@@ -181,7 +181,7 @@ def own_rows(engine: Engine, text: Text) -> tuple[list[list[int]], int]:
     return [prompt + [e.token for e in row] for prompt, row in zip(prompts, written, strict=True)], start
 
 
-def own_text(session: Session, engine: Engine, text: Text) -> Sample:
+def own_text(session: LoadedTextRun, engine: Engine, text: Text) -> Sample:
     """What each stage says on the model's own greedy text."""
     inputs, start = own_rows(engine, text)
     targets = torch.tensor([[*row[1:], -100] for row in inputs])
@@ -203,7 +203,7 @@ def tune(engine: Engine, text: Sample, own: Sample) -> Tuning:
     return max(found, key=lambda tuning: tuning.predicted)
 
 
-def store(session: Session, calibration: Calibration, tuning: Tuning) -> None:
+def store(session: LoadedTextRun, calibration: Calibration, tuning: Tuning) -> None:
     """Keep a calibration with its run, whole or not at all, with the weights that it is of."""
     values = {
         "calibration": calibration.as_dict(),
@@ -215,7 +215,7 @@ def store(session: Session, calibration: Calibration, tuning: Tuning) -> None:
     session.remembered.pop(CALIBRATION, None)
 
 
-def load(session: Session) -> tuple[Calibration, Tuning]:
+def load(session: LoadedTextRun) -> tuple[Calibration, Tuning]:
     """The run's calibration; one of other weights, or none, is refused with what to do.
 
     The file is read once for an open run.
@@ -238,7 +238,7 @@ def load(session: Session) -> tuple[Calibration, Tuning]:
     return calibration, tuning
 
 
-def _read(session: Session, again: str) -> tuple[dict[str, Any], Calibration, Tuning]:
+def _read(session: LoadedTextRun, again: str) -> tuple[dict[str, Any], Calibration, Tuning]:
     """The file's values, and what they say."""
     file = session.run.calibration_file
     session.run.manifest.verify(file.name)

@@ -48,8 +48,8 @@ from topograd.decode.tune_drafters import Choice, choose_drafters, known_texts, 
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import stage_outputs
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import is_sidecar
+from topograd.runs.adapter import is_adapter
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import runtime_of
 from topograd.runtime.quantize import check_precision, load_weights, weights_file
 from topograd.topology.branches import parse_branches, parse_path
@@ -58,7 +58,7 @@ PRUNING_VOCAB = 8192
 """From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""
 
 
-def engine_of(session: Session, runtime: str | None = None, weights: str = "float32") -> Engine:
+def engine_of(session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> Engine:
     """The session's model, laid out for decoding, in a runtime and a precision (`runtime/choice.py`)."""
     made, file = None, weights_file(session.run.folder, weights)
     if weights != "float32" and file.exists():
@@ -71,7 +71,7 @@ def engine_of(session: Session, runtime: str | None = None, weights: str = "floa
 
 def strategy_of(
     depth: str,
-    session: Session,
+    session: LoadedTextRun,
     engine: Engine,
     greedy: bool = True,
     draft: Path | str | None = None,
@@ -102,7 +102,7 @@ def strategy_of(
     )
 
 
-def default_depth(session: Session) -> str:
+def default_depth(session: LoadedTextRun) -> str:
     """Speculation where the run is calibrated and it pays; else full. Both write the same."""
     try:
         _, tuning = load_calibration(session)
@@ -117,7 +117,7 @@ def speculation_of(engine: Engine, tuning: Tuning, greedy: bool = True) -> Decod
     return FixedDepth(engine) if rule is None else Speculate(engine, rule, tuning.stage)
 
 
-def tune_drafting(session: Session, engine: Engine, text: Text, tuning: Tuning) -> Tuning:
+def tune_drafting(session: LoadedTextRun, engine: Engine, text: Text, tuning: Tuning) -> Tuning:
     """The tuning with the drafters that pay more than a prefix: lookup, and what retrofit gave the run."""
     names = ["lookup"]
     steps: DraftStageDrafter | None = None
@@ -164,7 +164,7 @@ def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wa
 def _speculate(
     depth: str,
     rest: str,
-    session: Session,
+    session: LoadedTextRun,
     engine: Engine,
     greedy: bool,
     draft: Path | str | None,
@@ -180,7 +180,7 @@ def _speculate(
             return speculation_of(engine, tuning, greedy)
         chosen = [_drafter(depth, name, session, engine, None) for name in choice.drafters]
         return Speculate(engine, chosen, policy=choice.policy)
-    usual = ["lookup", "draft"] if is_sidecar(str(draft)) else [str(draft)]
+    usual = ["lookup", "draft"] if is_adapter(str(draft)) else [str(draft)]
     drafters = [
         _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)
     ]
@@ -192,7 +192,7 @@ def _speculate(
 
 
 def _drafter(
-    depth: str, word: str, session: Session, engine: Engine, draft: Path | str | None
+    depth: str, word: str, session: LoadedTextRun, engine: Engine, draft: Path | str | None
 ) -> LookupDrafter | AutoregressiveDrafter:
     """One drafter of a combination."""
     if word == "lookup":
@@ -203,7 +203,7 @@ def _drafter(
     if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
         check_exits(session.plan)
         return PrefixDrafter(engine, _rule(depth, word))
-    if is_sidecar(word):
+    if is_adapter(word):
         return DraftStageDrafter(engine, _retrofitted(session, word).stage)
     if not word or not Path(word).is_dir():
         raise ConfigError(
@@ -214,11 +214,11 @@ def _drafter(
     return ModelDrafter(engine, small, Path(word).name)
 
 
-def _retrofitted(session: Session, folder: Path | str | None) -> Retrofitted:
+def _retrofitted(session: LoadedTextRun, folder: Path | str | None) -> Retrofitted:
     return session.once((KIND, str(folder)), lambda: open_retrofit(session, folder))
 
 
-def _small(session: Session, folder: Path) -> Engine:
+def _small(session: LoadedTextRun, folder: Path) -> Engine:
     """A run that drafts for another."""
     other = open_session(folder)
     if other.tokenizer.digest != session.tokenizer.digest:

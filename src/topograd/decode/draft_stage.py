@@ -25,9 +25,9 @@ from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.draft_stage import DraftStage, unit
-from topograd.nn.packed import PackedLinear
+from topograd.nn.mkl_linear import MklLinear
 from topograd.nn.slots import Place
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.runtime.protocol import TorchRuntime
 from topograd.topology.plan import Plan
 
@@ -38,14 +38,14 @@ STAGE_RULE = DraftRule(0.3, 4)
 class _JoinedStage(StageCache):
     """The layer's cache; what it reads is joined from x0 and the states of the positions before."""
 
-    join: PackedLinear
+    join: MklLinear
     previous: dict[Place, Tensor]
 
-    def layers(self, h: Tensor, bus: Bus) -> dict[int, Tensor]:
-        assert bus.spans is not None
-        before = torch.cat([self.previous[place] for place in bus.spans.places])[None]
+    def layers(self, h: Tensor, ctx: LayerContext) -> dict[int, Tensor]:
+        assert ctx.spans is not None
+        before = torch.cat([self.previous[place] for place in ctx.spans.places])[None]
         joined = torch.cat([unit(h), unit(before.to(h.dtype))], dim=-1)
-        return super().layers(self.join(joined.flatten(0, 1)).view(h.shape), bus)
+        return super().layers(self.join(joined.flatten(0, 1)).view(h.shape), ctx)
 
 
 class _JoinedRuntime(TorchRuntime):
@@ -70,7 +70,7 @@ class DraftStageDrafter:
         self._cache = Cache(_JoinedRuntime(self.stack), Plan.of("1", 1), engine.context, device)
         (joined,) = self._cache.stages
         assert isinstance(joined, _JoinedStage)
-        joined.join = PackedLinear(torch.cat([relay.token.weight, relay.state.weight], dim=1))
+        joined.join = MklLinear(torch.cat([relay.token.weight, relay.state.weight], dim=1))
         self._joined, self._full = joined, engine.exits[-1]
 
     def _twin(self, sequence: Sequence) -> Twin:

@@ -93,7 +93,7 @@ class Engine:
 
     def branched(self, paths: abc.Sequence[Path]) -> tuple[Engine, tuple[int, ...]]:
         """An engine over paths through the stages, sharing this one's weights, and where each path ends."""
-        names = [port.relay for planned in self.plan.stages for port in planned.sends]
+        names = [port.relay for planned in self.plan.stages for port in planned.outputs]
         if any(isinstance(self.stack.relay(name), CausalRelay) for name in names):
             raise ConfigError(
                 "regions that are joined by interfaces cannot be skipped", remedy="use depth full"

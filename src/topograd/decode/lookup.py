@@ -36,7 +36,7 @@ LONGEST_MATCH = 8
 LOOKUP_TOKENS = 8
 ORDERS = (4, 3, 2)
 """How many tokens a table looks at, longest first."""
-LEAST_COUNT = 2
+MIN_COUNT = 2
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -108,7 +108,7 @@ class NGramTable:
 
     @classmethod
     def of(
-        cls, rows: NDArray[np.integer], own: NDArray[np.integer] | None = None, least: int = LEAST_COUNT
+        cls, rows: NDArray[np.integer], own: NDArray[np.integer] | None = None, least: int = MIN_COUNT
     ) -> NGramTable:
         """Count texts (rows, length); with `own`, only the tokens that it marks count as followers."""
         parts = [_counted(rows.astype(np.uint64), own, n, least) for n in ORDERS]
@@ -130,7 +130,7 @@ class NGramTable:
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a sidecar keeps."""
+        """What a adapter keeps."""
         keys = torch.from_numpy(self.keys.view(np.int64))
         return {
             "table.keys": keys,

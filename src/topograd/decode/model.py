@@ -28,11 +28,11 @@ from topograd.decode.strategies import DecodeStrategy, continue_tokens
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session, heldout_text, open_session
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.training.evaluation import Evaluation, evaluate
 
-MOST_TOKENS = 100_000
-MOST_PROMPT = 1_000_000
+MAX_TOKENS = 100_000
+MAX_PROMPT = 1_000_000
 
 
 class Piece(NamedTuple):
@@ -70,7 +70,7 @@ class Generated(str):
 class Model:
     """An opened run."""
 
-    def __init__(self, session: Session, runtime: str | None = None, weights: str = "float32") -> None:
+    def __init__(self, session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> None:
         self.session, self.runtime, self.precision = session, runtime, weights
 
     @cached_property
@@ -174,12 +174,12 @@ def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **s
 
 def check_request(prompt: str | Sequence[int], tokens: int) -> None:
     """Refuse what nobody can have meant."""
-    if not 0 <= tokens <= MOST_TOKENS:
-        raise ConfigError(setting="tokens", given=tokens, allowed=f"at least 0 and at most {MOST_TOKENS}")
-    if len(prompt) > MOST_PROMPT:
+    if not 0 <= tokens <= MAX_TOKENS:
+        raise ConfigError(setting="tokens", given=tokens, allowed=f"at least 0 and at most {MAX_TOKENS}")
+    if len(prompt) > MAX_PROMPT:
         unit = "characters" if isinstance(prompt, str) else "tokens"
         raise ConfigError(
-            f"the prompt has {len(prompt)} {unit}", remedy=f"give at most {MOST_PROMPT}, the end of the text"
+            f"the prompt has {len(prompt)} {unit}", remedy=f"give at most {MAX_PROMPT}, the end of the text"
         )
 
 

@@ -20,12 +20,12 @@ from topograd.data.windows import Text
 from topograd.decode.calibrate import cached_outputs
 from topograd.decode.engine import Engine
 from topograd.exec.forward import predict, stage_outputs
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 
 
 @torch.inference_mode()
 def precision_cost(
-    session: Session, engine: Engine, text: Text, on_batch: Callable[[int, int], None] | None = None
+    session: LoadedTextRun, engine: Engine, text: Text, on_batch: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """The engine's weights against the session's, as plain numbers."""
     stack, plan, runtime = session.stack, session.plan, engine.runtime

@@ -1,12 +1,12 @@
-"""What `topograd retrofit` gave a run, read from its sidecar: a draft stage, a table of the model's own text,
+"""What `topograd retrofit` gave a run, read from its adapter: a draft stage, a table of the model's own text,
 and exits.
 
     stage.*    the parameters of the draft stage, with its vocabulary
     table.*    the keys, tokens and shares of the table
     exit.K.*   the translator of the exit with head K (`nn/translator.py`), where exits were asked for
 
-The sidecar lies in the run's folder as `draft/`, or wherever `--draft` says. It names its base by hash, so
-one of another model is refused (`runs/sidecar.py`). Exits are read where the sidecar is the run's own: they
+The adapter lies in the run's folder as `draft/`, or wherever `--draft` says. It names its base by hash, so
+one of another model is refused (`runs/adapter.py`). Exits are read where the adapter is the run's own: they
 belong to what the run's prefixes predict, and to its calibration.
 """
 
@@ -24,58 +24,58 @@ from topograd.decode.lookup import NGramTable
 from topograd.errors import ConfigError, RunError
 from topograd.nn.draft_stage import DraftStage
 from topograd.nn.translator import Translator
-from topograd.runs.session import Session
-from topograd.runs.sidecar import Sidecar, is_sidecar, open_sidecar
+from topograd.runs.adapter import Adapter, is_adapter, open_adapter
+from topograd.runs.session import LoadedTextRun
 
 KIND = "draft"
 FOLDER = "draft"
-"""Where a run's own sidecar lies."""
+"""Where a run's own adapter lies."""
 
 
 @dataclass(frozen=True)
 class Retrofitted:
-    """An opened sidecar."""
+    """An opened adapter."""
 
     stage: DraftStage
     table: NGramTable
-    sidecar: Sidecar
+    adapter: Adapter
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """How it was made."""
-        return self.sidecar.settings
+        return self.adapter.settings
 
 
-def retrofit_folder(session: Session) -> Path:
-    """Where a run's sidecar is by default."""
+def retrofit_folder(session: LoadedTextRun) -> Path:
+    """Where a run's adapter is by default."""
     return session.run.folder / FOLDER
 
 
-def has_retrofit(session: Session) -> bool:
+def has_retrofit(session: LoadedTextRun) -> bool:
     """Whether the run was given a draft stage."""
-    return is_sidecar(retrofit_folder(session))
+    return is_adapter(retrofit_folder(session))
 
 
-def open_retrofit(session: Session, folder: Path | str | None = None) -> Retrofitted:
+def open_retrofit(session: LoadedTextRun, folder: Path | str | None = None) -> Retrofitted:
     """The draft stage and the table of a run, from its own folder or another."""
-    sidecar = own_sidecar(session) if folder is None else open_sidecar(folder, KIND)
-    if sidecar is None:
+    adapter = own_adapter(session) if folder is None else open_adapter(folder, KIND)
+    if adapter is None:
         raise ConfigError(
             f"{session.run.folder} has no draft stage",
             remedy=f"make one with: topograd retrofit {session.run.folder}",
         )
-    sidecar.check_base(session)
+    adapter.check_base(session)
     try:
-        stage = stage_of(session, sidecar.tensors)
-        table = NGramTable.from_tensors(sidecar.tensors)
+        stage = stage_of(session, adapter.tensors)
+        table = NGramTable.from_tensors(adapter.tensors)
     except (KeyError, RuntimeError, ValueError, IndexError) as problem:
         raise RunError(
-            f"{sidecar.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
+            f"{adapter.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
         ) from None
-    return Retrofitted(stage, table, sidecar)
+    return Retrofitted(stage, table, adapter)
 
 
-def stage_of(session: Session, tensors: Mapping[str, Tensor]) -> DraftStage:
+def stage_of(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> DraftStage:
     """The draft stage whose parameters are among these tensors."""
     own = {name.removeprefix("stage."): t for name, t in tensors.items() if name.startswith("stage.")}
     with torch.random.fork_rng(devices=[]):
@@ -84,39 +84,39 @@ def stage_of(session: Session, tensors: Mapping[str, Tensor]) -> DraftStage:
     return stage.eval().requires_grad_(False)
 
 
-def open_exits(session: Session) -> dict[int, Translator]:
-    """The translators of a run's exits, by head; none where its sidecar has none, or there is no sidecar."""
-    sidecar = _exits_sidecar(session)
-    if sidecar is None:
+def open_exits(session: LoadedTextRun) -> dict[int, Translator]:
+    """The translators of a run's exits, by head; none where its adapter has none, or there is no adapter."""
+    adapter = _exits_adapter(session)
+    if adapter is None:
         return {}
-    sidecar.check_base(session)
+    adapter.check_base(session)
     try:
-        return _translators(session, sidecar.tensors)
+        return _translators(session, adapter.tensors)
     except (KeyError, RuntimeError, ValueError) as problem:
         raise RunError(
-            f"{sidecar.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
+            f"{adapter.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
         ) from None
 
 
-def exits_digest(session: Session) -> str | None:
-    """Which exits a calibration is of: the digest of the sidecar; None where the run reads its own."""
-    sidecar = _exits_sidecar(session)
-    return None if sidecar is None else sidecar.digest
+def exits_digest(session: LoadedTextRun) -> str | None:
+    """Which exits a calibration is of: the digest of the adapter; None where the run reads its own."""
+    adapter = _exits_adapter(session)
+    return None if adapter is None else adapter.digest
 
 
-def own_sidecar(session: Session) -> Sidecar | None:
-    """The run's own sidecar, read once for an open run; None where it has none."""
+def own_adapter(session: LoadedTextRun) -> Adapter | None:
+    """The run's own adapter, read once for an open run; None where it has none."""
     if not has_retrofit(session):
         return None
-    return session.once(KIND, lambda: open_sidecar(retrofit_folder(session), KIND))
+    return session.once(KIND, lambda: open_adapter(retrofit_folder(session), KIND))
 
 
-def _exits_sidecar(session: Session) -> Sidecar | None:
-    sidecar = own_sidecar(session)
-    return sidecar if sidecar and any(name.startswith("exit.") for name in sidecar.tensors) else None
+def _exits_adapter(session: LoadedTextRun) -> Adapter | None:
+    adapter = own_adapter(session)
+    return adapter if adapter and any(name.startswith("exit.") for name in adapter.tensors) else None
 
 
-def _translators(session: Session, tensors: Mapping[str, Tensor]) -> dict[int, Translator]:
+def _translators(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> dict[int, Translator]:
     like, found = next(session.stack.parameters()), {}
     names = [name.split(".") for name in tensors if name.startswith("exit.")]
     for head in sorted({int(name[1]) for name in names}):
@@ -132,7 +132,7 @@ def _translators(session: Session, tensors: Mapping[str, Tensor]) -> dict[int, T
 def retrofit_tensors(
     stage: DraftStage, table: NGramTable, exits: Mapping[int, Translator] | None = None
 ) -> dict[str, Tensor]:
-    """What a sidecar keeps."""
+    """What a adapter keeps."""
     own = {f"stage.{name}": t.detach().cpu() for name, t in stage.state_dict().items()}
     return own | table.tensors() | exit_tensors(exits or {})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, REPEATS, SIZE, check_numbers
 
-MOST_TOKENS = 1_000_000
+MAX_TOKENS = 1_000_000
 """Tokens that one way of decoding writes."""
 
 
@@ -31,7 +31,7 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         check_numbers(self, prompts=REPEATS, prompt_tokens=SIZE, tokens=REPEATS, rounds=REPEATS)
         check_numbers(self, bytes=BYTES, rows=SIZE)
-        if self.prompts * self.tokens * self.rounds > MOST_TOKENS:
+        if self.prompts * self.tokens * self.rounds > MAX_TOKENS:
             raise ConfigError(
-                f"more than {MOST_TOKENS} tokens would be written by each mode", remedy="ask for fewer"
+                f"more than {MAX_TOKENS} tokens would be written by each mode", remedy="ask for fewer"
             )

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError
 
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 200
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 200
 
 
 class TextStream:
@@ -76,12 +76,12 @@ class TextStream:
 
 
 def _check(stops: Sequence[str]) -> None:
-    if len(stops) > MOST_STOPS:
-        raise ConfigError(f"{len(stops)} stop strings are given", remedy=f"give at most {MOST_STOPS}")
+    if len(stops) > MAX_STOPS:
+        raise ConfigError(f"{len(stops)} stop strings are given", remedy=f"give at most {MAX_STOPS}")
     for stop in stops:
         if not stop:
             raise ConfigError("a stop string is empty", remedy="give at least one character, or leave it out")
-        if len(stop) > MOST_STOP_CHARACTERS:
+        if len(stop) > MAX_STOP_CHARACTERS:
             raise ConfigError(
-                f"a stop string has {len(stop)} characters", remedy=f"give at most {MOST_STOP_CHARACTERS}"
+                f"a stop string has {len(stop)} characters", remedy=f"give at most {MAX_STOP_CHARACTERS}"
             )

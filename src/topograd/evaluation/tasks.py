@@ -33,8 +33,8 @@ Baselines = Literal["v1", "v2"]
 
 SHUFFLE_SEED = 1337
 SHOT_SEED = 1234
-MOST_BYTES = 2**30
-MOST_CHOICES = 100
+MAX_BYTES = 2**30
+MAX_CHOICES = 100
 ANSWER = "\nAnswer: "
 
 
@@ -126,8 +126,8 @@ def find_files(folder: Path, tasks: Sequence[Task]) -> dict[str, Path]:
 def read_items(task: Task, path: Path) -> list[Item]:
     """Every item of a task's file, in nanochat's order; one that cannot be scored is refused."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path} has more than {MOST_BYTES} bytes", remedy="give a task file")
+        if path.stat().st_size > MAX_BYTES:
+            raise DataError(f"{path} has more than {MAX_BYTES} bytes", remedy="give a task file")
         lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})") from None
@@ -188,8 +188,8 @@ def _check_gold(task: Task, where: str, item: Item, options: str) -> None:
         raise DataError(
             f"{where} has no {options!r}", remedy=f"an item of {task.label} needs a list of texts"
         )
-    if not 2 <= len(given) <= MOST_CHOICES:
-        raise DataError(f"{where} has {len(given)} {options}", remedy=f"give 2 to {MOST_CHOICES}")
+    if not 2 <= len(given) <= MAX_CHOICES:
+        raise DataError(f"{where} has {len(given)} {options}", remedy=f"give 2 to {MAX_CHOICES}")
     gold = item.get("gold")
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(given):
         raise DataError(

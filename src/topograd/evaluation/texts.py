@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topograd.data.tokenizer import Tokenizer
-from topograd.decode.model import MOST_PROMPT, Model
+from topograd.decode.model import MAX_PROMPT, Model
 from topograd.errors import ConfigError
 from topograd.evaluation.scoring import BATCH_TOKENS, OnMore, Score, Scorer, TokenRow
 
@@ -89,10 +89,10 @@ def score(
 
 def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """The tokens of a context and of what follows it."""
-    if len(context) + len(continuation) > MOST_PROMPT:
+    if len(context) + len(continuation) > MAX_PROMPT:
         raise ConfigError(
             f"context and continuation have {len(context) + len(continuation)} characters",
-            remedy=f"give at most {MOST_PROMPT}",
+            remedy=f"give at most {MAX_PROMPT}",
         )
     words = context.rstrip()
     before = model.encode(words)

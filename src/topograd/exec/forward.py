@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.relays import CausalRelay
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.branches import predicting_plan
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Terms
 
 
@@ -29,41 +29,41 @@ def run_stage(
     stack: Stack,
     planned: PlannedStage,
     messages: Sequence[Tensor],
-    bus: Bus,
+    ctx: LayerContext,
     cache: StageCache | None = None,
     lean: bool = False,
     recompute: bool = False,
-) -> tuple[Tensor, dict[Port, Tensor]]:
+) -> tuple[Tensor, dict[EdgeOutput, Tensor]]:
     """The stage's last hidden state, and what it sends through each of its ports.
 
     `messages` holds one tensor for each of `planned.inputs`; a `cache` is there to decode. With `lean`
     only what the stage sends is wanted, and positions that nobody reads may be left out of its hidden state.
     With `recompute` a layer keeps its input alone and runs again in the backward.
     """
-    horizon, rows = _needed(stack, planned, bus) if lean and cache is None else (None, None)
+    horizon, rows = _needed(stack, planned, ctx) if lean and cache is None else (None, None)
     if horizon is not None:
-        bus = stack.bus(bus.x0[:, :horizon], bus.inputs[:, :horizon])
+        ctx = stack.layer_context(ctx.x0[:, :horizon], ctx.inputs[:, :horizon])
     h = None
     for (port, _), message in zip(planned.inputs, messages, strict=True):
         relay = stack.relay(port.relay)
-        received = relay.receive(message, bus) if cache is None else cache.receive(relay, port, message, bus)
+        received = relay.receive(message, ctx) if cache is None else cache.receive(relay, port, message, ctx)
         if horizon is not None:
             received = received[:, :horizon]
         h = received if h is None else h + received
     assert h is not None, "a stage without sources cannot be built"
     if cache is not None and not cache.from_start:
-        tapped = cache.layers(h, bus)
+        tapped = cache.layers(h, ctx)
     else:
         tapped = {}
         for layer in planned.layers:
             module = stack.layers[layer]
             call = partial(checkpoint, module, use_reentrant=False) if recompute else module
             if rows is None or layer != planned.layers[-1]:
-                h = call(h, bus)
+                h = call(h, ctx)
             elif getattr(module, "takes_rows", False):
-                h = call(h, bus, rows=rows)
+                h = call(h, ctx, rows=rows)
             else:
-                h = call(h, bus)[:, rows]
+                h = call(h, ctx)[:, rows]
             tapped[layer + 1] = h
     h = tapped[planned.stage.stop]
     for (port, _), message in zip(planned.inputs, messages, strict=True):
@@ -71,27 +71,27 @@ def run_stage(
         if hasattr(relay, "close"):  # a relay that chooses what goes back (`nn/inverse.py`)
             h = tapped[planned.stage.stop] = relay.close(h, message)
     sent = {}
-    for port in planned.sends:
+    for port in planned.outputs:
         relay = stack.relay(port.relay)
         if rows is not None:
             assert isinstance(relay, CausalRelay)
             sent[port] = relay.send_pooled(h, messages[0])
         else:
             out, first = tapped[port.layer], messages[0]
-            sent[port] = relay.send(out, first) if cache is None else cache.send(relay, port, out, first, bus)
+            sent[port] = relay.send(out, first) if cache is None else cache.send(relay, port, out, first, ctx)
     return h, sent
 
 
-def _needed(stack: Stack, planned: PlannedStage, bus: Bus) -> tuple[int | None, Tensor | None]:
+def _needed(stack: Stack, planned: PlannedStage, ctx: LayerContext) -> tuple[int | None, Tensor | None]:
     """How many leading positions the receiving stages need, and which they read alone; None means all."""
-    relays = [stack.relay(port.relay) for port in planned.sends]
+    relays = [stack.relay(port.relay) for port in planned.outputs]
     looking = [relay for relay in relays if isinstance(relay, CausalRelay)]
     if not relays or len(looking) < len(relays):
         return None, None
-    needs = [relay.needed(bus.inputs.shape[1]) for relay in looking]
-    alone = len(needs) == 1 and planned.sends[0].layer == planned.stage.stop
+    needs = [relay.needed(ctx.inputs.shape[1]) for relay in looking]
+    alone = len(needs) == 1 and planned.outputs[0].layer == planned.stage.stop
     rows = needs[0][1] if alone else None
-    return max(count for count, _ in needs), None if rows is None else rows.to(bus.inputs.device)
+    return max(count for count, _ in needs), None if rows is None else rows.to(ctx.inputs.device)
 
 
 @torch.no_grad()
@@ -164,19 +164,19 @@ def needed_stages(
     asked = set(wanted)
     for planned in reversed(plan.stages):
         heard = {port for later in plan.stages if later.index in needed for port, _ in later.inputs}
-        missing = any(port in heard and not _is_known(port, known) for port in planned.sends)
+        missing = any(port in heard and not _is_known(port, known) for port in planned.outputs)
         if missing or (planned.index in asked and planned.stage.stop not in known):
             needed.add(planned.index)
     return needed
 
 
-def given_messages(plan: Plan, known: Mapping[int, Tensor]) -> dict[Port, Tensor]:
+def given_messages(plan: Plan, known: Mapping[int, Tensor]) -> dict[EdgeOutput, Tensor]:
     """What stages send, as far as it is known."""
-    ports = (port for planned in plan.stages for port in planned.sends)
+    ports = (port for planned in plan.stages for port in planned.outputs)
     return {port: known[port.layer] for port in ports if _is_known(port, known)}
 
 
-def _is_known(port: Port, known: Mapping[int, Tensor]) -> bool:
+def _is_known(port: EdgeOutput, known: Mapping[int, Tensor]) -> bool:
     return port.relay == "identity" and port.layer in known
 
 
@@ -194,7 +194,7 @@ def _outputs(
     known = {layer: h.to(inputs.device) for layer, h in (known or {}).items()}
     needed = needed_stages(plan, wanted, known)
     x0 = stack.embed(inputs) if x0 is None else x0
-    bus = stack.bus(x0, inputs)
+    ctx = stack.layer_context(x0, inputs)
     messages = given_messages(plan, known)
     outputs = {k: known[plan.stages[k].stage.stop] for k in wanted - needed}
     for planned in plan.stages:
@@ -202,9 +202,9 @@ def _outputs(
             continue
         received = [x0 if port.source == EMBEDDING else messages[port] for port, _ in planned.inputs]
         short = lean and planned.index not in wanted
-        h, sent = run_stage(stack, planned, received, bus, lean=short)
+        h, sent = run_stage(stack, planned, received, ctx, lean=short)
         messages.update(sent)
-        for port in planned.forget:
+        for port in planned.last_use:
             messages.pop(port, None)
         if planned.index in wanted:
             outputs[planned.index] = h

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.registry import Registry
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
 
 class Transport(Protocol):
@@ -38,13 +38,13 @@ class Transport(Protocol):
     def stages(self) -> Collection[int]:
         """Those that run here."""
 
-    def incoming(self, stage: int) -> Collection[Port]:
+    def incoming(self, stage: int) -> Collection[EdgeOutput]:
         """What of a stage elsewhere is wanted here."""
 
-    def receive(self, port: Port) -> Tensor:
+    def receive(self, port: EdgeOutput) -> Tensor:
         """The next message of `port`, without a graph; waits for it."""
 
-    def send(self, port: Port, value: Tensor) -> None:
+    def send(self, port: EdgeOutput, value: Tensor) -> None:
         """Hand a message to whoever wants it; returns at once."""
 
 
@@ -66,10 +66,10 @@ class PendingStage:
     """A stage whose backward has not run yet."""
 
     planned: PlannedStage
-    bus: Bus
+    ctx: LayerContext
     """As the stage sees it: its x0 carries gradient, or not."""
     loss: Tensor | None = None
-    sent: dict[Port, Message] = field(default_factory=dict)
+    sent: dict[EdgeOutput, Message] = field(default_factory=dict)
     leaves: list[tuple[Tensor, float, Message]] = field(default_factory=list)
     """What it received with gradient: the leaf, λ, and the message whose gradient it adds to."""
     answered: bool = False
@@ -91,9 +91,9 @@ class PendingStage:
             torch.autograd.backward(roots, gradients)
         for message in self.sent.values():
             message.value = message.value.detach()
-        for leaf, transmissivity, source in self.leaves:
+        for leaf, grad_scale, source in self.leaves:
             if leaf.grad is not None:
-                source.add_gradient(leaf.grad * transmissivity)
+                source.add_gradient(leaf.grad * grad_scale)
 
 
 @dataclass
@@ -114,7 +114,7 @@ class StepGraph:
     """How many later stages have still to send gradient back to each stage."""
 
     def __post_init__(self) -> None:
-        self.waiting = {planned.index: planned.listeners for planned in self.plan.stages}
+        self.waiting = {planned.index: planned.num_grad_consumers for planned in self.plan.stages}
         for name, module in self.stack.layers.named_modules() if self.recompute else ():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 raise ConfigError(
@@ -193,6 +193,6 @@ def _send_early_grads(stage: PendingStage, scale: float) -> None:
     start = stage.loss.new_full((), stage.planned.scale * scale)
     leaves = [leaf for leaf, _, _ in inner]
     found = torch.autograd.grad(stage.loss, leaves, start, retain_graph=True, allow_unused=True)
-    for gradient, (_, transmissivity, source) in zip(found, inner, strict=True):
+    for gradient, (_, grad_scale, source) in zip(found, inner, strict=True):
         if gradient is not None:
-            source.add_gradient(gradient * transmissivity)
+            source.add_gradient(gradient * grad_scale)

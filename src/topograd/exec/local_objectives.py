@@ -7,7 +7,7 @@
     forward-forward  softplus(θ - z_y) + mean_{c≠y} softplus(z_c - θ),  z the goodness of each label
 
 u_k are the features that stage k's head reads, g the module in `nn/inverse.py`, q and ū those of
-`nn/auxiliaries.py`. All are local: with λ = 0 at the boundaries only the stage's own layers learn from them.
+`nn/aux_heads.py`. All are local: with λ = 0 at the boundaries only the stage's own layers learn from them.
 
 A `LocalObjective` is given a `StageView` instead of logits. `autoencoder` and `inverse` train no head, so
 their stages have losses and do not predict (`Stage.head`). Limits: byol's slow copies and ridge's moments
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from topograd.errors import ConfigError, StackError
 from topograd.exec.objectives import CrossEntropy, counted_rows, stage_loss
-from topograd.nn.auxiliaries import RidgeHead, SlowCopy, auxiliary, auxiliary_name
+from topograd.nn.aux_heads import EMACopy, RidgeHead, auxiliary, auxiliary_name
 from topograd.nn.inverse import Inverse, TargetRelay
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import PlannedStage
 
 NOISE = 0.1
@@ -43,7 +43,7 @@ class StageView:
     received: Tensor
     """What it heard first, without gradient."""
     h: Tensor
-    bus: Bus
+    ctx: LayerContext
     targets: Tensor
 
     def cross_entropy(self) -> Tensor:
@@ -63,7 +63,7 @@ class StageView:
     def run(self, h: Tensor) -> Tensor:
         """The stage's layers on something else."""
         for i in self.planned.layers:
-            h = self.stack.layers[i](h, self.bus)
+            h = self.stack.layers[i](h, self.ctx)
         return h
 
 
@@ -97,7 +97,7 @@ class InverseObjective(LocalObjective):
     """Train the map back of the stage's target relay; the stage's layers get nothing from it."""
 
     def of_stage(self, view: StageView) -> Tensor:
-        relay = view.stack.own_relays()[view.planned.inputs[0][0].relay]
+        relay = view.stack.learned_relays()[view.planned.inputs[0][0].relay]
         assert isinstance(relay, TargetRelay)
         with torch.no_grad():
             x = view.received
@@ -117,8 +117,8 @@ class Byol(LocalObjective):
         if auxiliary(view.stack, view.planned) is None:  # the last stage has none after it
             return loss
         coordinator = view.module()
-        assert isinstance(coordinator, SlowCopy)
-        return loss + self.weight * coordinator.loss(view.stack, view.h, view.bus)
+        assert isinstance(coordinator, EMACopy)
+        return loss + self.weight * coordinator.loss(view.stack, view.h, view.ctx)
 
 
 class Ridge(LocalObjective):

@@ -25,8 +25,8 @@ from topograd.nn.layer_state import History, LayerState
 from topograd.nn.mamba.recurrent import RecurrentState
 from topograd.nn.relays import CausalRelay, Relay
 from topograd.nn.slots import KVSlots, Place
-from topograd.nn.stack import Bus, Stack
-from topograd.topology.plan import PlannedStage, Port
+from topograd.nn.stack import LayerContext, Stack
+from topograd.topology.plan import EdgeOutput, PlannedStage
 
 
 @dataclass
@@ -34,7 +34,7 @@ class SequenceStates:
     """What a stage keeps of one sequence outside of slots."""
 
     layers: list[LayerState | None]
-    histories: dict[Port, History]
+    histories: dict[EdgeOutput, History]
 
     def all(self) -> list[LayerState]:
         return [*(state for state in self.layers if state is not None), *self.histories.values()]
@@ -53,7 +53,7 @@ class StageCache:
         self.slots: list[KVSlots | None] = [
             module.new_slots() if on else None for module, on in zip(modules, varlen, strict=True)
         ]
-        ports = (*(port for port, _ in planned.inputs), *planned.sends)
+        ports = (*(port for port, _ in planned.inputs), *planned.outputs)
         self._histories = [port for port in ports if isinstance(stack.relay(port.relay), CausalRelay)]
         self._states: dict[Place, SequenceStates] = {}
 
@@ -120,64 +120,68 @@ class StageCache:
 
     # Running
 
-    def layers(self, h: Tensor, bus: Bus) -> dict[int, Tensor]:
+    def layers(self, h: Tensor, ctx: LayerContext) -> dict[int, Tensor]:
         """The hidden state behind each layer, by how many layers of the stack."""
         after = {}
         for place, (layer, module) in enumerate(zip(self.planned.layers, self.modules, strict=True)):
             slots = self.slots[place]
-            h = self._each(module, place, h, bus) if slots is None else module(h, bus, slots)
+            h = self._each(module, place, h, ctx) if slots is None else module(h, ctx, slots)
             after[layer + 1] = h
         return after
 
-    def _each(self, module: Any, layer: int, h: Tensor, bus: Bus) -> Tensor:
+    def _each(self, module: Any, layer: int, h: Tensor, ctx: LayerContext) -> Tensor:
         """A layer whose states are one for each sequence."""
-        assert bus.spans is not None, "a cache runs spans"
-        spans = bus.spans
+        assert ctx.spans is not None, "a cache runs spans"
+        spans = ctx.spans
         states: list[Any] = [self._states[place].layers[layer] for place in spans.places]
         if len(states) > 1 and all(isinstance(state, RecurrentState) for state in states):
-            return self._joined(module, states, h, bus)
+            return self._joined(module, states, h, ctx)
         rows = zip(spans.slices(), spans.row_buses, states, strict=True)
         parts = [module(h[:, columns], own, state) for columns, own, state in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _joined(self, module: Any, states: list[RecurrentState], h: Tensor, bus: Bus) -> Tensor:
-        assert bus.spans is not None
+    def _joined(self, module: Any, states: list[RecurrentState], h: Tensor, ctx: LayerContext) -> Tensor:
+        assert ctx.spans is not None
         parts, first = [], 0
-        for group in bus.spans.groups:
+        for group in ctx.spans.groups:
             some = states[first : first + group.rows]
             first += group.rows
             batch = RecurrentState.joined(some)
-            x0, inputs = group.unpack(bus.x0, 1), group.unpack(bus.inputs, 1)
-            own = self.stack.bus(x0, inputs, group.starts[0] if group.even else group.positions)
+            x0, inputs = group.unpack(ctx.x0, 1), group.unpack(ctx.inputs, 1)
+            own = self.stack.layer_context(x0, inputs, group.starts[0] if group.even else group.positions)
             y = module(group.unpack(h, 1), own, batch)
             parts.append(y.reshape(1, -1, *y.shape[2:]))
             for row, state in enumerate(some):
                 state.take(batch, row, group.count)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def receive(self, relay: Relay, port: Port, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, relay: Relay, port: EdgeOutput, message: Tensor, ctx: LayerContext) -> Tensor:
         """What the stage gets at the new positions."""
         if not isinstance(relay, CausalRelay):
-            return relay.receive(message, bus)
+            return relay.receive(message, ctx)
         if self.from_start:
-            return relay.receive_next(message, bus)
-        return self._look_back(port, message, bus, relay.receive_next)
+            return relay.receive_next(message, ctx)
+        return self._look_back(port, message, ctx, relay.receive_next)
 
-    def send(self, relay: Relay, port: Port, h: Tensor, received: Tensor, bus: Bus) -> Tensor:
+    def send(self, relay: Relay, port: EdgeOutput, h: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
         """What the stage sends of the new positions."""
         if not isinstance(relay, CausalRelay):
             return relay.send(h, received)
         if self.from_start:
-            return relay.send_next(h, received, bus)
-        assert bus.spans is not None
-        each = iter([received[:, columns] for columns in bus.spans.slices()])
-        return self._look_back(port, h, bus, lambda history, own: relay.send_next(history, next(each), own))
+            return relay.send_next(h, received, ctx)
+        assert ctx.spans is not None
+        each = iter([received[:, columns] for columns in ctx.spans.slices()])
+        return self._look_back(port, h, ctx, lambda history, own: relay.send_next(history, next(each), own))
 
     def _look_back(
-        self, port: Port, values: Tensor, bus: Bus, act: Callable[[Tensor, Bus], Tensor]
+        self,
+        port: EdgeOutput,
+        values: Tensor,
+        ctx: LayerContext,
+        act: Callable[[Tensor, LayerContext], Tensor],
     ) -> Tensor:
-        assert bus.spans is not None
-        spans, parts = bus.spans, []
+        assert ctx.spans is not None
+        spans, parts = ctx.spans, []
         for place, columns, own in zip(spans.places, spans.slices(), spans.row_buses, strict=True):
             history = self._states[place].histories[port].append(values[:, columns])
             parts.append(act(history, own))

@@ -29,11 +29,11 @@ from topograd.exec.gradient import Autograd, GradientEngine, Message, PendingSta
 from topograd.exec.local_objectives import LocalObjective, StageView
 from topograd.exec.objectives import Logits, Objective, every_nth, objectives_of, stage_loss
 from topograd.nn.preparation import check_prepared
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
 AUTOGRAD = Autograd()
 
@@ -56,7 +56,7 @@ def train_step(
 
     inputs and targets (batch, time); targets of -100 are ignored. The losses (stages,) are unscaled; a
     stage without a loss of its own has nan, and so has one that runs elsewhere (`transport`). `objectives`
-    replaces registered ones by name. `states` are hidden states by layer (`training/hidden_states.py`):
+    replaces registered ones by name. `states` are hidden states by layer (`training/activation_cache.py`):
     frozen stages are not run where these are all that is heard of them. Nothing but `.grad` changes: a stack
     that lacks what the topology calls for is refused (`prepare` adds it).
     """
@@ -69,7 +69,7 @@ def train_step(
     asked = objectives_of(plan, objectives)
     known = {layer: h.to(x0.device, x0.dtype) for layer, h in (states or {}).items()}
     stream = Message(x0, of_embedding=True)
-    step = _Step(graph, gradient, asked, targets, teacher, stack.bus(x0, inputs), known, stream)
+    step = _Step(graph, gradient, asked, targets, teacher, stack.layer_context(x0, inputs), known, stream)
     running = step.running(embedded.requires_grad)
     losses = []
     for planned in plan.stages:
@@ -79,7 +79,7 @@ def train_step(
         else:
             loss = step.run(planned, planned.index in running)
             gradient.after_stage(graph, planned.index)
-            for port in planned.forget:
+            for port in planned.last_use:
                 step.messages.pop(port, None)
         losses.append(x0.new_full((), torch.nan) if loss is None else loss)
     gradient.finish(graph)
@@ -99,11 +99,11 @@ class _Step:
     asked: Sequence[Objective]
     targets: Tensor
     teacher: Logits | None
-    bus: Bus
+    ctx: LayerContext
     known: Mapping[int, Tensor]
     stream: Message
     """x0."""
-    messages: dict[Port, Message] = field(default_factory=dict)
+    messages: dict[EdgeOutput, Message] = field(default_factory=dict)
     finished: list[tuple[int, Tensor]] = field(default_factory=list)
     """Heads and hidden states of earlier stages, where an objective reads them."""
 
@@ -134,7 +134,7 @@ class _Step:
     def run(self, planned: PlannedStage, runs: bool) -> Tensor | None:
         """The stage's forward; returns its loss, detached. With `runs` false its states are known."""
         graph, frozen = self.graph, planned.stage.frozen
-        live = self.bus if planned.live_bus else replace(self.bus, x0=self.bus.x0.detach())
+        live = self.ctx if planned.live_bus else replace(self.ctx, x0=self.ctx.x0.detach())
         stage = PendingStage(planned, live)
         received: list[Tensor] = []
         with torch.set_grad_enabled(not frozen), _eval_if_frozen(graph.stack, planned):
@@ -146,7 +146,7 @@ class _Step:
                         graph.stack, planned, received, live, lean=not planned.predicts, recompute=again
                     )
             else:
-                h = self.known.get(planned.stage.stop, self.bus.x0)  # x0 where nobody reads it
+                h = self.known.get(planned.stage.stop, self.ctx.x0)  # x0 where nobody reads it
                 given = given_messages(graph.plan, self.known)
                 sent = {port: value for port, value in given.items() if port.source == planned.index}
             if graph.transport is not None:
@@ -161,22 +161,22 @@ class _Step:
         graph.pending[planned.index] = stage
         return None if stage.loss is None else stage.loss.detach()
 
-    def _receive(self, port: Port, transmissivity: float, stage: PendingStage) -> Tensor:
+    def _receive(self, port: EdgeOutput, grad_scale: float, stage: PendingStage) -> Tensor:
         """The message at `port`, as the receiving stage sees it: detached, a leaf, or x0 itself."""
         source = self.stream if port.source == EMBEDDING else self.messages[port]
-        if transmissivity == 0 or stage.planned.stage.frozen or not source.value.requires_grad:
+        if grad_scale == 0 or stage.planned.stage.frozen or not source.value.requires_grad:
             return source.value.detach()
-        if source is self.stream and transmissivity == 1:
+        if source is self.stream and grad_scale == 1:
             return source.value
         leaf = source.value.detach().requires_grad_()
-        stage.leaves.append((leaf, transmissivity, source))
+        stage.leaves.append((leaf, grad_scale, source))
         return leaf
 
     def _loss(self, stage: PendingStage, received: Sequence[Tensor], h: Tensor) -> Tensor:
         stack, planned = self.graph.stack, stage.planned
         objective, wanted = self.asked[planned.index], every_nth(self.targets, planned.stage.every)
         if isinstance(objective, LocalObjective):
-            return objective.of_stage(StageView(stack, planned, received[0].detach(), h, stage.bus, wanted))
+            return objective.of_stage(StageView(stack, planned, received[0].detach(), h, stage.ctx, wanted))
         return stage_loss(stack, h, planned.head, objective, wanted, self.finished, self.teacher)
 
 
@@ -202,6 +202,6 @@ def _eval_if_frozen(stack: Stack, planned: PlannedStage) -> Iterator[None]:
             module.training = True
 
 
-def output_port(planned: PlannedStage) -> Port:
+def output_port(planned: PlannedStage) -> EdgeOutput:
     """The last hidden state of a stage as it is, which objectives that correct earlier stages read."""
-    return Port(planned.index, planned.stage.stop, "identity")
+    return EdgeOutput(planned.index, planned.stage.stop, "identity")

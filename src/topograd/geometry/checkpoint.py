@@ -39,8 +39,8 @@ from topograd.errors import GeometryError
 from topograd.geometry.advice import advice
 from topograd.geometry.factors import Batch, Outputs
 from topograd.geometry.inspection import Inspection, inspect_with_factors, refuse_quantised
+from topograd.geometry.line_scan import Probe, short_example
 from topograd.geometry.losses import CrossEntropy, Fisher, Loss, OwnLoss, SquaredError
-from topograd.geometry.outward import Probe, short_example
 from topograd.geometry.paths import Likelihood
 from topograd.geometry.rates import POINTS as RATE_POINTS
 from topograd.geometry.rates import Rate, fit_rate, local_slope, log_grid
@@ -59,13 +59,13 @@ WINDOWS = ((1e-3, 1e-1), (1e-2, 1e-1))
 POINTS = 6
 SCANNED = 5e9
 """Parameters times directions that are scanned."""
-LEAST_SCANS = 24
+MIN_SCANS = 24
 ALONG = 1 - 1e-8
 """The share along gauge orbits from which a direction is one."""
 INTEGER = 0.1
 ANCHOR = 0.3
 """Where the other parts of a joint mode are held while one moves, in units of t."""
-MOST_PARTS = 8
+MAX_PARTS = 8
 """Of a joint mode whose crossing is looked for."""
 
 
@@ -146,7 +146,7 @@ def read_checkpoint(
         refused.append("K is that of a Gaussian around the outputs: a loss of one's own has no distribution")
     gauges = [_gauge(one, probe.parameters) for one in found.symmetries]
     candidates = sorted(_candidates(model, factors), key=lambda one: one.flatness)
-    most = scans or max(LEAST_SCANS, int(SCANNED / max(parameters, 1)))
+    most = scans or max(MIN_SCANS, int(SCANNED / max(parameters, 1)))
     if len(candidates) > most:
         refused.append(f"{len(candidates) - most} layers were not scanned, the flattest {most} were: --scans")
     scanner = _Scanner(probe, found.symmetries, refused)
@@ -267,7 +267,7 @@ class _Scanner:
 
     def _with_crossing(self, reading: DirectionReading) -> DirectionReading:
         """Orders of a joint mode's parts on anchored lines; λ and m if they add up to the mode's own."""
-        if reading.order is None or not 2 <= len(self._flat) <= MOST_PARTS:
+        if reading.order is None or not 2 <= len(self._flat) <= MAX_PARTS:
             return reading
         orders = {}
         for name, part in self._flat.items():

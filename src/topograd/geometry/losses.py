@@ -39,7 +39,7 @@ Fisher = Literal["empirical", "monte-carlo", "expected"]
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to the loss of each term, not their sum: torch's reduction 'none'."""
 IGNORED = -100
-MOST_PASSES = 10_000
+MAX_PASSES = 10_000
 """Backward passes for one batch that `expected` may take."""
 
 
@@ -185,10 +185,10 @@ def _each_position(outputs: Tensor, columns: Iterable[Tensor]) -> Iterator[Tenso
     """Each vector at one position of the samples, zero at the others."""
     positions = outputs.shape[1:-1].numel()
     passes = positions * outputs.shape[-1]
-    if passes > MOST_PASSES:
+    if passes > MAX_PASSES:
         raise GeometryError(
             f"the expected Fisher matrix of {positions} positions with {outputs.shape[-1]} "
-            f"outputs takes {passes} backward passes a batch, more than {MOST_PASSES}",
+            f"outputs takes {passes} backward passes a batch, more than {MAX_PASSES}",
             remedy="use 'monte-carlo'",
         )
     return _one_at_a_time(outputs, columns, positions)

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from topograd.geometry.symmetries import Mixing
 
-MOST_MAPS = 4
+MAX_MAPS = 4
 """Below one module; in larger ones only its own children are paired."""
-MOST_SHARED = 64
+MAX_SHARED = 64
 """Heads that may share one."""
 ROLES = {
     "query": ("query", "q_proj", "q", "wq", "q_lin", "to_q"),
@@ -81,7 +81,7 @@ def families(maps: Maps, model: nn.Module) -> Iterator[list[dict[str, Map]]]:
         prefix = f"{path}." if path else ""
         below = {name.removeprefix(prefix): one for name, one in maps.items() if name.startswith(prefix)}
         listed = isinstance(module, nn.Sequential | nn.ModuleList)
-        if listed or len(below) > MOST_MAPS:
+        if listed or len(below) > MAX_MAPS:
             below = {name: one for name, one in below.items() if "." not in name}
         if len(below) > 1:
             shapes = tuple((name, m.outputs, m.inputs, m.bias is None) for name, m in below.items())
@@ -110,14 +110,14 @@ def likely_pairs(maps: Maps) -> Iterator[Pair]:
 
 def any_pairs(maps: Maps) -> Iterator[Pair]:
     """Any two of a few maps, neighbours of many."""
-    for one, other in pairwise(maps) if len(maps) > MOST_MAPS else permutations(maps, 2):
+    for one, other in pairwise(maps) if len(maps) > MAX_MAPS else permutations(maps, 2):
         yield from ((one, other, by_rows) for by_rows in (False, True))
 
 
 def candidate(one: Map, other: Map, by_rows: bool) -> Mixing | None:
     """With blocks of one unit; None where the shapes do not meet or a tensor is shared."""
     units = other.outputs if by_rows else other.inputs
-    fits = units % one.outputs == 0 and units // one.outputs <= MOST_SHARED and one.turned == other.turned
+    fits = units % one.outputs == 0 and units // one.outputs <= MAX_SHARED and one.turned == other.turned
     if one.weight == other.weight or not fits or (by_rows and one.inputs != other.inputs):
         return None
     return like(Mixing("", "", by_rows=by_rows, turned=one.turned), one, other)

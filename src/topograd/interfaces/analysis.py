@@ -51,7 +51,7 @@ def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -
     assert found.adjoints is not None, "the scan engine shows its adjoints"
     with torch.no_grad():
         x0 = stack.embed(inputs)
-        messages = regions.messages(x0, stack.bus(x0, inputs))
+        messages = regions.messages(x0, stack.layer_context(x0, inputs))
         ranks = [message_rank(m).item() for m in messages]
         spreads = [message_spread(m).item() for m in messages]
     batch, n = found.adjoints.shape[1:]

@@ -135,8 +135,8 @@ class Scan:
     def _jacobian(self, stage: PendingStage) -> Tensor:
         """J (batch, n, n) of a region, from the graph of its forward or, with `recompute`, a new one."""
         region, leaf, (message,) = stage.planned.index, stage.leaves[0][0], stage.sent.values()
-        ran = Visit(self._regions, region, stage.bus, leaf, message.value, self._tapes.pop(region))
-        seen = visit(self._regions, region, leaf, stage.bus, self.jacobian) if self._recompute else ran
+        ran = Visit(self._regions, region, stage.ctx, leaf, message.value, self._tapes.pop(region))
+        seen = visit(self._regions, region, leaf, stage.ctx, self.jacobian) if self._recompute else ran
         J = interface_jacobian(seen, self.jacobian, self.chunk, self.trimmed)
         check_jacobian(ran, J, self.jacobian, self.trimmed)
         return J

@@ -73,7 +73,7 @@ def _coarsest(message: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def _reason(one: Visit, way: Jacobian) -> str:
-    first, second = (one.regions.visit(one.region, one.message_in, one.bus) for _ in range(2))
+    first, second = (one.regions.visit(one.region, one.message_in, one.ctx) for _ in range(2))
     if not torch.equal(first, second):
         return (
             "two runs of it differ, so something is random (as F.dropout) or kept from one call to the next; "

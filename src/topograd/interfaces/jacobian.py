@@ -36,7 +36,7 @@ from topograd.errors import ConfigError, StackError
 from topograd.interfaces.pullback import Tape, pullback, record
 from topograd.interfaces.regions import Regions
 from topograd.nn.interface import SegmentRelay
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.runs.topology_config import Jacobian
 
 
@@ -46,7 +46,7 @@ class Visit:
 
     regions: Regions
     region: int
-    bus: Bus
+    ctx: LayerContext
     message_in: Tensor
     message_out: Tensor
     tape: Tape | None = None
@@ -56,11 +56,13 @@ class Visit:
         return self.regions.relays[self.region]
 
 
-def visit(regions: Regions, region: int, message_in: Tensor, bus: Bus, way: Jacobian = "loop") -> Visit:
+def visit(
+    regions: Regions, region: int, message_in: Tensor, ctx: LayerContext, way: Jacobian = "loop"
+) -> Visit:
     """Run a region so that its Jacobian can be taken in this way."""
     with recording(regions, region, way) as tape:
-        message = regions.visit(region, message_in, bus)
-    return Visit(regions, region, bus, message_in, message, tape)
+        message = regions.visit(region, message_in, ctx)
+    return Visit(regions, region, ctx, message_in, message, tape)
 
 
 @contextmanager
@@ -113,9 +115,9 @@ def _prefix(seen: Visit, s: int, trimmed: bool) -> tuple[Tensor, Tensor]:
     if not trimmed or s == seen.message_out.shape[1] - 1:
         return seen.message_out[:, s], seen.message_in
     time = (s + 1) * seen.relay_out.segment
-    inputs, x0 = seen.bus.inputs[:, :time], seen.bus.x0[:, :time].detach()
+    inputs, x0 = seen.ctx.inputs[:, :time], seen.ctx.x0[:, :time].detach()
     leaf = seen.message_in[:, : s + 1].detach().requires_grad_()
-    return seen.regions.visit(seen.region, leaf, seen.regions.stack.bus(x0, inputs))[:, s], leaf
+    return seen.regions.visit(seen.region, leaf, seen.regions.stack.layer_context(x0, inputs))[:, s], leaf
 
 
 def _loop(seen: Visit, s: int, rows: Tensor, chunk: int | None, trimmed: bool) -> Tensor:
@@ -177,7 +179,7 @@ def _forward(seen: Visit, chunk: int | None) -> Tensor:
     m_k = seen.message_in.detach()
 
     def transition(m: Tensor) -> Tensor:
-        return seen.regions.visit(seen.region, m, seen.bus)
+        return seen.regions.visit(seen.region, m, seen.ctx)
 
     def column(tangent: Tensor) -> Tensor:
         return torch.func.jvp(transition, (m_k,), (tangent.expand_as(m_k),))[1]

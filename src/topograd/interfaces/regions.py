@@ -20,7 +20,7 @@ from topograd.exec.forward import run_stage
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import SegmentRelay
 from topograd.nn.preparation import check_prepared
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan, PlannedStage
 
@@ -68,17 +68,17 @@ class Regions:
     def settings(self) -> SegmentInterface:
         return self.relays[0].settings
 
-    def visit(self, region: int, message: Tensor, bus: Bus) -> Tensor:
+    def visit(self, region: int, message: Tensor, ctx: LayerContext) -> Tensor:
         """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that somebody reads."""
         planned = self.plan.stages[region]
-        _, sent = run_stage(self.stack, planned, [message], bus, lean=True)
-        return sent[planned.sends[0]]
+        _, sent = run_stage(self.stack, planned, [message], ctx, lean=True)
+        return sent[planned.outputs[0]]
 
-    def messages(self, x0: Tensor, bus: Bus) -> list[Tensor]:
+    def messages(self, x0: Tensor, ctx: LayerContext) -> list[Tensor]:
         """m_1 ... m_{K-1} of one forward."""
         sent: list[Tensor] = []
         for region in range(self.count - 1):
-            sent.append(self.visit(region, sent[-1] if sent else x0, bus))
+            sent.append(self.visit(region, sent[-1] if sent else x0, ctx))
         return sent
 
 

@@ -93,16 +93,16 @@ class Tape:
     def _take_call(self, taken: dict[str, Any]) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
             call = dict(zip(("h", "bus", "state", "rows"), args, strict=False)) | named
-            bus, rows = call["bus"], call.get("rows")
-            if call.get("state") is not None or bus.positions.dim() != 1:
+            ctx, rows = call["ctx"], call.get("rows")
+            if call.get("state") is not None or ctx.positions.dim() != 1:
                 raise StackError(
                     "a tape holds whole sequences of equal length", remedy="record without a decoding state"
                 )
-            if torch.is_autocast_enabled(bus.x0.device.type):
+            if torch.is_autocast_enabled(ctx.x0.device.type):
                 raise StackError(
                     "jacobian 'pullback' knows no bf16", remedy="use jacobian='loop', or leave bf16 out"
                 )
-            x0, rotary = bus.x0.detach(), bus.extras["rotary"]
+            x0, rotary = ctx.x0.detach(), ctx.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
             self._factors = []
             self.output = output.detach()

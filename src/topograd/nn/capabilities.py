@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Decodable(Protocol):
-    """A layer that decodes: `layer(h, bus, state)` continues from the positions that the state has seen."""
+    """A layer that decodes: `layer(h, ctx, state)` continues from the positions that the state has seen."""
 
     def new_state(self, batch: int, capacity: int) -> LayerState: ...
 

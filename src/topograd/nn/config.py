@@ -40,7 +40,7 @@ MOST = 2**31 - 1
 """No size is larger than this: what is, is a slip of the keyboard."""
 Pool = Literal["tail", "mean", "cumulative"]
 Maps = Literal["mlp", "linear", "gated"]
-LEAST_RANK = 3
+MIN_RANK = 3
 """A LayerNorm of two numbers gives plus and minus one: no gradient passes."""
 
 
@@ -265,11 +265,11 @@ class SegmentInterface:
                     f"interface {name} {getattr(self, name)!r} is unknown",
                     remedy=f"choose one of {', '.join(allowed)}",
                 )
-        if not LEAST_RANK <= self.rank <= MOST:
+        if not MIN_RANK <= self.rank <= MOST:
             raise ConfigError(
                 f"interface rank r is {self.rank}",
                 remedy=(
-                    f"it must be at least {LEAST_RANK}, for a LayerNorm of fewer numbers passes no gradient"
+                    f"it must be at least {MIN_RANK}, for a LayerNorm of fewer numbers passes no gradient"
                 ),
             )
         if not self.causal and (self.segments != 1 or self.pool != "mean"):

@@ -32,7 +32,7 @@ from topograd.errors import StackError
 from topograd.nn.capabilities import Draftable
 from topograd.nn.heads import Head, HeadedStack
 from topograd.nn.relays import CausalRelay
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 
 FIRST_GAIN = 0.2
 """What the stage's norm starts with of the base's: an untaught stage should not be sure of anything."""
@@ -55,15 +55,15 @@ class PreviousRelay(nn.Module, CausalRelay):
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        return self.join(bus.x0, shifted(message))
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return self.join(ctx.x0, shifted(message))
 
-    def send_next(self, history: Tensor, received: Tensor, bus: Bus) -> Tensor:
-        return history.gather(1, _places(bus, history))
+    def send_next(self, history: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
+        return history.gather(1, _places(ctx, history))
 
-    def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
+    def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
         before = F.pad(history, (0, 0, 1, 0))  # slot p holds the state of position p - 1
-        return self.join(bus.x0, before.gather(1, _places(bus, history)))
+        return self.join(ctx.x0, before.gather(1, _places(ctx, history)))
 
     def needed(self, time: int) -> tuple[int, Tensor | None]:
         return max(time - 1, 1), None
@@ -82,8 +82,8 @@ def shifted(states: Tensor) -> Tensor:
     return F.pad(states, (0, 0, 1, 0))[:, :-1]
 
 
-def _places(bus: Bus, history: Tensor) -> Tensor:
-    positions = bus.positions.expand(len(history), -1)
+def _places(ctx: LayerContext, history: Tensor) -> Tensor:
+    positions = ctx.positions.expand(len(history), -1)
     return positions[..., None].expand(-1, -1, history.shape[-1])
 
 
@@ -123,10 +123,10 @@ class DraftStage(nn.Module):
         places[self.vocabulary] = torch.arange(len(self.vocabulary), device=places.device)
         return places
 
-    def forward(self, bus: Bus, previous: Tensor, memory: object = None) -> Tensor:
-        """g (batch, time, width) from the tokens on the bus and the states of the positions before."""
-        h = self.relay.join(bus.x0, previous)
-        g: Tensor = self.layer(h, bus) if memory is None else self.layer(h, bus, memory)
+    def forward(self, ctx: LayerContext, previous: Tensor, memory: object = None) -> Tensor:
+        """g (batch, time, width) from the tokens and the states of the positions before."""
+        h = self.relay.join(ctx.x0, previous)
+        g: Tensor = self.layer(h, ctx) if memory is None else self.layer(h, ctx, memory)
         return g
 
     def readout(self, g: Tensor) -> Tensor:
@@ -136,11 +136,11 @@ class DraftStage(nn.Module):
     def unroll(self, inputs: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
         """g of each step (batch, time, width): the first hears `states`, each later one the one before."""
         x0 = self.stack.embed(inputs)
-        plain = self.stack.bus(x0, inputs)
+        plain = self.stack.layer_context(x0, inputs)
         memory = _Steps()
         for step in range(steps):
-            bus = replace(plain, extras={**plain.extras, "mask": step_mask(inputs.shape[1], step, x0.device)})
-            states = self(bus, shifted(states), memory)
+            ctx = replace(plain, extras={**plain.extras, "mask": step_mask(inputs.shape[1], step, x0.device)})
+            states = self(ctx, shifted(states), memory)
             yield states
 
 

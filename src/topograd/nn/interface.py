@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from topograd.errors import ConfigError
 from topograd.nn.config import Maps, SegmentInterface
 from topograd.nn.relays import CausalRelay
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import interface_name
 
 EPSILON = 1e-24
@@ -113,10 +113,10 @@ class SegmentRelay(nn.Module, CausalRelay):
             m = received[:, : m.shape[1]] + self.alpha * m
         return F.layer_norm(m, m.shape[-1:], eps=EPSILON)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        time = bus.x0.shape[1]
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        time = ctx.x0.shape[1]
         if not self.settings.causal:
-            return bus.x0 + self.decode(message)
+            return ctx.x0 + self.decode(message)
         later = -(-time // self.segment) - 1  # segments after the first
         if later >= self.settings.segments:
             raise ConfigError(
@@ -126,12 +126,12 @@ class SegmentRelay(nn.Module, CausalRelay):
                 ),
             )
         decoded = self.decode(message[:, :later]).repeat_interleave(self.segment, dim=1)
-        return bus.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
+        return ctx.x0 + F.pad(decoded, (0, 0, self.segment, 0))[:, :time]
 
-    def send_next(self, history: Tensor, received: Tensor, bus: Bus) -> Tensor:
+    def send_next(self, history: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
         """The state at each new position, as if its segment ended there; only ends are ever read."""
         self._must_be_causal()
-        here = _positions(bus, len(history))
+        here = _positions(ctx, len(history))
         if self.settings.pool == "tail":
             pooled = _at(history, here)
         else:
@@ -142,11 +142,11 @@ class SegmentRelay(nn.Module, CausalRelay):
             pooled = (_at(sums, here + 1) - _at(sums, start)) / (here + 1 - start)[..., None]
         return self.send_pooled(pooled, received)
 
-    def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
+    def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
         self._must_be_causal()
-        end = _positions(bus, len(history)) // self.segment * self.segment - 1
+        end = _positions(ctx, len(history)) // self.segment * self.segment - 1
         decoded = self.decode(_at(history, end.clamp(min=0)))
-        return bus.x0 + decoded * (end >= 0)[..., None]
+        return ctx.x0 + decoded * (end >= 0)[..., None]
 
     def _must_be_causal(self) -> None:
         if not self.settings.causal:
@@ -156,9 +156,9 @@ class SegmentRelay(nn.Module, CausalRelay):
             )
 
 
-def _positions(bus: Bus, batch: int) -> Tensor:
+def _positions(ctx: LayerContext, batch: int) -> Tensor:
     """The new positions, (batch, time)."""
-    return bus.positions.expand(batch, -1)
+    return ctx.positions.expand(batch, -1)
 
 
 def _at(values: Tensor, positions: Tensor) -> Tensor:
@@ -170,6 +170,6 @@ def add_interfaces(stack: Stack, settings: SegmentInterface, regions: int, width
     """Give `stack` the relays that `Topology.regions` calls for and it lacks."""
     like = next(stack.parameters())
     for region in range(1, regions):
-        if interface_name(region) not in stack.own_relays():
+        if interface_name(region) not in stack.learned_relays():
             relay = SegmentRelay(settings, width, context, first=region == 1)
             stack.add_relay(interface_name(region), relay.to(like.device, like.dtype))

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 
 Shape = tuple[int, ...]
 STEP = 0.1
@@ -79,7 +79,7 @@ class TargetRelay(nn.Module):
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return message.detach()
 
     def close(self, h: Tensor, message: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.dag import Topology
 
 OPEN = 2.0
@@ -56,7 +56,7 @@ class LearnedRelay(nn.Module, ABC):
         return h
 
     @abstractmethod
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         """What the receiving stage makes of the message."""
 
 
@@ -67,7 +67,7 @@ class Gate(LearnedRelay):
         super().__init__(width, rank, beside)
         self.gate = _affine(width, 0.0, -OPEN if beside else OPEN)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return message * torch.sigmoid(self.gate(message))
 
 
@@ -82,7 +82,7 @@ class LowRank(LearnedRelay):
         with torch.no_grad():
             self.up.weight.copy_(torch.zeros_like(self.up.weight) if beside else self.down.weight.t())
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         out: Tensor = self.up(self.down(message))
         return out
 
@@ -95,8 +95,8 @@ class ResidualGate(LearnedRelay):
         self.gate = _affine(width, 0.0, -OPEN if beside else OPEN)
         self.change = LowRank(width, rank, beside=True)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        return message + self.change.receive(message, bus) * torch.sigmoid(self.gate(message))
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        return message + self.change.receive(message, ctx) * torch.sigmoid(self.gate(message))
 
 
 class Linear(LearnedRelay):
@@ -106,7 +106,7 @@ class Linear(LearnedRelay):
         super().__init__(width, rank, beside)
         self.map = _affine(width, 0.0 if beside else 1.0, None)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         out: Tensor = self.map(message)
         return out
 
@@ -118,7 +118,7 @@ class Sigmoid(LearnedRelay):
         super().__init__(width, rank, beside)
         self.gate = _affine(width, 1.0, 0.0)
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return torch.sigmoid(self.gate(message))
 
 
@@ -139,7 +139,7 @@ def add_relays(stack: Stack, topology: Topology) -> None:
         (edge.relay, LEARNED[match[1]], i > 0)
         for stage in topology.stages
         for i, edge in enumerate(stage.sources)
-        if (match := _NAME.fullmatch(edge.relay)) and edge.relay not in stack.own_relays()
+        if (match := _NAME.fullmatch(edge.relay)) and edge.relay not in stack.learned_relays()
     ]
     if not missing:
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from topograd.errors import StackError
-from topograd.nn.auxiliaries import add_auxiliaries
+from topograd.nn.aux_heads import add_auxiliaries
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import add_interfaces
 from topograd.nn.learned_relays import add_relays
@@ -30,7 +30,7 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
     """
     plan = Plan.of(topology, len(stack.layers))
     wanted = plan.topology
-    stack.arrange(plan)
+    stack.validate_plan(plan)
     if wanted.heads == "per-stage":
         stack.add_heads(_own_heads(plan), wanted.head_rank)
     add_relays(stack, wanted)
@@ -85,7 +85,7 @@ def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:
     learning = [planned for planned in plan.stages if not planned.stage.frozen]
     modules = [stack.layers[i] for planned in learning for i in planned.layers]
     received = {port.relay for planned in learning for port, _ in planned.inputs}
-    modules += [relay for name, relay in stack.own_relays().items() if name in received]
+    modules += [relay for name, relay in stack.learned_relays().items() if name in received]
     kept = {id(p) for module in modules for p in module.parameters()}
     kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.head)}
     return [parameter for parameter in stack.parameters() if id(parameter) not in kept]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from topograd.nn.stack import Bus
+    from topograd.nn.stack import LayerContext
 
 
 class Relay(Protocol):
@@ -28,22 +28,22 @@ class Relay(Protocol):
 
     def send(self, h: Tensor, received: Tensor | None) -> Tensor: ...
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor: ...
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor: ...
 
 
 class CausalRelay(ABC):
     """A relay whose message at a position depends on earlier ones, such as a bounded interface.
 
     Over a whole sequence it may use any shape of message. While decoding, messages have one entry for each
-    position, and both ends are given all positions so far; `bus.positions` says which are new.
+    position, and both ends are given all positions so far; `ctx.positions` says which are new.
     """
 
     @abstractmethod
-    def send_next(self, history: Tensor, received: Tensor, bus: Bus) -> Tensor:
+    def send_next(self, history: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
         """The messages at the new positions, from the hidden states of all positions so far."""
 
     @abstractmethod
-    def receive_next(self, history: Tensor, bus: Bus) -> Tensor:
+    def receive_next(self, history: Tensor, ctx: LayerContext) -> Tensor:
         """What the receiver gets at the new positions, from the messages of all positions so far."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Identity:
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return message
 
 
@@ -71,7 +71,7 @@ class PreNorm:
     def send(self, h: Tensor, received: Tensor | None) -> Tensor:
         return h
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
         return F.rms_norm(message, message.shape[-1:])
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from topograd.nn.host_numbers import send
 
 if TYPE_CHECKING:
-    from topograd.nn.stack import Bus, Stack
+    from topograd.nn.stack import LayerContext, Stack
 
 
 @dataclass(eq=False, slots=True)
@@ -359,7 +359,7 @@ class Spans:
 
     @property
     def offset(self) -> int | Tensor:
-        """What `Stack.bus` takes as the positions of the packed columns."""
+        """What `Stack.layer_context` takes as the positions of the packed columns."""
         if len(self.places) == 1:
             return self.starts[0]
         each = zip(self.starts, self.counts, strict=True)
@@ -411,17 +411,17 @@ class Spans:
         ends = list(accumulate(self.counts))
         return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
-    def bind(self, bus: Bus, stack: Stack) -> Bus:
-        """The bus of the packed columns as layers with slots read it."""
-        self._bus, self._stack = bus, stack
+    def bind(self, ctx: LayerContext, stack: Stack) -> LayerContext:
+        """The layer context of the packed columns as layers with slots read it."""
+        self._ctx, self._stack = ctx, stack
         if len(self.places) == 1:
-            self.group_buses = [bus]
+            self.group_buses = [ctx]
         else:
             self.group_buses = [
-                replace(bus, positions=group.positions, extras={"masks": {}, "visible": {}})
+                replace(ctx, positions=group.positions, extras={"masks": {}, "visible": {}})
                 for group in self.attended
             ]
-        return replace(bus, spans=self)
+        return replace(ctx, spans=self)
 
     @cached_property
     def attended(self) -> list[Group]:
@@ -440,13 +440,13 @@ class Spans:
         return [groups[0] if len(groups) == 1 else RaggedGroup(groups) for groups in merged]
 
     @cached_property
-    def row_buses(self) -> list[Bus]:
-        """The bus of each sequence by itself."""
-        bus, stack = self._bus, self._stack
+    def row_buses(self) -> list[LayerContext]:
+        """The layer context of each sequence by itself."""
+        ctx, stack = self._ctx, self._stack
         if len(self.places) == 1:
-            return [bus]
+            return [ctx]
         return [
-            stack.bus(bus.x0[:, columns], bus.inputs[:, columns], start)
+            stack.layer_context(ctx.x0[:, columns], ctx.inputs[:, columns], start)
             for columns, start in zip(self.slices(), self.starts, strict=True)
         ]
 

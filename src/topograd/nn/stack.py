@@ -3,11 +3,11 @@
 A stack is an embedding, a list of layers and a readout:
 
     x0  = stack.embed(inputs)                   (batch, time, ...)
-    bus = stack.bus(x0, inputs)                 what every layer may hear
-    h   = layer(h, bus)                         shapes may change from layer to layer
+    ctx = stack.layer_context(x0, inputs)                 what every layer may hear
+    h   = layer(h, ctx)                         shapes may change from layer to layer
     z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
 
-A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, bus, state)`, for one
+A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, ctx, state)`, for one
 token or many; the state's `truncate(length)` goes back and `copy()` goes on twice (`layer_state.py`,
 `mamba/recurrent.py`). A layer with `takes_rows` also takes `rows`, the positions at which its output is
 wanted. A layer with `supports_varlen` decodes new positions of several sequences that are packed into one
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import StackError
-from topograd.nn.packed import packed
+from topograd.nn.mkl_linear import packed
 from topograd.nn.relays import RELAYS, Relay
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Bus:
+class LayerContext:
     """What every layer hears beside its hidden state."""
 
     x0: Tensor
@@ -72,12 +72,12 @@ class Stack(nn.Module):
         """Logits of h by the head of `stage`, for all of the vocabulary or for `rows` of it."""
         raise StackError(f"{type(self).__name__} has no readout", remedy="a stack must define it")
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        """The bus for inputs whose first position is `offset`, or whose positions (batch, time) it is."""
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
+        """The context of inputs whose first position is `offset`, or whose positions (batch, time) it is."""
         if isinstance(offset, Tensor):
-            return Bus(x0, inputs, offset)
+            return LayerContext(x0, inputs, offset)
         time = x0.shape[1] if x0.dim() > 1 else 1
-        return Bus(x0, inputs, torch.arange(offset, offset + time, device=x0.device))
+        return LayerContext(x0, inputs, torch.arange(offset, offset + time, device=x0.device))
 
     def projection(self, stage: int) -> Projection | None:
         """The readout's matrix where it has one; None means that only `readout` may be used."""
@@ -94,7 +94,7 @@ class Stack(nn.Module):
             self.relays = nn.ModuleDict()
         self.relays[name] = relay
 
-    def own_relays(self) -> dict[str, nn.Module]:
+    def learned_relays(self) -> dict[str, nn.Module]:
         """The relays that this stack has beside those that need no parameters."""
         return dict(self.relays.items()) if "relays" in self._modules else {}
 
@@ -102,12 +102,12 @@ class Stack(nn.Module):
         """The relay called `name`."""
         if name in RELAYS:
             return RELAYS[name]
-        own: Mapping[str, Any] = self.own_relays()
+        own: Mapping[str, Any] = self.learned_relays()
         if name not in own:
             raise StackError(f"relay {name!r} is unknown", remedy=f"known are {sorted({*RELAYS, *own})}")
         return own[name]
 
-    def arrange(self, plan: Plan) -> None:
+    def validate_plan(self, plan: Plan) -> None:
         """Called before heads are added: a stack whose layers have shapes of their own checks the plan
         here."""
 
@@ -149,17 +149,17 @@ class Stack(nn.Module):
         """How many numbers `features` gives for a hidden state of some shape."""
         return shape[-1]
 
-    def shape_before(self, layer: int) -> tuple[int, ...]:
+    def input_shape(self, layer: int) -> tuple[int, ...]:
         """The shape of what a layer takes, behind the batch; of one position where there are several."""
         return (self.width,)
 
-    def shape_behind(self, layer: int) -> tuple[int, ...]:
+    def output_shape(self, layer: int) -> tuple[int, ...]:
         """The shape of what a layer gives."""
         return (self.width,)
 
     def after_step(self) -> None:
         """Called when the optimizers have stepped: what follows the weights without learning moves on."""
-        for module in self.own_relays().values():
+        for module in self.learned_relays().values():
             follow = getattr(module, "after_step", None)
             if callable(follow):
                 follow(self)
@@ -182,13 +182,13 @@ class Stack(nn.Module):
 
         What another topology predicts is `training.forward.Predictor`'s to say.
         """
-        if self.own_relays():
+        if self.learned_relays():
             raise StackError(
                 f"this {type(self).__name__} has relays, so its layers do not simply follow one another",
                 remedy="call Predictor(stack, plan) instead",
             )
         h = self.embed(inputs)
-        bus = self.bus(h, inputs)
+        ctx = self.layer_context(h, inputs)
         for layer in self.layers:
-            h = layer(h, bus)
+            h = layer(h, ctx)
         return self.readout(h, self.last_stage)

@@ -48,7 +48,7 @@ from topograd.runs.checkpoint import CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, Port
+from topograd.topology.plan import EdgeOutput, Plan
 from topograd.training.optimizers import make_optimizers, stage_parameters
 from topograd.training.runs import RunTask
 from topograd.training.sources import Data
@@ -69,13 +69,13 @@ class TcpTransport:
         self._input = plan.stages[stage].inputs[0][0]
         self._output = output_port(plan.stages[stage])
 
-    def incoming(self, stage: int) -> list[Port]:
+    def incoming(self, stage: int) -> list[EdgeOutput]:
         return [self._input] if stage == self._input.source else []
 
-    def receive(self, port: Port) -> Tensor:
+    def receive(self, port: EdgeOutput) -> Tensor:
         return self.waiting.popleft()
 
-    def send(self, port: Port, value: Tensor) -> None:
+    def send(self, port: EdgeOutput, value: Tensor) -> None:
         if port == self._output and self.sender is not None and not self.quiet:
             self.sender.put(self.step, value)
 
@@ -177,6 +177,12 @@ class IndependentStageTask(RunTask):
             self._sender = self.loop.transport.sender = made
         if self.index > 0:
             self._receiver = Receiver(found[self.index - 1], facts, step + 1, batches, timeout)
+
+    def before_save(self, step: int) -> None:
+        """Hand over what the checkpoint will not send again: a kill behind it then loses no step."""
+        super().before_save(step)
+        if self._sender is not None:
+            self._sender.flush(self.parallel.timeout)
 
     def end(self, results: dict[str, Any]) -> None:
         super().end(results)

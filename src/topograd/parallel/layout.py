@@ -23,7 +23,7 @@ from topograd.exec.forward import run_stage
 from topograd.exec.train_step import output_port
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 from topograd.training.optimizers import stage_parameters
 
 
@@ -73,7 +73,7 @@ class Layout:
                 raise ParallelError(
                     f"stages {names} exchange gradient or share layers, so they must run on one "
                     f"rank, and they would run on ranks {sorted({self.owners[k] for k in group})}",
-                    remedy="give them transmissivity 0, or fewer ranks",
+                    remedy="give them grad_scale 0, or fewer ranks",
                 )
 
     @property
@@ -83,28 +83,28 @@ class Layout:
     def stages_of(self, rank: int) -> list[int]:
         return [k for k, owner in enumerate(self.owners) if owner == rank]
 
-    def ports(self, stage: int) -> list[Port]:
+    def ports(self, stage: int) -> list[EdgeOutput]:
         """Everything that a stage could send, in the order in which the executor sends it."""
         planned = self.plan.stages[stage]
-        return list(dict.fromkeys((output_port(planned), *planned.sends)))
+        return list(dict.fromkeys((output_port(planned), *planned.outputs)))
 
     @cached_property
-    def listeners(self) -> dict[Port, tuple[int, ...]]:
+    def listeners(self) -> dict[EdgeOutput, tuple[int, ...]]:
         """The other ranks that want each port."""
-        wanted: dict[Port, set[int]] = {}
+        wanted: dict[EdgeOutput, set[int]] = {}
         for planned in self.plan.stages:
             for port in self._heard(planned):
                 if port.source >= 0 and self.owners[port.source] != self.owners[planned.index]:
                     wanted.setdefault(port, set()).add(self.owners[planned.index])
         return {port: tuple(sorted(ranks)) for port, ranks in wanted.items()}
 
-    def _heard(self, planned: PlannedStage) -> list[Port]:
+    def _heard(self, planned: PlannedStage) -> list[EdgeOutput]:
         heard = [port for port, _ in planned.inputs]
         if self.with_prior:
             heard += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
         return heard
 
-    def incoming(self, stage: int, rank: int) -> list[Port]:
+    def incoming(self, stage: int, rank: int) -> list[EdgeOutput]:
         """What `rank` receives from a stage of another rank, in the order in which it is sent."""
         return [port for port in self.ports(stage) if rank in self.listeners.get(port, ())]
 
@@ -133,7 +133,7 @@ class Layout:
                 for p in stack.head_parameters(self.plan.stages[k].head):
                     users.setdefault(id(p), set()).add(rank)
             for port in self._sent_through(stack, rank):
-                for p in stack.own_relays()[port.relay].parameters():
+                for p in stack.learned_relays()[port.relay].parameters():
                     users.setdefault(id(p), set()).add(rank)
         private = {id(p) for p in self.embedding(stack)} if self.private else set()
         found = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
@@ -145,12 +145,12 @@ class Layout:
         last = max(self.stages_of(rank))
         return [k for k in self.plan.predicting() if k <= last]
 
-    def _sent_through(self, stack: Stack, rank: int) -> list[Port]:
+    def _sent_through(self, stack: Stack, rank: int) -> list[EdgeOutput]:
         """Ports whose relay does something of its own at the sending end: bounded interfaces."""
         from topograd.nn.interface import SegmentRelay
 
-        own = stack.own_relays()
-        sends = [port for k in self.stages_of(rank) for port in self.plan.stages[k].sends]
+        own = stack.learned_relays()
+        sends = [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]
         return [port for port in sends if isinstance(own.get(port.relay), SegmentRelay)]
 
     def names(self, stack: Stack, rank: int) -> list[str]:
@@ -208,8 +208,8 @@ def reads_x0(stack: Stack, plan: Plan, stage: int) -> bool:
         return True
     inputs = torch.zeros((1, 2), dtype=torch.int64, device=next(stack.parameters()).device)
     x0 = stack.embed(inputs)
-    bus = stack.bus(torch.full_like(x0, float("nan")), inputs)
-    h, _ = run_stage(stack, planned, [torch.ones_like(x0)], bus)
+    ctx = stack.layer_context(torch.full_like(x0, float("nan")), inputs)
+    h, _ = run_stage(stack, planned, [torch.ones_like(x0)], ctx)
     return bool(h.isnan().any())
 
 

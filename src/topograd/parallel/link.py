@@ -122,6 +122,16 @@ class Sender:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._at is None or self._closed or self._behind() <= AHEAD)
 
+    def flush(self, seconds: float) -> bool:
+        """Wait until a living listener has everything; False if it has not by then.
+
+        A checkpoint of the sender is made behind this: what was sent before it is not sent again.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._at is None or self._closed or self._behind() == 0, seconds
+            )
+
     def _behind(self) -> int:
         """Messages that a listener has still to take."""
         assert self._at is not None
@@ -198,15 +208,17 @@ class Sender:
         return self._closed or self._take() is not None or (self._ended and self._exhausted())
 
     def _take(self) -> tuple[int, int, Tensor] | None:
-        """What goes next; steps that are no longer kept are passed over."""
-        if self._at is None or not self._kept:
+        """What goes next; steps that are no longer kept, or were never sent, are passed over."""
+        if self._at is None:
             return None
         step, batch = self._at
-        first = next(iter(self._kept))
-        if step < first:
-            step, batch = first, 0
-            self._at = (step, batch)
-        kept = self._kept.get(step, [])
+        # Steps are put in order: one that is missing below a kept one will not come (its stage missed it).
+        following = next((kept for kept in self._kept if kept >= step), None)
+        if following is None:
+            return None
+        if following > step:
+            step, batch = self._at = (following, 0)
+        kept = self._kept[step]
         return (step, batch, kept[batch]) if batch < len(kept) else None
 
     def _exhausted(self) -> bool:

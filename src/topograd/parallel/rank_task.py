@@ -173,7 +173,7 @@ def check_whole(config: TrainConfig) -> None:
     if any(getattr(config.tune, name) for name in PARTIAL):
         raise ConfigError("a run that learns only a part of another one is trained in one process")
     for name, given in (
-        ("transmissivity_schedule", config.topology.transmissivity_schedule is not None),
+        ("grad_scale_schedule", config.topology.grad_scale_schedule is not None),
         ("batch_parts", config.batch_parts > 1),
         ("teacher average", config.topology.teacher == AVERAGE_TEACHER),
     ):

@@ -24,7 +24,7 @@ from topograd.errors import ParallelError
 from topograd.parallel.layout import Layout
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.settings import WireKind
-from topograd.topology.plan import Port
+from topograd.topology.plan import EdgeOutput
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 HEADER = 10
@@ -40,10 +40,10 @@ class MeshTransport:
         self.ranks, self.layout, self.depth = ranks, layout, depth
         self.stages = frozenset(layout.stages_of(ranks.place))
         self.sent_bytes = 0
-        self._shapes: dict[Port, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._announced: dict[Port, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._asked: dict[Port, deque[tuple[Tensor, dist.Work]]] = {}
-        self._left: dict[Port, int] = {}
+        self._shapes: dict[EdgeOutput, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._announced: dict[EdgeOutput, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._asked: dict[EdgeOutput, deque[tuple[Tensor, dist.Work]]] = {}
+        self._left: dict[EdgeOutput, int] = {}
         self._sending: deque[tuple[Tensor, dist.Work, int]] = deque()
         self._warm = False
         self._ports = [
@@ -65,10 +65,10 @@ class MeshTransport:
             self._drain()
         self._warm = True
 
-    def incoming(self, stage: int) -> list[Port]:
+    def incoming(self, stage: int) -> list[EdgeOutput]:
         return self.layout.incoming(stage, self.ranks.place)
 
-    def receive(self, port: Port) -> Tensor:
+    def receive(self, port: EdgeOutput) -> Tensor:
         peer = self.ranks.at(self.layout.owners[port.source])
         what = f"waiting for what stage {port.source + 1} sends"
         if port not in self._shapes:
@@ -85,11 +85,11 @@ class MeshTransport:
         shape, dtype = self._shapes[port]
         return decode(buffer, shape, dtype, self.ranks.config.wire)
 
-    def send(self, port: Port, value: Tensor) -> None:
+    def send(self, port: EdgeOutput, value: Tensor) -> None:
         for place in self.layout.listeners.get(port, ()):
             self._send(port, value, self.ranks.at(place))
 
-    def _send(self, port: Port, value: Tensor, peer: int) -> None:
+    def _send(self, port: EdgeOutput, value: Tensor, peer: int) -> None:
         about = (tuple(value.shape), value.dtype)
         what = f"sending what stage {port.source + 1} says"
         if port not in self._announced:
@@ -116,7 +116,7 @@ class MeshTransport:
         _, work, peer = self._sending.popleft()
         self.ranks.wait(work, "handing over activations", peer)
 
-    def _ask(self, port: Port) -> None:
+    def _ask(self, port: EdgeOutput) -> None:
         peer = self.ranks.at(self.layout.owners[port.source])
         buffer = room(*self._shapes[port], self.ranks.config.wire, self.ranks.device)
         work = self._post(buffer, peer, f"asking for what stage {port.source + 1} sends")

@@ -1,6 +1,6 @@
 """The report of a run on pictures: accuracy by exit, early exit, calibration, and pictures to look at.
 
-Pictures are PNG files written into the page as data, which its content policy allows and nothing else; each
+ImageSet are PNG files written into the page as data, which its content policy allows and nothing else; each
 is shown with its label, what the stage says instead, and how sure it is. The rest is as in `page.py`.
 """
 

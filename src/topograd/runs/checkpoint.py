@@ -14,7 +14,7 @@ Only one process may save into a folder at a time: `topograd.runs.folder.Run.loc
 
 What is restored exactly: parameters, buffers, every tensor and number of the optimizers (in the saved dtype)
 and torch's generators of the CPU and of CUDA. A file that was hashed once and was not touched since is not
-hashed again (`data/remembered.py`). Limits: other generators and schedulers are the caller's (`extra`).
+hashed again (`data/digest_cache.py`). Limits: other generators and schedulers are the caller's (`extra`).
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from topograd.data.remembered import remembered_sha256
+from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json, read_json, sha256, sync, write_json
 

@@ -65,15 +65,15 @@ class OptimizerConfig:
 
     name: str = "muon+adamw"
     """muon+adamw, adamw, sgd, ddc-adam, ddc-muon, or package.module:attribute of your own."""
-    matrices: float | None = None
+    lr_matrix: float | None = None
     """Learning rate of the layers' matrices; by default 0.02 with Muon, 0.002 with Adam, 0.1 with SGD."""
-    embeddings: float = 0.3
+    lr_embedding: float = 0.3
     """Learning rate of the embeddings."""
-    head: float = 0.02
+    lr_head: float = 0.02
     """Learning rate of the heads."""
-    scalars: float = 0.004
+    lr_scalar: float = 0.004
     """Learning rate of gains, gates and biases."""
-    relays: float = 0.001
+    lr_relay: float = 0.001
     """Learning rate of relays and interfaces."""
     momentum: float = 0.95
     """Of Muon and of SGD."""
@@ -96,7 +96,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _OPTIMIZERS.check(self.name)
-        for name in ("matrices", "embeddings", "head", "scalars", "relays", "weight_decay"):
+        for name in ("lr_matrix", "lr_embedding", "lr_head", "lr_scalar", "lr_relay", "weight_decay"):
             rate = getattr(self, name)
             if rate is not None and not 0 <= rate < math.inf:
                 raise ConfigError(
@@ -262,10 +262,10 @@ class TrainConfig:
     def _check_tune(self) -> None:
         """What stays as it was in a base needs one, and a plain way of training."""
         tune = self.tune
-        if tune.window is not None and tune.window > self.model.context:
+        if tune.seq_len is not None and tune.seq_len > self.model.context:
             raise ConfigError(
-                setting="window",
-                given=tune.window,
+                setting="seq_len",
+                given=tune.seq_len,
                 remedy=f"the model's context is {self.model.context}: give at most that",
             )
         asked = [name for name in PARTIAL if getattr(tune, name)]
@@ -300,9 +300,9 @@ class TrainConfig:
             raise ConfigError(str(error)) from None
 
     @property
-    def row(self) -> int:
-        """Tokens in a row of training text."""
-        return self.tune.window or self.model.context
+    def seq_len(self) -> int:
+        """Tokens in a training sequence."""
+        return self.tune.seq_len or self.model.context
 
     @property
     def brings_tokenizer(self) -> bool:
@@ -434,16 +434,15 @@ def tuning(config: TrainConfig, small: bool = False) -> TrainConfig:
     rate = 1e-3 if small else 5e-5
     optimizer = OptimizerConfig(
         name="adamw",
-        matrices=rate,
-        embeddings=rate,
-        head=rate,
-        scalars=rate,
+        lr_matrix=rate,
+        lr_embedding=rate,
+        lr_head=rate,
+        lr_scalar=rate,
         betas=(0.9, 0.95),
         warmup=0.05,
         clip=1.0,
     )
-    window = min(256, config.model.context)
-    tune = replace(config.tune, window=window)
+    tune = replace(config.tune, seq_len=min(256, config.model.context))
     changed = replace(config, optimizer=optimizer, tune=tune, steps=200, batch=4)
     return replace(changed, eval_bytes=20_000, eval_every=0, save_every=50)
 

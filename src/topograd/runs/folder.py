@@ -80,15 +80,15 @@ class Run(Workspace):
     @property
     def store(self) -> CheckpointStore:
         """Where its checkpoints are kept."""
-        from topograd.runs.based import NAME as BASE
-        from topograd.runs.based import BasedStore
         from topograd.runs.checkpoint import FolderStore  # brings torch, which a folder does not need
-        from topograd.runs.referenced import NAME, ReferencedStore
+        from topograd.runs.delta_store import NAME as BASE
+        from topograd.runs.delta_store import DeltaStore
+        from topograd.runs.external_weights import NAME, ExternalWeights
 
         if (self.folder / BASE).is_file():
-            return BasedStore(self.folder)
+            return DeltaStore(self.folder)
         if (self.folder / NAME).is_file():
-            return ReferencedStore(self.folder)
+            return ExternalWeights(self.folder)
         return FolderStore(self.checkpoints)
 
     @property

@@ -14,16 +14,16 @@ from typing import Any, TypeVar, cast
 import torch
 
 from topograd.data import Prepared, Text, Tokenizer, load_tokenizer, prepare, read_corpus, windows
-from topograd.data.images import ImageData, Pictures, read_images, read_test_images
+from topograd.data.images import ImageData, ImageSet, read_images, read_test_images
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
 from topograd.nn.stack import Stack
 from topograd.reading import build_dataclass
-from topograd.runs.based import lean_on
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
+from topograd.runs.delta_store import apply_tuning
 from topograd.runs.folder import Run
 from topograd.runs.manifest import IMPORTED
 from topograd.runs.topology_config import TopologyConfig
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class Opened:
+class LoadedRun:
     """A trained model of any task, ready to be read."""
 
     run: Run
@@ -58,13 +58,13 @@ class Opened:
 
 
 @dataclass(kw_only=True)
-class Session(Opened):
+class LoadedTextRun(LoadedRun):
     """A trained model of text."""
 
     tokenizer: Tokenizer
 
 
-def open_session(folder: Path | str, name: str | None = None) -> Session:
+def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
     """The run in `folder` with its newest checkpoint, or the one called `name`; one on pictures is
     refused."""
     run = Run.open(folder)
@@ -74,10 +74,10 @@ def open_session(folder: Path | str, name: str | None = None) -> Session:
             remedy="topograd eval, compare and report read runs on images",
         )
     tokenizer = read_tokenizer(run)
-    return Session(**vars(open_run(folder, name, tokenizer)), tokenizer=tokenizer)
+    return LoadedTextRun(**vars(open_run(folder, name, tokenizer)), tokenizer=tokenizer)
 
 
-def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer | None = None) -> Opened:
+def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer | None = None) -> LoadedRun:
     """The run in `folder` with its newest checkpoint, or the one called `name`, whatever its task."""
     run = Run.open(folder)
     found = find_checkpoint(run, name)
@@ -94,7 +94,7 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     check_owner(run, loaded)
     merge_lora(stack)
     stack.to(device_of(config)).eval()
-    return Opened(run=run, config=config, stack=stack, plan=plan, step=loaded.step, weights=loaded.weights)
+    return LoadedRun(run=run, config=config, stack=stack, plan=plan, step=loaded.step, weights=loaded.weights)
 
 
 def read_settings(run: Run) -> TrainConfig:
@@ -162,7 +162,7 @@ def build_stack(config: TrainConfig, empty: bool = False) -> tuple[Stack, Plan]:
         stack = config.model.build(topology).to(device)
     plan = prepare_stack(stack, topology)
     if config.tune.keeps_base:
-        lean_on(stack, plan, config.tune)
+        apply_tuning(stack, plan, config.tune)
     return stack, plan
 
 
@@ -204,7 +204,7 @@ def image_spec(config: TrainConfig) -> ImageConfig:
     return cast(ImageConfig, config.model)
 
 
-def heldout_images(opened: Opened, data: Path | str | None = None, most: int | None = None) -> Pictures:
+def heldout_images(opened: LoadedRun, data: Path | str | None = None, most: int | None = None) -> ImageSet:
     """The held-out pictures of a run on images, or those of another folder."""
     images = image_spec(opened.config)
     assert opened.config.data is not None, "settings of images have data"
@@ -212,7 +212,7 @@ def heldout_images(opened: Opened, data: Path | str | None = None, most: int | N
     return found.sample(most or images.eval_images)
 
 
-def heldout_text(session: Session, data: Path | None = None, limit_bytes: int | None = None) -> Text:
+def heldout_text(session: LoadedTextRun, data: Path | None = None, limit_bytes: int | None = None) -> Text:
     """The run's held-out sample, or all of the text at `data`, cut into windows."""
     config, tokenizer = session.config, session.tokenizer
     context = config.model.context

@@ -4,11 +4,11 @@
     graph = "forest"       branches = ["2", "1,1"]             several chains from the embedding
     graph = "cover"        intervals = [[0, 3], [2, 4]]        experts whose layers overlap
     graph = "targets"      partition = "1,1,1"                 difference target propagation
-    graph = "soft"         transmissivities = [0.2, 0.9, 0.0]  a boundary after every layer
+    graph = "soft"         grad_scales = [0.2, 0.9, 0.0]  a boundary after every layer
     graph = "stages"       [[topology.stages]]                 every stage and edge by itself
     interface = "S=8,r=8"  partition = "2,2"                   regions joined by bounded interfaces
 
-The rest applies to what the graph gives: heads, objectives, weights, transmissivities, relays, an input bus,
+The rest applies to what the graph gives: heads, objectives, weights, grad_scales, relays, an input bus,
 private decoders. A setting that the graph does not use is refused, so that nothing is ignored silently.
 """
 
@@ -36,16 +36,16 @@ Graph = Literal["chain", "forest", "cover", "soft", "targets", "stages"]
 Backward = Literal["autograd", "scan", "hybrid"]
 Jacobian = Literal["loop", "batched", "forward", "pullback"]
 _USES: dict[str, tuple[str, ...]] = {
-    "chain": ("partition", "transmissivity", "transmissivities", "transmissivity_schedule"),
-    "forest": ("branches", "transmissivity_schedule"),
+    "chain": ("partition", "grad_scale", "grad_scales", "grad_scale_schedule"),
+    "forest": ("branches", "grad_scale_schedule"),
     "cover": ("intervals",),
-    "soft": ("transmissivities",),
+    "soft": ("grad_scales",),
     "targets": ("partition",),
-    "stages": ("stages", "transmissivity_schedule"),
+    "stages": ("stages", "grad_scale_schedule"),
 }
 _NOT_WITH_INTERFACES = (
     *("graph", "heads", "objective", "bus", "relay", "decoder", "source", "objectives", "weights"),
-    *("transmissivity", "transmissivities", "transmissivity_schedule", "depth_weights", "reach"),
+    *("grad_scale", "grad_scales", "grad_scale_schedule", "depth_weights", "reach"),
     "loss_every",
 )
 
@@ -64,7 +64,7 @@ class TopologyConfig:
     intervals: Annotated[tuple[tuple[int, int], ...], tyro.conf.Suppress] = ()
     """Of a cover: first and last boundary of each expert's layers."""
     stages: Annotated[tuple[Stage, ...], tyro.conf.Suppress] = ()
-    """Each stage: start, stop, sources (source, layer, transmissivity, relay), objective, weight."""
+    """Each stage: start, stop, sources (source, layer, grad_scale, relay), objective, weight."""
     heads: Annotated[Literal["shared", "per-stage", "low-rank", "own"], tyro.conf.arg(name="stage-heads")] = (
         "shared"
     )
@@ -85,11 +85,11 @@ class TopologyConfig:
     depth_weights: float | None = None
     """Weights by depth instead, as LayerSkip has them: quadratic in the layer an exit lies behind, times this
     (its e_scale), and the number of layers more for the last one."""
-    transmissivity: float = 0.0
+    grad_scale: float = 0.0
     """How much gradient crosses a boundary: 0 stops it, 1 is hierarchical training."""
-    transmissivities: tuple[float, ...] = ()
+    grad_scales: tuple[float, ...] = ()
     """The same for each boundary by itself."""
-    transmissivity_schedule: str | None = None
+    grad_scale_schedule: str | None = None
     """The same for all boundaries, by the share of the steps that is done: "0:0,0.75:1" is 0 at first, and 1
     in the last quarter."""
     reach: Literal["all", "next"] = "all"
@@ -105,7 +105,7 @@ class TopologyConfig:
     """What later stages receive beside the stage before them: embedding, or layer:2 for an early layer."""
     join: str = "identity"
     """How that source is joined: identity adds it; gate, low-rank, linear and the other relays learn to."""
-    source_transmissivity: float = 0.0
+    source_grad_scale: float = 0.0
     """How much gradient goes back along that source."""
     bus: Literal["live", "detached"] = "live"
     """Whether later stages train the embedding through x0."""
@@ -151,7 +151,7 @@ class TopologyConfig:
             raise ConfigError("weights and depth_weights are both given", remedy="give one of them")
         if not 0 <= self.teacher_mix <= 1:
             raise ConfigError(setting="teacher_mix", given=self.teacher_mix, allowed="in [0, 1]")
-        for name in ("transmissivity", "source_transmissivity"):
+        for name in ("grad_scale", "source_grad_scale"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(setting=name, given=getattr(self, name), allowed="in [0, 1]")
         if self.jacobian_chunk is not None and self.jacobian_chunk < 1:
@@ -198,12 +198,12 @@ class TopologyConfig:
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
             raise ConfigError(f"the graph is {self.graph} and {own} is empty", remedy=f"give its {own}")
-        names = ("transmissivity", "transmissivities", "transmissivity_schedule")
+        names = ("grad_scale", "grad_scales", "grad_scale_schedule")
         given = [name for name in names if getattr(self, name)]
         if len(given) > 1:
             raise ConfigError(f"{given[0]} and {given[1]} are both given", remedy="give one of them")
-        if self.transmissivity_schedule is not None:
-            parse_schedule(self.transmissivity_schedule)
+        if self.grad_scale_schedule is not None:
+            parse_schedule(self.grad_scale_schedule)
         if self.interface is not None:
             for name in _NOT_WITH_INTERFACES:
                 default = type(self).__dataclass_fields__[name].default
@@ -220,7 +220,7 @@ class TopologyConfig:
         for name, used, needs in (
             ("head_rank", self.heads != "shared", "heads per-stage or low-rank"),
             ("join", self.source is not None, "a source"),
-            ("source_transmissivity", self.source is not None, "a source"),
+            ("source_grad_scale", self.source is not None, "a source"),
             ("relay_rank", learned, "a relay or a join that learns"),
             ("jacobian", self.backward != "autograd", "backward scan or hybrid"),
             ("jacobian_chunk", self.jacobian != "loop", "jacobian batched, forward or pullback"),
@@ -268,11 +268,11 @@ class TopologyConfig:
         )
         return topology.with_decoders(self.decoder) if self.decoder else topology
 
-    def transmissivity_at(self, share: float) -> float | None:
+    def grad_scale_at(self, share: float) -> float | None:
         """λ of every edge between stages when this share of the steps is done; None where it is fixed."""
-        if self.transmissivity_schedule is None:
+        if self.grad_scale_schedule is None:
             return None
-        return [lam for begins, lam in parse_schedule(self.transmissivity_schedule) if begins <= share][-1]
+        return [lam for begins, lam in parse_schedule(self.grad_scale_schedule) if begins <= share][-1]
 
     def _named(self) -> str:
         if self.graph in ("chain", "targets"):
@@ -282,12 +282,10 @@ class TopologyConfig:
     def _graph(self, layers: int) -> Topology:
         partition = str(layers) if self.partition.strip() in ("L", "l") else self.partition
         makers: dict[str, Callable[[], Topology]] = {
-            "chain": lambda: Topology.chain(
-                Configuration.parse(partition), transmissivity=self.transmissivity
-            ),
+            "chain": lambda: Topology.chain(Configuration.parse(partition), grad_scale=self.grad_scale),
             "forest": lambda: Topology.forest(self.branches),
             "cover": lambda: Topology.cover(self.intervals),
-            "soft": lambda: Topology.soft(self.transmissivities),
+            "soft": lambda: Topology.soft(self.grad_scales),
             "targets": lambda: self._targets(partition),
             "stages": lambda: Topology(max(stage.stop for stage in self.stages), self.stages),
         }
@@ -313,17 +311,17 @@ class TopologyConfig:
         return Topology.targets(partition)
 
     def _edges(self, topology: Topology) -> Topology:
-        """Boundaries with their own transmissivity, relays, and an input bus."""
-        if self.transmissivities and self.graph == "chain":
+        """Boundaries with their own grad_scale, relays, and an input bus."""
+        if self.grad_scales and self.graph == "chain":
             boundaries = len(topology.stages) - 1
-            if len(self.transmissivities) != boundaries:
+            if len(self.grad_scales) != boundaries:
                 raise ConfigError(
-                    f"{len(self.transmissivities)} transmissivities for {boundaries} boundaries",
+                    f"{len(self.grad_scales)} grad_scales for {boundaries} boundaries",
                     remedy="give one for each",
                 )
             stages = list(topology.stages)
-            for k, lam in enumerate(self.transmissivities, start=1):
-                stages[k] = replace(stages[k], sources=(replace(stages[k].sources[0], transmissivity=lam),))
+            for k, lam in enumerate(self.grad_scales, start=1):
+                stages[k] = replace(stages[k], sources=(replace(stages[k].sources[0], grad_scale=lam),))
             topology = replace(topology, stages=tuple(stages))
         if self.relay != "identity":
             topology = topology.with_relays(_relay("relay", self.relay))
@@ -336,7 +334,7 @@ class TopologyConfig:
         assert self.source is not None
         kind, colon, number = self.source.partition(":")
         if self.source == "embedding":
-            return Edge(EMBEDDING, transmissivity=self.source_transmissivity, relay=join)
+            return Edge(EMBEDDING, grad_scale=self.source_grad_scale, relay=join)
         if kind != "layer" or not colon or not number.isdecimal():
             raise ConfigError(
                 setting="source", given=self.source, allowed="embedding, or layer:N for an early layer"
@@ -344,7 +342,7 @@ class TopologyConfig:
         layer = int(number)
         for k, stage in enumerate(topology.stages):
             if stage.start < layer <= stage.stop:
-                return Edge(k, layer, self.source_transmissivity, join)
+                return Edge(k, layer, self.source_grad_scale, join)
         raise ConfigError(
             setting="source", given=self.source, remedy=f"the model has layers 1 to {topology.layers}"
         )
@@ -410,7 +408,7 @@ def parse_schedule(text: str) -> list[tuple[float, float]]:
     rising = shares[:1] == [0] and all(a < b < 1 for a, b in pairwise(shares))
     if not rising or not all(0 <= lam <= 1 for _, lam in pairs):
         raise ConfigError(
-            setting="transmissivity_schedule",
+            setting="grad_scale_schedule",
             given=text,
             remedy=(
                 "give share:value pairs such as 0:0,0.75:1, the shares rising from 0 and "

@@ -30,8 +30,8 @@ class TuneConfig:
     """The model stays as it is, bit for bit; only heads of low rank at the exits before the last learn."""
     exit_rank: int = EXIT_RANK
     """Rank of those heads; at most the width."""
-    window: int | None = None
-    """Tokens in a row of training text; the model's context if not given."""
+    seq_len: int | None = None
+    """Tokens in a training sequence; the model's context if not given."""
     layer_dropout: float = 0.0
     """Leave out layers at random, the last one with this probability, earlier ones less often (LayerSkip)."""
     states: Literal["float32", "bfloat16", "float16", "none"] = "float32"
@@ -62,8 +62,8 @@ class TuneConfig:
             raise ConfigError(
                 f"only_stage and {other} are both given", remedy="one stage learns whole, so give one"
             )
-        if self.window is not None and self.window < 1:
-            raise ConfigError(setting="window", given=self.window, allowed="at least 1")
+        if self.seq_len is not None and self.seq_len < 1:
+            raise ConfigError(setting="seq_len", given=self.seq_len, allowed="at least 1")
         if self.exit_rank < 1:
             raise ConfigError(setting="exit_rank", given=self.exit_rank, allowed="at least 1")
         if not 0 <= self.layer_dropout < 1:
@@ -124,9 +124,7 @@ def _frozen(stages: Sequence[Stage], still: Container[int]) -> list[Stage]:
         else replace(
             stage,
             sources=tuple(
-                replace(edge, transmissivity=0.0)
-                if edge.source != EMBEDDING and edge.source in still
-                else edge
+                replace(edge, grad_scale=0.0) if edge.source != EMBEDDING and edge.source in still else edge
                 for edge in stage.sources
             ),
         )

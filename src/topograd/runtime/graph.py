@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from topograd.runtime.pages import added, anonymous, collect
+from topograd.runtime.hugepages import added, anonymous, collect
 from topograd.runtime.quantize import BLOCK, Precision, Quantized, quantize
 
 OPSETS = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.slots import Group, KVSlots, Place, Spans
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.runtime.graph import Session
 from topograd.topology.plan import PlannedStage
 
@@ -193,13 +193,13 @@ class OnnxStageCache(StageCache):
 
     # Running
 
-    def layers(self, h: Tensor, bus: Bus) -> dict[int, Tensor]:
+    def layers(self, h: Tensor, ctx: LayerContext) -> dict[int, Tensor]:
         """The hidden states behind the last layer and those whose output is sent, by how many layers."""
-        assert bus.spans is not None, "a cache runs spans"
-        spans = bus.spans
+        assert ctx.spans is not None, "a cache runs spans"
+        spans = ctx.spans
         if spans.tokens is None:
-            spans.tokens = bus.inputs[0].tolist()
-        found = self._run(h[0].numpy(), bus.x0[0].numpy(), spans, range(len(self.taps)))
+            spans.tokens = ctx.inputs[0].tolist()
+        found = self._run(h[0].numpy(), ctx.x0[0].numpy(), spans, range(len(self.taps)))
         return {tap: torch.from_numpy(a)[None] for tap, a in zip(self.taps, found, strict=True)}
 
     def run_arrays(self, h: Array, x0: Array, spans: Spans) -> Array:
@@ -392,4 +392,4 @@ def _rooms(spans: Spans) -> Iterator[tuple[slice, list[Group]]]:
 
 def taps_of(planned: PlannedStage) -> list[int]:
     """Behind how many layers of the stack a stage's hidden state is wanted: the last, and what it sends."""
-    return sorted({planned.stage.stop, *(port.layer for port in planned.sends)})
+    return sorted({planned.stage.stop, *(port.layer for port in planned.outputs)})

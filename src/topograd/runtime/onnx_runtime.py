@@ -28,7 +28,7 @@ from topograd.errors import ConfigError
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.capabilities import OperatorForm
 from topograd.nn.heads import cap
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.attention import check_reach
 from topograd.runtime.graph import Graph, Session, Settings
 from topograd.runtime.layers import BOOL, EPSILON, FLOAT, INT, LONG, WRITERS, Stream
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 HEAD_MULTIPLE = 16
 """What GroupQueryAttention wants a head's width to be a multiple of."""
-MOST_BOUND = 32
+MAX_BOUND = 32
 """Numbers of rows for which a head is kept bound."""
 _pool: int | None = None
 
@@ -108,7 +108,7 @@ class HeadSession:
     def rows(self, count: int) -> tuple[Any, NDArray[np.float32]]:
         """A binding for `count` rows, and its input."""
         if count not in self._bound:
-            if len(self._bound) >= MOST_BOUND:
+            if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
             h = np.zeros((count, self.inputs), np.float32)
             binding = self.session.binding()
@@ -162,9 +162,9 @@ class OnnxRuntime:
         x /= np.sqrt(np.einsum("nw,nw->n", x, x)[:, None] / x.shape[-1] + np.float32(EPSILON))
         return x
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         self._check(inputs, offset)
-        return Stack.bus(self.stack, x0, inputs, offset)
+        return Stack.layer_context(self.stack, x0, inputs, offset)
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
         frames: Frames = {}

@@ -1,6 +1,6 @@
 """The `Runtime` protocol of decoding backends, and its PyTorch implementation.
 
-    embed, bus          x0 of new tokens, and what every layer reads beside its hidden state
+    embed, ctx          x0 of new tokens, and what every layer reads beside its hidden state
     stage_caches        for each stage of a plan its cache, which runs the stage's layers on new positions of
                         any sequences (`exec/stage_cache.py`)
     readout             logits of a stage's head, on all or some rows of the vocabulary
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.slots import Spans
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import Plan
 
 
@@ -59,8 +59,8 @@ class Runtime(Protocol):
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         """x0 of tokens (rows, time); `previous` is the token before them in each row."""
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        """The bus of tokens whose first position is `offset`, or whose positions (rows, time) it is."""
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
+        """The context of tokens whose first position is `offset`, or whose positions (rows, time) it is."""
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
         """A cache for each stage of a plan."""
@@ -76,7 +76,8 @@ class TorchRuntime:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.embed, self.bus, self.readout = stack.embed, stack.bus, stack.readout
+        self.embed, self.readout = stack.embed, stack.readout
+        self.layer_context = stack.layer_context
 
     def stage_caches(self, plan: Plan, capacity: int) -> Sequence[StageCache]:
         return [StageCache(self.stack, planned, capacity) for planned in plan.stages]

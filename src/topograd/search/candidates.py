@@ -8,7 +8,7 @@ L - 1 bits, one for each place where a boundary may be, and one category for eac
     source      what later stages receive beside it: none, embedding, or layer:N
     join        how that source is joined
     decoder     layers that every stage has to itself before its head
-    heads, objective, bus, and every other setting of `TopologyConfig` that is a word
+    heads, objective, ctx, and every other setting of `TopologyConfig` that is a word
 
 What is mended. Bits that break a rule of the space: from the first layer on, a boundary that would leave a
 stage too short, or come after the last allowed one, is left out. Settings that have nothing to act on take
@@ -143,7 +143,7 @@ class Space:
         return list(found.values())
 
     def _count_reached(self, layer: int) -> int:
-        """How many partitions have a stage that receives layer N by a bus alone (`_reaches`)."""
+        """How many partitions have a stage that receives layer N by a layer context alone (`_reaches`)."""
         most, total = self._counts()[-1], 0
         for start in range(layer):
             for stop in range(layer, self.layers):
@@ -191,7 +191,7 @@ def _exists(candidate: Candidate) -> bool:
 
 
 def _reaches(composition: Composition, layer: int) -> bool:
-    """Whether some stage receives layer N by a bus alone.
+    """Whether some stage receives layer N by a layer context alone.
 
     Two stages must end behind N: the one that N lies in and one more, or, where N ends its stage, the next
     one, which receives N anyway, and one more.

@@ -20,7 +20,7 @@ from topograd.registry import Registry
 if TYPE_CHECKING:
     from topograd.data.windows import Text
     from topograd.nn.stack import Stack
-    from topograd.search.trained import Trained
+    from topograd.search.measured import Trained
     from topograd.topology.plan import Plan
 
 Direction = Literal["minimize", "maximize"]
@@ -112,7 +112,7 @@ def measure(
     """
     from dataclasses import asdict
 
-    from topograd.search.trained import Trained
+    from topograd.search.measured import Trained
 
     trained = Trained(stack, plan, text, new, layers, budget, eps)
     return read_properties(trained, PROPERTIES) | {"bpb": asdict(trained.evaluation.bpb)}

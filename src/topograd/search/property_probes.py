@@ -198,13 +198,13 @@ def _halves(text: Text) -> tuple[Text, Text]:
 def _detached(stage: Stage, unit: set[int]) -> Stage:
     """The stage, with no gradient to stages outside `unit`."""
     inside = unit | {EMBEDDING}
-    edges = (e if e.source in inside else replace(e, transmissivity=0.0) for e in stage.sources)
+    edges = (e if e.source in inside else replace(e, grad_scale=0.0) for e in stage.sources)
     return replace(stage, sources=tuple(edges))
 
 
 def _open(stage: Stage) -> Stage:
     """The stage, with all gradient to what it hears."""
-    return replace(stage, sources=tuple(replace(e, transmissivity=1.0) for e in stage.sources))
+    return replace(stage, sources=tuple(replace(e, grad_scale=1.0) for e in stage.sources))
 
 
 def _taught(stack: Stack, topology: Topology, text: Text, unit: set[int] | None = None) -> Stack:

@@ -49,11 +49,11 @@ from topograd.memory import peak_step_bytes
 from topograd.nn.stack import Stack
 from topograd.search import property_probes as probes
 from topograd.search import utility
-from topograd.search.trained import Trained
+from topograd.search.measured import Trained
 from topograd.topology import closed_forms as closed
 from topograd.topology.composition import Composition
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 from topograd.training.evaluation import RANK_TOKENS, BitsPerByte, activation_rank
 
 ROWS = 4
@@ -307,20 +307,20 @@ def edge_ranks(stack: Stack, plan: Plan, inputs: Tensor) -> list[EdgeRank]:
 @torch.no_grad()
 def _received(
     stack: Stack, plan: Plan, inputs: Tensor
-) -> list[tuple[PlannedStage, list[tuple[Port, Tensor, Tensor]]]]:
+) -> list[tuple[PlannedStage, list[tuple[EdgeOutput, Tensor, Tensor]]]]:
     """Every stage with its ports, each with the message and what the stage's relay makes of it."""
     rows = max(RANK_TOKENS // inputs.shape[1], 1)
     inputs = inputs[:rows].to(next(stack.parameters()).device)
     x0 = stack.embed(inputs)
-    bus = stack.bus(x0, inputs)
-    sent: dict[Port, Tensor] = {}
+    ctx = stack.layer_context(x0, inputs)
+    sent: dict[EdgeOutput, Tensor] = {}
     found = []
     for planned in plan.stages:
         ports = [port for port, _ in planned.inputs]
         messages = [x0 if port.source == EMBEDDING else sent[port] for port in ports]
-        got = [stack.relay(port.relay).receive(m, bus) for port, m in zip(ports, messages, strict=True)]
+        got = [stack.relay(port.relay).receive(m, ctx) for port, m in zip(ports, messages, strict=True)]
         found.append((planned, list(zip(ports, messages, got, strict=True))))
-        sent.update(run_stage(stack, planned, messages, bus)[1])
+        sent.update(run_stage(stack, planned, messages, ctx)[1])
     return found
 
 

@@ -36,7 +36,7 @@ from topograd.data.windows import Text
 from topograd.exec.forward import stage_outputs
 from topograd.exec.linear_cross_entropy import chunk_tokens
 from topograd.nn.stack import Stack
-from topograd.search.carry import nearest_head
+from topograd.search.change_topology import nearest_head
 from topograd.search.utility import (
     Terms,
     Weights,

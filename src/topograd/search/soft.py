@@ -64,7 +64,7 @@ from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SoftConfig
 from topograd.runs.topology_config import TopologyConfig
-from topograd.search.carry import change_topology, check_searchable
+from topograd.search.change_topology import change_topology, check_searchable
 from topograd.search.dynamic import best_partition, stage_counts
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
@@ -86,7 +86,7 @@ def soft_run(config: TrainConfig, soft: SoftConfig) -> TrainConfig:
     open_ = 1 - min(max((soft.stages - 1) / (layers - 1), 0.01), 0.99)
     table = TopologyConfig(
         graph="soft",
-        transmissivities=(open_,) * (layers - 1),
+        grad_scales=(open_,) * (layers - 1),
         heads="low-rank",
         head_rank=getattr(config.model, "head_rank", None) or min(HEAD_RANK, width),
         reduction="sum",
@@ -95,11 +95,11 @@ def soft_run(config: TrainConfig, soft: SoftConfig) -> TrainConfig:
 
 
 class SoftBoundaries:
-    """The logits a, the multiplier μ, and their step; `transmissivities` are λ (L-1,) at first."""
+    """The logits a, the multiplier μ, and their step; `grad_scales` are λ (L-1,) at first."""
 
-    def __init__(self, transmissivities: Sequence[float], config: SoftConfig, steps: int) -> None:
-        self.layers, self.config, self.steps = len(transmissivities) + 1, config, steps
-        inside = [min(max(lam, 0.01), 0.99) for lam in transmissivities]
+    def __init__(self, grad_scales: Sequence[float], config: SoftConfig, steps: int) -> None:
+        self.layers, self.config, self.steps = len(grad_scales) + 1, config, steps
+        inside = [min(max(lam, 0.01), 0.99) for lam in grad_scales]
         start = [config.hot * math.log(lam / (1 - lam)) for lam in inside]
         self.logits = torch.tensor(start, dtype=torch.float64, requires_grad=True)
         self.multiplier = 0.0
@@ -107,7 +107,7 @@ class SoftBoundaries:
         """ν, the part of μ that is learned."""
         self._optimizer = torch.optim.Adam([self.logits], lr=config.travel / steps)
 
-    def transmissivities(self, progress: float) -> Tensor:
+    def grad_scales(self, progress: float) -> Tensor:
         """λ (L-1,) at `progress` from 0 to 1, with its graph."""
         heat = self.logits / self.config.temperature(progress)
         return torch.sigmoid(heat.clamp(-SATURATION, SATURATION))
@@ -115,7 +115,7 @@ class SoftBoundaries:
     def update(self, losses: Tensor, progress: float) -> None:
         """One step of a and μ, from the layers' losses (L,)."""
         config = self.config
-        lam = self.transmissivities(progress).detach().requires_grad_()
+        lam = self.grad_scales(progress).detach().requires_grad_()
         heard = losses[:-1].detach().to(lam)
         rest = config.coupling * lam.sum() + config.length * length_penalty(
             lam, config.stages, config.min_depth
@@ -136,7 +136,7 @@ class SoftBoundaries:
 
     def harden(self) -> Composition:
         """The vertex nearest to λ at the coldest, among those with K stages of at least d_min layers."""
-        open_ = [*self.transmissivities(1.0).tolist(), 0.0]  # layer L always ends a stage
+        open_ = [*self.grad_scales(1.0).tolist(), 0.0]  # layer L always ends a stage
         costs = {(a, b): open_[b - 1] for b in range(1, self.layers + 1) for a in range(b)}
         config = self.config
         found = best_partition(costs, self.layers, stages=config.stages, min_depth=config.min_depth)
@@ -174,7 +174,7 @@ class SoftTask(RunTask):
             check_searchable(config, "soft")
             stage_counts(layers, soft.stages, 1, None, soft.min_depth)
         super().__init__(run, config, data)
-        start = (0.5,) * (layers - 1) if hardened else config.topology.transmissivities
+        start = (0.5,) * (layers - 1) if hardened else config.topology.grad_scales
         self.boundaries = SoftBoundaries(start, soft, config.steps)
         self.losses: list[float] = []
         """The last step's loss of every layer, in nats."""
@@ -190,8 +190,8 @@ class SoftTask(RunTask):
         return super().extra_state() | {"topology": asdict(self.config.topology), "search": search}
 
     def current_plan(self, step: int) -> Plan:
-        lam = self.boundaries.transmissivities(self._progress(step)).tolist()
-        self.config = self.config.changed(transmissivities=tuple(lam))
+        lam = self.boundaries.grad_scales(self._progress(step)).tolist()
+        self.config = self.config.changed(grad_scales=tuple(lam))
         self.plan = Plan.of(self.config.build_topology(), len(self.stack.layers))
         return self.plan
 
@@ -200,13 +200,13 @@ class SoftTask(RunTask):
         progress = self._progress(step - 1)
         self.losses = self.last.losses.tolist()
         self.boundaries.update(self.last.losses, progress)
-        lam = self.boundaries.transmissivities(progress).tolist()
-        self.run.log({"kind": "boundaries", "step": step, "transmissivities": lam})
+        lam = self.boundaries.grad_scales(progress).tolist()
+        self.run.log({"kind": "boundaries", "step": step, "grad_scales": lam})
 
     def finish(self) -> None:
         """Harden; stage k keeps the head of its last layer."""
         composition = self.boundaries.harden()
-        table = replace(self.config.topology, graph="chain", partition=str(composition), transmissivities=())
+        table = replace(self.config.topology, graph="chain", partition=str(composition), grad_scales=())
         change_topology(self, table, [end - 1 for end in composition.terminals])
 
     def _progress(self, step: int) -> float:
@@ -218,52 +218,52 @@ def soft_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
     table = config.topology
     boundaries = SoftBoundaries((0.5,) * (config.model.layers - 1), config.search.soft, config.steps)
     boundaries.restore(extra["search"])
-    lam = boundaries.transmissivities(1.0).detach()
+    lam = boundaries.grad_scales(1.0).detach()
     hard = table.graph == "chain"
     return {
         "partition": list(Composition.parse(table.partition).parts) if hard else None,
-        "transmissivities": lam.tolist(),
+        "grad_scales": lam.tolist(),
         "expected_boundaries": expected_boundaries(lam).item(),
         "multiplier": boundaries.multiplier,
         "losses": extra["search"]["losses"],
     }
 
 
-def expected_depths(transmissivities: Tensor, stages: int) -> Tensor:
+def expected_depths(grad_scales: Tensor, stages: int) -> Tensor:
     """d̂ (K,) of the first `stages` stages, from λ (L-1,).
 
     >>> expected_depths(torch.tensor([1.0, 0.0, 1.0]), 3).tolist()
     [2.0, 2.0, 0.0]
     """
-    reached = transmissivities.new_zeros(stages)
+    reached = grad_scales.new_zeros(stages)
     reached = torch.cat((reached.new_ones(1), reached[1:]))
     depths = reached
-    for lam in transmissivities:
+    for lam in grad_scales:
         reached = lam * reached + (1 - lam) * torch.cat((reached.new_zeros(1), reached[:-1]))
         depths = depths + reached
     return depths
 
 
-def length_penalty(transmissivities: Tensor, stages: int, min_depth: float) -> Tensor:
+def length_penalty(grad_scales: Tensor, stages: int, min_depth: float) -> Tensor:
     """R_stage (eq. 32), a scalar."""
-    return (min_depth - expected_depths(transmissivities, stages)).clamp(min=0).square().sum()
+    return (min_depth - expected_depths(grad_scales, stages)).clamp(min=0).square().sum()
 
 
-def expected_boundaries(transmissivities: Tensor) -> Tensor:
+def expected_boundaries(grad_scales: Tensor) -> Tensor:
     """Σ (1 - λ_i), a scalar."""
-    return (1 - transmissivities).sum()
+    return (1 - grad_scales).sum()
 
 
-def expected_capability(transmissivities: Tensor, min_depth: int) -> Tensor:
+def expected_capability(grad_scales: Tensor, min_depth: int) -> Tensor:
     """Û, a scalar from 0 to 1; 0 where L layers hold no stage of `min_depth`."""
-    layers = len(transmissivities) + 1
+    layers = len(grad_scales) + 1
     if layers < min_depth:
-        return transmissivities.new_zeros(())
-    one = transmissivities.new_ones(1)
-    ends = torch.cat((one, 1 - transmissivities, one))  # the probability of a boundary at 0..L
-    total = -transmissivities.prod()  # the one partition without a boundary
+        return grad_scales.new_zeros(())
+    one = grad_scales.new_ones(1)
+    ends = torch.cat((one, 1 - grad_scales, one))  # the probability of a boundary at 0..L
+    total = -grad_scales.prod()  # the one partition without a boundary
     for a in range(layers - min_depth + 1):
-        inside = torch.cat((one, transmissivities[a:].cumprod(0)))  # none after a+1..b-1, for b = a+1..L
+        inside = torch.cat((one, grad_scales[a:].cumprod(0)))  # none after a+1..b-1, for b = a+1..L
         stops = ends[a + 1 :] * inside
         total = total + ends[a] * stops[min_depth - 1 :].sum()
     return total / (layers // min_depth)

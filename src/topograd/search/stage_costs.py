@@ -28,7 +28,7 @@ from topograd.data.windows import Text
 from topograd.errors import ConfigError
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
-from topograd.runs.session import Session, heldout_text, load_data
+from topograd.runs.session import LoadedTextRun, heldout_text, load_data
 from topograd.topology.dag import EMBEDDING, Edge, Stage, Topology
 from topograd.training.evaluation import evaluate
 from topograd.training.optimizers import OptimizerSet
@@ -43,7 +43,7 @@ HELDOUT_BYTES, HELDOUT_WINDOWS = 4000, 32
 
 
 def costs_of_run(
-    session: Session, batches: int, seed: int, min_depth: int = 1, on_probe: OnProbe | None = None
+    session: LoadedTextRun, batches: int, seed: int, min_depth: int = 1, on_probe: OnProbe | None = None
 ) -> dict[tuple[int, int], float]:
     """Q of a trained run, on its own text: `batches` steps of its batch size in the order of `seed`."""
     table = session.config.topology
@@ -108,7 +108,7 @@ def probe(stack: Stack, a: int, b: int, batches: Iterable[Batch], heldout: Text,
 
 def _probe_topology(a: int, b: int) -> Topology:
     """Layers 1..a frozen, where there are any, and layers a+1..b learning."""
-    root = Edge(EMBEDDING, transmissivity=1.0)
+    root = Edge(EMBEDDING, grad_scale=1.0)
     if a == 0:
         return Topology(b, (Stage(0, b, (root,)),), heads="per-stage", bus="detached")
     frozen = Stage(0, a, (root,), weight=0.0, frozen=True, head=False)

@@ -36,7 +36,7 @@ from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import SearchConfig, TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.search_config import SurgeryConfig
-from topograd.search.carry import change_topology, check_searchable, nearest_heads
+from topograd.search.change_topology import change_topology, check_searchable, nearest_heads
 from topograd.search.dynamic import stage_counts
 from topograd.search.salience import Costs, Measured, measure, merge_pressures, split_pressures, terms
 from topograd.search.utility import deployment, utility

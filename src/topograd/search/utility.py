@@ -28,7 +28,7 @@ as Remark 7.7 wants it, and is largest for stages of d_min layers.
 Names. `closed_forms.coupling_cost` is Σ λ_i, the joints that gradient crosses: 3 for 2,2,2. The coordination
 is that over backprop's: 0.6. J has the coordination, so that a weight means the same for every depth.
 
-Symbols. i = 1..L-1 the places for a boundary, λ_i `transmissivities` (0 is a hard boundary), V vocabulary,
+Symbols. i = 1..L-1 the places for a boundary, λ_i `grad_scales` (0 is a hard boundary), V vocabulary,
 d width, r the rank of a head's delta. Cost: O(L).
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.1
 (Def. 10.1, Remark 10.3), §7.5. Remark 10.3 names two deployments and no number: the datacenter, all weights
@@ -120,32 +120,32 @@ def utility(terms: Terms, weights: Weights) -> float:
     )
 
 
-def coordination(transmissivities: Sequence[float], costs: Sequence[float] | None = None) -> float:
+def coordination(grad_scales: Sequence[float], costs: Sequence[float] | None = None) -> float:
     """C_global = Σ λ_i c_i / Σ c_i, c_i = 1 unless given; 0 where there is no place for a boundary.
 
     >>> coordination([1, 0, 1, 0, 1])  # 2,2,2
     0.6
     """
-    _check_transmissivities(transmissivities)
-    costs = [1.0] * len(transmissivities) if costs is None else costs
-    _check_length(costs, transmissivities, "coupling costs")
+    _check_grad_scales(grad_scales)
+    costs = [1.0] * len(grad_scales) if costs is None else costs
+    _check_length(costs, grad_scales, "coupling costs")
     if not all(c >= 0 for c in costs):
         raise ConfigError(f"a coupling cost is {min(costs)}", remedy="costs are at least 0")
     total = sum(costs)
-    return sum(lam * c for lam, c in zip(transmissivities, costs, strict=True)) / total if total else 0.0
+    return sum(lam * c for lam, c in zip(grad_scales, costs, strict=True)) / total if total else 0.0
 
 
 def head_cost(
-    transmissivities: Sequence[float], heads: str, vocab: int, width: int, rank: int | None = None
+    grad_scales: Sequence[float], heads: str, vocab: int, width: int, rank: int | None = None
 ) -> float:
     """C_head: the parameters of the stages' own heads, in matrices (vocab, width); 0 with a shared head."""
-    _check_transmissivities(transmissivities)
+    _check_grad_scales(grad_scales)
     if heads not in ("shared", "per-stage"):
         raise ConfigError(f"heads {heads!r} are unknown", remedy="choose 'shared' or 'per-stage'")
     if heads == "shared":
         return 0.0
     size = 1.0 if rank is None else rank * (vocab + width) / (vocab * width)
-    return size * (1 + sum(1 - lam for lam in transmissivities))
+    return size * (1 + sum(1 - lam for lam in grad_scales))
 
 
 def capability(*, prefix_exit: float, wand: float, specialist: float, composition: float) -> float:
@@ -175,11 +175,11 @@ def structural_capability(composition: Composition, min_depth: int) -> float:
     return sum(part >= min_depth for part in composition.parts) / most
 
 
-def bandwidth_cost(transmissivities: Sequence[float], ranks: Sequence[float], floor: float) -> float:
+def bandwidth_cost(grad_scales: Sequence[float], ranks: Sequence[float], floor: float) -> float:
     """C_bw; `ranks` are the effective ranks at the same places and `floor` is r_min, in the same unit."""
-    _check_transmissivities(transmissivities)
-    _check_length(ranks, transmissivities, "effective ranks")
-    return sum((1 - lam) * max(0.0, floor - r) for lam, r in zip(transmissivities, ranks, strict=True))
+    _check_grad_scales(grad_scales)
+    _check_length(ranks, grad_scales, "effective ranks")
+    return sum((1 - lam) * max(0.0, floor - r) for lam, r in zip(grad_scales, ranks, strict=True))
 
 
 def calibration_cost(errors: Sequence[float]) -> float:
@@ -190,19 +190,19 @@ def calibration_cost(errors: Sequence[float]) -> float:
 
 
 def hard(composition: Composition) -> list[float]:
-    """The transmissivities λ = 1 - b(π) of a partition (eq. 28)."""
+    """The grad_scales λ = 1 - b(π) of a partition (eq. 28)."""
     return [1.0 - b for b in composition.boundary_vector]
 
 
-def _check_transmissivities(transmissivities: Sequence[float]) -> None:
-    for i, lam in enumerate(transmissivities, start=1):
+def _check_grad_scales(grad_scales: Sequence[float]) -> None:
+    for i, lam in enumerate(grad_scales, start=1):
         if not 0 <= lam <= 1:
-            raise ConfigError(f"the transmissivity after layer {i} is {lam}", remedy="it must lie in [0, 1]")
+            raise ConfigError(f"the grad_scale after layer {i} is {lam}", remedy="it must lie in [0, 1]")
 
 
-def _check_length(values: Sequence[float], transmissivities: Sequence[float], name: str) -> None:
-    if len(values) != len(transmissivities):
+def _check_length(values: Sequence[float], grad_scales: Sequence[float], name: str) -> None:
+    if len(values) != len(grad_scales):
         raise ConfigError(
-            f"{len(values)} {name} for {len(transmissivities)} places",
+            f"{len(values)} {name} for {len(grad_scales)} places",
             remedy="give one for each layer but the last",
         )

@@ -23,9 +23,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from topograd.serve.answers import Answer, error_body, event
 from topograd.serve.chats import Chats
-from topograd.serve.fields import (
+from topograd.serve.jobs import Job, Progress
+from topograd.serve.metrics import Counters
+from topograd.serve.openapi import document
+from topograd.serve.request_schema import (
     CANDIDATES,
     CHAT,
     COMPLETION,
@@ -35,9 +37,7 @@ from topograd.serve.fields import (
     RequestError,
     read,
 )
-from topograd.serve.jobs import Job, Progress
-from topograd.serve.metrics import Counters
-from topograd.serve.openapi import document
+from topograd.serve.responses import Answer, error_body, event
 from topograd.serve.texts import ServedModel
 from topograd.serve.worker import Inbox, Worker
 

@@ -33,7 +33,7 @@ from topograd.decode.engine import Emitted, Engine
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
@@ -46,7 +46,7 @@ SOURCES: Sequence[ModuleType] = (
 """Modules of the standard library whose source is continued."""
 
 
-def bench_serve(session: Session, engine: Engine, settings: ServeSettings) -> dict[str, Any]:
+def bench_serve(session: LoadedTextRun, engine: Engine, settings: ServeSettings) -> dict[str, Any]:
     """Tokens a second, the speedup over full depth, and texts that are not full depth's."""
     prompts = code_prompts(session, settings)
     scheduler = Scheduler(session, engine, Limits(rows=settings.clients), Counters())
@@ -81,7 +81,7 @@ def bench_serve(session: Session, engine: Engine, settings: ServeSettings) -> di
     }
 
 
-def code_prompts(session: Session, settings: ServeSettings) -> list[list[int]]:
+def code_prompts(session: LoadedTextRun, settings: ServeSettings) -> list[list[int]]:
     """As many stretches of source code as there are clients, none of them twice."""
     length = min(settings.prompt_tokens, session.config.model.context // 2)
     if length + settings.tokens > session.config.model.context:

@@ -16,7 +16,7 @@ from typing import Any
 
 from topograd.convert.chat import Renderer
 from topograd.errors import CheckpointError, ConfigError
-from topograd.serve.fields import RequestError
+from topograd.serve.request_schema import RequestError
 from topograd.serve.texts import ServedModel
 from topograd.specialists.records import template_of
 from topograd.specialists.tokens import Vocabulary

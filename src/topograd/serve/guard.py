@@ -18,8 +18,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from topograd.serve.answers import error_body
 from topograd.serve.metrics import Counters
+from topograd.serve.responses import error_body
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from topograd.decode.calibrate import load as load_calibration
 from topograd.errors import ConfigError, TopogradError
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 
 RULES = ("flip-rate", "rival-gain", "sum-of-bounds")
 FAMILIES = ("full", "prefix", "path", "branches", "wand", "speculate")
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 
 
 def model_name(folder: Path) -> str:
@@ -30,9 +30,9 @@ def model_name(folder: Path) -> str:
 
 def split_id(model: str) -> tuple[str, str | None]:
     """The name and the depth of a model id; None where it names no depth."""
-    if len(model) > MOST_CHARACTERS:
+    if len(model) > MAX_CHARACTERS:
         raise ConfigError(
-            f"the model id has {len(model)} characters", remedy=f"give at most {MOST_CHARACTERS}"
+            f"the model id has {len(model)} characters", remedy=f"give at most {MAX_CHARACTERS}"
         )
     name, colon, suffix = model.partition(":")
     return name, depth_of_suffix(suffix) if colon else None
@@ -63,7 +63,7 @@ def depth_of_suffix(suffix: str) -> str:
     return f"{kind}:{rest}"
 
 
-def known_depths(session: Session) -> list[str]:
+def known_depths(session: LoadedTextRun) -> list[str]:
     """Depths that a model has without more being said, as suffixes of its id."""
     exits = len(session.plan.predicting())
     found = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
+from topograd.serve.request_schema import CANDIDATES, CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
 
 _JSON = "application/json"
 ERROR = {

@@ -35,7 +35,7 @@ from topograd.decode.engine import Emitted, Engine
 from topograd.decode.strategies import DecodeStrategy, FixedDepth
 from topograd.decode.tune_drafters import measure_rows, measure_uneven
 from topograd.errors import ConfigError, TopogradError
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import single_threaded_torch
 from topograd.serve.jobs import Finish, Job, Progress, Scored, Written
 from topograd.serve.metrics import Counters
@@ -72,7 +72,7 @@ class Scheduler:
 
     def __init__(
         self,
-        session: Session,
+        session: LoadedTextRun,
         engine: Engine,
         limits: Limits,
         counters: Counters,

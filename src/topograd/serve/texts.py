@@ -13,9 +13,9 @@ from topograd.decode.model import Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError, TopogradError
-from topograd.serve.fields import RequestError
 from topograd.serve.jobs import Job, Progress
 from topograd.serve.names import known_depths, model_name, split_id
+from topograd.serve.request_schema import RequestError
 from topograd.serve.settings import Limits
 from topograd.specialists.model import SpecialistPool
 from topograd.specialists.tokens import Vocabulary

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from topograd.errors import ConfigError
 from topograd.nn.heads import FullDelta, LowRankDelta
 from topograd.nn.stack import Stack
-from topograd.runs.session import Session
-from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar
+from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import (
     KIND,
     Attached,
@@ -65,7 +65,7 @@ def alignment(old: Stack, new: Stack) -> tuple[Tensor, Tensor]:
     return torch.linalg.lstsq(w2, w1).solution, torch.linalg.lstsq(w1, w2).solution
 
 
-def versions(old: Session, new: Session) -> dict[str, Any]:
+def versions(old: LoadedTextRun, new: LoadedTextRun) -> dict[str, Any]:
     """How far two versions are apart: relative residuals of the alignment, and of doing nothing."""
     w1, w2 = head_matrix(old.stack), head_matrix(new.stack)
     a, _ = alignment(old.stack, new.stack)
@@ -77,13 +77,13 @@ def versions(old: Session, new: Session) -> dict[str, Any]:
 
 
 def carry(
-    sidecar: Sidecar, old: Session, new: Session, folder: Path | str, *, aligned: bool = True
-) -> Sidecar:
+    adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun, folder: Path | str, *, aligned: bool = True
+) -> Adapter:
     """The specialist of `old` as one of `new`, in a new folder; without `aligned`, with the same weights."""
-    sidecar.check_base(old)
-    _check(sidecar, old, new)
-    shape = Shape.of(sidecar)
-    attached = attach(old, {"old": sidecar})
+    adapter.check_base(old)
+    _check(adapter, old, new)
+    shape = Shape.of(adapter)
+    attached = attach(old, {"old": adapter})
     part = attached.part("old")
     if aligned:
         a, b = alignment(old.stack, new.stack)
@@ -92,12 +92,12 @@ def carry(
                 _carry_layer(layer, a, b)
             _carry_head(part.head, b, _last_gain(old.stack), _last_gain(new.stack))
     origin = {"weights": old.weights, "aligned": aligned}
-    return create_sidecar(
+    return create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(new),
         tensors=part.tensors(),
-        settings=dict(sidecar.settings) | {"carried_from": origin},
+        settings=dict(adapter.settings) | {"carried_from": origin},
         card=card(
             Path(folder).name, new, shape, [f"Carried over from a specialist of `{old.run.folder.name}`."]
         ),
@@ -105,11 +105,16 @@ def carry(
 
 
 def compared(
-    path: Path, sidecar: Sidecar, carried: Sidecar, old: Session, new: Session, context: int | None = None
+    path: Path,
+    adapter: Adapter,
+    carried: Adapter,
+    old: LoadedTextRun,
+    new: LoadedTextRun,
+    context: int | None = None,
 ) -> dict[str, float]:
     """Mean nats a token of a text: the old base and specialist, the new base, and the specialist on it."""
-    before, after = attach(old, {"s": sidecar}), attach(new, {"s": carried})
-    same = attach(new, {"s": replace(sidecar, base=BaseIdentity.of(new))})  # its weights as they are
+    before, after = attach(old, {"s": adapter}), attach(new, {"s": carried})
+    same = attach(new, {"s": replace(adapter, base=BaseIdentity.of(new))})  # its weights as they are
     rows = rows_of(path, after, context)
     on: Weights = {"s": 1.0}
     return {
@@ -121,7 +126,7 @@ def compared(
 
 
 def trained_on(
-    path: Path, carried: Sidecar, new: Session, steps: int, context: int | None = None
+    path: Path, carried: Adapter, new: LoadedTextRun, steps: int, context: int | None = None
 ) -> dict[str, float]:
     """Mean nats a token of a text after so many steps on it: of the carried specialist, which is trained in
     its folder, and of one of the same shape that begins anew."""
@@ -137,9 +142,9 @@ def trained_on(
             whole_head=shape.head_rank is None,
             tokens=shape.tokens,
         )
-        for name, sidecar in (("aligned and trained", carried), ("trained anew", fresh)):
-            FineTuning.start(sidecar.folder, settings, new.run.folder).train()
-            attached = attach(new, {"s": open_specialist(sidecar.folder)})
+        for name, adapter in (("aligned and trained", carried), ("trained anew", fresh)):
+            FineTuning.start(adapter.folder, settings, new.run.folder).train()
+            attached = attach(new, {"s": open_specialist(adapter.folder)})
             found[name] = _nats(attached, {"s": 1.0}, rows)
     return found
 
@@ -151,10 +156,10 @@ def _nats(attached: Attached, weights: Weights, rows: tuple[Tensor, Tensor]) -> 
     return float(losses.double().sum() / (targets != -100).sum())
 
 
-def _check(sidecar: Sidecar, old: Session, new: Session) -> None:
+def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
     if old.tokenizer.digest != new.tokenizer.digest:
         raise ConfigError(
-            f"{new.run.folder} has another tokenizer than the base of {sidecar.folder}, so their "
+            f"{new.run.folder} has another tokenizer than the base of {adapter.folder}, so their "
             "heads share no vocabulary",
             remedy="train a new specialist",
         )
@@ -163,7 +168,7 @@ def _check(sidecar: Sidecar, old: Session, new: Session) -> None:
     ]
     if shapes[0] != shapes[1] or len(old.stack.layers) != len(new.stack.layers):
         raise ConfigError(
-            f"the layers of {new.run.folder} have other shapes than those of the base of {sidecar.folder}",
+            f"the layers of {new.run.folder} have other shapes than those of the base of {adapter.folder}",
             remedy="train a new specialist",
         )
 

@@ -14,7 +14,7 @@ Layers have absolute indices: whatever alternates by layer is counted on from th
 specialist alike, so that one can be attached alone or beside others (appendix D.1). Specialists stand beside
 one another, each behind the base; how they predict together is `composition.py`.
 
-A specialist's folder is a sidecar (`runs/sidecar.py`): its tensors and the hash of its base, nothing of the
+A specialist's folder is a adapter (`runs/adapter.py`): its tensors and the hash of its base, nothing of the
 base itself. Parameters: about 12 width² a layer, and r (vocab + width) or vocab · width for the head.
 Limits: stacks with `append_layers` and a `Head` (GPT with any mixer, imported transformers).
 """
@@ -34,13 +34,13 @@ from topograd.limits import DEPTH, SIZE, check_numbers
 from topograd.nn.capabilities import Growable
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import Stack
-from topograd.runs.session import Session
-from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar, open_sidecar
+from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter, open_adapter
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.tokens import NewToken, Vocabulary, shallow, with_new_rows
 from topograd.topology.plan import Plan
 
 KIND = "specialist"
-MOST_SPECIALISTS = 64
+MAX_SPECIALISTS = 64
 RANK_FROM_VOCAB = 8192
 """From this vocabulary on a head is of low rank unless asked otherwise: a whole one would be most of it."""
 RANK = 16
@@ -62,9 +62,9 @@ class Shape:
         check_numbers(self, layers=DEPTH, head_rank=SIZE)
 
     @classmethod
-    def of(cls, sidecar: Sidecar) -> Shape:
+    def of(cls, adapter: Adapter) -> Shape:
         """The shape that a specialist's settings tell."""
-        settings = sidecar.settings
+        settings = adapter.settings
         tokens = tuple(NewToken(**token) for token in settings.get("tokens", ()))
         known = {name: settings[name] for name in ("layers", "first_layer", "head_rank", "objective")}
         return cls(**known, tokens=tokens)
@@ -78,7 +78,7 @@ class Shape:
 class Attached:
     """A base and the specialists on it as one stack and one plan; the base itself is not changed."""
 
-    base: Session
+    base: LoadedTextRun
     stack: Stack
     plan: Plan
     """The base's stages, frozen, and behind them a stage for each specialist."""
@@ -90,7 +90,7 @@ class Attached:
         """Whether the base's layers follow one another, so that a hidden state is known by its layer."""
         stages = self.base.plan.topology.stages
         starts = [0, *(stage.stop for stage in stages)]
-        return not self.stack.own_relays() and all(
+        return not self.stack.learned_relays() and all(
             stage.start == start and len(stage.sources) == 1 and stage.sources[0].layer in (None, start)
             for stage, start in zip(stages, starts, strict=False)
         )
@@ -117,14 +117,14 @@ class SpecialistPart(nn.Module):
 
 def new_specialist(
     folder: Path | str,
-    base: Session,
+    base: LoadedTextRun,
     *,
     layers: int = 1,
     head_rank: int | None = None,
     whole_head: bool = False,
     tokens: Sequence[NewToken] = (),
     seed: int = 0,
-) -> Sidecar:
+) -> Adapter:
     """A specialist that changes nothing yet, in a new folder.
 
     Without `head_rank` its head is whole, or of rank 16 where the vocabulary is large and it is not asked to
@@ -143,7 +143,7 @@ def new_specialist(
     )
     torch.manual_seed(seed)
     attached = _attached(base, {"new": shape})
-    return create_sidecar(
+    return create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(base),
@@ -153,27 +153,27 @@ def new_specialist(
     )
 
 
-def open_specialist(folder: Path | str) -> Sidecar:
+def open_specialist(folder: Path | str) -> Adapter:
     """A specialist's folder, verified."""
-    return open_sidecar(folder, KIND)
+    return open_adapter(folder, KIND)
 
 
-def attach(base: Session, specialists: Sequence[Sidecar] | Mapping[str, Sidecar]) -> Attached:
+def attach(base: LoadedTextRun, specialists: Sequence[Adapter] | Mapping[str, Adapter]) -> Attached:
     """The specialists on their base; those of another base are refused by name. Names default to folders'."""
     named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
-    if len(named) > MOST_SPECIALISTS:
+    if len(named) > MAX_SPECIALISTS:
         raise ConfigError(
-            f"{len(named)} specialists are given", remedy=f"at most {MOST_SPECIALISTS} may be attached"
+            f"{len(named)} specialists are given", remedy=f"at most {MAX_SPECIALISTS} may be attached"
         )
-    for sidecar in named.values():
-        sidecar.check_base(base)
-    attached = _attached(base, {name: Shape.of(sidecar) for name, sidecar in named.items()})
-    for name, sidecar in named.items():
-        _load(attached.part(name), sidecar)
+    for adapter in named.values():
+        adapter.check_base(base)
+    attached = _attached(base, {name: Shape.of(adapter) for name, adapter in named.items()})
+    for name, adapter in named.items():
+        _load(attached.part(name), adapter)
     return attached
 
 
-def _attached(base: Session, shapes: Mapping[str, Shape]) -> Attached:
+def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     """New layers and heads for each shape on a copy of the base's stack that shares its weights."""
     tokens = next((shape.tokens for shape in shapes.values() if shape.tokens), ())
     for name, shape in shapes.items():
@@ -216,31 +216,31 @@ def copied(stack: Stack) -> Stack:
     return twin
 
 
-def _load(part: SpecialistPart, sidecar: Sidecar) -> None:
+def _load(part: SpecialistPart, adapter: Adapter) -> None:
     own = {name: tensor.shape for name, tensor in part.state_dict().items()}
-    if own != {name: tensor.shape for name, tensor in sidecar.tensors.items()}:
+    if own != {name: tensor.shape for name, tensor in adapter.tensors.items()}:
         raise CheckpointError(
-            f"{sidecar.folder} does not fit what its settings say", remedy="attach a new specialist"
+            f"{adapter.folder} does not fit what its settings say", remedy="attach a new specialist"
         )
-    part.load_state_dict(sidecar.tensors)
+    part.load_state_dict(adapter.tensors)
 
 
-def _named(specialists: Sequence[Sidecar]) -> dict[str, Sidecar]:
-    named: dict[str, Sidecar] = {}
-    for sidecar in specialists:
-        name = sidecar.folder.resolve().name
+def _named(specialists: Sequence[Adapter]) -> dict[str, Adapter]:
+    named: dict[str, Adapter] = {}
+    for adapter in specialists:
+        name = adapter.folder.resolve().name
         if name in named:
             raise ConfigError(f"two specialists are called {name!r}", remedy="rename one of the folders")
-        named[name] = sidecar
+        named[name] = adapter
     return named
 
 
-def _vocab(base: Session) -> int:
+def _vocab(base: LoadedTextRun) -> int:
     """How many tokens the base's head knows."""
     return base.stack.vocab
 
 
-def card(name: str, base: Session, shape: Shape, lines: Sequence[str] = ()) -> str:
+def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()) -> str:
     """The text of a specialist's model card."""
     head = "a whole head" if shape.head_rank is None else f"a head of rank {shape.head_rank}"
     return "\n".join(
@@ -260,6 +260,6 @@ def card(name: str, base: Session, shape: Shape, lines: Sequence[str] = ()) -> s
     )
 
 
-def with_plan(attached: Attached, plan: Plan) -> Session:
+def with_plan(attached: Attached, plan: Plan) -> LoadedTextRun:
     """The base as a session whose model is the attached one and predicts by `plan`."""
     return replace(attached.base, stack=attached.stack, plan=plan)

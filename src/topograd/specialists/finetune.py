@@ -6,17 +6,17 @@
 Rates are shares of the base's own ("Product of Experts" §6.2, §6.5.2, appendix D.1): 0.2 for the layers, 0.25
 for the dual head, weight decay 0.1, warmup over 5 % and warmdown over 50 % of the steps. Trainer, step and
 executor are those of every training here. What the base computes does not depend on the specialist, so its
-last hidden states are computed once and kept (`training/hidden_states.py`) where that pays: an epoch then
+last hidden states are computed once and kept (`training/activation_cache.py`) where that pays: an epoch then
 costs the specialist alone.
 
-A specialist's folder while it is trained, beside the sidecar that is written at every checkpoint:
+A specialist's folder while it is trained, beside the adapter that is written at every checkpoint:
 
     training/finetune.json      the settings, and the digest of the text
     training/checkpoints/       weights, optimizers, averages, position in the text: resumed bit for bit
     training/metrics.jsonl      a record for each step, and every `save_every` steps what the base still is
     training/hidden-states/     the base's states; removed when the training is done
 
-With `average` the sidecar gets an exponential average of the weights ("Polyak", §6.6.1), which a resumed
+With `average` the adapter gets an exponential average of the weights ("Polyak", §6.6.1), which a resumed
 training continues. Limits: bases whose stages are joined by relays, and forests, run at every step.
 """
 
@@ -33,8 +33,8 @@ from typing import Any
 from topograd.errors import RunError
 from topograd.files import dump_json, read_json, write_json
 from topograd.runs import checkpoint
+from topograd.runs.adapter import Adapter, update_adapter
 from topograd.runs.checkpoint import Checkpoint
-from topograd.runs.sidecar import Sidecar, update_sidecar
 from topograd.runs.workspace import Workspace
 from topograd.specialists.attach import Attached, Shape, attach, card, open_specialist
 from topograd.specialists.composition import composed
@@ -42,8 +42,14 @@ from topograd.specialists.preservation import Preservation, Reading
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 from topograd.specialists.zero_shot import ZeroShot
+from topograd.training.activation_cache import (
+    CachedActivationLoader,
+    OnRows,
+    PlainRows,
+    RowStore,
+    compute_states,
+)
 from topograd.training.averaged_weights import AveragedWeights
-from topograd.training.hidden_states import OnRows, PlainRows, RowStore, StateLoader, compute_states
 from topograd.training.optimizers import make_optimizers
 from topograd.training.step_runner import StepRunner
 from topograd.training.trainer import Schedule, StepRecord, Task, Trainer
@@ -64,14 +70,14 @@ class FineTuning(Task):
 
     kind = "preservation"
 
-    def __init__(self, sidecar: Sidecar, settings: FineTune, base: Path | None = None) -> None:
+    def __init__(self, adapter: Adapter, settings: FineTune, base: Path | None = None) -> None:
         every = settings.save_every
         super().__init__(Schedule(settings.steps, every, eval_every=every, eval_first=True))
-        self.sidecar = sidecar
-        self.session = sidecar.open_base(base)
-        self.attached: Attached = attach(self.session, {NAME: sidecar})
-        self.workspace = TrainingFolder(sidecar.folder / "training")
-        template = sidecar.settings.get("chat_template")
+        self.adapter = adapter
+        self.session = adapter.open_base(base)
+        self.attached: Attached = attach(self.session, {NAME: adapter})
+        self.workspace = TrainingFolder(adapter.folder / "training")
+        template = adapter.settings.get("chat_template")
         self.inputs, self.targets = rows_of(
             settings.data, self.attached, settings.context, settings.seed, template
         )
@@ -91,7 +97,7 @@ class FineTuning(Task):
         self.preservation = Preservation(self.session, tasks)
         self.reading: tuple[int, Reading] | None = None
         """The last reading of the base, and its step."""
-        self.loader: StateLoader | None = None
+        self.loader: CachedActivationLoader | None = None
         self._position: dict[str, int] | None = None
 
     def bind(self, settings: FineTune) -> None:
@@ -102,8 +108,8 @@ class FineTuning(Task):
     @classmethod
     def start(cls, folder: Path | str, settings: FineTune, base: Path | None = None) -> Trainer[FineTuning]:
         """A new training of the specialist in `folder`, from the weights that it has."""
-        sidecar = open_specialist(folder)
-        begun = sidecar.folder / "training"
+        adapter = open_specialist(folder)
+        begun = adapter.folder / "training"
         if (begun / SETTINGS).is_file():
             saved, _ = _read_settings(begun / SETTINGS)
             done = checkpoint.latest(begun / "checkpoints")
@@ -112,13 +118,13 @@ class FineTuning(Task):
                     f"{folder} has a training that is not finished",
                     remedy=f"continue it with --resume, or delete {begun} to give it up",
                 )
-        task = cls(sidecar, settings, base)
+        task = cls(adapter, settings, base)
         settings = replace(settings, data=str(Path(settings.data).absolute()))
         if settings.tasks is not None:
             settings = replace(settings, tasks=str(Path(settings.tasks).absolute()))
         task.bind(settings)
         if begun.exists():
-            shutil.rmtree(begun)  # of a training that is done: what it learned is in the sidecar
+            shutil.rmtree(begun)  # of a training that is done: what it learned is in the adapter
         begun.mkdir()
         write_json(begun / SETTINGS, task.key)
         return Trainer(task, task.workspace)
@@ -126,12 +132,12 @@ class FineTuning(Task):
     @classmethod
     def resume(cls, folder: Path | str, base: Path | None = None) -> Trainer[FineTuning]:
         """The training in `folder`, from its last checkpoint, or from its beginning if there is none."""
-        sidecar = open_specialist(folder)
-        path = sidecar.folder / "training" / SETTINGS
+        adapter = open_specialist(folder)
+        path = adapter.folder / "training" / SETTINGS
         if not path.is_file():
             raise RunError(f"{folder} has no training to resume", remedy="give --data to start one")
         settings, data = _read_settings(path)
-        task = cls(sidecar, settings, base)
+        task = cls(adapter, settings, base)
         if task.digest != data:
             raise RunError(
                 f"{settings.data} has changed since {folder} was trained on it, so it cannot be "
@@ -148,7 +154,7 @@ class FineTuning(Task):
         if self.loader is None:
             store = self._store(on_rows)
             batch = min(self.settings.batch, len(store))  # the same row twice in a step teaches nothing
-            self.loader = StateLoader(store, batch, self.settings.seed)
+            self.loader = CachedActivationLoader(store, batch, self.settings.seed)
             if self._position is not None:
                 self.loader.seek(self._position)
         if self.average is not None:
@@ -188,17 +194,17 @@ class FineTuning(Task):
         return reading
 
     def before_save(self, step: int) -> None:
-        """The sidecar as it is now."""
-        settings = dict(self.sidecar.settings) | {"steps": step, "data": self.digest}
+        """The adapter as it is now."""
+        settings = dict(self.adapter.settings) | {"steps": step, "data": self.digest}
         lines = [f"Trained for {step} steps."]
         if self.reading is not None:
             lines[0] += (
                 f" The base's logits on the probe set differ, at step {self.reading[0]}, by at most "
                 f"{self.reading[1].base_max_abs_logit_delta} from those before."
             )
-        text = card(self.sidecar.folder.resolve().name, self.session, Shape.of(self.sidecar), lines)
+        text = card(self.adapter.folder.resolve().name, self.session, Shape.of(self.adapter), lines)
         part = self.part if self.average is None else self.average.averaged
-        self.sidecar = update_sidecar(self.sidecar, part.tensors(), settings, text)
+        self.adapter = update_adapter(self.adapter, part.tensors(), settings, text)
 
     def extra_state(self) -> dict[str, Any]:
         return {"position": self._position if self.loader is None else self.loader.position}
@@ -211,13 +217,13 @@ class FineTuning(Task):
         steps = [r for r in records if r["kind"] == "train"]
         readings = [r for r in records if r["kind"] == self.kind]
         return {
-            "specialist": str(self.sidecar.folder),
+            "specialist": str(self.adapter.folder),
             "base": str(self.session.run.folder),
             "loss": _loss(steps[-1]) if steps else None,
             "rows": len(self.inputs),
             "tokens": int((self.targets != -100).sum()),
             "states_kept": self.loader is not None and not isinstance(self.loader.store, PlainRows),
-            "parameters": sum(t.numel() for t in self.sidecar.tensors.values()),
+            "parameters": sum(t.numel() for t in self.adapter.tensors.values()),
             "seconds_per_step": steps[-1]["seconds"] / steps[-1]["step"] if steps else None,
             "preservation": [{k: v for k, v in r.items() if k not in ("kind", "seconds")} for r in readings],
         }

@@ -31,8 +31,8 @@ from topograd.decode.model import Generated, Model
 from topograd.decode.sampling import Sampling
 from topograd.decode.strategies import DecodeStrategy, generate_tokens
 from topograd.errors import ConfigError
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import Sidecar
+from topograd.runs.adapter import Adapter
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.specialists.attach import Attached, attach, open_specialist, with_plan
 from topograd.specialists.composition import Pool, Weights, composed, composed_terms, parse_specialists
 from topograd.specialists.tokens import Vocabulary
@@ -55,18 +55,18 @@ class SpecialistPool:
     @classmethod
     def open(
         cls,
-        base: Session | Path | str,
-        specialists: Mapping[str, Path | str | Sidecar],
+        base: LoadedTextRun | Path | str,
+        specialists: Mapping[str, Path | str | Adapter],
         pool: Pool = "deltas",
         runtime: str | None = None,
         weights: str = "float32",
     ) -> SpecialistPool:
         """The base in a folder with specialists by name; those of another base are refused."""
         opened = {
-            name: given if isinstance(given, Sidecar) else open_specialist(given)
+            name: given if isinstance(given, Adapter) else open_specialist(given)
             for name, given in specialists.items()
         }
-        session = base if isinstance(base, Session) else _open_base(Path(base), list(opened.values()))
+        session = base if isinstance(base, LoadedTextRun) else _open_base(Path(base), list(opened.values()))
         return cls(attach(session, opened), pool, runtime, weights)
 
     @property
@@ -213,7 +213,7 @@ def open_composed(
     return SpecialistPool.open(base, opened, pool, runtime, weights).model(active)
 
 
-def open_named(specialists: str) -> tuple[dict[str, Sidecar], dict[str, float]]:
+def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
     """Specialists as users write them, opened, and their weights; both by the names of the folders."""
     asked = parse_specialists(specialists)
     opened = {Path(folder).resolve().name: open_specialist(folder) for folder in asked}
@@ -222,6 +222,6 @@ def open_named(specialists: str) -> tuple[dict[str, Sidecar], dict[str, float]]:
     return opened, dict(zip(opened, asked.values(), strict=True))
 
 
-def _open_base(folder: Path, sidecars: Sequence[Sidecar]) -> Session:
+def _open_base(folder: Path, adapters: Sequence[Adapter]) -> LoadedTextRun:
     """The run at the checkpoint that the specialists are of; others are refused when they are attached."""
-    return sidecars[0].open_base(folder) if sidecars else open_session(folder)
+    return adapters[0].open_base(folder) if adapters else open_session(folder)

@@ -27,7 +27,7 @@ from torch import Tensor
 from topograd.data.loader import IGNORED
 from topograd.exec.forward import predict, stage_outputs
 from topograd.nn.stack import Stack
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.zero_shot import ZeroShot
 from topograd.topology.branches import predicting_plan
 from topograd.topology.plan import Plan
@@ -111,7 +111,7 @@ class Reading:
 class Preservation:
     """The probe set, and what a base made of it before."""
 
-    def __init__(self, base: Session, tasks: ZeroShot | None = None) -> None:
+    def __init__(self, base: LoadedTextRun, tasks: ZeroShot | None = None) -> None:
         self.tasks = tasks
         tokenizer = base.tokenizer
         rows = [tokenizer.encode(text) for text in SENTENCES]

@@ -39,7 +39,7 @@ PLAIN_TEMPLATE = (
 )
 """How conversations are spelled for a base without a template of its own."""
 ROLES = ("system", "user", "assistant", "tool")
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 CONTEXT = 256
 """Tokens in a row, where nothing else is said and the base sees as many."""
 Message = dict[str, str]
@@ -117,8 +117,8 @@ def _masked(pairs: Sequence[tuple[str, str]], vocabulary: Vocabulary, where: str
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """The records of a JSONL file with their line numbers."""
-    if path.stat().st_size > MOST_BYTES:
-        raise DataError(f"{path} has more than {MOST_BYTES} bytes", remedy="give a smaller file")
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"{path} has more than {MAX_BYTES} bytes", remedy="give a smaller file")
     found = []
     try:
         text = path.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ On rows that it was not trained on, beside always the base, always each speciali
 The hidden state is normalised, and position 0 is left out: in imported models it is thousands of times
 longer.
 
-A router is a sidecar of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
+A router is a adapter of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
 prompt. Cost: the base reads the prompt once more, and two small products. Limits: it chooses once for a
 request, not for each token.
 """
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from topograd.decode.model import Generated, check_request
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import stage_outputs
-from topograd.runs.sidecar import BaseIdentity, Sidecar, create_sidecar, open_sidecar
+from topograd.runs.adapter import Adapter, BaseIdentity, create_adapter, open_adapter
 from topograd.specialists.attach import Attached
 from topograd.specialists.composition import Weights, parse_specialists
 from topograd.specialists.interference import token_losses
@@ -166,19 +166,19 @@ def regret(router: Router, x: Tensor, losses: Tensor) -> dict[str, Any]:
 def save_router(
     folder: Path | str,
     attached: Attached,
-    sidecars: Mapping[str, Sidecar],
+    adapters: Mapping[str, Adapter],
     router: Router,
     found: Mapping[str, Any],
-) -> Sidecar:
-    """Write a router as a sidecar that names its specialists."""
+) -> Adapter:
+    """Write a router as a adapter that names its specialists."""
     settings = {
         "peft_type": "TOPOGRAD_ROUTER",
-        "specialists": {name: sidecars[name].digest for name in attached.stages},
+        "specialists": {name: adapters[name].digest for name in attached.stages},
         "regret": dict(found),
     }
     lines = [f"# {Path(folder).name}", "", "A router over: " + ", ".join(router.names) + "."]
     lines += [f"Regret on held-out rows: {found['regret']:.4f} nats a token."]
-    return create_sidecar(
+    return create_adapter(
         folder,
         kind=KIND,
         base=BaseIdentity.of(attached.base),
@@ -188,18 +188,18 @@ def save_router(
     )
 
 
-def open_router(folder: Path | str, attached: Attached, sidecars: Mapping[str, Sidecar]) -> Router:
+def open_router(folder: Path | str, attached: Attached, adapters: Mapping[str, Adapter]) -> Router:
     """A router's folder; one of other specialists or of another base is refused."""
-    sidecar = open_sidecar(folder, KIND)
-    sidecar.check_base(attached.base)
-    digests = {name: sidecars[name].digest for name in attached.stages}
-    if sidecar.settings["specialists"] != digests:
+    adapter = open_adapter(folder, KIND)
+    adapter.check_base(attached.base)
+    digests = {name: adapters[name].digest for name in attached.stages}
+    if adapter.settings["specialists"] != digests:
         raise RunError(
-            f"router {folder} was trained for {', '.join(sidecar.settings['specialists'])} as they were",
+            f"router {folder} was trained for {', '.join(adapter.settings['specialists'])} as they were",
             remedy="give it those specialists, or train it again",
         )
     router = Router(attached.stack.width, list(attached.stages))
-    router.load_state_dict(sidecar.tensors)
+    router.load_state_dict(adapter.tensors)
     return router.requires_grad_(False)
 
 
@@ -231,6 +231,6 @@ def open_routed(
             f"specialists {specialists!r} have weights, and a router chooses one of them or none",
             remedy="write A,B",
         )
-    sidecars, _ = open_named(specialists)
-    pool = SpecialistPool.open(base, sidecars, runtime=runtime, weights=weights)
-    return RoutedModel(pool, open_router(router, pool.attached, sidecars))
+    adapters, _ = open_named(specialists)
+    pool = SpecialistPool.open(base, adapters, runtime=runtime, weights=weights)
+    return RoutedModel(pool, open_router(router, pool.attached, adapters))

@@ -51,13 +51,13 @@ class FineTune:
 
     def optimizer(self, base: OptimizerConfig) -> OptimizerConfig:
         """The base's optimizer at its share of the base's rates."""
-        matrices = MATRICES.get(base.name) if base.matrices is None else base.matrices
+        matrices = MATRICES.get(base.name) if base.lr_matrix is None else base.lr_matrix
         return replace(
             base,
-            matrices=None if matrices is None else self.rate * matrices,
-            embeddings=self.rate * base.embeddings,
-            scalars=self.rate * base.scalars,
-            head=self.head_rate * base.head,
+            lr_matrix=None if matrices is None else self.rate * matrices,
+            lr_embedding=self.rate * base.lr_embedding,
+            lr_scalar=self.rate * base.lr_scalar,
+            lr_head=self.head_rate * base.lr_head,
             weight_decay=self.weight_decay,
             warmup=self.warmup,
             warmdown=self.warmdown,

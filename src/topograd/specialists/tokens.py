@@ -26,7 +26,7 @@ from topograd.data.tokenizer import Tokenizer
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
 
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Vocabulary:
         """`rows` is how many tokens the base's head knows."""
         self.tokenizer, self.new, self.rows = tokenizer, tuple(new), rows
         texts = [token.text for token in self.new]
-        if len(set(texts)) < len(texts) or len(texts) > MOST_TOKENS:
+        if len(set(texts)) < len(texts) or len(texts) > MAX_TOKENS:
             raise ConfigError(
-                f"{len(texts)} new tokens are given", remedy=f"give at most {MOST_TOKENS}, each once"
+                f"{len(texts)} new tokens are given", remedy=f"give at most {MAX_TOKENS}, each once"
             )
         self.ids = {text: rows + i for i, text in enumerate(texts)}
         longest_first = sorted(texts, key=len, reverse=True)

@@ -23,7 +23,7 @@ from topograd.evaluation.prompts import bundle_of
 from topograd.evaluation.scoring import Scorer
 from topograd.evaluation.tasks import TASKS, find_files, read_items
 from topograd.nn.stack import Stack
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import TorchRuntime
 from topograd.topology.plan import Plan
 
@@ -31,7 +31,7 @@ from topograd.topology.plan import Plan
 class ZeroShot:
     """Items of some tasks, ready to be scored."""
 
-    def __init__(self, base: Session, folder: Path | str, items: int) -> None:
+    def __init__(self, base: LoadedTextRun, folder: Path | str, items: int) -> None:
         tasks = [task for task in TASKS.values() if not task.shots]
         files = find_files(Path(folder), tasks)
         if not files:

@@ -32,7 +32,7 @@ from typing import Literal
 from topograd.errors import ConfigError, TopologyError
 from topograd.topology.composition import MAX_LAYERS, shown
 from topograd.topology.dag import EMBEDDING, Edge
-from topograd.topology.plan import Plan, PlannedStage, Port
+from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Prediction, Terms
 
 Path = tuple[int, ...]
@@ -125,7 +125,7 @@ def _stages_heard(plan: Plan, stage: int) -> int:
     return sum(port.source != EMBEDDING for port, _ in plan.stages[stage].inputs)
 
 
-def _inputs(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[Port, ...]:
+def _inputs(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[EdgeOutput, ...]:
     """What the node of `prefix` hears: as trained, with the node before it in the stage's place.
 
     The trained source is tapped where it was in training; any other stage at its end.
@@ -135,13 +135,13 @@ def _inputs(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[Port, 
         if port.source != EMBEDDING:
             before = prefix[-2]
             layer = port.layer if port.source == before else plan.stages[before].stage.stop
-            port = Port(nodes[prefix[:-1]], layer, port.relay)
+            port = EdgeOutput(nodes[prefix[:-1]], layer, port.relay)
         ports.append(port)
     return tuple(ports)
 
 
 def _node(
-    trained: PlannedStage, index: int, inputs: tuple[Port, ...], last_use: Mapping[Port, int]
+    trained: PlannedStage, index: int, inputs: tuple[EdgeOutput, ...], last_use: Mapping[EdgeOutput, int]
 ) -> PlannedStage:
     """The trained stage at another place; its scale stays, so that it predicts if it did."""
     sources = tuple(
@@ -154,10 +154,10 @@ def _node(
         stage=replace(trained.stage, sources=sources),
         head=trained.head,
         inputs=tuple((port, 0.0) for port in inputs),
-        sends=tuple(sorted((p for p in last_use if p.source == index), key=lambda p: p.layer)),
-        listeners=0,
+        outputs=tuple(sorted((p for p in last_use if p.source == index), key=lambda p: p.layer)),
+        num_grad_consumers=0,
         live_bus=False,
-        forget=tuple(p for p, last in last_use.items() if last == index),
+        last_use=tuple(p for p, last in last_use.items() if last == index),
     )
 
 

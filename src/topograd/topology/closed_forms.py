@@ -24,8 +24,8 @@ def gradient_depth(plan: Plan) -> int:
     reach: list[int] = []
     for planned in plan.stages:
         behind = 0
-        for port, transmissivity in planned.inputs:
-            if transmissivity > 0 and port.source != EMBEDDING:
+        for port, grad_scale in planned.inputs:
+            if grad_scale > 0 and port.source != EMBEDDING:
                 source = plan.stages[port.source]
                 far = reach[port.source] if plan.topology.reach == "all" else len(source.layers)
                 behind = max(behind, far - (source.stage.stop - port.layer))
@@ -39,7 +39,7 @@ def activation_layers(plan: Plan) -> int:
     A stage counts whole until its backward. One without a loss that is tapped only before its end drops the
     rest at once, so there this is a bound.
     """
-    waiting = {planned.index: planned.listeners for planned in plan.stages}
+    waiting = {planned.index: planned.num_grad_consumers for planned in plan.stages}
     held: dict[int, int] = {}
     peak = 0
     for planned in plan.stages:
@@ -72,7 +72,7 @@ def pipeline_granularity(plan: Plan) -> int:
 
 
 def coupling_cost(plan: Plan) -> float:
-    """Σ over joints of their transmissivity: 1 inside a stage that learns, λ between two that do."""
+    """Σ over joints of their grad_scale: 1 inside a stage that learns, λ between two that do."""
     learns = [False] * len(plan.stages)
     cost = 0.0
     for planned in reversed(plan.stages):
@@ -81,10 +81,10 @@ def coupling_cost(plan: Plan) -> float:
         if not learns[k]:
             continue
         cost += len(planned.layers) - 1
-        for port, transmissivity in planned.inputs:
+        for port, grad_scale in planned.inputs:
             if port.source != EMBEDDING and not plan.stages[port.source].stage.frozen:
-                learns[port.source] |= transmissivity > 0
-                cost += transmissivity
+                learns[port.source] |= grad_scale > 0
+                cost += grad_scale
     return cost
 
 

@@ -1,7 +1,7 @@
 """The topology: a DAG of stages over a stack of L layers. Pure data.
 
 A stage is an interval of layers, the sources that it hears, a head and an objective. Each source carries
-a transmissivity λ in [0, 1]: the forward value never depends on it, the gradient that goes back is
+a grad_scale λ in [0, 1]: the forward value never depends on it, the gradient that goes back is
 multiplied by it. λ = 0 is a stop-gradient, λ = 1 is plain backprop. This is the space C⁺(L) of
 "Stage-Partitioned Learning" (§10.4, eq. 37) with the soft boundaries of §9 (eq. 26); the constructors of
 `Topology` are its named points.
@@ -37,7 +37,7 @@ class Edge:
     source: int
     layer: int | None = None
     """Where the source is tapped; None is the end of its interval."""
-    transmissivity: float = 0.0
+    grad_scale: float = 0.0
     relay: str = "identity"
 
 
@@ -93,7 +93,7 @@ class Topology:
         cls,
         configuration: Configuration | Composition | str,
         *,
-        transmissivity: float = 0.0,
+        grad_scale: float = 0.0,
         objective: str = "cross-entropy",
         bus: Literal["live", "detached"] = "live",
         reduction: Literal["mean", "sum"] = "mean",
@@ -102,7 +102,7 @@ class Topology:
         configuration = _configuration(configuration)
         stages = []
         for k, (start, stop) in enumerate(configuration.composition.intervals):
-            heard = _root() if k == 0 else Edge(k - 1, transmissivity=transmissivity)
+            heard = _root() if k == 0 else Edge(k - 1, grad_scale=grad_scale)
             stages.append(Stage(start, stop, (heard,), objective))
         heads = configuration.heads.value
         return cls(configuration.composition.layers, tuple(stages), heads, bus, reduction)
@@ -118,7 +118,7 @@ class Topology:
         last = composition.stages - 1
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
-            heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=interface_name(k))
+            heard = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=interface_name(k))
             stages.append(Stage(start, stop, (heard,), weight=float(k == last)))
         return cls(composition.layers, tuple(stages), interface=interface)
 
@@ -135,23 +135,21 @@ class Topology:
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
             relay = f"target-{k}" if 0 < k < last else "identity"
-            heard = _root() if k == 0 else Edge(k - 1, transmissivity=1.0, relay=relay)
+            heard = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=relay)
             asked = "inverse" if 0 < k < last else "cross-entropy"
             weight = 0.0 if k == 0 < last else 1.0
             stages.append(Stage(start, stop, (heard,), asked, weight, head=k == last))
         return cls(composition.layers, tuple(stages), reduction="sum")
 
     @classmethod
-    def soft(
-        cls, transmissivities: Sequence[float], heads: Literal["shared", "per-stage"] = "shared"
-    ) -> Topology:
+    def soft(cls, grad_scales: Sequence[float], heads: Literal["shared", "per-stage"] = "shared") -> Topology:
         """A boundary after every layer with its own λ_i, losses weighted τ_i = 1 - λ_i (Def. 9.5)."""
-        layers = len(transmissivities) + 1
+        layers = len(grad_scales) + 1
         stages = []
         for i in range(layers):
-            heard = _root() if i == 0 else Edge(i - 1, transmissivity=transmissivities[i - 1])
+            heard = _root() if i == 0 else Edge(i - 1, grad_scale=grad_scales[i - 1])
             # A λ outside [0, 1] is refused as what it is, at its edge, not as the weight that it would give.
-            weight = 1.0 if i == layers - 1 else max(0.0, 1.0 - transmissivities[i])
+            weight = 1.0 if i == layers - 1 else max(0.0, 1.0 - grad_scales[i])
             stages.append(Stage(i, i + 1, (heard,), weight=weight))
         return cls(layers, tuple(stages), heads)
 
@@ -193,11 +191,11 @@ class Topology:
             stages.append(Stage(start, stop, (heard,)))
         return cls(max((s.stop for s in stages), default=0), tuple(stages), heads)
 
-    def with_transmissivity(self, value: float) -> Topology:
+    def with_grad_scale(self, value: float) -> Topology:
         """With this λ on every edge between stages."""
         stages = []
         for stage in self.stages:
-            edges = (e if e.source == EMBEDDING else replace(e, transmissivity=value) for e in stage.sources)
+            edges = (e if e.source == EMBEDDING else replace(e, grad_scale=value) for e in stage.sources)
             stages.append(replace(stage, sources=tuple(edges)))
         return replace(self, stages=tuple(stages))
 
@@ -230,14 +228,18 @@ class Topology:
         stages = []
         for k, stage in enumerate(self.stages):
             root = all(e.source == EMBEDDING for e in stage.sources)
-            if root or k <= source.source or self.tap(source) in map(self.tap, stage.sources):
+            if (
+                root
+                or k <= source.source
+                or self.source_layer(source) in map(self.source_layer, stage.sources)
+            ):
                 stages.append(stage)
             else:
                 joined = replace(source, relay=own_relay(source.relay, k, len(stage.sources)))
                 stages.append(replace(stage, sources=(*stage.sources, joined)))
         return replace(self, stages=tuple(stages))
 
-    def tap(self, edge: Edge) -> tuple[int, int]:
+    def source_layer(self, edge: Edge) -> tuple[int, int]:
         """(source, layer) of what `edge` hears, the layer filled in; the embedding's is 0."""
         if edge.source == EMBEDDING:
             return EMBEDDING, 0
@@ -264,7 +266,7 @@ class Topology:
             decoded = stage.weight > 0 and (last or k < len(self.stages) - 1)
             stages.append(replace(stage, sources=sources, weight=0.0 if decoded else stage.weight))
             if decoded:
-                own = Edge(place[-1], transmissivity=1.0)
+                own = Edge(place[-1], grad_scale=1.0)
                 stages.append(replace(stage, start=layers, stop=layers + depth, sources=(own,)))
                 layers += depth
         predicts = self._decoded(place) if last else self._undecoded()
@@ -319,7 +321,7 @@ class Topology:
 
     def leaves(self) -> list[int]:
         """The stages whose end no other stage hears."""
-        heard = {self.tap(edge) for stage in self.stages for edge in stage.sources}
+        heard = {self.source_layer(edge) for stage in self.stages for edge in stage.sources}
         return [k for k, stage in enumerate(self.stages) if (k, stage.stop) not in heard]
 
 
@@ -340,7 +342,7 @@ def own_relay(kind: str, stage: int, source: int = 0) -> str:
 
 
 def _root() -> Edge:
-    return Edge(EMBEDDING, transmissivity=1.0)
+    return Edge(EMBEDDING, grad_scale=1.0)
 
 
 def _configuration(value: Configuration | Composition | str) -> Configuration:
@@ -402,15 +404,13 @@ def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
         )
     for edge in stage.sources:
         _validate_edge(topology, k, edge)
-    if len({topology.tap(edge) for edge in stage.sources}) < len(stage.sources):
+    if len({topology.source_layer(edge) for edge in stage.sources}) < len(stage.sources):
         raise TopologyError(f"stage {k} hears the same source twice", remedy="list each source once")
 
 
 def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
-    if not 0.0 <= edge.transmissivity <= 1.0:  # also false for nan
-        raise TopologyError(
-            f"stage {k} has transmissivity {edge.transmissivity}", remedy="it must lie in [0, 1]"
-        )
+    if not 0.0 <= edge.grad_scale <= 1.0:  # also false for nan
+        raise TopologyError(f"stage {k} has grad_scale {edge.grad_scale}", remedy="it must lie in [0, 1]")
     if edge.source == EMBEDDING:
         if edge.layer is not None:
             raise TopologyError(
@@ -428,7 +428,7 @@ def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
             f"stage {k} taps stage {edge.source} after layer {edge.layer}",
             remedy=f"that stage computes layers {source.start + 1}..{source.stop}",
         )
-    if source.frozen and not topology.stages[k].frozen and edge.transmissivity > 0:
+    if source.frozen and not topology.stages[k].frozen and edge.grad_scale > 0:
         raise TopologyError(
-            f"stage {k} sends gradient to frozen stage {edge.source}", remedy="use transmissivity 0"
+            f"stage {k} sends gradient to frozen stage {edge.source}", remedy="use grad_scale 0"
         )

@@ -17,7 +17,7 @@ from topograd.topology.prediction import Prediction, prediction_of
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class EdgeOutput:
     """One thing that a stage sends: its hidden state after `layer` layers of the stack, through a relay."""
 
     source: int
@@ -33,16 +33,16 @@ class PlannedStage:
     stage: Stage
     head: int
     """The stage whose head reads it: its own, but for the nodes of `branches.py`."""
-    inputs: tuple[tuple[Port, float], ...]
-    """What comes in, each with its transmissivity."""
-    sends: tuple[Port, ...]
-    listeners: int
+    inputs: tuple[tuple[EdgeOutput, float], ...]
+    """What comes in, each with its grad_scale."""
+    outputs: tuple[EdgeOutput, ...]
+    num_grad_consumers: int
     """How many later stages send gradient back here; 0 means that the backward runs at once."""
     live_bus: bool
     """Whether x0 on the bus carries gradient from this stage."""
     scale: float
     """The factor of its loss in the training loss; 0 where it has none."""
-    forget: tuple[Port, ...]
+    last_use: tuple[EdgeOutput, ...]
     """Ports that nobody hears after this stage."""
 
     @property
@@ -77,7 +77,10 @@ class Plan:
         _check_layers(topology, layers)
         inputs = [
             tuple(
-                (Port(*topology.tap(edge), edge.relay), 0.0 if stage.frozen else float(edge.transmissivity))
+                (
+                    EdgeOutput(*topology.source_layer(edge), edge.relay),
+                    0.0 if stage.frozen else float(edge.grad_scale),
+                )
                 for edge in stage.sources
             )
             for stage in topology.stages
@@ -86,18 +89,20 @@ class Plan:
         total = sum(stage.weight for stage in topology.stages)
         stages = []
         for k, stage in enumerate(topology.stages):
-            rooted = any(e.source == EMBEDDING and e.transmissivity > 0 for e in stage.sources)
+            rooted = any(e.source == EMBEDDING and e.grad_scale > 0 for e in stage.sources)
             stages.append(
                 PlannedStage(
                     index=k,
                     stage=stage,
                     head=k,
                     inputs=inputs[k],
-                    sends=tuple(sorted((p for p in last_use if p.source == k), key=lambda p: p.layer)),
-                    listeners=sum(any(p.source == k and lam > 0 for p, lam in each) for each in inputs),
+                    outputs=tuple(sorted((p for p in last_use if p.source == k), key=lambda p: p.layer)),
+                    num_grad_consumers=sum(
+                        any(p.source == k and lam > 0 for p, lam in each) for each in inputs
+                    ),
                     live_bus=not stage.frozen and (topology.bus == "live" or rooted),
                     scale=stage.weight / total if topology.reduction == "mean" else stage.weight,
-                    forget=tuple(p for p, last in last_use.items() if last == k),
+                    last_use=tuple(p for p, last in last_use.items() if last == k),
                 )
             )
         predicting = [planned.index for planned in stages if planned.predicts]

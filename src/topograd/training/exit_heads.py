@@ -30,7 +30,7 @@ from torch import Tensor
 from topograd.exec.forward import stage_outputs
 from topograd.nn.stack import Projection, Stack
 from topograd.topology.plan import Plan
-from topograd.training.hidden_states import StateBatch
+from topograd.training.activation_cache import StateBatch
 
 TOKENS = 8192
 RIDGE = 1e-3

@@ -17,7 +17,7 @@ from topograd.data import Loader
 from topograd.errors import ConfigError
 from topograd.exec.train_step import train_step
 from topograd.memory import peak_step_bytes
-from topograd.runs.session import Session, load_data
+from topograd.runs.session import LoadedTextRun, load_data
 from topograd.timing import ratio, take_turns
 from topograd.topology.dag import Topology
 
@@ -29,7 +29,7 @@ def gap_percent(bpb: float, backprop: float) -> float:
     return 100 * (bpb / backprop - 1)
 
 
-def measure_step(session: Session) -> dict[str, Any]:
+def measure_step(session: LoadedTextRun) -> dict[str, Any]:
     """Step time and peak memory of the session's topology over backprop's, and memory by number of stages."""
     if session.plan.topology.heads != "shared":
         raise ConfigError("the step is compared with backprop on the same weights", remedy="use shared heads")
@@ -60,6 +60,6 @@ def measure_step(session: Session) -> dict[str, Any]:
     }
 
 
-def _peak(session: Session, topology: Topology, inputs: Tensor, targets: Tensor) -> int:
+def _peak(session: LoadedTextRun, topology: Topology, inputs: Tensor, targets: Tensor) -> int:
     parameters = list(session.stack.parameters())
     return peak_step_bytes(lambda: train_step(session.stack, topology, inputs, targets), parameters)

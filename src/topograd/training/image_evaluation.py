@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.data.images import Pictures
+from topograd.data.images import ImageSet
 from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.images.stack import ImageStack
 from topograd.nn.pooling import pool
@@ -137,7 +137,7 @@ def image_logits(
 
 
 def evaluate_images(
-    stack: Stack, plan: Plan, pictures: Pictures, on_batch: Callable[[int, int], None] | None = None
+    stack: Stack, plan: Plan, pictures: ImageSet, on_batch: Callable[[int, int], None] | None = None
 ) -> ImageEvaluation:
     """Every reading of this module. `on_batch` is called with the pictures that are done, and of how many."""
     found, labels = image_logits(stack, plan, pictures.images, on_batch), pictures.labels

@@ -1,4 +1,4 @@
-"""Pictures to look at: those that each stage gets right and wrong, and those that leave at each exit.
+"""ImageSet to look at: those that each stage gets right and wrong, and those that leave at each exit.
 
 Plain records, for reports. Chosen so that they say something: what a stage is surest of and wrong about, what
 it gets right and the stage before it got wrong, and what leaves at an exit, the least sure first.
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topograd.data.images import Pictures
-from topograd.runs.session import Opened, heldout_images
+from topograd.data.images import ImageSet
+from topograd.runs.session import LoadedRun, heldout_images
 from topograd.training.image_evaluation import image_logits, leaving_stage
 
 THRESHOLD = 0.9
 """The confidence at which a picture leaves."""
 MOST = 2000
-"""Pictures that are looked through."""
+"""ImageSet that are looked through."""
 SHOWN = 10
-"""Pictures of each kind."""
+"""ImageSet of each kind."""
 
 
-def examples(opened: Opened, threshold: float = THRESHOLD, most: int = MOST) -> dict[str, Any]:
+def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MOST) -> dict[str, Any]:
     """For each exit: pictures that it gets right, that it gets wrong, and that leave there at `threshold`."""
     pictures = heldout_images(opened, most=most)
     exits = image_logits(opened.stack, opened.plan, pictures.images).exits
@@ -59,7 +59,7 @@ def _order(chosen: Tensor, by: Tensor) -> Tensor:
     return rows[by[rows].argsort()][:SHOWN]
 
 
-def _records(pictures: Pictures, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
+def _records(pictures: ImageSet, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
     return [
         {
             "pixels": pictures.images[i].tolist(),

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from topograd.data import Prepared
-from topograd.runs.based import BasedStore
 from topograd.runs.config import TrainConfig
+from topograd.runs.delta_store import DeltaStore
 from topograd.runs.topology_config import OWN_TEACHER
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import Plan
-from topograd.training.hidden_states import (
+from topograd.training.activation_cache import (
+    CachedActivationLoader,
     OnRows,
     PlainRows,
     RowStore,
     StateBatch,
-    StateLoader,
     compute_states,
     packed_rows,
 )
-from topograd.training.sparse_teacher import TaughtRows, write_teacher
+from topograd.training.sparse_teacher import TeacherLogitRows, write_teacher
 
 if TYPE_CHECKING:
     from topograd.training.runs import RunTask
@@ -56,12 +56,14 @@ def kept_layers(config: TrainConfig, plan: Plan) -> tuple[int, ...]:
     return (first,) if first else ()
 
 
-def open_kept_loader(task: RunTask, layers: tuple[int, ...], on_rows: OnRows | None) -> StateLoader:
+def open_kept_loader(
+    task: RunTask, layers: tuple[int, ...], on_rows: OnRows | None
+) -> CachedActivationLoader:
     """Batches of the run's text with what is kept of it, computed now if it is not there."""
     config = task.config
     assert isinstance(task.data, Prepared), "settings with [images] keep nothing"
     tokens = _scheduled(config)
-    inputs, targets = packed_rows(task.data.train, config.row, config.seed, tokens)
+    inputs, targets = packed_rows(task.data.train, config.seq_len, config.seed, tokens)
     store: RowStore = PlainRows(inputs, targets)
     if layers:
         store = _states(task, layers, inputs, targets, on_rows)
@@ -77,8 +79,8 @@ def open_kept_loader(task: RunTask, layers: tuple[int, ...], on_rows: OnRows | N
             top=config.topology.teacher_top,
             on_rows=on_rows,
         )
-        store = TaughtRows(store, kept, config.device)
-    return StateLoader(store, config.batch, config.seed)
+        store = TeacherLogitRows(store, kept, config.device)
+    return CachedActivationLoader(store, config.batch, config.seed)
 
 
 def first_rows(task: RunTask, tokens: int) -> StateBatch:
@@ -87,21 +89,21 @@ def first_rows(task: RunTask, tokens: int) -> StateBatch:
     tokens = min(tokens, _scheduled(config))
     if task.states is not None:
         store = task.states.store
-        return store.rows(range(min(len(store), max(1, tokens // config.row))))
+        return store.rows(range(min(len(store), max(1, tokens // config.seq_len))))
     assert isinstance(task.data, Prepared), "settings with [images] have no rows of text"
-    return StateBatch(*packed_rows(task.data.train, config.row, config.seed, tokens), {})
+    return StateBatch(*packed_rows(task.data.train, config.seq_len, config.seed, tokens), {})
 
 
 def _scheduled(config: TrainConfig) -> int:
     """Tokens that the schedule asks for."""
-    return config.steps * config.accumulate * config.batch * config.row
+    return config.steps * config.accumulate * config.batch * config.seq_len
 
 
 def _states(
     task: RunTask, layers: tuple[int, ...], inputs: Tensor, targets: Tensor, on_rows: OnRows | None
 ) -> RowStore:
     store, dtype = task.run.store, task.config.tune.states
-    assert isinstance(store, BasedStore)
+    assert isinstance(store, DeltaStore)
     assert dtype != "none"
     return compute_states(
         task.run.folder / FOLDER,

@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topograd.errors import ConfigError
-from topograd.nn.auxiliaries import auxiliary_name
+from topograd.nn.aux_heads import auxiliary_name
 from topograd.nn.heads import FullDelta
 from topograd.nn.stack import Stack
 from topograd.nn.transformer.block import MLP
@@ -50,7 +50,14 @@ Groups = Mapping[str, Mapping[str, nn.Parameter]]
 Make = Callable[[Groups, OptimizerConfig, Stack], dict[str, Optimizer]]
 OPTIMIZERS: Registry[Make] = Registry("optimizer")
 """Makers of optimizers by name; `topograd/plugins.py` lists those of this module."""
-GROUPS = ("matrices", "embeddings", "head", "scalars", "relays")
+GROUPS = {
+    "matrices": "lr_matrix",
+    "embeddings": "lr_embedding",
+    "head": "lr_head",
+    "scalars": "lr_scalar",
+    "relays": "lr_relay",
+}
+"""Groups of parameters, and the setting of each one's learning rate."""
 KERNELS = "kernels"
 ADAM_RATE = 0.002
 """Of matrices with Adam, and of kernels beside Muon."""
@@ -130,7 +137,7 @@ def _select(groups: Groups, ids: Set[int]) -> dict[str, dict[str, nn.Parameter]]
 def parameter_groups(stack: Stack) -> dict[str, dict[str, nn.Parameter]]:
     """Every parameter that learns, in exactly one group, by name."""
     layered = {id(p) for p in stack.layers.parameters()}
-    relays = {id(p) for relay in stack.own_relays().values() for p in relay.parameters()}
+    relays = {id(p) for relay in stack.learned_relays().values() for p in relay.parameters()}
     tables = {id(m.weight) for m in stack.modules() if isinstance(m, nn.Embedding)}
     heads = {id(p) for name, p in stack.named_parameters(remove_duplicate=False) if name.startswith("head.")}
     groups: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
@@ -154,7 +161,7 @@ def parameter_groups(stack: Stack) -> dict[str, dict[str, nn.Parameter]]:
 def stage_parameters(stack: Stack, plan: Plan, stages: Iterable[int]) -> list[nn.Parameter]:
     """What only these stages use: their layers, their own heads, and the relays that they receive through."""
     found: dict[int, nn.Parameter] = {}
-    relays = stack.own_relays()
+    relays = stack.learned_relays()
     for stage in stages:
         planned = plan.stages[stage]
         modules = [stack.layers[i] for i in planned.layers]
@@ -180,7 +187,7 @@ def muon_and_adamw(groups: Groups, config: OptimizerConfig, stack: Stack) -> dic
             momentum=config.momentum,
             ns_steps=config.newton_schulz_steps,
         )
-    rest = _listed(groups, config, (*GROUPS[1:], KERNELS))
+    rest = _listed(groups, config, (*list(GROUPS)[1:], KERNELS))
     if rest:
         made["adamw"] = torch.optim.AdamW(rest, betas=config.betas, eps=1e-10, weight_decay=0.0, fused=True)
     return made
@@ -217,7 +224,7 @@ def ddc_muon(groups: Groups, config: OptimizerConfig, stack: Stack) -> dict[str,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
-    rest = _listed(groups, config, (*GROUPS[1:], KERNELS), named=True)
+    rest = _listed(groups, config, (*list(GROUPS)[1:], KERNELS), named=True)
     if rest:
         made["ddc-adam"] = DDCAdam(rest, head_gauges(stack, groups), betas=config.betas, eps=1e-10)
     return made
@@ -258,7 +265,7 @@ def _kernels_apart(groups: Groups) -> Groups:
 
 
 def _matrix_rate(config: OptimizerConfig, default: float) -> float:
-    return default if config.matrices is None else config.matrices
+    return default if config.lr_matrix is None else config.lr_matrix
 
 
 def _listed(
@@ -274,7 +281,7 @@ def _listed(
         if groups[name]:
             layered = name in ("matrices", KERNELS)
             fixed = ADAM_RATE if name == KERNELS else _matrix_rate(config, matrices)
-            rate = fixed if layered else getattr(config, name)
+            rate = fixed if layered else getattr(config, GROUPS[name])
             decay = config.weight_decay if layered else 0.0
             params = list(groups[name].items() if named else groups[name].values())
             listed.append({"params": params, "lr": rate, "weight_decay": decay})

@@ -24,12 +24,12 @@ from topograd.exec.objectives import objectives_of
 from topograd.nn.layer_dropout import dropout_rates
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
-from topograd.runs.based import BasedStore, bind_base
 from topograd.runs.checkpoint import Checkpoint, Optimizers
 from topograd.runs.config import TrainConfig
+from topograd.runs.delta_store import DeltaStore, bind_base
 from topograd.runs.folder import Run
 from topograd.runs.session import (
-    Opened,
+    LoadedRun,
     bind_tokenizer,
     build_stack,
     check_owner,
@@ -44,9 +44,9 @@ from topograd.runs.session import (
 from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
+from topograd.training.activation_cache import CachedActivationLoader, OnRows
 from topograd.training.averaged_weights import AveragedWeights
 from topograd.training.exit_heads import TOKENS, begin_exit_heads
-from topograd.training.hidden_states import OnRows, StateLoader
 from topograd.training.kept_states import first_rows, kept_layers, open_kept_loader, remove_states
 from topograd.training.optimizers import make_optimizers
 from topograd.training.sources import Data, TextSource, source_of
@@ -73,7 +73,7 @@ class RunTask(Task):
         self.run, self.config, self.data = run, config, data
         self.source = source_of(config, data)
         self.loader = self.source.loader
-        self.states: StateLoader | None = None
+        self.states: CachedActivationLoader | None = None
         """Who gives the batches instead, where states of a frozen trunk or a teacher's logits are kept."""
         self.teacher: Teacher | None = self.source.teacher(config)
         self.stack, self.plan = build_stack(config)
@@ -146,10 +146,10 @@ class RunTask(Task):
 
     def current_plan(self, step: int) -> Plan:
         """The plan of the next step; λ may be a function of it."""
-        lam = self.config.topology.transmissivity_at(step / self.config.steps)
+        lam = self.config.topology.grad_scale_at(step / self.config.steps)
         if lam is None:
             return self.plan
-        return _plan_at(self.plan.topology.with_transmissivity(lam), len(self.stack.layers))
+        return _plan_at(self.plan.topology.with_grad_scale(lam), len(self.stack.layers))
 
     def batches(self) -> list[Batch]:
         """The batches of the next step."""
@@ -208,7 +208,7 @@ class RunTask(Task):
         if results["finished"]:
             remove_states(self.run.folder)
 
-    def _batches(self) -> Loader | ImageLoader | StateLoader:
+    def _batches(self) -> Loader | ImageLoader | CachedActivationLoader:
         return self.loader if self.states is None else self.states
 
 
@@ -291,7 +291,7 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
         trainer.load(found)
     elif config.init is not None:
         store = run.store
-        based = store.open_base() if isinstance(store, BasedStore) else open_run(config.init)
+        based = store.open_base() if isinstance(store, DeltaStore) else open_run(config.init)
         begin_from(task.stack, based)
     return trainer
 
@@ -302,7 +302,7 @@ def _load(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[TrainConfig
 
 
 @torch.no_grad()
-def begin_from(stack: Stack, base: Opened) -> None:
+def begin_from(stack: Stack, base: LoadedRun) -> None:
     """Give a stack the weights of a run; heads, relays and layers that the run lacks stay as they are."""
     own, given = stack.state_dict(), base.stack.state_dict()
     foreign = sorted(name for name in given if name not in own)

@@ -29,9 +29,9 @@ class TextSource:
     def __init__(self, config: TrainConfig, data: Prepared) -> None:
         context = config.model.context
         self.data = data
-        self.loader = Loader(data.train, config.row, config.batch, config.seed)
+        self.loader = Loader(data.train, config.seq_len, config.batch, config.seed)
         self.text = Text(*windows(data.heldout, data.tokenizer, context, config.eval_bytes))
-        self.units = config.batch * config.row
+        self.units = config.batch * config.seq_len
 
     def evaluate(self, stack: Stack, plan: Plan) -> Reading:
         return evaluate(stack, plan, self.text)

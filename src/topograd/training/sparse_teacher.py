@@ -12,8 +12,8 @@ item 2).
     teacher.json              format, what it is of (teacher, data, top, rows), SHA-256 of each shard
     shard-00000.safetensors   tokens (rows, time, k) int32, values (rows, time, k), rest (rows, time) float32
 
-`train --teacher RUN --teacher-top K` keeps them in the student's folder: `TaughtRows` are rows of text with
-what the teacher said of them.
+`train --teacher RUN --teacher-top K` keeps them in the student's folder: `TeacherLogitRows` are rows of text
+with what the teacher said of them.
 
 Shards of SHARD_ROWS rows are written whole; a kill loses one, and the next call goes on behind the last.
 Cost: one forward of the teacher; 8 k + 4 bytes a position instead of 4 vocab. Limits: rows are those given,
@@ -37,7 +37,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
 from topograd.exec.objectives import Logits
 from topograd.files import read_json, sha256, write_atomic, write_json
-from topograd.training.hidden_states import OnRows, RowStore, StateBatch
+from topograd.training.activation_cache import OnRows, RowStore, StateBatch
 
 FORMAT = "topograd-teacher"
 VERSION = 1
@@ -74,7 +74,7 @@ class SparseTeacher:
 
 
 @dataclass(frozen=True)
-class TaughtRows:
+class TeacherLogitRows:
     """Rows of text, with hidden states or without, and what a teacher predicts on each."""
 
     store: RowStore
@@ -104,7 +104,7 @@ def write_teacher(
 ) -> SparseTeacher:
     """The teacher's logits on these rows: opened if they are there, gone on with if begun, else computed.
 
-    `name` says which weights teach (`Session.weights`).
+    `name` says which weights teach (`LoadedTextRun.weights`).
     """
     if top < 1:
         raise ConfigError(setting="top", given=top, allowed="at least 1")

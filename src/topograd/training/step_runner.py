@@ -30,7 +30,7 @@ from topograd.nn.layer_dropout import dropped_layers
 from topograd.nn.stack import Stack
 from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
-from topograd.training.hidden_states import StateBatch
+from topograd.training.activation_cache import StateBatch
 from topograd.training.optimizers import OptimizerSet, stage_parameters
 
 Batch = tuple[Tensor, Tensor] | StateBatch

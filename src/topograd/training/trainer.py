@@ -32,7 +32,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.files import dump_json
 from topograd.runs.checkpoint import Checkpoint, Optimizers
 from topograd.runs.workspace import Workspace
-from topograd.training.hidden_states import OnRows
+from topograd.training.activation_cache import OnRows
 
 
 class Reading(Protocol):

@@ -92,7 +92,7 @@ def test_no_cache_is_made_or_kept(foreign: Foreign) -> None:
     assert model.config.use_cache
     inputs = tokens()
     with torch.no_grad():
-        calls = stack.bus(stack.embed(inputs), inputs).extras["calls"]
+        calls = stack.layer_context(stack.embed(inputs), inputs).extras["calls"]
     assert len(calls) == 4
     assert all(call.kwargs["use_cache"] is False for call in calls)
     assert all(call.kwargs.get("past_key_values") is None for call in calls)
@@ -101,7 +101,7 @@ def test_no_cache_is_made_or_kept(foreign: Foreign) -> None:
 def test_layers_may_have_masks_of_their_own(models: dict[str, Callable[..., Any]]) -> None:
     model = models["qwen2"]().eval()
     stack = adapt(model, layers="model.layers", norm="model.norm", head="lm_head")
-    calls = stack.bus(stack.embed(tokens()), tokens()).extras["calls"]
+    calls = stack.layer_context(stack.embed(tokens()), tokens()).extras["calls"]
     masks = [call.kwargs["attention_mask"] for call in calls]
     assert masks[0] is None
     assert masks[3] is not None

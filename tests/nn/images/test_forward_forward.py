@@ -19,13 +19,13 @@ def test_logits_are_the_goodness_of_each_label(small: Make, batch: tuple[Tensor,
     stack = small("forward-forward")
     x0 = stack.embed(batch[0])
     assert x0.shape == (6, 3, 64)
-    bus = stack.bus(x0, batch[0])
-    h = stack.layers[0](x0, bus)
+    ctx = stack.layer_context(x0, batch[0])
+    h = stack.layers[0](x0, ctx)
     assert torch.allclose(stack.readout(h, 0), (h**2).mean(-1))
     for label in range(3):
-        alone = stack.layers[0](x0[:, label], bus)
+        alone = stack.layers[0](x0[:, label], ctx)
         torch.testing.assert_close(h[:, label], alone)
-    torch.testing.assert_close(stack.layers[1](7 * h, bus), stack.layers[1](h, bus), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stack.layers[1](7 * h, ctx), stack.layers[1](h, ctx), rtol=1e-4, atol=1e-4)
 
 
 def test_labels_are_all_that_differs(small: Make, batch: tuple[Tensor, Tensor]) -> None:

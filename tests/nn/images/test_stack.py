@@ -25,12 +25,12 @@ def gradients(stack: ImageStack) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("partition", ["3", "1,2", "1,1,1"])
-@pytest.mark.parametrize("transmissivity", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("grad_scale", [0.0, 0.5, 1.0])
 def test_every_network_learns_as_the_reference_says(
-    network: ImageConfig, partition: str, transmissivity: float, batch: Batch
+    network: ImageConfig, partition: str, grad_scale: float, batch: Batch
 ) -> None:
     torch.manual_seed(0)
-    topology = Topology.chain(partition, transmissivity=transmissivity)
+    topology = Topology.chain(partition, grad_scale=grad_scale)
     stack = make_image_stack(network, topology).double()
     plan = prepare(stack, topology)
     losses = train_step(stack, plan, *batch)
@@ -71,10 +71,10 @@ def test_appended_layers_change_nothing_at_first(name: str, small: Make, batch: 
     topology = Topology.chain("1,1,1").with_specialist(2)
     stack = small(name, topology).eval()
     h = stack.embed(batch[0])
-    bus = stack.bus(h, batch[0])
+    ctx = stack.layer_context(h, batch[0])
     before = h
     for i, layer in enumerate(stack.layers):
-        h = layer(h, bus)
+        h = layer(h, ctx)
         before = h if i == 2 else before
     assert torch.equal(h, before)
 
@@ -108,7 +108,7 @@ def test_a_frozen_stage_does_not_move(small: Make, batch: Batch) -> None:
 def test_what_does_not_fit_is_refused(small: Make, batch: Batch) -> None:
     stack = small("vgg", "1,1,1")
     skipping = Topology(
-        3, (Stage(0, 1, (Edge(-1, transmissivity=1.0),)), Stage(1, 2, (Edge(0),)), Stage(2, 3, (Edge(-1),)))
+        3, (Stage(0, 1, (Edge(-1, grad_scale=1.0),)), Stage(1, 2, (Edge(0),)), Stage(2, 3, (Edge(-1),)))
     )
     with pytest.raises(StackError, match="stage 3 is given 1 × 8 × 8 and its first layer takes 4 × 8 × 8"):
         prepare(stack, skipping)

@@ -64,7 +64,7 @@ class Decay(nn.Module):
     def new_state(self, batch, capacity):
         return Memory(batch, self.value.out_features, self.value.weight)
 
-    def forward(self, x, bus, state=None):
+    def forward(self, x, ctx, state=None):
         state = self.new_state(len(x), 0) if state is None else state
         v, a = self.value(x), torch.sigmoid(self.rate)
         first = len(state.sums)
@@ -120,7 +120,7 @@ def test_a_new_layer_starts_as_x0_alone(module: str) -> None:
     fresh = GPT(architecture=f"{module}:Decay", x0_blend=False, **SIZES)
     inputs = torch.randint(23, (2, 9))
     x0 = fresh.embed(inputs)
-    assert torch.equal(fresh.layers[0](x0, fresh.bus(x0, inputs)), x0)
+    assert torch.equal(fresh.layers[0](x0, fresh.layer_context(x0, inputs)), x0)
 
 
 def test_it_is_causal(model: GPT) -> None:
@@ -159,9 +159,9 @@ def test_chosen_positions_are_those_of_all(model: GPT) -> None:
     """It does not take rows itself, so its layer does."""
     inputs, rows = torch.randint(23, (2, 9)), torch.tensor([1, 4, 8])
     x0 = model.embed(inputs)
-    bus = model.bus(x0, inputs)
+    ctx = model.layer_context(x0, inputs)
     for layer in model.layers:
-        torch.testing.assert_close(layer(x0, bus, rows=rows), layer(x0, bus)[:, rows], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(layer(x0, ctx, rows=rows), layer(x0, ctx)[:, rows], rtol=1e-12, atol=1e-12)
 
 
 def test_it_learns_in_stages(model: GPT) -> None:

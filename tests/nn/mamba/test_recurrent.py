@@ -11,7 +11,7 @@ from topograd.errors import StackError
 from topograd.nn.mamba.mamba2 import Mamba2Mixer
 from topograd.nn.mamba.mamba3 import Mamba3Mixer
 from topograd.nn.mamba.recurrent import KEPT, RecurrentState, last_columns
-from topograd.nn.packed import packed
+from topograd.nn.mkl_linear import packed
 
 Mixer = Mamba2Mixer | Mamba3Mixer
 NAMES = {Mamba2Mixer: ("columns", "S"), Mamba3Mixer: ("theta", "S", "B", "x")}

@@ -43,7 +43,7 @@ def test_a_new_layer_passes_its_input_on_and_learns() -> None:
     gpt = GPT(layers=1, architecture="mamba3", x0_blend=False, **SIZES)
     inputs = torch.randint(11, (2, 8))
     x0 = gpt.embed(inputs)
-    h = gpt.layers[0](x0, gpt.bus(x0, inputs))
+    h = gpt.layers[0](x0, gpt.layer_context(x0, inputs))
     assert torch.equal(h, x0)
     h.square().sum().backward()
     mixer = gpt.layers[0].mixer
@@ -59,8 +59,8 @@ def test_chosen_rows_and_the_state() -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     inputs, rows = torch.randint(11, (2, 8)), torch.tensor([1, 4, 7])
     x0 = gpt.embed(inputs)
-    bus = gpt.bus(x0, inputs)
+    ctx = gpt.layer_context(x0, inputs)
     for layer in gpt.layers:
-        whole, some = layer(x0, bus), layer(x0, bus, rows=rows)
+        whole, some = layer(x0, ctx), layer(x0, ctx, rows=rows)
         torch.testing.assert_close(some, whole[:, rows], rtol=1e-12, atol=1e-12)
     assert isinstance(gpt.layers[0].new_state(2, 8), RecurrentState)  # type: ignore[operator]

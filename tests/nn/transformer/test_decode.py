@@ -131,7 +131,9 @@ def test_positions_beyond_the_context(gpt: GPT) -> None:
     parts = [logits(fast, part, states) for part in inputs.split([CONTEXT, 1, 1, 7, 15], dim=1)]
     close(torch.cat(parts, dim=2), expected)
     unlike = torch.tensor([[0, 1], [2 * CONTEXT, 2 * CONTEXT + 1]])
-    assert gpt.for_decoding().bus(gpt.embed(inputs[:, :2]), inputs[:, :2], unlike).positions is unlike
+    assert (
+        gpt.for_decoding().layer_context(gpt.embed(inputs[:, :2]), inputs[:, :2], unlike).positions is unlike
+    )
 
 
 @torch.no_grad()
@@ -180,7 +182,7 @@ def test_the_gpt_is_left_as_it_was_and_its_copy_records_no_gradient() -> None:
     before = {name: p.clone() for name, p in gpt.named_parameters()}
     fast = gpt.for_decoding()
     x0 = fast.embed(inputs)
-    assert not fast.layers[0](x0, fast.bus(x0, inputs)).requires_grad
+    assert not fast.layers[0](x0, fast.layer_context(x0, inputs)).requires_grad
     assert all(torch.equal(p, before[name]) for name, p in gpt.named_parameters())
     assert all(p.requires_grad for p in gpt.parameters())
 

@@ -16,9 +16,9 @@ def test_rotated_pairs_are_a_rotation(sign: int, ragged: bool) -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)  # batch, time, heads, head width
     inputs = torch.zeros(2, 3, dtype=torch.long)
     offset = torch.tensor([[4, 5, 6], [0, 1, 9]]) if ragged else 4
-    bus = RotaryCache(FREQUENCIES, torch.float64, sign, reach=6).bus(x, inputs, offset)
+    ctx = RotaryCache(FREQUENCIES, torch.float64, sign, reach=6).layer_context(x, inputs, offset)
     rows = paired(x.reshape(6, 40).t(), 8).t().contiguous()  # as a matrix with reordered rows would give them
-    found = rotate_pairs(rows, bus, 8)
+    found = rotate_pairs(rows, ctx, 8)
     positions = offset if isinstance(offset, torch.Tensor) else torch.arange(4, 7).expand(2, 3)
     angles = (positions[..., None] * FREQUENCIES)[:, :, None]
     plain = rotate_halves(x, angles.cos(), -sign * angles.sin())  # `rotate` turns clockwise
@@ -29,6 +29,6 @@ def test_rotated_pairs_are_a_rotation(sign: int, ragged: bool) -> None:
 def test_positions_beyond_the_reach_are_made_when_they_come() -> None:
     cache = RotaryCache(FREQUENCIES, torch.float64, 1, reach=2)
     x = torch.zeros(1, 1, 8, dtype=torch.float64)
-    bus = cache.bus(x, torch.zeros(1, 1, dtype=torch.long), 7)
-    assert bus.positions.tolist() == [7]
-    assert torch.equal(bus.extras["rotary"][0, 0], torch.polar(torch.ones(4).double(), 7 * FREQUENCIES))
+    ctx = cache.layer_context(x, torch.zeros(1, 1, dtype=torch.long), 7)
+    assert ctx.positions.tolist() == [7]
+    assert torch.equal(ctx.extras["rotary"][0, 0], torch.polar(torch.ones(4).double(), 7 * FREQUENCIES))

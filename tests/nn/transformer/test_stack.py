@@ -121,9 +121,9 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-11) -> None:
 def run(stack: Stack, inputs: Tensor, offset: int | Tensor, states: list[Any], stage: int = 0) -> Tensor:
     """Logits of inputs (batch, time) whose first position, or whose positions, `offset` is."""
     h = stack.embed(inputs)
-    bus = stack.bus(h, inputs, offset)
+    ctx = stack.layer_context(h, inputs, offset)
     for layer, state in zip(stack.layers, states, strict=True):
-        h = layer(h, bus, state)
+        h = layer(h, ctx, state)
     return stack.readout(h, stage)
 
 

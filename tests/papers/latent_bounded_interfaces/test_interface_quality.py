@@ -98,7 +98,7 @@ def test_tables_have_every_model_and_seeds_of_one_architecture() -> None:
 def test_a_row_of_the_published_interface(small_cases: None) -> None:
     """It is read from prefixes too, and its Jacobians along the way; a causal one is the same either way."""
     words = PUBLISHED[16]
-    fast = OptimizerConfig(relays=0.3)
+    fast = OptimizerConfig(lr_relay=0.3)
     row = train_case(Case(words, interface=words, partition="1,1,1", optimizer=fast), steps=6)
     assert [look["step"] for look in row["looks"]] == [0, 1, 2, 3, 4, 5]
     assert all(len(look["local_norm"]) == 1 for look in row["looks"])

@@ -73,12 +73,12 @@ def test_a_position_hears_itself_at_once_and_segments_do_not() -> None:
 
 
 def test_kinds_say_what_they_are() -> None:
-    own: Any = model("own")[0].own_relays()["interface-1"]
-    phase: Any = model("phase")[0].own_relays()["interface-1"]
+    own: Any = model("own")[0].learned_relays()["interface-1"]
+    phase: Any = model("phase")[0].learned_relays()["interface-1"]
     assert isinstance(own, OwnPosition)
     assert isinstance(phase, Phase)
     assert phase.phase.weight.shape == (2, 4), "a segment has two positions"
-    authors: dict[str, Any] = dict(model("authors")[0].own_relays())
+    authors: dict[str, Any] = dict(model("authors")[0].learned_relays())
     assert isinstance(authors["interface-1"], Authors)
     assert authors["interface-1"].start is not None, "m_0 comes from the tokens"
     assert authors["interface-2"].start is None
@@ -87,13 +87,13 @@ def test_kinds_say_what_they_are() -> None:
 def test_steady_messages_have_no_common_part() -> None:
     stack, plan = model("steady")
     inputs = torch.randint(20, (64, CONTEXT))
-    relay: Any = stack.own_relays()["interface-1"]
+    relay: Any = stack.learned_relays()["interface-1"]
     sent: list[Tensor] = []
     plain = relay.receive
 
-    def receive(message: Tensor, bus: Any) -> Any:
+    def receive(message: Tensor, ctx: Any) -> Any:
         sent.append(message.detach())
-        return plain(message, bus)
+        return plain(message, ctx)
 
     relay.receive = receive
     for _ in range(2):
@@ -110,10 +110,10 @@ def test_steady_messages_have_no_common_part() -> None:
 def test_phase_zero_is_the_plain_interface() -> None:
     stack, plan = model("phase")
     plain, other = model("segments")
-    relays: dict[str, Any] = dict(stack.own_relays())
+    relays: dict[str, Any] = dict(stack.learned_relays())
     for name, relay in relays.items():
         torch.nn.init.zeros_(relay.phase.weight)
-        plain.own_relays()[name].load_state_dict(
+        plain.learned_relays()[name].load_state_dict(
             {key: value for key, value in relay.state_dict().items() if not key.startswith("phase")}
         )
     shared = {k: v for k, v in stack.state_dict().items() if "interface" not in k}

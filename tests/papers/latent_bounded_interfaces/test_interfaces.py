@@ -119,7 +119,7 @@ def test_another_length_or_recipe_is_trained(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(study, "train_case", counted)
     file, case = tmp_path / "rows.jsonl", Case("dense", partition="1,1")
     adam = replace(case, optimizer=OptimizerConfig(name="adamw"))
-    slow = replace(case, optimizer=OptimizerConfig(relays=1e-4))
+    slow = replace(case, optimizer=OptimizerConfig(lr_relay=1e-4))
     run(file, [case], steps=3)
     run(file, [case], steps=5)
     found = run(file, [case, adam, slow], steps=5)
@@ -144,7 +144,7 @@ def test_the_parts_that_are_named_are_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert (steps, usual) == (9, study.STEPS)
     assert [case.name for case in first] == ["dense", "shallow", study.FINE, study.PUBLISHED[32]]
     assert {case.architecture for case in first} == {"mamba2"}
-    assert {case.optimizer for case in first} == {OptimizerConfig(name="adamw", relays=0.5)}
+    assert {case.optimizer for case in first} == {OptimizerConfig(name="adamw", lr_relay=0.5)}
     assert second == [*headline("hybrid"), *sweeps("hybrid")]
     assert len(third) == (2 * 6 + 2 * 4) * 3 + sum(len(sweeps(kind)) for kind in get_args(Architecture))
     for wrong in (["rnn"], ["--steps", "0"], ["--seeds", "0"], ["--steps", "many"]):

@@ -24,7 +24,7 @@ def test_it_looks_every_so_many_steps_and_at_the_end(monkeypatch: pytest.MonkeyP
 
     def trained(case: Any, steps: int, watch: Any) -> None:
         assert (case.architecture, case.interface) == ("transformer", study.INTERFACE)
-        assert case.optimizer == OptimizerConfig(relays=0.5)
+        assert case.optimizer == OptimizerConfig(lr_relay=0.5)
         for step in range(steps):
             inputs = torch.randint(11, (3, 16))
             watch(step, stack, plan, inputs, inputs)
@@ -51,7 +51,7 @@ def test_what_is_named_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "watched", watched)
     study.main(["mamba3", "--relays", "0.25"])
     study.main([])
-    usual = OptimizerConfig().relays
+    usual = OptimizerConfig().lr_relay
     assert asked == [("mamba3", 0.25), *((name, usual) for name in get_args(Architecture))]
     with pytest.raises(SystemExit):
         study.main(["rnn"])

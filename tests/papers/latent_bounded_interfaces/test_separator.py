@@ -13,7 +13,7 @@ from topograd.errors import TopologyError
 from topograd.nn.config import ARCHITECTURES, Pool, SegmentInterface
 from topograd.nn.gpt import GPT
 from topograd.nn.interface import SegmentRelay, add_interfaces
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.dag import EMBEDDING, Edge, Topology
 
 CONTEXT = 12
@@ -52,7 +52,7 @@ def test_the_published_interface_is_a_separator_too() -> None:
 
 
 def test_the_canvas_is_allowed() -> None:
-    check_separator(model(), also_reads(2, Edge(EMBEDDING, transmissivity=1.0)), tokens())
+    check_separator(model(), also_reads(2, Edge(EMBEDDING, grad_scale=1.0)), tokens())
 
 
 def test_an_interface_past_a_region_is_one_all_the_same() -> None:
@@ -101,8 +101,8 @@ class _Keeps(nn.Module):
         super().__init__()
         self.block, self.what = block, what
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        out = self.block(h, bus)
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        out = self.block(h, ctx)
         self.kept = h if self.what == "input" else out
         return out
 
@@ -115,8 +115,8 @@ class _Reads(nn.Module):
         self.block, self.other = block, [other]  # in a list: no submodule
         self.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        return self.block(h + self.other[0].kept @ self.weight, bus)
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        return self.block(h + self.other[0].kept @ self.weight, ctx)
 
 
 @pytest.mark.parametrize("what", ["input", "output"])
@@ -165,8 +165,8 @@ class _Shares(nn.Module):
         super().__init__()
         self.block, self.memory, self.write = block, memory, write
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        return self.memory(self.block(h, bus), self.write)
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        return self.memory(self.block(h, ctx), self.write)
 
 
 def test_module_state() -> None:
@@ -185,8 +185,8 @@ class _KeepingRelay(SegmentRelay):
 
     kept: Tensor
 
-    def receive(self, message: Tensor, bus: Bus) -> Tensor:
-        self.kept = super().receive(message, bus)
+    def receive(self, message: Tensor, ctx: LayerContext) -> Tensor:
+        self.kept = super().receive(message, ctx)
         return self.kept
 
 
@@ -215,7 +215,7 @@ def test_a_path_to_the_readout() -> None:
 
 def test_what_differs_from_run_to_run_is_refused() -> None:
     class Dropping(nn.Module):
-        def forward(self, h: Tensor, bus: Bus) -> Tensor:
+        def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
             return nn.functional.dropout(h, 0.5, self.training)
 
     stack = model()

@@ -17,7 +17,7 @@ from papers.product_of_experts.continual_methods import (
     fisher_diagonal,
 )
 from papers.product_of_experts.continual_tasks import TaskData
-from topograd.data.images import Pictures
+from topograd.data.images import ImageSet
 from topograd.nn.images.config import ImageConfig
 
 NETWORK = ImageConfig(widths=(8, 6), shape=(1, 4, 4), classes=4)
@@ -33,7 +33,7 @@ def tasks() -> list[TaskData]:
         labels = first + torch.arange(40) % 2
         images = torch.randint(0, 60, (40, 1, 4, 4), generator=generator)
         images[torch.arange(40), 0, labels] += 180
-        pictures = Pictures(images.to(torch.uint8), labels)
+        pictures = ImageSet(images.to(torch.uint8), labels)
         made.append(TaskData((first, first + 1), pictures, pictures))
     return made
 

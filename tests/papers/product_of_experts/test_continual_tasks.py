@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from papers.product_of_experts.continual_tasks import accuracies, average, forgetting, split, transfer
-from topograd.data.images import ImageData, Pictures, read_images
+from topograd.data.images import ImageData, ImageSet, read_images
 from topograd.errors import DataError
 
 MATRIX = [[0.9, 0.0, 0.0], [0.5, 0.8, 0.1], [0.7, 0.6, 0.9]]
@@ -20,7 +20,7 @@ def test_measures() -> None:
 
 def test_tasks_have_two_classes_each() -> None:
     labels = torch.arange(40) % 4
-    pictures = Pictures(labels.to(torch.uint8).reshape(40, 1, 1, 1), labels)
+    pictures = ImageSet(labels.to(torch.uint8).reshape(40, 1, 1, 1), labels)
     data = ImageData(pictures, pictures, 4, "")
     by_class, by_domain = split(data, "class"), split(data, "domain")
     assert [task.train.labels.unique().tolist() for task in by_class] == [[0, 1], [2, 3]]

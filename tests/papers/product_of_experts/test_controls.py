@@ -11,14 +11,14 @@ from torch import nn
 from papers.product_of_experts.controls import NAME, lora, read_by, single_head, train
 from topograd.exec.forward import Predictor
 from topograd.nn.transformer.parts import TransposedLinear
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.records import rows_of
 from topograd.specialists.settings import FineTune
 
 TOKENS = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_single_head_moves_the_base(imported: Session, chats: Path) -> None:
+def test_a_single_head_moves_the_base(imported: LoadedTextRun, chats: Path) -> None:
     before = {name: p.clone() for name, p in imported.stack.state_dict().items()}
     control = single_head(imported, layers=1)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_a_single_head_moves_the_base(imported: Session, chats: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["gpt", "imported"])
-def test_lora_moves_the_base_while_it_is_on(bases: dict[str, Session], which: str, chats: Path) -> None:
+def test_lora_moves_the_base_while_it_is_on(bases: dict[str, LoadedTextRun], which: str, chats: Path) -> None:
     base = bases[which]
     before = {name: p.clone() for name, p in base.stack.state_dict().items()}
     per_rank = sum(

@@ -8,7 +8,7 @@ import torch
 from papers.product_of_experts.fact_readings import Reader, asked, by_stage, recall, trust, weighting
 from papers.product_of_experts.facts import REAL, KnownFact, World
 from topograd.exec.forward import Predictor
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.specialists.attach import Attached, attach, new_specialist
 from topograd.specialists.composition import composed
 
@@ -16,7 +16,7 @@ PATHS: dict[str, dict[str, float]] = {"base": {}, "s": {"s": 1.0}}
 
 
 @pytest.fixture(scope="module")
-def attached(imported: Session, tmp_path_factory: pytest.TempPathFactory) -> Attached:
+def attached(imported: LoadedTextRun, tmp_path_factory: pytest.TempPathFactory) -> Attached:
     made = attach(imported, [new_specialist(tmp_path_factory.mktemp("s") / "s", imported)])
     with torch.no_grad():
         for parameter in made.part("s").parameters():

@@ -29,7 +29,7 @@ CHAIN = Topology.chain("2,2,2")
 
 
 def lambdas(topology: Topology) -> list[float]:
-    return [e.transmissivity for s in topology.stages for e in s.sources if e.source != EMBEDDING]
+    return [e.grad_scale for s in topology.stages for e in s.sources if e.source != EMBEDDING]
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
@@ -86,11 +86,11 @@ def test_what_changes_over_a_training() -> None:
 
 def test_early_stages_are_all_but_the_last() -> None:
     assert [stage.every for stage in early(CHAIN, every=4).stages] == [4, 4, 1]
-    assert lambdas(CHAIN.with_transmissivity(0.3)) == [0.3, 0.3]
+    assert lambdas(CHAIN.with_grad_scale(0.3)) == [0.3, 0.3]
 
 
 def test_settings_of_the_optimizer() -> None:
     config = OptimizerConfig()
-    assert own_head_rate(config).head == config.head / 2
+    assert own_head_rate(config).lr_head == config.lr_head / 2
     assert [stage.rate for stage in rates_by_stage(config).stages] == [0.7, 1.0, 1.4]
     assert long_warmdown(config).warmdown == 0.9

@@ -14,7 +14,7 @@ from papers.kept import Kept
 from papers.outcome import Result, asked
 from papers.product_of_experts import specialist_facts
 from papers.product_of_experts.facts import World
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 
 
 def study(place: Path) -> Result:
@@ -64,7 +64,9 @@ def test_what_was_measured_is_not_measured_again(
     assert study(place).rows == found.rows
 
 
-def test_a_training_that_was_ended_goes_on(make_session: Callable[..., Session], tmp_path: Path) -> None:
+def test_a_training_that_was_ended_goes_on(
+    make_session: Callable[..., LoadedTextRun], tmp_path: Path
+) -> None:
     """Read on its way, ended and taken up again it is the training in one go; an earlier step begins anew."""
     data = tmp_path / "chat.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in World.make(1).records(1)))

@@ -50,7 +50,7 @@ def test_b_adds_a_detached_source_and_no_other_difference(invent: Any) -> None:
         ):
             assert bused.sources[: len(stage.sources)] == stage.sources
             for edge in bused.sources[len(stage.sources) :]:
-                assert (edge.source, edge.transmissivity, edge.relay) == (EMBEDDING, 0.0, "identity")
+                assert (edge.source, edge.grad_scale, edge.relay) == (EMBEDDING, 0.0, "identity")
         assert len(experiment_b.ARMS["e0"][i].topology.stages[1].sources) == 2
     r0 = experiment_b.ARMS["r0"][1].topology.stages
     assert [(e.source, e.layer, e.relay) for e in r0[2].sources[1:]] == [(0, 1, "low-rank-2-beside-1")]
@@ -61,7 +61,7 @@ def test_b_adds_a_detached_source_and_no_other_difference(invent: Any) -> None:
             return 3 - 0.1 * arm.depth if "chain" in arm.name else 3 - better - slope * arm.depth
 
         rows = invent(arms, bpb=bpb, usefulness=lambda arm: [0.1, 0.1] if "chain" in arm.name else [use, use])
-        return {claim.verdict for bus in experiment_b.BUSES for claim in experiment_b.claims(rows, bus)}
+        return {claim.verdict for ctx in experiment_b.BUSES for claim in experiment_b.claims(rows, ctx)}
 
     assert world(better=0.5, slope=0.0, use=0.2) == {HELD}
     assert world(better=-0.5, slope=0.2, use=0.0) == {FAILED}
@@ -71,7 +71,7 @@ def test_b_opens_its_learned_bus_and_chooses_its_rate(sizes: Sizes) -> None:
     stack = GPT(sizes.config(0).gpt)
     arm = experiment_b.with_bus(SHALLOW, "r0")
     prepare(stack, arm.topology)
-    buses = [relay for relay in stack.own_relays().values() if isinstance(relay, LowRank)]
+    buses = [relay for relay in stack.learned_relays().values() if isinstance(relay, LowRank)]
     assert len(buses) == 2
     assert not any(relay.up.weight.any() for relay in buses), "silent, as relays beside another start"
     assert arm.start is not None
@@ -84,7 +84,7 @@ def test_b_opens_its_learned_bus_and_chooses_its_rate(sizes: Sizes) -> None:
     watched = asked("experiment-b", "tiny", on_more=lambda done, total: told.append(done))
     tried = experiment_b.tune(sizes, watched)
     assert [row["relays"] for row in tried] == list(experiment_b.RATES)
-    assert len({row["bpb"] for row in tried}) == len(tried), "the rate reaches the bus"
+    assert len({row["bpb"] for row in tried}) == len(tried), "the rate reaches the layer context"
     assert {row["seed"] for row in tried} == {experiment_b.TUNING}
     assert told == [1, 2, 3]
 
@@ -185,7 +185,7 @@ def test_e_changes_the_relay_behind_the_first_stage_alone(sizes: Sizes) -> None:
         stack.head.weight.normal_()
     tokens = torch.randint(257, (2, 16))
     train_step(stack, arm.topology, tokens, tokens)
-    relay = stack.own_relays()["gate-1"]
+    relay = stack.learned_relays()["gate-1"]
     assert all(p.grad is not None and p.grad.any() for p in relay.parameters())
 
 

@@ -50,10 +50,10 @@ from torch.utils.hooks import RemovableHandle
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
+from topograd.geometry.monitors.hooks import Watching
 from topograd.geometry.monitors.moments import hidden_of
 from topograd.geometry.monitors.stream import find_layers
 from topograd.geometry.monitors.task_expansion import NORMAL, anisotropy
-from topograd.geometry.monitors.watching import Watching
 from topograd.geometry.reads import read
 
 Side = Literal["up", "down", "both"]
@@ -76,7 +76,7 @@ LEAST = 10
 """Readings before the first alarm of a signal."""
 REST = 10
 ROWS, CHANNELS = 512, 32
-MOST_CLASSES = 256
+MAX_CLASSES = 256
 """Of a larger head, so many random mixtures of its outputs are read."""
 Writer = Callable[[int, Mapping[str, float]], None]
 """Takes a step and the signals of it."""
@@ -297,9 +297,9 @@ class EarlyWarning(Watching):
 
     def _see_head_gradient(self, gradient: Tensor) -> None:
         rows = _sampled_rows(gradient)
-        if rows.shape[1] > MOST_CLASSES:
+        if rows.shape[1] > MAX_CLASSES:
             generator = torch.Generator().manual_seed(0)
-            mix = torch.randn(rows.shape[1], MOST_CLASSES // 4, generator=generator).to(rows)
+            mix = torch.randn(rows.shape[1], MAX_CLASSES // 4, generator=generator).to(rows)
             rows = rows @ mix
         else:
             rows = rows[:, :-1] - rows[:, 1:]  # without the softmax direction

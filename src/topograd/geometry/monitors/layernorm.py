@@ -32,9 +32,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from topograd.errors import GeometryError
-from topograd.geometry.monitors.massive import massive_rows
+from topograd.geometry.monitors.hooks import Watching
+from topograd.geometry.monitors.massive_activations import massive_rows
 from topograd.geometry.monitors.moments import Moments, hidden_of
-from topograd.geometry.monitors.watching import Watching
 
 DEAD = 1e-7
 """Training leaves gains like 1e-33 and 1e-9 behind: several of them are several flat directions."""

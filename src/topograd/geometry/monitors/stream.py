@@ -40,10 +40,10 @@ from torch.utils.hooks import RemovableHandle
 
 from topograd.effective_rank import effective_rank
 from topograd.errors import GeometryError
+from topograd.geometry.monitors.hooks import Watching
 from topograd.geometry.monitors.layernorm import normalises
-from topograd.geometry.monitors.massive import MassiveLayer, massive_layer, massive_rows, together
+from topograd.geometry.monitors.massive_activations import MassiveLayer, massive_layer, massive_rows, together
 from topograd.geometry.monitors.moments import Moments, hidden_of
-from topograd.geometry.monitors.watching import Watching
 
 FALLING = -0.2
 """Log ratio per layer. Those residual nets gave -0.01 to -0.05, those without skips -0.42 to -0.46."""

@@ -2,11 +2,11 @@
 
     stack = adapt(llama, layers="model.layers", norm="model.norm", head="lm_head")
 
-The model's own forward says how its layers are called. `embed` and `bus` run it once each in a trace: for
+The model's own forward says how its layers are called. `embed` and `ctx` run it once each in a trace: for
 that one call the layers, the norm and the head are stand-ins that only pass the hidden state on. What reaches
 the first layer is x0, embedded by the model's own code. What else each layer was given (masks, rotary tables,
-positions; layers may differ) goes on the bus, and the stack calls the layers with it. Nothing is kept on the
-module between calls.
+positions; layers may differ) goes into the layer context, and the stack calls the layers with it. Nothing is
+kept on the module between calls.
 
 A trace also checks that the model is a stack: layers, norm and head run once each and in this order, each is
 given what the one before it returned, and nothing else that could carry gradient or memory from layer to
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.heads import Head, HeadedStack
-from topograd.nn.stack import Bus, Projection, Stack
+from topograd.nn.stack import LayerContext, Projection, Stack
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -186,8 +186,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.inner, self.index = inner, index
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
-        call: _Call = bus.extras["calls"][self.index]
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
+        call: _Call = ctx.extras["calls"][self.index]
         answer = self.inner(h, *call.args, **call.kwargs)
         return answer[0] if isinstance(answer, tuple) else answer
 
@@ -223,7 +223,7 @@ class Adapted(HeadedStack):
         assert x0 is not None, "a finished trace has passed the first layer"
         return x0
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         if isinstance(offset, Tensor) or offset:
             raise StackError(
                 f"an adapted model cannot go on from position {offset}", remedy="give it the whole prefix"
@@ -236,7 +236,7 @@ class Adapted(HeadedStack):
                 _check_argument(link.name, f"argument {place}", value)
             for name, value in call.kwargs.items():
                 _check_argument(link.name, name, value)
-        return Bus(x0, inputs, super().bus(x0, inputs).positions, {"calls": calls})
+        return LayerContext(x0, inputs, super().layer_context(x0, inputs).positions, {"calls": calls})
 
     def _trace(self, inputs: Tensor) -> _Trace:
         """Run the model up to its head; the random generators move on by one embedding."""
@@ -301,10 +301,10 @@ class Adapted(HeadedStack):
         theirs = self._hidden_by_model(inputs)
         chance.restore()
         h = self.embed(inputs)
-        bus = self.bus(h, inputs)
+        ctx = self.layer_context(h, inputs)
         ours = [h]
         for layer in self.layers:
-            ours.append(layer(ours[-1], bus))
+            ours.append(layer(ours[-1], ctx))
         if len(self.chain) - len(self.layers) == 2:
             ours.append(self.norm(ours[-1]))
         shared = self.last_stage + 1  # a stage without a head of its own

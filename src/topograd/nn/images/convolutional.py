@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.nn.images.stack import ImageStack, Shape
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 
 
 def conv3x3(taken: int, given: int, stride: int = 1) -> nn.Conv2d:
@@ -37,7 +37,7 @@ class ConvUnit(nn.Module):
         self.halved = halved
         self.conv, self.norm = conv3x3(taken, given), nn.BatchNorm2d(given)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         h = F.max_pool2d(h, 2) if self.halved else h
         return F.relu(self.norm(self.conv(h)), inplace=True)
 
@@ -53,9 +53,9 @@ class BasicBlock(nn.Module):
         self.conv2, self.norm2 = conv3x3(given, given), nn.BatchNorm2d(given)
         self.stride, self.more = stride, given - taken
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         if self.stem is not None:
-            h = self.stem(h, bus)
+            h = self.stem(h, ctx)
         out = F.relu(self.norm1(self.conv1(h)), inplace=True)
         out = self.norm2(self.conv2(out))
         return F.relu(out.add_(self._shortcut(h)), inplace=True)
@@ -75,7 +75,7 @@ class ZeroBlock(nn.Module):
         self.conv2, self.norm2 = conv3x3(channels, channels), nn.BatchNorm2d(channels)
         nn.init.zeros_(self.norm2.weight)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         out: Tensor = h + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
         return out
 

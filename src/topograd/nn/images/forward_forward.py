@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.images.stack import ImageStack, Shape
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.topology.plan import Plan
 
 
@@ -36,7 +36,7 @@ class NormalisedReLU(nn.Module):
         super().__init__()
         self.linear = nn.Linear(taken, given)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         return torch.relu(self.linear(F.rms_norm(h, h.shape[-1:], eps=1e-6)))
 
 
@@ -71,10 +71,10 @@ class ForwardForward(ImageStack):
         goodness = self.features(h)
         return goodness if rows is None else goodness[..., rows]
 
-    def arrange(self, plan: Plan) -> None:
+    def validate_plan(self, plan: Plan) -> None:
         if plan.topology.heads == "per-stage":
             self.add_heads(range(len(plan.stages)))
-        super().arrange(plan)
+        super().validate_plan(plan)
 
     def _add_head(self, width: int) -> None:
         """Goodness needs no head."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import ImageStack, Shape
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 
 
 class LogOddsSigmoid(torch.autograd.Function):
@@ -51,7 +51,7 @@ class Affine(nn.Module):
         self.linear = nn.Linear(taken, given)
         self.activation = nn.Identity() if activation is None else ACTIVATIONS[activation]()
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         out: Tensor = self.activation(self.linear(h.flatten(1)))
         return out
 
@@ -65,7 +65,7 @@ class ResidualMLP(nn.Module):
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         out: Tensor = h + self.down(torch.relu(self.up(h)))
         return out
 

@@ -1,7 +1,7 @@
 """What every stack on pictures shares: normalised pictures as x0, layers of changing shape, heads that pool.
 
     x0 = (pixels / 255 - mean) / std            (batch, channels, height, width)
-    h  = layer(h, bus)                          any shape behind the batch
+    h  = layer(h, ctx)                          any shape behind the batch
     z  = W_w pool(h) + b_w                      pool(h) (batch, w); a head for each width w that occurs
 
 Stages whose outputs are equally wide share a head; with per-stage heads each adds a delta of its own
@@ -69,7 +69,7 @@ class ImageStack(Stack):
         self._stage_widths: dict[int, int] = {}
         topology = topology_of(str(config.layers) if topology is None else topology, config.layers)
         self._build(topology)
-        self.arrange(Plan.of(topology, topology.layers))
+        self.validate_plan(Plan.of(topology, topology.layers))
 
     # What a network is made of
 
@@ -97,10 +97,10 @@ class ImageStack(Stack):
         """How many numbers `features` gives."""
         return shape[0]
 
-    def shape_before(self, layer: int) -> Shape:
+    def input_shape(self, layer: int) -> Shape:
         return self.shapes[layer][0]
 
-    def shape_behind(self, layer: int) -> Shape:
+    def output_shape(self, layer: int) -> Shape:
         return self.shapes[layer][1]
 
     # The stack
@@ -112,8 +112,8 @@ class ImageStack(Stack):
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         x = self.features(h)
-        solved = self.own_relays().get(f"ridge-{stage}")
-        if solved is not None:  # a head in closed form (`nn/auxiliaries.py`)
+        solved = self.learned_relays().get(f"ridge-{stage}")
+        if solved is not None:  # a head in closed form (`nn/aux_heads.py`)
             logits: Tensor = solved(x)
             return logits if rows is None else logits[..., rows]
         logits = self.head[str(x.shape[-1])](x, stage, rows)
@@ -149,14 +149,14 @@ class ImageStack(Stack):
         depths: dict[int, int],
     ) -> tuple[Shape, int | None]:
         """The shape that a stage starts from, and how many of the network's layers lie behind it."""
-        source, tap = topology.tap(stage.sources[0])
+        source, tap = topology.source_layer(stage.sources[0])
         if source == EMBEDDING:
             return self.start, 0
         behind = depths[tap - 1]
         goes_on = stage.start == tap and behind >= 0
         return shapes[tap - 1][1], behind + 1 if goes_on else None
 
-    def arrange(self, plan: Plan) -> None:
+    def validate_plan(self, plan: Plan) -> None:
         """Check that every stage hears what its first layer takes, and note how wide it ends."""
         for planned in plan.stages:
             taken = self.shapes[planned.stage.start][0]

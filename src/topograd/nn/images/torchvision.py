@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.heads import Head
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import Plan
 
 _RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc")
@@ -40,7 +40,7 @@ class _Block(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         out: Tensor = self.inner(h)
         return out
 
@@ -67,7 +67,7 @@ class TorchvisionStack(Stack):
         """The features behind a layer."""
         raise StackError(f"{type(self).__name__} has no width_after", remedy="it must be defined")
 
-    def arrange(self, plan: Plan) -> None:
+    def validate_plan(self, plan: Plan) -> None:
         for planned in plan.stages:
             width = self.width_after(planned.stage.stop - 1)
             self._widths[planned.head] = width
@@ -125,7 +125,7 @@ class TorchvisionStack(Stack):
         self.model.eval()
         h = self.embed(images)
         for layer in self.layers:
-            h = layer(h, self.bus(h, images))
+            h = layer(h, self.layer_context(h, images))
         ours, theirs = self.__dict__["last"](self.features(h)), self.model(images)
         self.model.train(training)
         if not torch.equal(ours, theirs):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.nn.images.stack import ImageStack, Shape
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 
 
 class Encoder(nn.Module):
@@ -32,7 +32,7 @@ class Encoder(nn.Module):
                 nn.init.zeros_(last.weight)
                 nn.init.zeros_(last.bias)
 
-    def forward(self, h: Tensor, bus: Bus) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext) -> Tensor:
         batch, places, width = h.shape
         split = self.queries(self.norm1(h)).reshape(batch, places, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)

@@ -27,7 +27,7 @@ from topograd.nn.mamba.mamba3 import Mamba3Mixer
 from topograd.nn.mamba.recurrent import RecurrentState
 
 if TYPE_CHECKING:
-    from topograd.nn.stack import Bus
+    from topograd.nn.stack import LayerContext
 
 EXPAND = 2
 
@@ -35,7 +35,7 @@ EXPAND = 2
 class Mixer(Protocol):
     """An nn.Module with a memory. `with_mlp = False` leaves out the layer's MLP."""
 
-    def __call__(self, x: Tensor, bus: Bus, state: Any = None) -> Tensor: ...
+    def __call__(self, x: Tensor, ctx: LayerContext, state: Any = None) -> Tensor: ...
 
     def new_state(self, batch: int, capacity: int) -> LayerState: ...
 
@@ -43,7 +43,9 @@ class Mixer(Protocol):
 class RowMixer(Mixer, Protocol):
     """A mixer with `takes_rows = True`: `rows` (E,) are the positions at which its output is wanted."""
 
-    def __call__(self, x: Tensor, bus: Bus, state: Any = None, rows: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, ctx: LayerContext, state: Any = None, rows: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class _Recurrent:
@@ -57,7 +59,7 @@ class _Recurrent:
         nn.init.zeros_(self.out_proj.weight)
 
     def forward(
-        self, x: Tensor, bus: Bus, state: RecurrentState | None = None, rows: Tensor | None = None
+        self, x: Tensor, ctx: LayerContext, state: RecurrentState | None = None, rows: Tensor | None = None
     ) -> Tensor:
         mixed: Tensor = super().forward(x, state, rows)  # type: ignore[misc]
         return mixed

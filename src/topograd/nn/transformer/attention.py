@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from topograd.errors import StackError
 from topograd.nn.host_numbers import largest, to_device
 from topograd.nn.layer_state import KVState
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.nn.transformer.config import BlockConfig
 from topograd.nn.transformer.parts import linear_of, norm_of
 
@@ -98,19 +98,19 @@ def attention_mask(positions: Tensor, total: int, window: int = 0) -> Tensor | N
     return allowed & (behind < window) if windowed else allowed
 
 
-def causal_mask(bus: Bus, total: int, window: int, whole_window: bool) -> Tensor | None:
+def causal_mask(ctx: LayerContext, total: int, window: int, whole_window: bool) -> Tensor | None:
     """Which of `total` slots each query may see, made once for all layers; None is plain causality.
 
     With `whole_window`, a window as long as the text masks nothing more but makes a mask, as in transformers.
     """
-    if "mask" in bus.extras:  # given by the caller, for all layers
-        given: Tensor = bus.extras["mask"]
+    if "mask" in ctx.extras:  # given by the caller, for all layers
+        given: Tensor = ctx.extras["mask"]
         return given
-    masks: dict[tuple[int, int], Tensor | None] = bus.extras.get("visible", {})
+    masks: dict[tuple[int, int], Tensor | None] = ctx.extras.get("visible", {})
     if (total, window) not in masks:
-        mask = attention_mask(bus.positions, total, window)
+        mask = attention_mask(ctx.positions, total, window)
         if mask is None and whole_window and window == total > 1:
-            mask = bus.positions[:, None] >= torch.arange(total, device=bus.positions.device)
+            mask = ctx.positions[:, None] >= torch.arange(total, device=ctx.positions.device)
         masks[total, window] = mask
     return masks[total, window]
 
@@ -182,21 +182,21 @@ class Attention(nn.Module):
             self.value_gate = nn.Parameter(torch.tensor(0.5))
 
     def forward(
-        self, x: Tensor, bus: Bus, state: KVState | None = None, rows: Tensor | None = None
+        self, x: Tensor, ctx: LayerContext, state: KVState | None = None, rows: Tensor | None = None
     ) -> Tensor:
         """(batch, time, width), or only the positions in `rows` (E,): (batch, E, width)."""
-        q, k, v = self._project(x, bus, rows)
-        q, k = self._rotate(q, k, bus, rows)
+        q, k, v = self._project(x, ctx, rows)
+        q, k = self._rotate(q, k, ctx, rows)
         if state is not None:
             k, v = state.append(k, v)
-        if rows is None or "mask" in bus.extras:
-            mask = causal_mask(bus, k.shape[2], self.window, self.traits.whole_window)
+        if rows is None or "mask" in ctx.extras:
+            mask = causal_mask(ctx, k.shape[2], self.window, self.traits.whole_window)
         else:
             mask = attention_mask(rows[None], k.shape[2], self.window)
         y = self._attend(q, k, v, mask)
         return self.output(y.transpose(1, 2).reshape(len(x), y.shape[2], self.heads * self.head_width))
 
-    def _project(self, x: Tensor, bus: Bus, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, ctx: LayerContext, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, time, head width)."""
         split = (*x.shape[:2], self.kv_heads, self.head_width)
         if self.rotary:
@@ -204,7 +204,7 @@ class Attention(nn.Module):
             q = self.query(asking).view(*asking.shape[:2], self.heads, self.head_width)
             k, v = self.key(x).view(split), self.value(x)
             if self.value_embedding is not None:
-                v = v + self.value_gate * self.value_embedding(bus.inputs)
+                v = v + self.value_gate * self.value_embedding(ctx.inputs)
             v = v.view(split)
         else:
             q, k, v = (part.view(split) for part in self.qkv(x).chunk(3, dim=-1))
@@ -213,11 +213,11 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _rotate(self, q: Tensor, k: Tensor, bus: Bus, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotate(self, q: Tensor, k: Tensor, ctx: LayerContext, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self.rotary:
             return q, k
         rotate = rotate_halves if self.traits.half_tables else apply_rotary
-        cos, sin = bus.extras["local" if self.local else "rotary"]
+        cos, sin = ctx.extras["local" if self.local else "rotary"]
         k = rotate(k, cos, sin)
         q = rotate(q, cos, sin) if rows is None else rotate(q, cos[rows], sin[rows])
         if self.traits.norm_behind_rotation and self.query_norm is not None and self.key_norm is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from topograd.nn.config import MIXERS
 from topograd.nn.layer_state import KVState, LayerState
 from topograd.nn.mamba.mixers import Mixer, RowMixer
-from topograd.nn.stack import Bus
+from topograd.nn.stack import LayerContext
 from topograd.nn.transformer.attention import Attention
 from topograd.nn.transformer.config import BlockConfig
 from topograd.nn.transformer.parts import ACTIVATIONS, INIT_STD, linear_of, norm, norm_of
@@ -72,13 +72,13 @@ class Block(nn.Module):
         self.x0_scale = nn.Parameter(torch.tensor(X0_SCALE)) if config.x0_blend else None
 
     def forward(
-        self, h: Tensor, bus: Bus, state: KVState | None = None, rows: Tensor | None = None
+        self, h: Tensor, ctx: LayerContext, state: KVState | None = None, rows: Tensor | None = None
     ) -> Tensor:
         if self.positions is not None:
-            h = h + self.positions(bus.positions.clamp(max=len(self.positions.weight) - 1))
+            h = h + self.positions(ctx.positions.clamp(max=len(self.positions.weight) - 1))
         if self.x0_scale is not None:
-            h = h + self.x0_scale * bus.x0
-        y = self.attention(self.attention_norm(h), bus, state, rows)
+            h = h + self.x0_scale * ctx.x0
+        y = self.attention(self.attention_norm(h), ctx, state, rows)
         h = h if rows is None else h[:, rows]
         h = h + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(h))
@@ -100,16 +100,16 @@ class MixerBlock(nn.Module):
         self.x0_scale = nn.Parameter(torch.tensor(X0_SCALE)) if config.x0_blend else None
 
     def forward(
-        self, h: Tensor, bus: Bus, state: LayerState | None = None, rows: Tensor | None = None
+        self, h: Tensor, ctx: LayerContext, state: LayerState | None = None, rows: Tensor | None = None
     ) -> Tensor:
         if self.x0_scale is not None:
-            h = h + self.x0_scale * bus.x0
+            h = h + self.x0_scale * ctx.x0
         if rows is None:
-            h = h + self.mixer(norm(h), bus, state)
+            h = h + self.mixer(norm(h), ctx, state)
         elif getattr(self.mixer, "takes_rows", False):
-            h = h[:, rows] + cast(RowMixer, self.mixer)(norm(h), bus, state, rows)
+            h = h[:, rows] + cast(RowMixer, self.mixer)(norm(h), ctx, state, rows)
         else:
-            h = (h + self.mixer(norm(h), bus, state))[:, rows]
+            h = (h + self.mixer(norm(h), ctx, state))[:, rows]
         return h if self.mlp is None else h + self.mlp(norm(h))
 
     def new_state(self, batch: int, capacity: int) -> LayerState:

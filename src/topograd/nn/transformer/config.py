@@ -22,10 +22,10 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2"
 Activation = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"]
 RopeScaling = Literal["none", "linear", "llama3"]
 Norm = Literal["rms", "rms-around-one", "layer", "unit"]
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 MOST = 2**24
 """No width or vocabulary is larger than this: what is, is damage or a slip of the keyboard."""
-MOST_POSITIONS = 2**31 - 1
+MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,9 @@ class TransformerConfig(BlockConfig):
         self._check_numbers()
 
     def _check_sizes(self) -> None:
-        most = {"layers": MOST_LAYERS, "context": MOST_POSITIONS, "rope_original_context": MOST_POSITIONS}
+        most = {"layers": MAX_LAYERS, "context": MAX_POSITIONS, "rope_original_context": MAX_POSITIONS}
         sizes = ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab", "context")
-        if self.trained_context is not None and not self.context <= self.trained_context <= MOST_POSITIONS:
+        if self.trained_context is not None and not self.context <= self.trained_context <= MAX_POSITIONS:
             raise StackError(
                 setting="trained_context", given=self.trained_context, allowed="at least the context"
             )
@@ -251,7 +251,7 @@ class TransformerConfig(BlockConfig):
                 f"{self.kv_heads} for {self.heads} of {self.head_width} in a width of {self.width}"
             )
         for window in self.windows:
-            if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MOST_POSITIONS:
+            if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= MAX_POSITIONS:
                 raise StackError(
                     f"windows hold {window!r}", remedy="a span is at least 0, and 0 is the whole context"
                 )

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from topograd.nn.heads import cap
 from topograd.nn.host_numbers import largest
 from topograd.nn.layer_state import KVState
-from topograd.nn.packed import PackedLinear
+from topograd.nn.mkl_linear import MklLinear
 from topograd.nn.slots import KVSlots
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.attention import attention_mask, capped_attention, causal_mask, check_reach
 from topograd.nn.transformer.parts import Linear, Norm, gain_of, matrix_of, relu2
 
@@ -73,57 +73,57 @@ class RotaryCache:
         angles = self.positions[:, None] * self.frequencies
         self.table = torch.polar(torch.ones_like(angles), self.sign * angles).to(self.dtype)
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor) -> Bus:
-        """The bus of a decoding form: rotations, and a place for masks."""
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor) -> LayerContext:
+        """The layer context of a decoding form: rotations, and a place for masks."""
         stop = largest(offset) + 1 if isinstance(offset, Tensor) else offset + inputs.shape[1]
         if stop > len(self.positions):
             self._extend(2 * stop)
         if isinstance(offset, Tensor):
-            return Bus(x0, inputs, offset, {"rotary": self.table[offset][:, :, None], "masks": {}})
+            return LayerContext(x0, inputs, offset, {"rotary": self.table[offset][:, :, None], "masks": {}})
         here = slice(offset, stop)
-        return Bus(x0, inputs, self.positions[here], {"rotary": self.table[here, None], "masks": {}})
+        return LayerContext(x0, inputs, self.positions[here], {"rotary": self.table[here, None], "masks": {}})
 
 
-def rotate_pairs(x: Tensor, bus: Bus, head_width: int) -> Tensor:
+def rotate_pairs(x: Tensor, ctx: LayerContext, head_width: int) -> Tensor:
     """Heads (batch, time, heads, head width) of rows (batch · time, heads · head width) rotated."""
-    batch, time = bus.inputs.shape
+    batch, time = ctx.inputs.shape
     pairs = torch.view_as_complex(x.view(batch, time, -1, head_width // 2, 2))
-    return torch.view_as_real(pairs * bus.extras["rotary"]).flatten(3)
+    return torch.view_as_real(pairs * ctx.extras["rotary"]).flatten(3)
 
 
 # Attention over a cache
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Bus], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, LayerContext], Tensor]
 """Attention of queries (batch, heads, time, head width): (batch · time, heads · head width)."""
 
 
 def append_and_attend(
-    q: Tensor, k: Tensor, v: Tensor, bus: Bus, state: KVState | KVSlots | None, attend: Attend
+    q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext, state: KVState | KVSlots | None, attend: Attend
 ) -> Tensor:
     """Attention over these keys and values and all that the state holds, sequence by sequence."""
     if isinstance(state, KVSlots):
-        assert bus.spans is not None, "slots are read by spans"
+        assert ctx.spans is not None, "slots are read by spans"
         parts = []
-        for group, own in zip(bus.spans.attended, bus.spans.group_buses, strict=True):
+        for group, own in zip(ctx.spans.attended, ctx.spans.group_buses, strict=True):
             keys, values = state.append(group, k, v)
             parts.append(group.pack(attend(group.unpack(q, 2), keys, values, own)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     if state is not None:
         k, v = state.append(k, v)
-    return attend(q, k, v, bus)
+    return attend(q, k, v, ctx)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, bus: Bus, window: int, scale: float) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext, window: int, scale: float) -> Tensor:
     """Attention of queries (batch, heads, time, head width): (batch · time, heads · head width)."""
     batch, heads, time, width = q.shape
-    total, even = k.shape[2], bus.positions.dim() == 1
+    total, even = k.shape[2], ctx.positions.dim() == 1
     free = even and not 0 < window < total and time in (1, total)
     y = F.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=None if free else _additive_mask(bus, total, window),
+        attn_mask=None if free else _additive_mask(ctx, total, window),
         is_causal=free and time > 1,  # a mask would have all pairs computed, this only half of them
         scale=scale,
         enable_gqa=k.shape[1] != heads,
@@ -131,13 +131,13 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bus: Bus, window: int, scal
     return y.transpose(1, 2).reshape(batch * time, heads * width)
 
 
-def _additive_mask(bus: Bus, total: int, window: int) -> Tensor:
+def _additive_mask(ctx: LayerContext, total: int, window: int) -> Tensor:
     """0 where a query may look and -inf elsewhere; made once for all layers of one kind."""
-    masks: dict[tuple[int, int], Tensor] = bus.extras["masks"]
+    masks: dict[tuple[int, int], Tensor] = ctx.extras["masks"]
     if (total, window) not in masks:
-        visible = attention_mask(bus.positions, total, window)
+        visible = attention_mask(ctx.positions, total, window)
         assert visible is not None
-        zeros = torch.zeros(visible.shape, dtype=bus.x0.dtype, device=visible.device)
+        zeros = torch.zeros(visible.shape, dtype=ctx.x0.dtype, device=visible.device)
         masks[total, window] = zeros.masked_fill_(~visible, float("-inf"))
     return masks[total, window]
 
@@ -175,7 +175,7 @@ def joined(
     gains: tuple[Tensor, Tensor | None] | None = None,
     turned: int = 0,
     head_width: int = 0,
-) -> PackedLinear:
+) -> MklLinear:
     """Some maps as one behind a norm's unit; of the first `turned` of them the rows are in pairs."""
     weights = [matrix_of(linear) for linear in linears]
     biases = [
@@ -191,7 +191,7 @@ def joined(
         if shift is not None:
             bias, plain = bias + weight @ shift, False
         weight = weight * gain
-    return PackedLinear(weight, None if plain else bias)
+    return MklLinear(weight, None if plain else bias)
 
 
 def _relu2_(x: Tensor) -> Tensor:
@@ -237,13 +237,13 @@ class DecodingBlock(nn.Module):
         post = (block.attention_post_norm, block.mlp_post_norm)
         self.attention_gain, self.mlp_gain = (None if p is None else unit.gain(p, width)[0] for p in post)
 
-    def forward(self, h: Tensor, bus: Bus, state: KVState | KVSlots | None = None) -> Tensor:
+    def forward(self, h: Tensor, ctx: LayerContext, state: KVState | KVSlots | None = None) -> Tensor:
         if self.positions is not None:
-            h = h + F.embedding(bus.positions.clamp(max=len(self.positions) - 1), self.positions)
+            h = h + F.embedding(ctx.positions.clamp(max=len(self.positions) - 1), self.positions)
         if self.x0_scale is not None:
-            h = torch.add(h, bus.x0, alpha=self.x0_scale)
+            h = torch.add(h, ctx.x0, alpha=self.x0_scale)
         rows = h.reshape(-1, h.shape[-1])
-        rows = self._add(rows, self.output, self._attend(self.unit(rows), bus, state), self.attention_gain)
+        rows = self._add(rows, self.output, self._attend(self.unit(rows), ctx, state), self.attention_gain)
         x = self.hidden(self.unit(rows))
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
@@ -252,19 +252,19 @@ class DecodingBlock(nn.Module):
             x = self.activation(x)
         return self._add(rows, self.down, x, self.mlp_gain).view(h.shape)
 
-    def _add(self, rows: Tensor, linear: PackedLinear, x: Tensor, gain: Tensor | None) -> Tensor:
+    def _add(self, rows: Tensor, linear: MklLinear, x: Tensor, gain: Tensor | None) -> Tensor:
         """rows + W x, or rows + norm(W x) where the family norms what it adds."""
         return linear.onto(rows, x) if gain is None else torch.addcmul(rows, self.unit(linear(x)), gain)
 
-    def _attend(self, x: Tensor, bus: Bus, state: KVState | KVSlots | None) -> Tensor:
+    def _attend(self, x: Tensor, ctx: LayerContext, state: KVState | KVSlots | None) -> Tensor:
         qkv = self.qkv(x)
-        shape = (*bus.inputs.shape, -1, self.head_width)
+        shape = (*ctx.inputs.shape, -1, self.head_width)
         both = qkv[:, : self.rotated]
         if self.qk_gains is not None:
             both = self.unit(both.view(-1, self.heads + self.kv_heads, self.head_width)) * self.qk_gains
             both = both.view(-1, self.rotated)
         if self.rotary:
-            both = rotate_pairs(both, bus.extras["local"] if self.local else bus, self.head_width)
+            both = rotate_pairs(both, ctx.extras["local"] if self.local else ctx, self.head_width)
         else:
             both = both.view(shape)
         if self.unit_behind:
@@ -273,13 +273,13 @@ class DecodingBlock(nn.Module):
         q, k = both[:, : self.heads], both[:, self.heads :]
         v = qkv[:, self.rotated :]
         if self.values is not None:
-            v = v + F.embedding(bus.inputs.reshape(-1), self.values)
-        return append_and_attend(q, k, v.view(shape).transpose(1, 2), bus, state, self._look)
+            v = v + F.embedding(ctx.inputs.reshape(-1), self.values)
+        return append_and_attend(q, k, v.view(shape).transpose(1, 2), ctx, state, self._look)
 
-    def _look(self, q: Tensor, k: Tensor, v: Tensor, bus: Bus) -> Tensor:
+    def _look(self, q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext) -> Tensor:
         if not self.traits.softcapped_attention:
-            return fused_attention(q, k, v, bus, self.window, self.scale)
-        mask = causal_mask(bus, k.shape[2], self.window, self.traits.whole_window)
+            return fused_attention(q, k, v, ctx, self.window, self.scale)
+        mask = causal_mask(ctx, k.shape[2], self.window, self.traits.whole_window)
         y = capped_attention(q, k, v, mask, self.scale, self.softcap)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
@@ -304,7 +304,7 @@ class DecodingTransformer(Stack):
         self.previous = None if stack.previous is None else stack.previous.weight.detach()
         scaled = traits.scaled_embedding or traits.normed_embedding  # the latter behind its unit
         self.embedding_scale = config.width**0.5 if scaled else None
-        for name, relay in stack.own_relays().items():
+        for name, relay in stack.learned_relays().items():
             self.add_relay(name, relay)
         like = self.embedding
         self.unit = Unit(config, like)
@@ -315,7 +315,7 @@ class DecodingTransformer(Stack):
         wide = [frequencies.to(like) for frequencies in tables if frequencies is not None]
         sign, reach = (-1, config.context + 1) if traits.half_tables else (1, REACH)
         self.rotary = [RotaryCache(frequencies, like.dtype, sign, reach) for frequencies in wide]
-        self._heads: dict[int, PackedLinear] = {}
+        self._heads: dict[int, MklLinear] = {}
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
         x = F.embedding(inputs, self.embedding)
@@ -331,14 +331,14 @@ class DecodingTransformer(Stack):
             x = self.unit(x)
         return x if self.embedding_scale is None else x.mul_(self.embedding_scale)
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
         if self.config.traits.learned_positions:
             check_reach(self.config, inputs, offset)
-        bus, *local = [cache.bus(x0, inputs, offset) for cache in self.rotary]
+        ctx, *local = [cache.layer_context(x0, inputs, offset) for cache in self.rotary]
         if local or self.config.traits.softcapped_attention:
-            more = {"visible": {}, "local": local[0] if local else bus}
-            return Bus(x0, inputs, bus.positions, {**bus.extras, **more})
-        return bus
+            more = {"visible": {}, "local": local[0] if local else ctx}
+            return LayerContext(x0, inputs, ctx.positions, {**ctx.extras, **more})
+        return ctx
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
         flat = self.unit(h.reshape(-1, h.shape[-1]))
@@ -358,11 +358,11 @@ class DecodingTransformer(Stack):
     def _normed(self, unit: Tensor) -> Tensor:
         return unit * self.gain if self.shift is None else torch.addcmul(self.shift, unit, self.gain)
 
-    def _packed_head(self, stage: int) -> PackedLinear:
+    def _packed_head(self, stage: int) -> MklLinear:
         matrix, bias = self.head.matrix(stage).detach(), self.head.bias
         if self.shift is not None:
             bias = matrix @ self.shift if bias is None else bias + matrix @ self.shift
-        return PackedLinear(matrix * self.gain, bias)
+        return MklLinear(matrix * self.gain, bias)
 
     @property
     def vocab(self) -> int:

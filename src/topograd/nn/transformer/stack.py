@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.heads import Head, HeadedStack
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.nn.transformer.attention import Tables, check_reach, rope_frequencies, rotary_tables
 from topograd.nn.transformer.block import layer_of, make_identity, table
 from topograd.nn.transformer.config import BlockConfig
@@ -71,14 +71,14 @@ class Transformer(HeadedStack):
             x = x * x.new_full((), self.config.width**0.5)
         return norm(x) if self.config.traits.normed_embedding else x
 
-    def bus(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> Bus:
-        positions = super().bus(x0, inputs, offset).positions
+    def layer_context(self, x0: Tensor, inputs: Tensor, offset: int | Tensor = 0) -> LayerContext:
+        positions = super().layer_context(x0, inputs, offset).positions
         extras: dict[str, object] = {"visible": {}}
         if self.config.traits.learned_positions:
             check_reach(self.config, inputs, offset)
         else:
             extras |= self.rotations(positions, x0)
-        return Bus(x0, inputs, positions, extras)
+        return LayerContext(x0, inputs, positions, extras)
 
     def rotations(self, positions: Tensor, like: Tensor) -> Mapping[str, Tables]:
         """cos and sin of some positions: `rotary`, and `local` where layers with a window have their own."""

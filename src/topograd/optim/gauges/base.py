@@ -123,9 +123,9 @@ def runner(model: nn.Module, example: Example | None) -> tuple[nn.Module, Run]:
         if not stages or not isinstance(inputs, Tensor):
             return outputs_of(network, as_double(inputs))
         h = network.embed(inputs)
-        bus = network.bus(h, inputs)
+        ctx = network.layer_context(h, inputs)
         for layer in network.layers:
-            h = layer(h, bus)
+            h = layer(h, ctx)
         return [network.readout(h, stage) for stage in range(network.last_stage + 1)]
 
     network = Replaced(twin, read)

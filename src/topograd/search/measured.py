@@ -21,7 +21,7 @@ from topograd.decode.readings import Readings
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import Session
+from topograd.runs.session import LoadedTextRun
 from topograd.search.candidates import Candidate
 from topograd.search.pareto import Train
 from topograd.search.properties import read_numbers, read_properties
@@ -60,7 +60,7 @@ class Trained:
             )
 
     @classmethod
-    def of(cls, session: Session, text: Text) -> Trained:
+    def of(cls, session: LoadedTextRun, text: Text) -> Trained:
         """A run that was opened."""
         return cls(session.stack, session.plan, text, layers=session.config.model.layers)
 

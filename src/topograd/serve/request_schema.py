@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
-MOST_TOKENS = 1_000_000
-MOST_TEXT = 8 * 2**20
-MOST_STOPS, MOST_STOP = 16, 200
+MAX_TOKENS = 1_000_000
+MAX_TEXT = 8 * 2**20
+MAX_STOPS, MAX_STOP = 16, 200
 
 
 class RequestError(Exception):
@@ -37,7 +37,7 @@ class Field:
     required: bool = False
 
 
-def text(words: str, most: int = MOST_TEXT, **more: Any) -> Schema:
+def text(words: str, most: int = MAX_TEXT, **more: Any) -> Schema:
     return {"type": "string", "maxLength": most, "description": words, **more}
 
 
@@ -63,11 +63,11 @@ def one_of(words: str, *schemas: Schema) -> Schema:
 
 
 TOKEN = whole("A token.", 0, 2**31 - 1)
-TOKENS = many(TOKEN, "Tokens.", 1, MOST_TOKENS)
+TOKENS = many(TOKEN, "Tokens.", 1, MAX_TOKENS)
 STOP = one_of(
     "End before this text, or any of these.",
-    text("A text.", MOST_STOP, minLength=1),
-    many(text("A text.", MOST_STOP, minLength=1), "Texts.", 0, MOST_STOPS),
+    text("A text.", MAX_STOP, minLength=1),
+    many(text("A text.", MAX_STOP, minLength=1), "Texts.", 0, MAX_STOPS),
 )
 SHARED: dict[str, Field] = {
     "model": Field(text("A model id: a name, or name:depth.", 300)),
@@ -110,7 +110,7 @@ COMPLETION = SHARED | {
         ),
         "",
     ),
-    "max_tokens": Field(whole("How many tokens to write.", 0, MOST_TOKENS), 16),
+    "max_tokens": Field(whole("How many tokens to write.", 0, MAX_TOKENS), 16),
     "echo": Field(switch("Answer with the prompt in front."), False),
     "logprobs": Field(whole("Log-probabilities, with this many alternatives.", 0, 20)),
     "best_of": Field(whole("Only what n is.", 1, 128)),
@@ -142,8 +142,8 @@ MESSAGE = {
 }
 CHAT = SHARED | {
     "messages": Field(many(MESSAGE, "The conversation.", 1, 10_000), required=True),
-    "max_tokens": Field(whole("How many tokens to write.", 0, MOST_TOKENS)),
-    "max_completion_tokens": Field(whole("How many tokens to write.", 0, MOST_TOKENS)),
+    "max_tokens": Field(whole("How many tokens to write.", 0, MAX_TOKENS)),
+    "max_completion_tokens": Field(whole("How many tokens to write.", 0, MAX_TOKENS)),
     "logprobs": Field(switch("Log-probabilities of the tokens."), False),
     "top_logprobs": Field(whole("With this many alternatives.", 0, 20)),
     "response_format": Field(
@@ -162,7 +162,7 @@ TOKENIZE = {
 }
 DETOKENIZE = {
     "model": Field(text("A model id.", 300)),
-    "tokens": Field(many(TOKEN, "Tokens.", 0, MOST_TOKENS), required=True),
+    "tokens": Field(many(TOKEN, "Tokens.", 0, MAX_TOKENS), required=True),
 }
 CANDIDATES = {
     "model": Field(text("A model id.", 300)),
@@ -226,7 +226,7 @@ def _shown(value: object) -> str:
 
 
 def _text_fault(schema: Schema, value: Any) -> str | None:
-    least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_TEXT)
+    least, most = schema.get("minLength", 0), schema.get("maxLength", MAX_TEXT)
     if not least <= len(value) <= most:
         return f"has {len(value)} characters; it must have {least} to {most}"
     if "enum" in schema and value not in schema["enum"]:

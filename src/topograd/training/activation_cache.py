@@ -5,13 +5,13 @@ layers, and never changes it. So an epoch needs only the layers behind k:
 
     rows = packed_rows(data.train, context=256, seed=0, most_tokens=100_000)         # or tensors of your own
     store = compute_states(folder, session.stack, *rows, base=session.weights, layers=(20, 30))
-    loader = StateLoader(store, batch=8, seed=0)
+    loader = CachedActivationLoader(store, batch=8, seed=0)
     for batch in loader:                                # endless; loader.position and seek continue it
         batch.states[20], batch.inputs, batch.targets, batch.mask       # (B, T, width), then (B, T)
         train_step(stack, plan, batch.inputs, batch.targets, states=batch.states)       # of any plan
 
-`train_step` leaves out the frozen stages whose outputs are given. x0 is not kept: `batch.bus(stack)` embeds
-the tokens again, which is a look-up. Layer 0 is x0, layer L is what the head's norm reads.
+`train_step` leaves out the frozen stages whose outputs are given. x0 is not kept: `batch.layer_context`
+embeds the tokens again, which is a look-up. Layer 0 is x0, layer L is what the head's norm reads.
 
     states.json        format, what it is made of (base, data, layers, dtype, shape), SHA-256 of each file
     tokens.bin         int32, inputs and then targets, (2, rows, context); a target of -100 does not count
@@ -44,19 +44,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from topograd.data.digest_cache import remembered_sha256
 from topograd.data.loader import IGNORED, Loader
-from topograd.data.remembered import remembered_sha256
 from topograd.data.shards import Shards
 from topograd.errors import ConfigError, DataError, RunError, StackError
 from topograd.exec.objectives import Logits
 from topograd.files import hold_lock, naming, read_json, write_atomic, write_json
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 
 FORMAT = "topograd-hidden-states"
 VERSION = 1
 BLOCK_TOKENS = 8192
 """Tokens between two lines of the journal."""
-MOST_BYTES = 2**33
+MAX_BYTES = 2**33
 NAME, TOKENS, JOURNAL = "states.json", "tokens.bin", "journal.jsonl"
 Kept = Literal["float32", "bfloat16", "float16"]
 OnRows = Callable[[int, int], None]
@@ -91,9 +91,9 @@ class StateBatch:
             None if teacher is None else lambda at: teacher(slice(at.start + first, at.stop + first)),
         )
 
-    def bus(self, stack: Stack) -> Bus:
+    def layer_context(self, stack: Stack) -> LayerContext:
         """What the layers behind the trunk hear: x0, tokens, positions."""
-        return stack.bus(stack.embed(self.inputs), self.inputs)
+        return stack.layer_context(stack.embed(self.inputs), self.inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class PlainRows:
         return StateBatch(self.inputs[picked], self.targets[picked], {})
 
 
-class StateLoader(Iterator[StateBatch]):
+class CachedActivationLoader(Iterator[StateBatch]):
     """Endless batches of rows; every epoch has each row once, in an order of (seed, epoch)."""
 
     def __init__(self, store: RowStore, batch: int, seed: int = 0) -> None:
@@ -192,10 +192,10 @@ def packed_rows(
 def layer_states(stack: Stack, inputs: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
     """The hidden states after these numbers of layers."""
     h = stack.embed(inputs)
-    bus = stack.bus(h, inputs)
+    ctx = stack.layer_context(h, inputs)
     found = {0: h} if 0 in layers else {}
     for i in range(max(layers)):
-        h = stack.layers[i](h, bus)
+        h = stack.layers[i](h, ctx)
         if i + 1 in layers:
             found[i + 1] = h
     return found
@@ -211,12 +211,12 @@ def compute_states(
     layers: Sequence[int],
     dtype: Kept = "float32",
     batch: int = 8,
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = MAX_BYTES,
     on_rows: OnRows | None = None,
 ) -> HiddenStates:
     """The states in `folder`: opened if they are there, gone on with if they are begun, else computed.
 
-    `base` names the trunk's weights (`Session.weights`); whatever else changes what the layers compute
+    `base` names the trunk's weights (`LoadedTextRun.weights`); whatever else changes what the layers compute
     belongs into that name. Inputs and targets are (rows, context), int64.
     """
     folder = Path(folder)
@@ -258,7 +258,7 @@ def open_states(folder: Path | str, key: Mapping[str, Any] | None = None) -> Hid
 
 
 def _check(stack: Stack, inputs: Tensor, targets: Tensor, layers: Sequence[int], dtype: str) -> None:
-    if stack.own_relays():
+    if stack.learned_relays():
         raise StackError("the stack has relays of its own, so its layers do not follow one another")
     if inputs.dim() != 2 or inputs.shape != targets.shape or not inputs.numel():
         raise DataError(

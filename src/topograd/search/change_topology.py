@@ -112,9 +112,9 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         "interface": None,
         "relay": "identity",
         "source": None,
-        "transmissivity_schedule": None,
+        "grad_scale_schedule": None,
     }
-    only |= {"transmissivities": ()} if graph == "chain" else {"objective": "cross-entropy"}
+    only |= {"grad_scales": ()} if graph == "chain" else {"objective": "cross-entropy"}
     for name, value in only.items():
         if getattr(table, name) != value:
             raise ConfigError(

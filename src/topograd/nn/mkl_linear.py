@@ -21,13 +21,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-MOST_ROWS = 64
-LEAST_ELEMENTS = 2**18
+MAX_ROWS = 64
+MIN_ELEMENTS = 2**18
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class PackedLinear(nn.Module):
+class MklLinear(nn.Module):
     """y = x Wᵀ + b on x (rows, in), for inference."""
 
     matrix: Tensor
@@ -38,22 +38,22 @@ class PackedLinear(nn.Module):
         wide = weight.shape[0] > weight.shape[1]
         self.matrix = weight.t().contiguous() if wide else weight.contiguous().t()
         self.bias = None if bias is None else bias.detach()
-        worth = weight.numel() >= LEAST_ELEMENTS * (2 if wide else 1)
+        worth = weight.numel() >= MIN_ELEMENTS * (2 if wide else 1)
         self.blocks = _blocks(weight) if worth else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.blocks is not None and 1 < len(x) <= MOST_ROWS:
+        if self.blocks is not None and 1 < len(x) <= MAX_ROWS:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.blocks, self.bias, "none", [], "")
         return torch.mm(x, self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
     def onto(self, h: Tensor, x: Tensor) -> Tensor:
         """h + x Wᵀ + b."""
-        if self.bias is not None or (self.blocks is not None and 1 < len(x) <= MOST_ROWS):
+        if self.bias is not None or (self.blocks is not None and 1 < len(x) <= MAX_ROWS):
             return self(x).add_(h)
         return torch.addmm(h, x, self.matrix)
 
 
-class _AnyShape(PackedLinear):
+class _AnyShape(MklLinear):
     """A packed layer in the place of an nn.Linear, whose input may have any leading shape."""
 
     @property

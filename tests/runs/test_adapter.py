@@ -1,4 +1,4 @@
-"""Sidecars: nothing of the base inside, one flipped bit or another base refused, no kill loses one."""
+"""Adapters: nothing of the base inside, one flipped bit or another base refused, no kill loses one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 
 from topograd import files
 from topograd.errors import CheckpointError, RunError
-from topograd.runs import sidecar
-from topograd.runs.session import Session, open_session
-from topograd.runs.sidecar import (
+from topograd.runs import adapter
+from topograd.runs.adapter import (
     CARD,
     CONFIG,
     TENSORS,
     BaseIdentity,
-    create_sidecar,
-    open_sidecar,
-    update_sidecar,
+    create_adapter,
+    open_adapter,
+    update_adapter,
 )
+from topograd.runs.session import LoadedTextRun, open_session
 from topograd.training.runs import resume
 
 SETTINGS: dict[str, Any] = {"peft_type": "SPECIALIST", "rank": 4, "rates": [0.1, 2.5e-5]}
@@ -38,20 +38,22 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def sessions(make_session: Callable[..., Session]) -> tuple[Session, Session]:
+def sessions(make_session: Callable[..., LoadedTextRun]) -> tuple[LoadedTextRun, LoadedTextRun]:
     return make_session(2), make_session(3)
 
 
 @pytest.fixture
-def made(sessions: tuple[Session, Session], tmp_path: Path) -> sidecar.Sidecar:
+def made(sessions: tuple[LoadedTextRun, LoadedTextRun], tmp_path: Path) -> adapter.Adapter:
     base = BaseIdentity.of(sessions[0])
-    return create_sidecar(
+    return create_adapter(
         tmp_path / "side", kind="specialist", base=base, tensors=tensors(), settings=SETTINGS, card="# One"
     )
 
 
-def test_what_was_written_is_read(made: sidecar.Sidecar, sessions: tuple[Session, Session]) -> None:
-    again = open_sidecar(made.folder, "specialist")
+def test_what_was_written_is_read(
+    made: adapter.Adapter, sessions: tuple[LoadedTextRun, LoadedTextRun]
+) -> None:
+    again = open_adapter(made.folder, "specialist")
     assert again.settings == SETTINGS
     assert again.base == BaseIdentity.of(sessions[0])
     for name, tensor in tensors().items():
@@ -60,7 +62,7 @@ def test_what_was_written_is_read(made: sidecar.Sidecar, sessions: tuple[Session
     assert sorted(path.name for path in made.folder.iterdir()) == [CARD, CONFIG, TENSORS]
 
 
-def test_it_is_in_the_shape_that_peft_users_know(made: sidecar.Sidecar) -> None:
+def test_it_is_in_the_shape_that_peft_users_know(made: adapter.Adapter) -> None:
     assert load_file(made.folder / TENSORS).keys() == tensors().keys()
     config = json.loads((made.folder / CONFIG).read_text())
     assert config["base_model_name_or_path"] == str(made.base.folder)
@@ -70,7 +72,7 @@ def test_it_is_in_the_shape_that_peft_users_know(made: sidecar.Sidecar) -> None:
     assert card.endswith("# One\n")
 
 
-def test_the_base_is_opened_where_it_was_or_where_it_is(made: sidecar.Sidecar, tmp_path: Path) -> None:
+def test_the_base_is_opened_where_it_was_or_where_it_is(made: adapter.Adapter, tmp_path: Path) -> None:
     assert made.open_base().weights == made.base.weights
     moved = shutil.copytree(made.base.folder, tmp_path / "moved")
     assert made.open_base(moved).run.folder == moved
@@ -79,7 +81,7 @@ def test_the_base_is_opened_where_it_was_or_where_it_is(made: sidecar.Sidecar, t
 
 
 def test_a_base_that_was_trained_on_is_opened_at_the_checkpoint(
-    made: sidecar.Sidecar, tmp_path: Path
+    made: adapter.Adapter, tmp_path: Path
 ) -> None:
     moved = shutil.copytree(made.base.folder, tmp_path / "moved")
     resume(moved).train(stop_after=1)
@@ -87,7 +89,9 @@ def test_a_base_that_was_trained_on_is_opened_at_the_checkpoint(
     assert made.open_base(moved).weights == made.base.weights
 
 
-def test_another_base_is_refused_by_name(made: sidecar.Sidecar, sessions: tuple[Session, Session]) -> None:
+def test_another_base_is_refused_by_name(
+    made: adapter.Adapter, sessions: tuple[LoadedTextRun, LoadedTextRun]
+) -> None:
     words = r"side belongs to the base .*run-2-0, and .*run-3-0 has other weights; give the base"
     with pytest.raises(RunError, match=words) as caught:
         made.open_base(sessions[1].run.folder)
@@ -98,21 +102,21 @@ def test_another_base_is_refused_by_name(made: sidecar.Sidecar, sessions: tuple[
 
 
 @pytest.mark.parametrize("name", [CONFIG, TENSORS])
-def test_one_flipped_bit_is_refused(made: sidecar.Sidecar, name: str) -> None:
+def test_one_flipped_bit_is_refused(made: adapter.Adapter, name: str) -> None:
     path = made.folder / name
     content = bytearray(path.read_bytes())
     for place in range(7, len(content), max(1, len(content) // 23)):
         content[place] ^= 1
         path.write_bytes(content)
         with pytest.raises(RunError) as caught:
-            open_sidecar(made.folder)
+            open_adapter(made.folder)
         assert "\n" not in str(caught.value)
         content[place] ^= 1
     path.write_bytes(content)
-    open_sidecar(made.folder)
+    open_adapter(made.folder)
     path.write_bytes(content[:-3])
     with pytest.raises(RunError):
-        open_sidecar(made.folder)
+        open_adapter(made.folder)
 
 
 @pytest.mark.parametrize(
@@ -122,43 +126,43 @@ def test_one_flipped_bit_is_refused(made: sidecar.Sidecar, name: str) -> None:
         ({"version": 9}, "has version 9; this program reads version 1"),
     ],
 )
-def test_foreign_ones_are_refused(made: sidecar.Sidecar, change: dict[str, Any], words: str) -> None:
+def test_foreign_ones_are_refused(made: adapter.Adapter, change: dict[str, Any], words: str) -> None:
     config = json.loads((made.folder / CONFIG).read_text())
     config["topograd"] |= change
     (made.folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(RunError, match=words):
-        open_sidecar(made.folder)
+        open_adapter(made.folder)
 
 
-def test_what_is_no_sidecar_is_refused(made: sidecar.Sidecar, tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_refused(made: adapter.Adapter, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is a specialist, and a lora is wanted"):
-        open_sidecar(made.folder, "lora")
+        open_adapter(made.folder, "lora")
     with pytest.raises(RunError, match="is no specialist: it does not exist"):
-        open_sidecar(tmp_path / "none", "specialist")
+        open_adapter(tmp_path / "none", "specialist")
     with pytest.raises(RunError, match=r"has no adapter_config\.json"):
-        open_sidecar(tmp_path)
+        open_adapter(tmp_path)
     with pytest.raises(RunError, match="not an empty folder"):
-        create_sidecar(made.folder, kind="x", base=made.base, tensors=tensors(), settings={}, card="")
-    with pytest.raises(RunError, match="the setting 'topograd' is the sidecar's own"):
-        create_sidecar(
+        create_adapter(made.folder, kind="x", base=made.base, tensors=tensors(), settings={}, card="")
+    with pytest.raises(RunError, match="the setting 'topograd' is the adapter's own"):
+        create_adapter(
             tmp_path / "n", kind="x", base=made.base, tensors=tensors(), settings={"topograd": 1}, card=""
         )
     assert not (tmp_path / "n").exists()
 
 
-def test_written_again_it_has_the_new_values(made: sidecar.Sidecar) -> None:
-    new = update_sidecar(made, tensors(2.0), SETTINGS | {"steps": 4}, "# Two")
+def test_written_again_it_has_the_new_values(made: adapter.Adapter) -> None:
+    new = update_adapter(made, tensors(2.0), SETTINGS | {"steps": 4}, "# Two")
     assert new.settings["steps"] == 4
     assert new.tensors["c"] == 2
     assert new.digest != made.digest
     assert (made.folder / CARD).read_text().endswith("# Two\n")
     with pytest.raises(RunError, match="other names or shapes"):
-        update_sidecar(new, {"a.weight": torch.zeros(2)}, SETTINGS)
+        update_adapter(new, {"a.weight": torch.zeros(2)}, SETTINGS)
 
 
 @pytest.mark.parametrize("kill", range(4))
 def test_a_kill_leaves_one_that_opens(
-    made: sidecar.Sidecar, kill: int, monkeypatch: pytest.MonkeyPatch
+    made: adapter.Adapter, kill: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each system call that changes a name may be the last one."""
     calls = 0
@@ -172,22 +176,22 @@ def test_a_kill_leaves_one_that_opens(
 
     monkeypatch.setattr(files.os, "replace", replace)
     with contextlib.suppress(KeyboardInterrupt):
-        update_sidecar(made, tensors(2.0), SETTINGS | {"steps": 4})
+        update_adapter(made, tensors(2.0), SETTINGS | {"steps": 4})
     monkeypatch.undo()
-    found = open_sidecar(made.folder)
+    found = open_adapter(made.folder)
     assert found.tensors["c"] in (1, 2)
-    assert update_sidecar(found, tensors(3.0), SETTINGS).tensors["c"] == 3
+    assert update_adapter(found, tensors(3.0), SETTINGS).tensors["c"] == 3
 
 
-def test_a_folder_that_cannot_be_written_is_named(made: sidecar.Sidecar, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(made: adapter.Adapter, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write .*file/side"):
-        create_sidecar(
+        create_adapter(
             tmp_path / "file" / "side", kind="x", base=made.base, tensors=tensors(), settings={}, card=""
         )
 
 
-def test_it_is_a_checkpoint_error_to_be_damaged(made: sidecar.Sidecar) -> None:
+def test_it_is_a_checkpoint_error_to_be_damaged(made: adapter.Adapter) -> None:
     (made.folder / TENSORS).unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        open_sidecar(made.folder)
+        open_adapter(made.folder)

@@ -5,7 +5,7 @@
 
 The run of a LoRA, of exits on a frozen model, or of later layers (`runs/tune_config.py`) is therefore small,
 and where nothing of the base learned, its full depth is the base's bit for bit. A base that is gone or that
-has other weights is refused by name. `lean_on` makes a stack that learns only what the settings say.
+has other weights is refused by name. `apply_tuning` makes a stack that learns only what the settings say.
 
 Limits: the base's folder is kept as an absolute path.
 """
@@ -32,14 +32,14 @@ from topograd.topology.plan import Plan
 
 if TYPE_CHECKING:
     from topograd.runs.folder import Run
-    from topograd.runs.session import Opened, Session
+    from topograd.runs.session import LoadedRun, LoadedTextRun
 
 NAME = "base.json"
 FORMAT = "topograd-base"
 VERSION = 1
 
 
-def lean_on(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
+def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
     """Make a stack learn what the settings say and no more: adds LoRA and exits, freezes the rest."""
     learning = [planned for planned in plan.stages if not planned.stage.frozen]
     if plan.topology.heads == "per-stage":  # those that the base may have where nothing learns now
@@ -58,11 +58,11 @@ def lean_on(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
         for planned in learning:
             for parameter in stack.head_parameters(planned.head):
                 parameter.requires_grad_()
-        for relay in stack.own_relays().values():
+        for relay in stack.learned_relays().values():
             relay.requires_grad_()
 
 
-def bind_base(run: Run, base: Opened, tokenizer: Tokenizer) -> None:
+def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer) -> None:
     """Write which run this one stands on."""
     table = {
         "format": FORMAT,
@@ -76,7 +76,7 @@ def bind_base(run: Run, base: Opened, tokenizer: Tokenizer) -> None:
 
 
 @dataclass(frozen=True)
-class BasedStore:
+class DeltaStore:
     """Checkpoints of what is not the base's."""
 
     folder: Path
@@ -119,7 +119,7 @@ class BasedStore:
         """What a checkpoint holds beside its base; the file is verified when the run is opened."""
         return load_file(self.own.folder / name / TENSOR_FILES[0])
 
-    def open_base(self) -> Session:
+    def open_base(self) -> LoadedTextRun:
         """The run that this one stands on, at the checkpoint that it was begun with."""
         from topograd.runs.folder import Run
         from topograd.runs.session import open_session

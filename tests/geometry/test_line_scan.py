@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from topograd.errors import GeometryError
-from topograd.geometry.outward import BUCKETS, Probe, short_example
+from topograd.geometry.line_scan import BUCKETS, Probe, short_example
 from topograd.geometry.paths import Path, directional_fisher, divergences
 from topograd.geometry.rates import log_grid
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from topograd.runtime.pages import LARGE, added, anonymous, collect
+from topograd.runtime.hugepages import LARGE, added, anonymous, collect
 
 
 def test_what_was_not_there_before() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from topograd.errors import StackError
 from topograd.nn.inverse import Inverse, TargetRelay
-from topograd.nn.stack import Bus, Stack
+from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import Plan, PlannedStage
 
 MOMENTUM = 0.99
@@ -31,7 +31,7 @@ ALPHA = 1e-2
 """The ridge, for each row that the second moments hold."""
 
 
-class SlowCopy(nn.Module):
+class EMACopy(nn.Module):
     """BYOL's two parts: q predicts, from a stage's features, those that a slow copy of the next stage gives.
 
         loss = 2 - 2 cos(q(u_k), ū_{k+1}),   ū the features of the copy's output, without gradient
@@ -48,12 +48,12 @@ class SlowCopy(nn.Module):
         self.target.requires_grad_(False)
         self.indices = indices
 
-    def loss(self, stack: Stack, h: Tensor, bus: Bus) -> Tensor:
+    def loss(self, stack: Stack, h: Tensor, ctx: LayerContext) -> Tensor:
         """The mean over rows."""
         with torch.no_grad():
             ahead = h.detach()
             for layer in self.target:
-                ahead = layer(ahead, bus)
+                ahead = layer(ahead, ctx)
             wanted = stack.features(ahead)
         said = self.predictor(stack.features(h))
         return (2 - 2 * F.cosine_similarity(said, wanted, dim=-1)).mean()
@@ -113,11 +113,11 @@ def auxiliary_name(planned: PlannedStage) -> str:
 
 def auxiliary(stack: Stack, planned: PlannedStage) -> nn.Module | None:
     """The module that a stage's objective has, if any."""
-    return stack.own_relays().get(auxiliary_name(planned))
+    return stack.learned_relays().get(auxiliary_name(planned))
 
 
 def _inverse(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
-    return Inverse(stack.shape_behind(planned.stage.stop - 1), stack.shape_before(planned.stage.start))
+    return Inverse(stack.output_shape(planned.stage.stop - 1), stack.input_shape(planned.stage.start))
 
 
 def _no_more(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | None:
@@ -129,15 +129,15 @@ def _slow_copy(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module | N
     later = next((p for p in plan.stages if any(port.source == planned.index for port, _ in p.inputs)), None)
     if later is None:
         return None
-    width, ahead = (stack.feature_width(stack.shape_behind(p.stage.stop - 1)) for p in (planned, later))
-    return SlowCopy(width, ahead, [stack.layers[i] for i in later.layers], later.layers)
+    width, ahead = (stack.feature_width(stack.output_shape(p.stage.stop - 1)) for p in (planned, later))
+    return EMACopy(width, ahead, [stack.layers[i] for i in later.layers], later.layers)
 
 
 def _ridge(stack: Stack, plan: Plan, planned: PlannedStage) -> nn.Module:
     classes = getattr(getattr(stack, "config", None), "classes", None)
     if classes is None:
         raise StackError("the objective ridge solves for classes", remedy="it needs a network on pictures")
-    return RidgeHead(stack.feature_width(stack.shape_behind(planned.stage.stop - 1)), classes)
+    return RidgeHead(stack.feature_width(stack.output_shape(planned.stage.stop - 1)), classes)
 
 
 MAKERS: Mapping[str, Make] = {
@@ -154,8 +154,8 @@ def add_auxiliaries(stack: Stack, plan: Plan) -> None:
     for planned in plan.stages:
         names = {port.relay: port for port, _ in planned.inputs if port.relay.startswith("target-")}
         for name in names:
-            if name not in stack.own_relays():
-                shapes = stack.shape_behind(planned.stage.stop - 1), stack.shape_before(planned.stage.start)
+            if name not in stack.learned_relays():
+                shapes = stack.output_shape(planned.stage.stop - 1), stack.input_shape(planned.stage.start)
                 stack.add_relay(name, TargetRelay(*shapes).to(like.device, like.dtype))
         make = MAKERS.get(planned.stage.objective)
         if make is None or planned.scale == 0 or auxiliary(stack, planned) is not None:

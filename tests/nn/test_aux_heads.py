@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from topograd.nn.auxiliaries import MOMENTUM, RidgeHead, SlowCopy
+from topograd.nn.aux_heads import MOMENTUM, EMACopy, RidgeHead
 from topograd.nn.images.config import ImageConfig
 from topograd.nn.images.stack import make_image_stack
 from topograd.nn.preparation import prepare
@@ -31,10 +31,10 @@ def test_a_slow_copy_follows_and_does_not_learn() -> None:
     topology = TopologyConfig(partition="1,1,1", objective="byol").build(3)
     stack = make_image_stack(CONFIG, topology)
     prepare(stack, topology)
-    copies = stack.own_relays()
+    copies = stack.learned_relays()
     assert copies.keys() == {"byol-0", "byol-1"}
     slow = copies["byol-0"]
-    assert isinstance(slow, SlowCopy)
+    assert isinstance(slow, EMACopy)
     assert not any(p.requires_grad for p in slow.target.parameters())
     before = [p.clone() for p in slow.target.parameters()]
     with torch.no_grad():

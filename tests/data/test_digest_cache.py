@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from topograd.data import remembered
-from topograd.data.remembered import forget, remembered_sha256
+from topograd.data import digest_cache
+from topograd.data.digest_cache import forget, remembered_sha256
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """The files that were read, each time; files count as settled at once."""
     read: list[Path] = []
-    real = remembered.sha256
+    real = digest_cache.sha256
 
     def reading(path: Path) -> str:
         read.append(path)
         return real(path)
 
-    monkeypatch.setattr(remembered, "sha256", reading)
-    monkeypatch.setattr(remembered, "SETTLED", -1.0)
+    monkeypatch.setattr(digest_cache, "sha256", reading)
+    monkeypatch.setattr(digest_cache, "SETTLED", -1.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return read
 
@@ -45,7 +45,7 @@ def test_read_once_until_it_changes(counted: list[Path], tmp_path: Path) -> None
 def test_a_file_that_was_just_written_is_not_trusted(
     counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembered, "SETTLED", 1e6)
+    monkeypatch.setattr(digest_cache, "SETTLED", 1e6)
     file = tmp_path / "weights"
     file.write_bytes(b"one")
     remembered_sha256(file)
@@ -69,7 +69,7 @@ def test_a_damaged_or_missing_cache_only_costs_time(
 
 
 def test_few_are_remembered(counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST", 2)
+    monkeypatch.setattr(digest_cache, "MOST", 2)
     for name in "abc":
         (tmp_path / name).write_bytes(b"x")
         remembered_sha256(tmp_path / name)

@@ -6,7 +6,13 @@ from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.runs.config import OptimizerConfig, SearchConfig, StageOptimizer, TrainConfig
-from topograd.search.carry import carry_heads, carry_state, check_searchable, nearest_head, nearest_heads
+from topograd.search.change_topology import (
+    carry_heads,
+    carry_state,
+    check_searchable,
+    nearest_head,
+    nearest_heads,
+)
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology

@@ -9,8 +9,8 @@ from topograd.runs.folder import Run
 from topograd.runs.session import heldout_text, open_session
 from topograd.search import property_probes
 from topograd.search.candidates import Candidate
+from topograd.search.measured import Trained, as_runs, worth
 from topograd.search.properties import read_numbers
-from topograd.search.trained import Trained, as_runs, worth
 from topograd.search.utility import DEPLOYMENTS, Weights, utility
 from topograd.topology.composition import Composition
 from topograd.training.runs import start

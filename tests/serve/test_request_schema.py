@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topograd.serve.fields import CANDIDATES, CHAT, COMPLETION, TOKENIZE, RequestError, fault, read
+from topograd.serve.request_schema import CANDIDATES, CHAT, COMPLETION, TOKENIZE, RequestError, fault, read
 
 GOOD: list[dict[str, Any]] = [
     {},

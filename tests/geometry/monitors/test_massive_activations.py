@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.geometry.monitors.layernorm import KernelMonitor
-from topograd.geometry.monitors.massive import MassiveLayer, massive_layer, massive_rows, together
+from topograd.geometry.monitors.massive_activations import MassiveLayer, massive_layer, massive_rows, together
 from topograd.geometry.monitors.stream import StreamMonitor
 
 

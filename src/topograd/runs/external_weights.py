@@ -4,7 +4,7 @@
 
 What is read is memory-mapped; a tensor that is float32 is not copied. Half precision becomes float32.
 
-Cost: files are hashed when they are first opened (`data/remembered.py`). Limits: safetensors only; nothing
+Cost: files are hashed when they are first opened (`data/digest_cache.py`). Limits: safetensors only; nothing
 is saved here, so a run of this kind does not learn: `topograd train --init` starts one that does.
 """
 
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from topograd.data.remembered import remembered_sha256
+from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json, sha256
 from topograd.runs.checkpoint import Checkpoint, Optimizers, fill
@@ -54,7 +54,7 @@ def describe(files: list[Path], places: Mapping[str, Place]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ReferencedStore:
+class ExternalWeights:
     """A checkpoint store with one checkpoint, whose weights lie elsewhere."""
 
     folder: Path

@@ -18,10 +18,10 @@ from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.topology.dag import Topology
-from topograd.training import hidden_states
-from topograd.training.hidden_states import (
+from topograd.training import activation_cache
+from topograd.training.activation_cache import (
+    CachedActivationLoader,
     HiddenStates,
-    StateLoader,
     compute_states,
     layer_states,
     open_states,
@@ -61,7 +61,9 @@ def test_kept_states_are_those_of_the_layers(stack: GPT, rows: tuple[Tensor, Ten
         torch.testing.assert_close(batch.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
     assert torch.equal(batch.targets, rows[1][[0, 3, 10]])
     assert batch.mask[1].tolist() == [True] * 5 + [False] * 3
-    h = stack.layers[3](stack.layers[2](batch.states[2], batch.bus(stack)), batch.bus(stack))
+    h = stack.layers[3](
+        stack.layers[2](batch.states[2], batch.layer_context(stack)), batch.layer_context(stack)
+    )
     torch.testing.assert_close(h, batch.states[4], rtol=1e-5, atol=1e-6)
     assert seen[-1] == (11, 11)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -133,7 +135,7 @@ class _Killed(BaseException):
 def test_a_killed_computation_goes_on_where_it_was(
     stack: GPT, rows: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "BLOCK_TOKENS", 16)  # two rows
+    monkeypatch.setattr(activation_cache, "BLOCK_TOKENS", 16)  # two rows
     whole = compute(tmp_path / "whole", stack, rows, batch=2)
 
     def kill(done: int, of: int) -> None:
@@ -158,7 +160,7 @@ def test_a_killed_computation_goes_on_where_it_was(
 def test_a_block_that_was_damaged_before_resuming_is_computed_again(
     stack: GPT, rows: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(activation_cache, "BLOCK_TOKENS", 16)
 
     def kill(done: int, of: int) -> None:
         if done >= 7:
@@ -223,15 +225,15 @@ def test_the_loader_has_every_row_once_an_epoch_and_continues(
     stack: GPT, rows: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     store = compute(tmp_path, stack, rows, layers=(1,))
-    loader = StateLoader(store, batch=4, seed=3)
+    loader = CachedActivationLoader(store, batch=4, seed=3)
     first = [next(loader) for _ in range(11)]  # four epochs
     for epoch in range(4):
         lines = torch.cat([b.inputs for b in first])[11 * epoch : 11 * (epoch + 1)]
         assert sorted(map(tuple, lines.tolist())) == sorted(map(tuple, rows[0].tolist()))
-    other = StateLoader(store, batch=4, seed=3)
+    other = CachedActivationLoader(store, batch=4, seed=3)
     for _ in range(4):
         next(other)
-    third = StateLoader(store, batch=4, seed=3)
+    third = CachedActivationLoader(store, batch=4, seed=3)
     third.seek(json.loads(json.dumps(other.position)))
     assert torch.equal(next(third).inputs, first[4].inputs)
     with pytest.raises(DataError, match="no position"):

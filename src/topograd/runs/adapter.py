@@ -1,4 +1,4 @@
-"""A sidecar: a small folder that adds something to a run and refers to that run by hash.
+"""A adapter: a small folder that adds something to a run and refers to that run by hash.
 
     adapter_model.safetensors   what was added, and nothing of the base
     adapter_config.json         what it is: the keys that PEFT users know, and under "topograd" the identity
@@ -6,16 +6,16 @@
                                 SHA-256 of the tensors, and the digest of the file itself
     README.md                   a model card, for people; it is not read
 
-A sidecar has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
+A adapter has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
 level of adapter_config.json. Opening one verifies every byte of both files; `open_base` opens the run that it
 belongs to, at the checkpoint with the right weights, and refuses every other one by name.
 
-How a kill is survived. A new sidecar is written beside its place and renamed. One that is written again goes
+How a kill is survived. A new adapter is written beside its place and renamed. One that is written again goes
 as a run's manifest does: first the config, as it was, allows the new tensors beside the old; then come the
-tensors, then the new config. A kill leaves a sidecar that opens: the old one, or the new tensors under the
+tensors, then the new config. A kill leaves a adapter that opens: the old one, or the new tensors under the
 old settings. So settings that say how to read the tensors must stay the same; `update` refuses others.
 
-Cost: opening reads and hashes the sidecar, not the base; the base is hashed when it is opened, as ever.
+Cost: opening reads and hashes the adapter, not the base; the base is hashed when it is opened, as ever.
 Limits: the base's folder is recorded as an absolute path, which is a hint: `open_base` takes another one.
 """
 
@@ -38,12 +38,12 @@ from topograd.files import dump_json, read_json, sync, write_atomic, write_json
 from topograd.runs.checkpoint import packed
 
 if TYPE_CHECKING:
-    from topograd.runs.session import Session
+    from topograd.runs.session import LoadedTextRun
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 CARD = "README.md"
-FORMAT = "topograd-sidecar"
+FORMAT = "topograd-adapter"
 VERSION = 1
 RESERVED = ("topograd", "base_model_name_or_path")
 """Keys of adapter_config.json that are not settings."""
@@ -51,17 +51,17 @@ RESERVED = ("topograd", "base_model_name_or_path")
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """Which run a sidecar belongs to."""
+    """Which run a adapter belongs to."""
 
     folder: Path
     """Where it was; it may have been moved."""
     weights: str
-    """SHA-256 of its weights, as `Session.weights` has it."""
+    """SHA-256 of its weights, as `LoadedTextRun.weights` has it."""
     tokenizer: str
     """Digest of its tokenizer."""
 
     @classmethod
-    def of(cls, session: Session) -> BaseIdentity:
+    def of(cls, session: LoadedTextRun) -> BaseIdentity:
         return cls(session.run.folder.absolute(), session.weights, session.tokenizer.digest)
 
     def refusal(self, other: BaseIdentity) -> str | None:
@@ -72,8 +72,8 @@ class BaseIdentity:
 
 
 @dataclass(frozen=True)
-class Sidecar:
-    """A sidecar that was opened and verified."""
+class Adapter:
+    """A adapter that was opened and verified."""
 
     folder: Path
     kind: str
@@ -83,7 +83,7 @@ class Sidecar:
     digest: str
     """SHA-256 of the file of tensors: what results name it by."""
 
-    def check_base(self, session: Session) -> None:
+    def check_base(self, session: LoadedTextRun) -> None:
         """Refuse a run that is not the base, by name."""
         problem = self.base.refusal(BaseIdentity.of(session))
         if problem:
@@ -92,7 +92,7 @@ class Sidecar:
                 remedy=f"give the base that it was made for (weights {self.base.weights[:12]})",
             )
 
-    def open_base(self, folder: Path | str | None = None) -> Session:
+    def open_base(self, folder: Path | str | None = None) -> LoadedTextRun:
         """The base, at the checkpoint that this belongs to: where it was recorded, or in another folder."""
         from topograd.runs.folder import Run
         from topograd.runs.session import open_session
@@ -110,7 +110,7 @@ class Sidecar:
         return session
 
 
-def create_sidecar(
+def create_adapter(
     folder: Path | str,
     *,
     kind: str,
@@ -118,8 +118,8 @@ def create_sidecar(
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, Any],
     card: str,
-) -> Sidecar:
-    """Write a new sidecar into a folder that is empty or does not exist, whole or not at all.
+) -> Adapter:
+    """Write a new adapter into a folder that is empty or does not exist, whole or not at all.
 
     `settings` are plain JSON; `card` is the text of the model card behind its header.
     """
@@ -142,35 +142,35 @@ def create_sidecar(
         raise RunError(
             f"cannot write {folder} ({problem})", remedy="make room, or pass another folder"
         ) from None
-    return open_sidecar(folder, kind)
+    return open_adapter(folder, kind)
 
 
-def update_sidecar(
-    sidecar: Sidecar, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], card: str | None = None
-) -> Sidecar:
-    """Write a sidecar again: other values of the same tensors. A kill leaves one that opens."""
-    old = {name: (t.shape, t.dtype) for name, t in sidecar.tensors.items()}
+def update_adapter(
+    adapter: Adapter, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], card: str | None = None
+) -> Adapter:
+    """Write a adapter again: other values of the same tensors. A kill leaves one that opens."""
+    old = {name: (t.shape, t.dtype) for name, t in adapter.tensors.items()}
     if old != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
-        raise RunError(f"{sidecar.folder} has tensors of other names or shapes", remedy="write a new sidecar")
+        raise RunError(f"{adapter.folder} has tensors of other names or shapes", remedy="write a new adapter")
     content, digest = _serialized(tensors)
-    before = {sidecar.digest: (sidecar.folder / TENSORS).stat().st_size}
-    allowed = _config(sidecar.kind, sidecar.base, sidecar.settings, before | {digest: len(content)})
-    write_json(sidecar.folder / CONFIG, allowed)
-    write_atomic(sidecar.folder / TENSORS, content)
-    final = _config(sidecar.kind, sidecar.base, settings, {digest: len(content)})
-    write_json(sidecar.folder / CONFIG, final)
+    before = {adapter.digest: (adapter.folder / TENSORS).stat().st_size}
+    allowed = _config(adapter.kind, adapter.base, adapter.settings, before | {digest: len(content)})
+    write_json(adapter.folder / CONFIG, allowed)
+    write_atomic(adapter.folder / TENSORS, content)
+    final = _config(adapter.kind, adapter.base, settings, {digest: len(content)})
+    write_json(adapter.folder / CONFIG, final)
     if card is not None:
-        write_atomic(sidecar.folder / CARD, _card(sidecar.kind, sidecar.base, card))
-    return open_sidecar(sidecar.folder, sidecar.kind)
+        write_atomic(adapter.folder / CARD, _card(adapter.kind, adapter.base, card))
+    return open_adapter(adapter.folder, adapter.kind)
 
 
-def open_sidecar(folder: Path | str, kind: str | None = None) -> Sidecar:
-    """Read a sidecar, if every byte of it is right and it is of the `kind` that is wanted."""
+def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
+    """Read a adapter, if every byte of it is right and it is of the `kind` that is wanted."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
         raise RunError(
-            f"{folder} is no {kind or 'sidecar'}: it {what}", remedy="give the folder it was written to"
+            f"{folder} is no {kind or 'adapter'}: it {what}", remedy="give the folder it was written to"
         )
     config = read_json(folder / CONFIG)
     own = config.get("topograd") if isinstance(config, dict) else None
@@ -191,10 +191,10 @@ def open_sidecar(folder: Path | str, kind: str | None = None) -> Sidecar:
     tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
-    return Sidecar(folder, own["kind"], base, settings, tensors, digest)
+    return Adapter(folder, own["kind"], base, settings, tensors, digest)
 
 
-def is_sidecar(folder: Path | str) -> bool:
+def is_adapter(folder: Path | str) -> bool:
     """Whether a folder looks like one; its contents are not read."""
     return (Path(folder) / CONFIG).is_file()
 
@@ -210,7 +210,7 @@ def _config(
     """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
     for key in RESERVED:
         if key in settings:
-            raise RunError(f"the setting {key!r} is the sidecar's own", remedy="name it otherwise")
+            raise RunError(f"the setting {key!r} is the adapter's own", remedy="name it otherwise")
     own: dict[str, Any] = {"format": FORMAT, "version": VERSION, "kind": kind}
     own |= {"base": {"weights": base.weights, "tokenizer": base.tokenizer}, "tensors": dict(tensors)}
     config = {**settings, "base_model_name_or_path": str(base.folder), "topograd": own}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from topograd.serve.answers import Answer, error_body, finite, timings
-from topograd.serve.fields import CHAT, COMPLETION, read
 from topograd.serve.jobs import Job, Progress, Scored, Written
+from topograd.serve.request_schema import CHAT, COMPLETION, read
+from topograd.serve.responses import Answer, error_body, finite, timings
 from topograd.serve.texts import ServedModel
 
 

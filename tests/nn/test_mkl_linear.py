@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topograd.nn import packed as module
+from topograd.nn import mkl_linear as module
 from topograd.nn.gpt import GPT
-from topograd.nn.packed import LEAST_ELEMENTS, MOST_ROWS, PackedLinear, packed
+from topograd.nn.mkl_linear import MAX_ROWS, MIN_ELEMENTS, MklLinear, packed
 from topograd.nn.stack import Stack
 
 ROWS = (1, 2, 5, 64, 65)
@@ -32,7 +32,7 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_float64(shape: tuple[int, int], rows: int, bias: bool) -> None:
     weight, offset = parts(shape)
-    layer, x = PackedLinear(weight, offset if bias else None), torch.randn(rows, shape[1]).double()
+    layer, x = MklLinear(weight, offset if bias else None), torch.randn(rows, shape[1]).double()
     assert layer.blocks is None
     close(layer(x), F.linear(x, weight, offset if bias else None), 1e-14)
 
@@ -40,8 +40,8 @@ def test_float64(shape: tuple[int, int], rows: int, bias: bool) -> None:
 def test_float64_is_exact_on_small_whole_numbers() -> None:
     weight = torch.arange(-6, 6, dtype=torch.float64).view(3, 4)
     x = torch.arange(8, dtype=torch.float64).view(2, 4)
-    assert torch.equal(PackedLinear(weight)(x), F.linear(x, weight))
-    assert torch.equal(PackedLinear(weight.t())(x[:, :3]), F.linear(x[:, :3], weight.t()))
+    assert torch.equal(MklLinear(weight)(x), F.linear(x, weight))
+    assert torch.equal(MklLinear(weight.t())(x[:, :3]), F.linear(x[:, :3], weight.t()))
 
 
 @needs_blocks
@@ -51,7 +51,7 @@ def test_float64_is_exact_on_small_whole_numbers() -> None:
 def test_float32_in_blocks(shape: tuple[int, int], rows: int, bias: bool) -> None:
     weight, offset = parts(shape, torch.float32)
     given = offset if bias else None
-    layer, x = PackedLinear(weight, given), torch.randn(rows, shape[1])
+    layer, x = MklLinear(weight, given), torch.randn(rows, shape[1])
     assert layer.blocks is not None
     exact = F.linear(x.double(), weight.double(), None if given is None else given.double())
     close(layer(x).double(), exact, FLOAT32)
@@ -65,16 +65,16 @@ def test_float32_in_blocks(shape: tuple[int, int], rows: int, bias: bool) -> Non
 
 @needs_blocks
 def test_blocks_are_used_for_several_rows_only() -> None:
-    layer = PackedLinear(parts((512, 512), torch.float32)[0])
+    layer = MklLinear(parts((512, 512), torch.float32)[0])
     layer.matrix = torch.full_like(layer.matrix, float("nan"))
     by_blocks = [rows for rows in ROWS if layer(torch.ones(rows, 512)).isfinite().all()]
-    assert by_blocks == [rows for rows in ROWS if 1 < rows <= MOST_ROWS]
+    assert by_blocks == [rows for rows in ROWS if 1 < rows <= MAX_ROWS]
 
 
 @needs_blocks
 def test_blocks_are_made_where_they_pay() -> None:
     made = {
-        shape: PackedLinear(torch.ones(shape)).blocks is not None
+        shape: MklLinear(torch.ones(shape)).blocks is not None
         for shape in ((512, 511), (512, 512), (256, 1024), (1024, 256), (1024, 512))
     }
     assert made == {
@@ -84,14 +84,14 @@ def test_blocks_are_made_where_they_pay() -> None:
         (1024, 256): False,
         (1024, 512): True,
     }
-    assert LEAST_ELEMENTS == 512 * 512
+    assert MIN_ELEMENTS == 512 * 512
 
 
 @pytest.mark.parametrize("shape", BIG.values(), ids=BIG.keys())
 def test_without_blocks_it_is_the_same(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_blocks", lambda weight: None)
     weight, offset = parts(shape, torch.float32)
-    layer = PackedLinear(weight, offset)
+    layer = MklLinear(weight, offset)
     assert layer.blocks is None
     for rows in ROWS:
         x = torch.randn(rows, shape[1])
@@ -105,7 +105,7 @@ def test_without_the_private_operators_there_are_no_blocks(monkeypatch: pytest.M
             raise AttributeError(name)
 
     monkeypatch.setattr(torch.ops, "mkldnn", Gone())
-    layer = PackedLinear(torch.ones(512, 512))
+    layer = MklLinear(torch.ones(512, 512))
     assert layer.blocks is None
     assert torch.equal(layer(torch.ones(2, 512)), torch.full((2, 512), 512.0))
 
@@ -116,7 +116,7 @@ def test_onto(shape: tuple[int, int], rows: int) -> None:
     weight, _ = parts(shape)
     x, h = torch.randn(rows, shape[1]).double(), torch.randn(rows, shape[0]).double()
     before = h.clone()
-    close(PackedLinear(weight).onto(h, x), h + F.linear(x, weight), 1e-14)
+    close(MklLinear(weight).onto(h, x), h + F.linear(x, weight), 1e-14)
     assert torch.equal(h, before)
 
 
@@ -153,8 +153,8 @@ def test_a_packed_copy_shares_all_but_the_matrices_and_leaves_the_original_as_it
     net = Net()
     names = [name for name, _ in net.named_modules()]
     twin = packed(net)
-    assert isinstance(twin.first, PackedLinear)
-    assert isinstance(twin.more[0], PackedLinear)
+    assert isinstance(twin.first, MklLinear)
+    assert isinstance(twin.more[0], MklLinear)
     assert type(twin.odd) is Net.Doubled, "a subclass may compute something else"
     for own, shared in ((net.table.weight, twin.table.weight), (net.gain, twin.gain)):
         assert own.data_ptr() == shared.data_ptr()
@@ -189,14 +189,14 @@ def test_what_every_stack_does_for_decoding_works_on_a_gpt() -> None:
         nn.init.normal_(parameter, std=0.3)
     twin, inputs = Stack.for_decoding(gpt), torch.randint(30, (2, 8))
     assert isinstance(twin, GPT)
-    assert any(isinstance(part, PackedLinear) for part in twin.modules())
+    assert any(isinstance(part, MklLinear) for part in twin.modules())
     with torch.no_grad():
         close(twin(inputs), gpt(inputs), 1e-12)
         pieces, states = [], [layer.new_state(2, 8) for layer in twin.layers]  # type: ignore[operator]
         for t in range(8):
             h = x0 = twin.embed(inputs[:, t : t + 1], inputs[:, t - 1] if t else None)
-            bus = twin.bus(x0, inputs[:, t : t + 1], t)
+            ctx = twin.layer_context(x0, inputs[:, t : t + 1], t)
             for layer, state in zip(twin.layers, states, strict=True):
-                h = layer(h, bus, state)
+                h = layer(h, ctx, state)
             pieces.append(twin.readout(h, 0))
         close(torch.cat(pieces, 1), gpt(inputs), 1e-12)
