@@ -10,6 +10,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
+MAX_SHOWN = 60
+"""Characters of a given value that a message repeats; a path is repeated whole."""
+
+
+def shown(value: object) -> str:
+    """`value` for an error message: on one line, and short."""
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python refuses to print integers of more than 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
 
 class TopogradError(Exception):
     """Base of every error that this package raises on purpose.
@@ -31,8 +45,7 @@ class TopogradError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        given = os.fspath(self.given) if isinstance(self.given, os.PathLike) else self.given
-        what = self.problem or f"{self.setting} is {given!r}"
+        what = self.problem or f"{self.setting} is {shown(self.given)}"
         allowed = f"it must be {self.allowed}" if self.allowed else ""
         return "; ".join(filter(None, (what, allowed, self.remedy)))
 

@@ -289,7 +289,7 @@ def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: An
 def test_rules_that_do_not_exist_and_runs_that_cannot_leave(
     calibrated: Path, backprop: Path, call: Any
 ) -> None:
-    assert "wand rule 'hope' is unknown" in call("generate", calibrated, "--depth", "wand:hope").refusal
+    assert "wand_rule is 'hope'; it must be" in call("generate", calibrated, "--depth", "wand:hope").refusal
     assert "eps 0.3 has no calibrated" in call("generate", calibrated, "--depth", "wand:flip-rate:.3").refusal
     assert "early exits and drafts need at least 2" in call("generate", backprop, "--depth", "wand").refusal
 

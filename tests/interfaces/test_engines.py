@@ -398,7 +398,7 @@ def test_a_step_of_anything_else_needs_autograd() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (Scan("magic"), "jacobian 'magic' is unknown; choose one of loop"),  # type: ignore[arg-type]
+        (Scan("magic"), "jacobian is 'magic'; it must be one of loop"),  # type: ignore[arg-type]
         (Scan(scan="magic"), "method='magic'; choose 'matvec', 'chunked' or 'tree'"),  # type: ignore[arg-type]
         (Scan(chunk=0), "chunk is 0; it must be at least 1"),
         (Scan(chunk=2), "chunk is 2; it must be left out, since jacobian 'loop'"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
 from topograd.errors import ConfigError, StackError
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
@@ -99,9 +100,9 @@ def test_merged_it_is_an_ordinary_model_with_the_same_logits(stack: Stack) -> No
 
 def test_what_does_not_fit_is_refused() -> None:
     stack = gpt()
-    with pytest.raises(ConfigError, match="at least 1"):
+    with refused(ConfigError, setting="lora_rank", given=0):
         add_lora(stack.layers, 0)
-    with pytest.raises(ConfigError, match="lora_rank is 17"):
+    with refused(ConfigError, setting="lora_rank", given=17):
         add_lora(stack.layers, 17)
     with pytest.raises(StackError, match="no linear maps"):
         add_lora([torch.nn.LayerNorm(4)], 2)

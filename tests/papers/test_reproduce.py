@@ -36,7 +36,7 @@ def test_the_page(call: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--paper", "x"), "paper 'x' is unknown; choose one of product-of-experts"),
+        (("--paper", "x"), "paper is 'x'; it must be one of product-of-experts"),
         (("--state", "maybe"), "invalid choice 'maybe'"),
         (("--markdown", "--json"), "--markdown and --json are both given; give one of them"),
     ],

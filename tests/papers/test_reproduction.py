@@ -19,6 +19,7 @@ from papers.reproduction import (
     results,
 )
 from papers.studies import STUDIES
+from raising import refused
 from topograd.cli.main import MOVED, VERBS
 from topograd.errors import ConfigError
 
@@ -104,7 +105,7 @@ def test_choosing() -> None:
     assert chosen() == list(claims())
     failed = chosen(paper="gram-metrics", state="failed")
     assert [(one.paper, one.state) for one in failed] == [("gram-metrics", "failed")]
-    with pytest.raises(ConfigError, match="paper 'x' is unknown; choose one of product-of-experts"):
+    with refused(ConfigError, setting="paper", given="x"):
         chosen(paper="x")
 
 

@@ -16,6 +16,7 @@ from papers.run import asked_for, run_study, setting_of
 from papers.staged_runs import PRESETS, Sizes
 from papers.studies import STUDIES, study_named
 from papers.verdicts import UNDECIDED
+from raising import refused
 from topograd.errors import ConfigError
 
 STAGED = [name for name in STUDIES if name.startswith(("stage", "experiment"))]
@@ -81,7 +82,7 @@ def test_every_study_has_one_shape(name: str, record: dict[str, Any]) -> None:
 
 
 def test_an_unknown_study() -> None:
-    with pytest.raises(ConfigError, match="study 'f' is unknown; choose one of stage0-depth, experiment-a"):
+    with refused(ConfigError, setting="study", given="f"):
         study_named("f")
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from raising import refused
 from topograd.errors import ConfigError, StackError, TopogradError
 from topograd.nn.config import GPTConfig
 from topograd.pretrained import REFERENCE
@@ -35,7 +36,7 @@ def test_presets() -> None:
     for name in PRESETS:
         assert len(preset(name).build_topology().stages) == 1, "without a partition it is backprop"
     assert preset("tiny", partition="2,2", seed=3).seed == 3
-    with pytest.raises(ConfigError, match="preset 'huge' is unknown; choose one of tiny, small, base"):
+    with refused(ConfigError, setting="preset", given="huge"):
         preset("huge")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raising import refused
 from topograd.errors import ConfigError
 from topograd.serve.benchmark import bench_serve, code_prompts
 from topograd.serve.settings import ServeSettings
@@ -31,7 +32,7 @@ def test_prompts_are_unlike_and_fit(make_desk: Callable[..., Any]) -> None:
     assert {len(prompt) for prompt in prompts} == {6}
     with pytest.raises(ConfigError, match="pass the model's context"):
         code_prompts(session, ServeSettings(tokens=4000))
-    with pytest.raises(ConfigError, match="clients is 0"):
+    with refused(ConfigError, setting="clients", given=0):
         ServeSettings(clients=0)
 
 

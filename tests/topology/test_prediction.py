@@ -168,8 +168,8 @@ def test_a_path_through_residual_stages_adds_up_what_ran() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("best", "prediction 'best' is unknown; choose auto, last, sum, mean, path:1,3 or give a weight"),
-        ("", "prediction '' is unknown"),
+        ("best", "prediction is 'best'; it must be auto, last, sum, mean, path:1,3 or give a weight"),
+        ("", "prediction is ''"),
         ((1.0, 1.0), "2 weights for 3 stages; a prediction needs one for each"),
         ((1.0, 1.0, 1.0, 1.0), "4 weights for 3 stages"),
         ((1.0, -1.0, 1.0), "give finite ones of at least 0, one of them positive"),

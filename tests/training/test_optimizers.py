@@ -135,8 +135,8 @@ def test_one_step_moves_every_parameter() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"matrices": -0.1}, "learning rate lr_matrix is -0.1"),
-        ({"head": float("nan")}, "learning rate head is nan"),
+        ({"lr_matrix": -0.1}, "lr_matrix is -0.1"),
+        ({"lr_head": float("nan")}, "lr_head is nan"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"betas": (0.9, 1.0)}, "betas are"),
         ({"betas": (0.9,)}, "betas are"),
@@ -187,7 +187,7 @@ def trained_in_parts(config: TrainConfig, folder: Path) -> Run:
 def test_each_optimizer_trains_and_resumes(
     name: str, heads: str, config: TrainConfig, tmp_path: Path
 ) -> None:
-    rates = {"head": 0.3} if name == "sgd" else {}  # the default is Adam's, whose steps are larger
+    rates = {"lr_head": 0.3} if name == "sgd" else {}  # the default is Adam's, whose steps are larger
     run = trained_in_parts(small(config, name=name, **rates).changed(heads=heads), tmp_path)
     first, last = losses(run)[0], losses(run)[-1]
     assert all(after < before - 0.3 for before, after in zip(first, last, strict=True)), "it learns"
@@ -377,7 +377,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_optimizer_of_your_own_by_its_address(foreign: str, config: TrainConfig, tmp_path: Path) -> None:
-    chosen = small(config, name=f"{foreign}:make", scalars=0.01)
+    chosen = small(config, name=f"{foreign}:make", lr_scalar=0.01)
     run = trained_in_parts(chosen, tmp_path)
     assert TrainConfig.from_dict(run.read_config()).optimizer.name == f"{foreign}:make"
     assert losses(run)[-1][0] < losses(run)[0][0] - 0.3

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from raising import refused
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.runs import checkpoint
 from topograd.runs.checkpoint import Checkpoint
@@ -98,7 +99,7 @@ def test_checkpoints_by_the_clock_change_nothing(config: TrainConfig, straight: 
     trainer.train()
     assert_same(trainer.task.run, straight)
     assert trainer.task.run.store.names() == straight.store.names()
-    with pytest.raises(ConfigError, match="save_seconds is -1"):
+    with refused(ConfigError, setting="save_seconds", given=-1.0):
         replace(config, save_seconds=-1.0)
 
 

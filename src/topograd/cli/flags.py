@@ -143,7 +143,7 @@ def _check_number(name: str, word: str, flag: Flag) -> None:
     except ValueError:
         raise ConfigError(f"{name} was given {shown!r}", remedy=f"it must be {flag.number}") from None
     if isinstance(value, int) and not -_BEYOND <= value < _BEYOND:
-        raise ConfigError(setting=name, given=shown, allowed="below 2^63")
+        raise ConfigError(setting=name, given=value, allowed="below 2^63")
     if not math.isfinite(value):
         raise ConfigError(f"{name} was given {shown!r}", remedy="it must be a finite number")
 

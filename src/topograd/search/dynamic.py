@@ -22,8 +22,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from topograd.errors import ConfigError, TopologyError
-from topograd.topology.composition import MAX_LAYERS, Composition, positive_int, shown
+from topograd.errors import ConfigError, TopologyError, shown
+from topograd.topology.composition import MAX_LAYERS, Composition, positive_int
 
 Costs = Mapping[tuple[int, int], float]
 """Q: {(a, b): cost of a stage of layers a+1..b}."""
@@ -77,7 +77,7 @@ def stage_counts(
     layers: int, stages: int | None, min_stages: int, max_stages: int | None, min_depth: int
 ) -> range:
     """The numbers of stages that the request allows and L layers can have; never empty."""
-    layers = positive_int(layers, "the number of layers", MAX_LAYERS)
+    layers = positive_int(layers, "layers", MAX_LAYERS)
     min_depth = positive_int(min_depth, "the least depth of a stage")
     if stages is not None:
         if min_stages != 1 or max_stages is not None:

@@ -49,7 +49,7 @@ class AllCompositions:
     @classmethod
     def of(cls, layers: int, costs: Sequence[float] | None = None) -> AllCompositions:
         """The properties; `costs` are the c_i of gradient that crosses after layer i, by default alike."""
-        layers = positive_int(layers, "the number of layers", MAX_LAYERS)
+        layers = positive_int(layers, "layers", MAX_LAYERS)
         costs = [1.0] * (layers - 1) if costs is None else list(costs)
         if len(costs) != layers - 1:
             raise ConfigError(f"{len(costs)} coupling costs for {layers} layers", remedy=f"give {layers - 1}")

@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from topograd.errors import ConfigError, TopologyError
-from topograd.topology.composition import MAX_LAYERS, shown
+from topograd.errors import ConfigError, TopologyError, shown
+from topograd.topology.composition import MAX_LAYERS
 from topograd.topology.dag import EMBEDDING, Edge
 from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 from topograd.topology.prediction import Prediction, Terms

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from topograd.errors import TopologyError
+from topograd.errors import TopologyError, shown
 
 MAX_LAYERS = 10_000
 """More layers than this are taken for a mistake."""
@@ -261,17 +261,8 @@ def positive_int(value: SupportsIndex, name: str, most: int | None = None) -> in
     number = _whole(value)
     if number is None or number < 1 or (most is not None and number > most):
         allowed = "of at least 1" if most is None else f"from 1 to {most}"
-        raise TopologyError(setting=name, given=shown(value), remedy=f"give a whole number {allowed}")
+        raise TopologyError(setting=name, given=value, remedy=f"give a whole number {allowed}")
     return number
-
-
-def shown(value: object) -> str:
-    """`value` for an error message: on one line, and short."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # Python refuses to print integers of more than 4300 digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _whole(value: object) -> int | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raising import refused
 from topograd.errors import DivergenceError, GeometryError
 from topograd.geometry import learning_coefficient
 from topograd.geometry.singular.coefficient import Langevin
@@ -127,13 +128,13 @@ def test_bad_requests() -> None:
         learning_coefficient(model, "squared-error", [])
     with pytest.raises(GeometryError, match="has no targets"):
         learning_coefficient(model, "squared-error", (data[0], None))
-    with pytest.raises(GeometryError, match="loss 'hinge' is unknown"):
+    with refused(GeometryError, setting="loss", given="hinge"):
         learning_coefficient(model, "hinge", data)
     with pytest.raises(GeometryError, match="n_beta is -1"):
         learning_coefficient(model, "squared-error", data, FEW, n_beta=-1)
     with pytest.raises(GeometryError, match="8 or more draws"):
         Langevin(draws=2)
-    with pytest.raises(GeometryError, match="precondition 'adam'"):
+    with refused(GeometryError, setting="precondition", given="adam"):
         Langevin(precondition="adam")  # type: ignore[arg-type]
     with pytest.raises(GeometryError, match="give step > 0"):
         Langevin(step=-1.0)

@@ -7,6 +7,7 @@ import torch
 
 from papers.dead_directions.ablations import NOISE, WIDTH
 from papers.dead_directions.peer_cell import _reading, peers
+from raising import refused
 from topograd.errors import OptimError
 
 
@@ -45,5 +46,5 @@ def test_a_reading_by_hand() -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(OptimError, match="steps is 299; a slope needs at least 300"):
+    with refused(OptimError, setting="steps", given=299):
         peers(299)

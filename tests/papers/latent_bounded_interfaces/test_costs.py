@@ -29,6 +29,7 @@ from papers.latent_bounded_interfaces.costs import (
     table_1,
     work_span,
 )
+from raising import refused
 from topograd.errors import ConfigError, TopologyError
 
 PUBLISHED_TABLE_4 = {"SSM": (7.8, 7.8, 125, 500), "Transformer": (80, 80, 1275, 5100)}
@@ -172,11 +173,11 @@ def test_levels_of_the_scan_round_up() -> None:
 
 
 def test_bad_input_is_one_clear_line() -> None:
-    with pytest.raises(TopologyError, match=r"SSMRegion.N is 0; give a whole number of at least 1"):
+    with refused(TopologyError, setting="SSMRegion.N", given="0"):
         SSMRegion(8, 16, 32, 0)
-    with pytest.raises(TopologyError, match=r"TransformerRegion.H is -1"):
+    with refused(TopologyError, setting="TransformerRegion.H", given="-1"):
         TransformerRegion(8, 16, 32, -1, 64)
-    with pytest.raises(TopologyError, match="chunk is 65; give a whole number from 1 to 64"):
+    with refused(TopologyError, setting="chunk", given="65"):
         jacobian_intensity(ILLUSTRATIVE_SSM, 64, 65)
-    with pytest.raises(TopologyError, match="the interface's width is 0"):
+    with refused(TopologyError, setting="the interface's width", given="0"):
         jacobian_flops(ILLUSTRATIVE_SSM, 0)

@@ -15,6 +15,7 @@ from papers.latent_bounded_interfaces.parity import (
     random_model,
     taken_gradients,
 )
+from raising import refused
 from topograd.errors import ConfigError, StackError
 from topograd.nn.config import ARCHITECTURES, Architecture
 from topograd.nn.gpt import GPT
@@ -126,5 +127,5 @@ def test_no_trials(name: str) -> None:
 
 
 def test_an_unknown_architecture() -> None:
-    with pytest.raises(StackError, match="architecture 'rnn' is unknown; choose one of transformer"):
+    with refused(StackError, setting="architecture", given="rnn"):
         parity("rnn", trials=1)  # type: ignore[arg-type]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from papers.product_of_experts.facts import FRAMINGS, REAL, RELATIONS, World, passage
+from raising import refused
 from topograd.errors import ConfigError
 
 
@@ -46,7 +45,7 @@ def test_passages() -> None:
 
 
 def test_too_many_people_are_refused() -> None:
-    with pytest.raises(ConfigError, match="people is 0"):
+    with refused(ConfigError, setting="people", given=0):
         World.make(0)
-    with pytest.raises(ConfigError, match="people is 1000"):
+    with refused(ConfigError, setting="people", given=1000):
         World.make(1000)

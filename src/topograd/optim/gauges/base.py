@@ -119,7 +119,8 @@ def runner(model: nn.Module, example: Example | None) -> tuple[nn.Module, Run]:
     def read(network: Any, inputs: Any) -> Any:
         if not isinstance(inputs, (Tensor, tuple, Mapping)):
             return inputs(network)
-        stages = all(hasattr(network, name) for name in ("embed", "bus", "layers", "readout", "last_stage"))
+        parts = ("embed", "layer_context", "layers", "readout", "last_stage")
+        stages = all(hasattr(network, name) for name in parts)
         if not stages or not isinstance(inputs, Tensor):
             return outputs_of(network, as_double(inputs))
         h = network.embed(inputs)
