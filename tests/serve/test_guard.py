@@ -18,6 +18,7 @@ from waiting import LIMIT
         ("localhost", True), ("LOCALHOST:80", True), ("127.0.0.1:8123", True), ("127.9.9.9", True),
         ("[::1]:8123", True), ("[::1]", True), ("evil.example", False), ("evil.example:8123", False),
         ("localhost.evil.example", False), ("", False), ("10.0.0.1", False), ("[::2]:1", False),
+        ("localhost:80@evil.com", False), ("[::1]evil.com", False), ("[::1]:80:80", False),
     ],
 )  # fmt: skip
 def test_names_of_this_machine(host: str, good: bool) -> None:

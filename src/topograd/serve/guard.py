@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -72,6 +73,8 @@ class Guard:
 
     def _refusal(self, scope: Message, headers: dict[str, str]) -> tuple[int, str] | None:
         """A status and why, or None if the request may be answered."""
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            return 400, "the request has two Host headers"
         if self.stopping and scope["path"] != "/health":
             return 503, "the server is stopping; ask again later"
         if self.token is None and not local(headers.get("host", "")):
@@ -94,13 +97,18 @@ class Guard:
 _SAFE = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
+_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:@/\[\]]+))(?::\d{1,5})?")
+"""A Host header: a name or an address, and a port; nothing before an @, nothing behind a bracket."""
+
+
 def local(host: str) -> bool:
     """Whether a Host header names this machine.
 
     >>> local("localhost:8123"), local("127.0.0.1"), local("[::1]:80"), local("example.org")
     (True, True, True, False)
     """
-    name = host.rsplit("]", 1)[0].lstrip("[") if host.startswith("[") else host.rpartition(":")[0] or host
+    matched = _HOST.fullmatch(host)
+    name = matched["six"] or matched["name"] if matched else ""
     if name.lower() == "localhost":
         return True
     try:

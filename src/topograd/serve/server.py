@@ -21,6 +21,7 @@ from topograd.errors import ConfigError
 from topograd.runs.session import open_session
 from topograd.serve.app import Service
 from topograd.serve.guard import Guard
+from topograd.serve.http import BoundedHttp
 from topograd.serve.metrics import Counters
 from topograd.serve.scheduler import Scheduler
 from topograd.serve.settings import Limits
@@ -86,9 +87,8 @@ class Running:
             lifespan="off",
             server_header=False,
             timeout_keep_alive=30,
-            limit_concurrency=1024,
+            http=BoundedHttp,
             timeout_graceful_shutdown=max(1, round(served.limits.grace)),
-            h11_max_incomplete_event_size=2**16,
         )
         self.server = _Server(config)
 
