@@ -17,11 +17,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # optimizers and FSDP2 load it: here once, and not in every rank
+import torch.distributed as dist
 import torch.distributed.run as run_module
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -176,11 +178,11 @@ def copied_before_every_operation(folder: Path, place: Path) -> Iterator[list[Pa
 
 @job
 def slow_disk(parallel: str, folder: str) -> str:
-    """Rank 0 finishes a set in more time than any rank may keep another waiting."""
+    """Rank 1 writes and rank 0 finishes a set in more time than any rank may keep another waiting."""
     with joined(parallel) as ranks:
         stack, plan = model({"partition": "2,2"})
         loop = stage_loop(ranks, stack, plan)
-        ranks_module.BEAT = 0.1
+        ranks_module.BEAT, ranks_module.BEATS_PER_LINE = 0.1, 10
         if ranks.first:
             finish = checkpoint_set.put_in_place
 
@@ -189,8 +191,17 @@ def slow_disk(parallel: str, folder: str) -> str:
                 return finish(*words)
 
             vars(checkpoint_set)["put_in_place"] = slow
+        else:
+            write = checkpoint_set.dcp.HuggingFaceStorageWriter.write_data
+
+            def slow_write(*words: Any) -> Any:
+                time.sleep(3.0)
+                return write(*words)
+
+            setattr(checkpoint_set.dcp.HuggingFaceStorageWriter, "write_data", slow_write)  # noqa: B010
         ranks.agree()  # everybody is here
         ranks.config = replace(ranks.config, timeout=2.0)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2.0))
         store = SetStore(Path(folder) / "set", ranks)
         return store.save(step=1, model=stack, optimizers=loop.optimizers.optimizers, extra={}, keep=1)
 

@@ -110,4 +110,6 @@ def test_a_kill_before_any_operation_leaves_a_whole_set(launch: Any, server: Mod
 
 def test_ranks_wait_for_a_slow_disk_as_long_as_rank_0_lives(launch: Any) -> None:
     """It hashes and syncs the files of all ranks by itself, which may take longer than their timeout."""
-    assert launch("slow_disk", 2, parallel="stages=2").results() == ["step-00000001"] * 2
+    job = launch("slow_disk", 2, parallel="stages=2")
+    assert job.results() == ["step-00000001"] * 2
+    assert "rank 0 is still finishing step-00000001" in job.printed(0, "err")

@@ -3,8 +3,8 @@
 Each rank hands its own stages and what all share to `dcp.save`, which writes every tensor once, a file for
 each rank, as safetensors: no pickle. The set becomes a checkpoint when rank 0 has put the sizes and SHA-256
 of all files into `state.json` and renamed the folder; until then the one before it counts. So a kill or a
-full disk at any moment leaves the last set whole, and all ranks learn of a failure. While rank 0 hashes and
-syncs, the others wait as long as it lives: a slow disk is no reason to give up.
+full disk at any moment leaves the last set whole, and all ranks learn of a failure. While a rank writes, or
+rank 0 hashes and syncs, the others wait as long as it lives: a slow disk is no reason to give up.
 
     step-00000040/shard-00001-model-00001-of-00001.safetensors   rank 0, and so on
     step-00000040/state.json                                     as in `runs/checkpoint.py`, with "set": true
@@ -18,10 +18,12 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -32,6 +34,9 @@ from topograd.parallel.ranks import Ranks
 from topograd.parallel.sharding import local, whole
 from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, aliases_of, put_in_place, tidy
 from topograd.runs.checkpoint_set import load_part, write_state
+
+SAVE_SECONDS = 3600.0
+"""How long ranks wait for one that writes; one that dies is noticed at once."""
 
 
 class SetStore(FolderStore):
@@ -48,6 +53,8 @@ class SetStore(FolderStore):
     ) -> str:
         target, temporary = self.folder / f"step-{step:08d}", self.folder / f".tmp-{step}-set"
         self.ranks.saves += 1
+        if self.ranks.save_group is None:
+            self.ranks.save_group = dist.new_group(timeout=timedelta(seconds=SAVE_SECONDS))
         problem = ""
         if self.ranks.first:
             problem = _tried(lambda: _begin(self.folder))
@@ -63,7 +70,7 @@ class SetStore(FolderStore):
                     write_state(temporary, step, dict(extra), aliases)
                     put_in_place(temporary, target, keep)
 
-                with self.ranks.busy():
+                with self.ranks.busy(f"finishing {target.name}"):
                     problem = _tried(finish)
                 self.ranks.tell(f"saved/{self.ranks.saves}", "")
             else:
@@ -76,7 +83,8 @@ class SetStore(FolderStore):
         return target.name
 
     def _write(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> str:
-        return _tried(lambda: _write(folder, tensors_of(model, optimizers, self.ranks.rank)))
+        tensors = tensors_of(model, optimizers, self.ranks.rank)
+        return _tried(lambda: _write(folder, tensors, self.ranks.save_group))
 
 
 class IndependentStageStore(FolderStore):
@@ -89,7 +97,7 @@ class IndependentStageStore(FolderStore):
 
         def write() -> None:
             _begin(self.folder)
-            _write(temporary, tensors_of(model, optimizers, 0), no_dist=True)
+            _write(temporary, tensors_of(model, optimizers, 0), None)
             write_state(temporary, step, dict(extra), aliases_of(present(model.state_dict())))
             put_in_place(temporary, target, keep)
 
@@ -108,11 +116,12 @@ def _begin(folder: Path) -> None:
     tidy(folder)
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], no_dist: bool = False) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """This rank's part of a set; without a group, the whole of it."""
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, storage_writer=writer, no_dist=no_dist)
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def tensors_of(model: nn.Module, optimizers: Optimizers, rank: int) -> dict[str, Tensor]:

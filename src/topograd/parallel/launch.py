@@ -52,7 +52,7 @@ def _first_then_all(
     """Rank 0 goes first and says what is wrong; then the others do the same on what it has prepared."""
     if ranks.first:
         try:
-            with ranks.busy():
+            with ranks.busy(what):
                 trainer = first()
         except TopogradError as error:
             ranks.tell("run", str(error))
@@ -64,7 +64,7 @@ def _first_then_all(
         let_the_first_speak()
         raise SystemExit(2)
     else:
-        with ranks.busy():
+        with ranks.busy(what):
             try:
                 trainer = then()
             except TopogradError as error:

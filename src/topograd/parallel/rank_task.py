@@ -155,7 +155,7 @@ class RankTask(RunTask):
         whole = gather_stack(self.stack, self.layout, self.config, self.ranks)
         name = f"evaluation/{step}"
         if whole is not None:
-            with self.ranks.busy():
+            with self.ranks.busy("evaluating"):
                 reading = self.source.evaluate(whole, self.plan)
             self.ranks.tell(name, dump_json(reading.as_dict()))
             return reading

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,8 @@ GRACE = 10.0
 """Seconds at most in which ranks that give up as well are waited for, before the silent one is named."""
 BEAT = 1.0
 """Seconds after which a rank that works long says again that it lives."""
+BEATS_PER_LINE = 20
+"""Beats after which it says so to a person too."""
 READING = 2.0
 """Seconds at most in which rank 0 waits for the others to read why the job ends."""
 
@@ -57,6 +60,8 @@ class Ranks:
     """Seconds in which this rank waited for others."""
     saves: int = 0
     """Checkpoints that were begun, the same number on every rank."""
+    save_group: dist.ProcessGroup | None = None
+    """All ranks, with the patience of a slow disk: who has written waits for those that still write."""
 
     @property
     def place(self) -> int:
@@ -117,8 +122,8 @@ class Ranks:
             raise
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """While this rank works long by itself, say again and again that it lives (see `follow`)."""
+    def busy(self, what: str) -> Iterator[None]:
+        """While this rank works long by itself, tell the others (see `follow`) and a person that it lives."""
         done = threading.Event()
 
         def beat() -> None:
@@ -126,6 +131,9 @@ class Ranks:
             while not done.wait(BEAT):
                 count += 1
                 self.store.set(f"alive/{self.rank}", str(count))
+                if count % BEATS_PER_LINE == 0:
+                    line = f"topograd: rank {self.rank} is still {what} ({count * BEAT:.0f} s)"
+                    print(line, file=sys.stderr, flush=True)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
