@@ -272,3 +272,17 @@ def test_toml_refuses_what_it_cannot_hold_in_one_line(table: dict[Any, Any]) -> 
     with pytest.raises(ConfigError) as caught:
         files.dump_toml(table)
     assert "\n" not in str(caught.value)
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert files.read_bytes(tmp_path / "file", 5) == b"12345"
+    os.mkfifo(tmp_path / "pipe")  # nothing writes to it: opening it must not wait
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path, most in ((tmp_path / "file", 4), (tmp_path / "pipe", 5), (tmp_path / "zero", 5)):
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            files.read_bytes(path, most)
+        assert caught.value.filename == str(path)
+        assert caught.value.strerror
+    with pytest.raises(RunError):
+        files.read_json(tmp_path / "zero")

@@ -8,11 +8,13 @@ write, and locks are of the first byte, never shared. Tests run on Linux, with W
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import Any
 
 from topograd.errors import ConfigError, RunError, TopogradError
 
+MAX_BYTES = 2**30
+"""What one file that is read whole may have."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -133,10 +137,23 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, dump_json(value, indent=2) + "\n")
 
 
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes; OSError for a device, a pipe or a larger one."""
+    # Without blocking: a pipe that nothing writes to must not be waited for.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > most:
+            reason = f"it has {status.st_size} bytes, and at most {most} are read"
+            raise OSError(errno.EFBIG, reason, str(path))
+        return file.read(most)
+
+
 def read_json(path: Path, error: type[TopogradError] = RunError) -> Any:
     """Read a JSON file. One that is missing or damaged raises `error`."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_bytes(path))
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror}); restore it or make it again") from None
     except (ValueError, RecursionError) as problem:

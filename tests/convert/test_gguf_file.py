@@ -199,6 +199,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         ),
         "on the bytes of another",
     ),
+    "a kind with fewer bytes": (
+        _file(infos=(_info(sizes=(32,), kind=1), _info("u", offset=128))),
+        "tensor 'u' at byte",
+    ),
     "hostile name": (_file(infos=(_info("\n\x1b[2J" * 100, offset=4),)), "no multiple"),
 }
 

@@ -180,6 +180,25 @@ def wrong_shape(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+def not_finite(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+
+
+def two_tokens_of_one_id(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    one, other = list(vocabulary)[5:7]
+    vocabulary[one] = vocabulary[other]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def endless_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("/dev/zero")
+
+
 def settings(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -212,6 +231,9 @@ def escaping_index(folder: Path) -> None:
         (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer"),
         (settings(vocab_size=100), "shape"),
         (escaping_index, "missing"),
+        (not_finite, "'model.norm.weight' has values that are not finite"),
+        (two_tokens_of_one_id, "one id"),
+        (endless_tokenizer, "it is not a regular file"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(

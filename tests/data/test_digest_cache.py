@@ -74,3 +74,24 @@ def test_few_are_remembered(counted: list[Path], tmp_path: Path, monkeypatch: py
         (tmp_path / name).write_bytes(b"x")
         remembered_sha256(tmp_path / name)
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
+
+
+def test_a_cache_that_may_not_be_read_only_costs_time(
+    counted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user may not look into the cache of another."""
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    real = os.stat
+
+    def forbidden(path: object, *args: object, **named: object) -> object:
+        if "hashes" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    monkeypatch.setattr(os, "open", lambda path, *args: forbidden(path))
+    for _ in range(2):
+        assert remembered_sha256(file) == hashlib.sha256(b"one").hexdigest()
+    forget(file)
+    assert counted == [file, file]

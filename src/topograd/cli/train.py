@@ -16,6 +16,7 @@ from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.flags import flags_of
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
+from topograd.files import read_bytes
 from topograd.parallel.settings import ParallelConfig
 from topograd.parallel.torchrun import let_the_first_speak, speaks_for_machine
 from topograd.runs.config import TrainConfig, preset, tuning
@@ -174,7 +175,7 @@ def _shaped_like(config: TrainConfig, folder: Path, small: bool) -> TrainConfig:
 def read_config_file(file: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bytes(file).decode())
     except OSError as problem:
         raise ConfigError(
             f"--config {file} cannot be read ({problem.strerror})", remedy="give a TOML file"

@@ -272,6 +272,12 @@ def _placed(
     for name, entry in sorted(found.items(), key=lambda item: item[1].offset):
         if entry.offset < end:
             raise _refused(path, f"has tensor {_short(name)} on the bytes of another one")
+        if entry.offset > (
+            expected := max(begin, -(-end // alignment) * alignment)
+        ):  # a changed kind or shape
+            raise _refused(
+                path, f"has tensor {_short(name)} at byte {entry.offset}, and {expected} is expected"
+            )
         end = entry.offset + entry.nbytes
     return found
 

@@ -217,7 +217,15 @@ def _filled(
 ) -> Transformer:
     with torch.device("meta"):
         stack = Transformer(config)
-    load_tensors(stack, get, names, naming)
+
+    def finite(name: str) -> Tensor:
+        if not bool(torch.isfinite(tensor := get(name)).all()):
+            raise DataError(
+                f"tensor {name!r} has values that are not finite", remedy="get the model's files again"
+            )
+        return tensor
+
+    load_tensors(stack, finite, names, naming)
     return stack
 
 
@@ -226,6 +234,12 @@ def _check_tokenizer(tokenizer: HFTokenizer, config: TransformerConfig | Adapted
         raise DataError(
             f"{where} has {tokenizer.vocab} tokens and the model {config.vocab}",
             remedy="it is the tokenizer of another model",
+        )
+    if shared := tokenizer.shared_ids():
+        token, other = shared[0]
+        raise DataError(
+            f"{where} gives the tokens {token!r} and {other!r} one id",
+            remedy="get the tokenizer's file again",
         )
 
 

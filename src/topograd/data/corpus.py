@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topograd.errors import DataError
+from topograd.files import read_bytes
 
 HELDOUT_SHARE = 0.05
 """The expected share of documents that are held out."""
@@ -246,7 +247,7 @@ def _read_bytes(path: Path) -> bytes:
             raise DataError(
                 f"{str(path)!r} has {gib:.1f} GiB, at most 1 is read from one file: split it into parts"
             )
-        return path.read_bytes()
+        return read_bytes(path, MAXIMUM_FILE_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from error
 

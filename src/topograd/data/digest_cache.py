@@ -49,7 +49,8 @@ def forget(path: Path) -> None:
     """Hash a file anew the next time."""
     entry = _entry(path)
     if entry is not None:
-        entry.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            entry.unlink()
 
 
 def _identity(path: Path) -> dict[str, Any]:
@@ -73,9 +74,7 @@ def _entry(path: Path) -> Path | None:
 
 
 def _known(entry: Path, identity: dict[str, Any]) -> str | None:
-    if not entry.is_file():
-        return None
-    with contextlib.suppress(DataError):
+    with contextlib.suppress(DataError):  # a cache that cannot be read only costs time
         kept = read_json(entry, DataError)
         digest = kept.pop("sha256", None) if isinstance(kept, dict) else None
         if kept == identity and isinstance(digest, str):

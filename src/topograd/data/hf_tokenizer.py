@@ -34,7 +34,7 @@ from tokenizers import processors
 from topograd.data.bpe import bytes_of
 from topograd.data.tokenizer import FILE, TextKind, Tokenizer, check_kind, utf8, without_pool
 from topograd.errors import DataError
-from topograd.files import dump_json, read_json
+from topograd.files import dump_json, read_bytes, read_json
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -141,6 +141,12 @@ class HFTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True  # the library's name for: spelled ones are encoded as text
         return tokenizer
 
+    def shared_ids(self) -> list[tuple[str, str]]:
+        """Pairs of tokens that have one id, which no sound tokenizer has."""
+        first: dict[int, str] = {}
+        vocabulary = self._prompts.get_vocab(with_added_tokens=True)
+        return [(first[i], token) for token, i in vocabulary.items() if first.setdefault(i, token) != token]
+
     def _find_separator(self, special: Mapping[str, int], ends: Sequence[int]) -> int:
         """What the tokenizer itself puts before a text, or else what ends one."""
         before = [i for i in self.start_tokens[:1] if i in special.values()]
@@ -155,7 +161,7 @@ def _read(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise DataError(f"{path} has more than {_MAX_BYTES} bytes: that is no {path.name}")
-        return path.read_bytes().decode()
+        return read_bytes(path).decode()
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})", remedy=f"give a {path.name}") from None
     except UnicodeDecodeError:

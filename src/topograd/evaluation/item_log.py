@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from topograd.errors import RunError
-from topograd.files import naming
+from topograd.files import naming, read_bytes
 
 Record = dict[str, Any]
 
@@ -64,7 +64,7 @@ class ItemLog:
     def _read(self, path: Path) -> None:
         if not path.exists():
             return
-        data = path.read_bytes()
+        data = read_bytes(path)
         whole = data[: data.rfind(b"\n") + 1]
         try:
             records = [json.loads(line) for line in whole.decode().splitlines()]

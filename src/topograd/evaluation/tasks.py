@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from topograd.errors import ConfigError, DataError
+from topograd.files import read_bytes
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 Item = dict[str, Any]
@@ -128,7 +129,7 @@ def read_items(task: Task, path: Path) -> list[Item]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise DataError(f"{path} has more than {MAX_BYTES} bytes", remedy="give a task file")
-        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
+        lines = read_bytes(path).decode().split("\n")  # a text may hold other ends of lines
     except OSError as problem:
         raise DataError(f"{path} cannot be read ({problem.strerror})") from None
     except UnicodeDecodeError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topograd.errors import RunError
-from topograd.files import dump_json, dump_toml, read_json
+from topograd.files import dump_json, dump_toml, read_bytes, read_json
 from topograd.runs.manifest import Manifest
 from topograd.runs.workspace import Workspace
 
@@ -122,7 +122,7 @@ class Run(Workspace):
         """The settings, if they are those that the run was made with."""
         self.manifest.verify(self.config_file.name)
         try:
-            return tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+            return tomllib.loads(read_bytes(self.config_file).decode())
         except OSError as problem:
             raise RunError(
                 f"{self.config_file} cannot be read ({problem.strerror})", remedy="restore it"

@@ -30,6 +30,7 @@ from topograd.data.corpus import read_corpus
 from topograd.data.loader import IGNORED
 from topograd.data.packing import pack
 from topograd.errors import ConfigError, DataError
+from topograd.files import read_bytes
 from topograd.specialists.attach import Attached
 from topograd.specialists.tokens import Vocabulary
 
@@ -121,7 +122,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path} has more than {MAX_BYTES} bytes", remedy="give a smaller file")
     found = []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8", remedy="mend it") from None
     for number, line in enumerate(text.split("\n"), start=1):
