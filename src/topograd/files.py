@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from topograd.errors import ConfigError, RunError, TopogradError
 
 MAX_BYTES = 2**30
@@ -48,6 +50,15 @@ def naming(path: Path | str) -> Iterator[None]:
         if problem.filename is None and problem.errno is not None:
             problem.filename = str(path)
         raise
+
+
+@contextlib.contextmanager
+def saving_tensors(path: Path) -> Iterator[None]:
+    """A full disk under safetensors is an OSError like any other."""
+    try:
+        yield
+    except SafetensorError as problem:
+        raise OSError(errno.EIO, str(problem), str(path)) from None
 
 
 def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:

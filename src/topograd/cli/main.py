@@ -116,6 +116,9 @@ def _guarded(work: Callable[[], int]) -> int:
         from topograd.cli.console import in_flags
 
         return _fail(in_flags(str(error)))
+    except UnicodeEncodeError as error:
+        shown = ascii(error.object)[1:-1]  # the bytes that are no UTF-8, escaped
+        return _fail(f"{shown} is not UTF-8 and cannot be written down; rename it")
     except BrokenPipeError:
         raise
     except OSError as error:

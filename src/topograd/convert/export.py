@@ -33,7 +33,7 @@ from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.data.tokenizer import FILE
 from topograd.decode.retrofitted import exit_tensors, open_exits
 from topograd.errors import ConfigError, RunError
-from topograd.files import dump_json, write_atomic
+from topograd.files import dump_json, saving_tensors, write_atomic
 from topograd.nn.transformer.config import TRAITS
 from topograd.nn.transformer.stack import Transformer
 from topograd.runs.adapter import BaseIdentity, create_adapter
@@ -154,7 +154,8 @@ def _write_folder(folder: Path, stack: Transformer, tokenizer: HFTokenizer) -> N
         settings[f"{role}_token_id"] = tokenizer.special_ids.get(role)
     if ends := tokenizer.declared_ends:
         settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    save_file(_tensors(stack, "hugging-face"), folder / "model.safetensors", metadata={"format": "pt"})
+    with saving_tensors(file := folder / "model.safetensors"):
+        save_file(_tensors(stack, "hugging-face"), file, metadata={"format": "pt"})
     write_atomic(folder / "config.json", dump_json(settings, indent=2) + "\n")
     tokenizer.save(folder / "tokenizer.json")
 

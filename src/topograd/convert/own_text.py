@@ -36,7 +36,7 @@ from torch import Tensor
 from topograd.convert.prompts import Prompts, Row
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError, DataError, RunError
-from topograd.files import hold_lock, read_json, sync, write_json
+from topograd.files import hold_lock, read_json, saving_tensors, sync, write_json
 from topograd.limits import SEED, check_numbers
 
 FORMAT = "topograd-own-text"
@@ -187,7 +187,8 @@ def _save(file: Path, tensors: dict[str, Tensor]) -> None:
     """A block, whole or not at all."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
-        save_file(tensors, temporary)
+        with saving_tensors(file):
+            save_file(tensors, temporary)
         sync(temporary)
         os.replace(temporary, file)
     finally:

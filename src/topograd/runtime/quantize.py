@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from topograd.errors import ConfigError, RunError
+from topograd.files import saving_tensors
 
 Precision = Literal["float32", "int8", "int4"]
 BLOCK = 32
@@ -110,7 +111,8 @@ def save_weights(file: Path, made: dict[str, Quantized], precision: Precision, w
         if packed.offsets is not None:
             tensors[f"{name}:offsets"] = packed.offsets
     part = file.with_name(f".{file.name}.part")
-    save_file(tensors, part, metadata={"weights": weights, "precision": precision})
+    with saving_tensors(part):
+        save_file(tensors, part, metadata={"weights": weights, "precision": precision})
     part.replace(file)
 
 
