@@ -39,6 +39,10 @@ def pytest_configure() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", type=int, default=1, help="times the usual number of faults (tests/hostile)")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing that a test prepares stays in the cache of whoever runs it."""

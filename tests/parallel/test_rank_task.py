@@ -88,10 +88,11 @@ def test_a_killed_rank_ends_the_job_and_a_resumed_one_is_bit_identical(
 ) -> None:
     expected = weights(whole[0])
     for victim in (0, 1):
-        folder = tmp_path / f"killed-{victim}"
-        job = train(folder, gate=(5, str(tmp_path / "never")))
+        folder, gate = tmp_path / f"killed-{victim}", tmp_path / f"gate-{victim}"
+        job = train(folder, gate=(5, str(gate)))
         wait_until(partial(_saved, folder), "the first checkpoint")
         job.kill(victim)
+        gate.touch()  # the other one may have come to it already
         found = job.wait()
         assert (found[victim], found[1 - victim]) == (None, 2), job.said()
         assert " is gone: " in job.printed(1 - victim, "err")

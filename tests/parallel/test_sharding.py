@@ -33,9 +33,11 @@ def test_a_run_in_shards_is_killed_and_resumed_bit_for_bit(
     flags = ["--parallel", SHARDS, "--json"]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     begin = ["train", "--config", str(file), *flags, "--out"]
-    job = launch("cli", 2, argv=[*begin, str(halves)], gate=(4, str(tmp_path / "never")))
+    gate = tmp_path / "gate"
+    job = launch("cli", 2, argv=[*begin, str(halves)], gate=(4, str(gate)))
     wait_until(lambda: list(halves.glob("checkpoints/step-*")), "the first checkpoint")
     job.kill(1)
+    gate.touch()  # rank 0 may have come to it already
     straight = launch("cli", 2, argv=[*begin, str(whole)])
     assert job.wait([0]) == [2], job.said()
     assert "is gone: rank 0 lost it while" in job.printed(0, "err")
