@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from calls import Call, caller
+from topograd.cli.main import main
+
 _counts: Counter[str] = Counter()
 
 
@@ -21,6 +24,12 @@ def count(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return add
 
 
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Run `topograd` with these words."""
+    return caller(main, capfd)
+
+
 @pytest.fixture(scope="session")
 def times(pytestconfig: pytest.Config) -> int:
     """How many times the usual number of faults is tried."""
@@ -29,7 +38,7 @@ def times(pytestconfig: pytest.Config) -> int:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
-        _counts.update(text for name, text in report.user_properties if name == "fault")
+        _counts.update(str(text) for name, text in report.user_properties if name == "fault")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -37,8 +37,8 @@ Fault = tuple[str, Callable[[Path], object]]
 def faults(content: bytes, chance: random.Random, flips: int) -> Iterator[Fault]:
     """Ways to damage a file of this content: a name, and what is done to the file."""
     yield "gone", Path.unlink
-    yield "endless", lambda path: (path.unlink(), path.symlink_to("/dev/zero"))
-    yield "pipe", lambda path: (path.unlink(), os.mkfifo(path))
+    yield "endless", _endless
+    yield "pipe", _pipe
     yield "empty", _written(b"")
     yield "garbage", _written(chance.randbytes(max(1, min(len(content), 4096))))
     yield "cut", _written(content[: chance.randrange(len(content))] if content else b"")
@@ -47,6 +47,16 @@ def faults(content: bytes, chance: random.Random, flips: int) -> Iterator[Fault]
         place = chance.randrange(len(content))
         flipped = bytes([content[place] ^ (1 << chance.randrange(8))])
         yield "flip", _written(content[:place] + flipped + content[place + 1 :])
+
+
+def _endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def _written(content: bytes) -> Callable[[Path], object]:

@@ -193,8 +193,12 @@ class FineTuning(Task):
         self.reading = step, reading
         return reading
 
-    def before_save(self, step: int) -> None:
-        """The adapter as it is now."""
+    def after_save(self, step: int) -> None:
+        """Write the adapter as it is now.
+
+        Behind the checkpoint: a kill between the two would leave moved weights that no checkpoint knows, and
+        a training begun again would start from them.
+        """
         settings = dict(self.adapter.settings) | {"steps": step, "data": self.digest}
         lines = [f"Trained for {step} steps."]
         if self.reading is not None:

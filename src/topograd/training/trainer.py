@@ -132,6 +132,9 @@ class Task:
     def before_save(self, step: int) -> None:
         """Called before a checkpoint is written."""
 
+    def after_save(self, step: int) -> None:
+        """Called when a checkpoint is in place."""
+
     def extra_state(self) -> dict[str, Any]:
         """What else a checkpoint keeps, as JSON."""
         return {}
@@ -200,6 +203,7 @@ class Trainer(Generic[T]):
         )
         for other in stale:
             self.workspace.drop_checkpoint(other)
+        self.task.after_save(self.step)
         self._known, self._saved = self._names(), time.monotonic()
         return name
 
