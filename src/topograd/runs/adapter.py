@@ -35,7 +35,7 @@ from torch import Tensor
 
 from topograd.errors import CheckpointError, RunError
 from topograd.files import dump_json, read_json, sync, write_atomic, write_json
-from topograd.runs.checkpoint import packed
+from topograd.runs.tensor_files import contiguous
 
 if TYPE_CHECKING:
     from topograd.runs.session import LoadedTextRun
@@ -200,7 +200,7 @@ def is_adapter(folder: Path | str) -> bool:
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
-    content = save(packed(dict(tensors)), metadata={"format": "pt"})
+    content = save(contiguous(dict(tensors)), metadata={"format": "pt"})
     return content, hashlib.sha256(content).hexdigest()
 
 

@@ -26,7 +26,8 @@ from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
-from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers, fill
+from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers
+from topograd.runs.tensor_files import fill
 from topograd.runs.tune_config import TuneConfig
 from topograd.topology.plan import Plan
 
