@@ -74,6 +74,20 @@ def test_going_on_repeats_nothing_and_ends_with_the_space(tmp_path: Path) -> Non
     assert third.calls == []
 
 
+def test_trials_are_numbered_without_gaps_and_every_folder_has_a_trial(tmp_path: Path) -> None:
+    """The sampler repeats itself in a small space; its repetitions are no trials."""
+
+    def train(candidate: Candidate, steps: int, folder: Path) -> Mapping[str, float]:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Recorder()(candidate, steps, folder)
+
+    trials = explore(SMALL, OBJECTIVES, train, tmp_path, config(trials=4))
+    assert [trial.number for trial in trials] == [0, 1, 2, 3]
+    folders = sorted((tmp_path / "trials").iterdir())
+    assert [folder.name for folder in folders] == ["00000", "00001", "00002", "00003"]
+    assert all((folder / "run").is_dir() for folder in folders)
+
+
 def test_an_interrupted_trial_is_taken_up_at_its_rung(tmp_path: Path) -> None:
     done = Recorder()
 

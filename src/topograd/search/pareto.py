@@ -15,9 +15,9 @@ with others it is refused, because its numbers would not compare.
 
 Resuming. A trial that was under way here and whose lock is free belonged to a process that died: it is taken
 up again before anything new is asked for. Rungs in the storage are not trained again; a rung that was under
-way is handed to `train` with the same folder. A candidate is tried once: what the sampler proposes again, or
-what is no candidate (`candidates.py`), is not trained, and if it insists, an untried candidate is drawn
-instead. One that diverges stops where it is.
+way is handed to `train` with the same folder. A candidate is tried once: where the sampler only proposes what
+was tried, or what is no candidate (`candidates.py`), an untried candidate is drawn at random. One that
+diverges stops where it is.
 
 Symbols. f `reduction`, s_r `rungs`. Cost beside training: some 0.2 s a trial, for the database.
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.6
@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,40 +188,56 @@ def _check_same(
 
 
 def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) -> Trial:
-    """A trial with a candidate that nobody has tried, claimed for this process."""
+    """A trial with an untried candidate, claimed for this process."""
     from optuna.trial import TrialState
 
-    for attempt in range(_TRIES + 1):
-        if attempt == _TRIES:
-            study.enqueue_trial(_untried(study, space, seed))
+    for _ in range(_TRIES):
+        study.enqueue_trial(_proposal(study, space, seed))
         trial = study.ask()
-        candidate = _propose(trial, space)
-        if candidate is None:
-            study.tell(trial, state=TrialState.FAIL)
-            continue
-        claimed = _claim(stack, folder, trial.number)
-        assert claimed, "the number of a new trial is its own"
-        trial.set_user_attr("home", _home(folder))
-        trial.set_user_attr("partition", str(candidate.composition))
-        trial.set_user_attr("settings", dict(candidate.settings))
-        trial.set_user_attr("candidate", candidate.key)
-        earlier = [t for t in _tried(study) if t.number < trial.number]
-        if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
-            return trial
-        study.tell(trial, state=TrialState.FAIL)  # a repetition: it counts for nothing
+        candidate = _candidate_of(trial, space)
+        if candidate is not None:
+            claimed = _claim(stack, folder, trial.number)
+            assert claimed, "the number of a new trial is its own"
+            trial.set_user_attr("home", _home(folder))
+            trial.set_user_attr("partition", str(candidate.composition))
+            trial.set_user_attr("settings", dict(candidate.settings))
+            trial.set_user_attr("candidate", candidate.key)
+            earlier = [t for t in _tried(study) if t.number < trial.number]
+            if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
+                return trial
+        # Another process took the proposal, or tries the same candidate: this trial counts for nothing.
+        study.tell(trial, state=TrialState.FAIL)
+        shutil.rmtree(_place(folder, trial.number), ignore_errors=True)
     raise RunError("other processes took every candidate that was drawn", remedy="call again")
 
 
-def _propose(trial: Trial, space: Space) -> Candidate | None:
+def _proposal(study: Study, space: Space, seed: int) -> dict[str, object]:
+    """The parameters of an untried candidate: the sampler's choice, or a random one if that repeats itself.
+
+    The sampler is asked on a copy of the study, so that a repetition takes no trial number.
+    """
+    import optuna
+
+    draft = optuna.create_study(directions=study.directions, sampler=study.sampler)
+    draft.add_trials(study.get_trials())
+    tried = {t.user_attrs["candidate"] for t in _tried(study)}
+    for _ in range(_TRIES):
+        trial = draft.ask()
+        candidate = _candidate_of(trial, space)
+        if candidate is not None and candidate.key not in tried:
+            return dict(trial.params)
+        draft.tell(trial, state=optuna.trial.TrialState.FAIL)
+    return _untried(tried, space, random.Random(f"{seed} {len(study.get_trials(deepcopy=False))}"))
+
+
+def _candidate_of(trial: Trial, space: Space) -> Candidate | None:
     bits = [trial.suggest_categorical(f"after {i}", (False, True)) for i in range(1, space.layers)]
     settings = {name: trial.suggest_categorical(name, tuple(v)) for name, v in space.choices.items()}
     return space.mended(bits, settings)
 
 
-def _untried(study: Study, space: Space, seed: int) -> dict[str, object]:
+def _untried(tried: Container[str], space: Space, generator: random.Random) -> dict[str, object]:
     """The parameters of a candidate that no trial has, drawn with equal chances by reservoir."""
-    tried = {t.user_attrs["candidate"] for t in _tried(study)}
-    generator = random.Random(f"{seed} {len(study.get_trials(deepcopy=False))}")
     drawn, seen = None, 0
     for candidate in space:
         if candidate.key not in tried:
