@@ -21,6 +21,7 @@ from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
 from topograd.nn.stack import Stack
 from topograd.reading import build_dataclass
+from topograd.registry import Registry
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.delta_store import apply_tuning
@@ -30,6 +31,8 @@ from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
 
 T = TypeVar("T")
+_CHATS: Registry[Callable[[Path, Tokenizer | None], Prepared | None]] = Registry("chat data")
+"""Readers of conversations; None where a file holds none."""
 
 
 @dataclass(kw_only=True)
@@ -180,7 +183,10 @@ def device_of(config: TrainConfig) -> torch.device:
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[TrainConfig, Prepared]:
     """The corpus of the settings, prepared, and the settings with its true vocabulary."""
     path = None if config.data is None else Path(config.data)
-    data = prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
+    chats = None
+    if path is not None and path.suffix.lower() == ".jsonl":
+        chats = _CHATS["jsonl"](path, tokenizer)
+    data = chats or prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
     if config.brings_tokenizer:  # its head may have rows that no token has
         return config, data
     return replace(config, model=config.model.changed(vocab=data.tokenizer.vocab)), data

@@ -37,6 +37,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, get_args
 
@@ -181,11 +182,15 @@ class CachedActivationLoader(Iterator[StateBatch]):
 def packed_rows(
     shards: Shards, context: int, seed: int = 0, most_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), each (rows, context): the rows of a loader's first epoch, or the first of them."""
+    """(inputs, targets), each (N, context): the sequences of a loader's first epoch, or the first of them.
+
+    A sequence without a target, as masked text may have, is left out.
+    """
     loader = Loader(shards, context, 1, seed)
-    rows = loader.rows if most_tokens is None else min(loader.rows, max(most_tokens // context, 1))
-    batches = [next(loader) for _ in range(rows)]
-    return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+    most = loader.rows if most_tokens is None else max(most_tokens // context, 1)
+    batches = (next(loader) for _ in range(loader.rows))
+    chosen = list(islice((pair for pair in batches if (pair[1] != IGNORED).any()), most))
+    return torch.cat([inputs for inputs, _ in chosen]), torch.cat([targets for _, targets in chosen])
 
 
 @torch.no_grad()

@@ -99,7 +99,8 @@ class RunTask(Task):
         self.loop.check_backward(self.plan)
         self.loop.check_parts(self.plan)
         self._layers = kept_layers(config, self.plan)
-        self.keeps_states = bool(self._layers or config.topology.teacher_top)
+        masked = isinstance(data, Prepared) and data.train.learned is not None
+        self.keeps_states = bool(self._layers or config.topology.teacher_top or masked)
         self._position: dict[str, Any] = self.loader.position
         """Where batches with states begin: at the start, or where a checkpoint was saved."""
         if config.compile:
