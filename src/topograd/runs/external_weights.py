@@ -96,7 +96,10 @@ class ExternalWeights:
             raise CheckpointError(f"{self.folder / NAME} is foreign", remedy="import the model again")
         if described.get("version") != VERSION:
             raise CheckpointError(
-                f"{self.folder / NAME} has version {described.get('version')!r}, this program reads {VERSION}"
+                f"{self.folder / NAME} has version {described.get('version')!r}",
+                setting="version",
+                given=described.get("version"),
+                remedy=f"this program reads {VERSION}",
             )
         return described
 

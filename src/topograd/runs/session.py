@@ -74,6 +74,8 @@ def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
     if read_settings(run).model.task == "images":
         raise RunError(
             f"{folder} was trained on images, and this needs a model of text",
+            setting="folder",
+            given=str(folder),
             remedy="topograd eval, compare and report read runs on images",
         )
     tokenizer = read_tokenizer(run)
@@ -138,16 +140,21 @@ def check_owner(run: Run, loaded: Checkpoint) -> None:
 
 def find_checkpoint(run: Run, name: str | None) -> str:
     """The checkpoint called `name`, or the newest."""
-    found = run.store.names()
-    if not found:
+    names = run.store.names()
+    if not names:
         raise CheckpointError(
             f"{run.folder} has no checkpoint yet",
             remedy=f"train it with: topograd train --resume {run.folder}",
         )
     if name is None:
-        return found[-1]
-    if name not in found:
-        raise CheckpointError(f"{run.folder} has no checkpoint {name!r}", remedy=f"it has {', '.join(found)}")
+        return names[-1]
+    if name not in names:
+        raise CheckpointError(
+            f"{run.folder} has no checkpoint {name!r}",
+            setting="name",
+            given=name,
+            remedy=f"it has {', '.join(names)}",
+        )
     return name
 
 
@@ -176,7 +183,12 @@ def device_of(config: TrainConfig) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {config.device!r} cannot be used ({reason})", remedy="try 'cpu'") from None
+        raise ConfigError(
+            f"device {config.device!r} cannot be used ({reason})",
+            setting="device",
+            given=config.device,
+            remedy="try 'cpu'",
+        ) from None
     return device
 
 
@@ -205,7 +217,10 @@ def image_spec(config: TrainConfig) -> ImageConfig:
     """The spec of a run on images."""
     if config.model.task != "images":
         raise RunError(
-            f"the model, of kind {config.model.kind}, was trained on text", remedy="give a run on images"
+            f"the model, of kind {config.model.kind}, was trained on text",
+            setting="model.kind",
+            given=config.model.kind,
+            remedy="give a run on images",
         )
     return cast(ImageConfig, config.model)
 

@@ -134,7 +134,7 @@ def _open(
             remedy="run: pip install 'topograd[search]'",
         ) from None
     if not objectives:
-        raise ConfigError("a study without objectives has no front", remedy="name at least one")
+        raise ConfigError(setting="objectives", given={}, allowed="at least one objective")
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -147,7 +147,10 @@ def _open(
     except Exception as problem:  # of any database's driver
         reason = str(problem).splitlines()[0]
         raise ConfigError(
-            f"the storage {config.storage!r} cannot be used ({reason})", remedy="give another URL"
+            f"storage {config.storage!r} cannot be used ({reason})",
+            setting="storage",
+            given=config.storage,
+            remedy="give another URL",
         ) from None
     _check_same(study, config, objectives, space, base)
     # From the same seed a resumed study would propose its first candidates again.
@@ -183,7 +186,9 @@ def _check_same(
             what = "trainings with other settings" if name == "base" else f"other {name}"
             raise ConfigError(
                 f"study {config.name!r} has {what}{was}",
-                remedy="go on with those, or give another --name or --out",
+                setting="name",
+                given=config.name,
+                remedy="continue with those, or give another name or folder",
             )
 
 
@@ -271,11 +276,11 @@ def _run_trial(
     for steps in config.rungs:
         if steps not in reached:
             try:
-                found = train(candidate, steps, _place(folder, trial.number) / "run")
+                values = train(candidate, steps, _place(folder, trial.number) / "run")
             except DivergenceError:
                 study.tell(trial.number, state=TrialState.PRUNED)
                 return
-            reached[steps] = _read(found, objectives)
+            reached[steps] = _read(values, objectives)
             trial.set_user_attr(f"rung {steps}", reached[steps])
         if steps != config.rungs[-1] and not _goes_on(study, trial.number, steps, objectives, config):
             study.tell(trial.number, state=TrialState.PRUNED)
@@ -294,16 +299,19 @@ def _goes_on(
     return number in best
 
 
-def _read(found: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
-    missing = [name for name in objectives if name not in found]
+def _read(values: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
+    missing = [name for name in objectives if name not in values]
     if missing:
         raise ConfigError(
-            f"objective {missing[0]!r} was not measured", remedy=f"measured are {', '.join(found)}"
+            f"objective {missing[0]!r} was not measured",
+            setting="objectives",
+            given=missing[0],
+            remedy=f"measured are {', '.join(values)}",
         )
     for name in objectives:
-        if not math.isfinite(found[name]):
-            raise ConfigError(f"objective {name!r} is {found[name]}", remedy="a study needs finite numbers")
-    return [float(found[name]) for name in objectives]
+        if not math.isfinite(values[name]):
+            raise ConfigError(setting=name, given=values[name], allowed="finite, as an objective of a study")
+    return [float(values[name]) for name in objectives]
 
 
 def _small(rows: Sequence[Sequence[float]], objectives: Mapping[str, Direction]) -> list[list[float]]:

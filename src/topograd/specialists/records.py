@@ -202,28 +202,42 @@ def _messages(path: Path, number: int, record: Mapping[str, Any]) -> list[Messag
     if "prompt" in record:
         pair = [record.get("prompt"), record.get("completion")]
         if not all(isinstance(text, str) for text in pair) or not pair[1]:
-            raise DataError(f"{where}: prompt and completion must be text, the completion not empty")
+            raise DataError(
+                f"{where}: prompt and completion must be text, the completion not empty",
+                setting="completion",
+                given=pair[1],
+            )
         return [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(
-            f"{where} has no messages", remedy='give {"messages": [{"role": ..., "content": ...}]}'
+            f"{where} has no messages",
+            setting="messages",
+            remedy='give {"messages": [{"role": ..., "content": ...}]}',
         )
     checked = []
     for place, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
-            raise DataError(f"{where}: message {place} must have a role and a content that are text")
+            raise DataError(
+                f"{where}: message {place} must have a role and a content that are text",
+                setting="messages",
+                given=message,
+            )
         if message["role"] not in ROLES:
             raise DataError(
-                f"{where}: message {place} has the role {message['role']!r}",
-                remedy=f"allowed are {', '.join(ROLES)}",
+                f"{where}: the role of message {place} is {message['role']!r}",
+                setting="role",
+                given=message["role"],
+                allowed=f"one of {', '.join(ROLES)}",
             )
         checked.append({"role": message["role"], "content": message["content"]})
     if not any(message["role"] == "assistant" for message in checked):
         raise DataError(
-            f"{where} has nothing that the assistant said", remedy="there is nothing to learn from it"
+            f"{where} has no message of the assistant",
+            setting="messages",
+            remedy="there is nothing to learn from it",
         )
     return checked
 
@@ -242,7 +256,11 @@ def packed_records(
     stream = np.fromiter((t for part in parts for t in part), dtype=np.int64)
     learned = np.fromiter((m for mark in marks for m in mark), dtype=bool)
     if not learned.any():
-        raise DataError("no token of the data is learned", remedy="give text, or conversations with answers")
+        raise DataError(
+            "no token of the data is learned",
+            setting="data",
+            remedy="give text, or conversations with answers",
+        )
     rows = pack(np.array(offsets), context + 1, np.random.default_rng(seed))
     inputs = np.full((len(rows), context), separator, dtype=np.int64)
     targets = np.full((len(rows), context), IGNORED, dtype=np.int64)
@@ -267,7 +285,7 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """The text at `path` as packed rows for a base; CONTEXT tokens each unless asked otherwise."""
     if not str(path).strip():
-        raise ConfigError("data is empty", remedy="give chat records or a text")
+        raise ConfigError(setting="data", given=str(path), allowed="chat records or a text")
     if not Path(path).exists():
         raise ConfigError(
             f"data is {str(path)!r}, which does not exist",
