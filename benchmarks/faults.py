@@ -135,8 +135,9 @@ def ended(name: str, process: ForkServerProcess, *, well: bool) -> list[str]:
 
 def broken_sets(folder: Path) -> list[str]:
     """The checkpoints in a run's folder that cannot be read byte for byte."""
-    from topograd.runs.checkpoint import Unusable, available, read_state
+    from topograd.runs.checkpoint import available, read_state
     from topograd.runs.checkpoint_set import read_set
+    from topograd.runs.tensor_files import Unusable
 
     found = []
     for path in available(folder / "checkpoints"):

@@ -18,6 +18,9 @@ ENTRIES: dict[str, dict[str, str]] = {
         "soft": "topograd.search.soft:SoftTask",
         "surgery": "topograd.search.surgery:SurgeryTask",
     },
+    "chat data": {  # used by `runs/session.py`
+        "jsonl": "topograd.specialists.records:prepare_chats",
+    },
     "backward engine": {  # used by `training/step_runner.py`
         "scan": "topograd.interfaces.engines:Scan",
         "hybrid": "topograd.interfaces.engines:Hybrid",

@@ -40,6 +40,16 @@ def test_from_a_base_to_two_composed_specialists(
     assert "specialists" not in plain
 
 
+def test_train_takes_the_chats_that_finetune_takes(
+    straight: Run, call: Call, chat: Path, tmp_path: Path
+) -> None:
+    words = ["--lora-rank", 2, "--data", chat, "--steps", 2, "--out", tmp_path / "lora", "--json"]
+    trained = call("train", "--init", straight.folder, *words)
+    assert (trained.code, trained.json["steps"], trained.json["finished"]) == (0, 2, True)
+    bpb = call("eval", tmp_path / "lora", "--json").json["bpb"]["prediction"]
+    assert bpb == pytest.approx(trained.json["bpb"]["prediction"], rel=1e-5)  # its LoRA is merged here
+
+
 def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat: Path) -> None:
     assert tune(call, spec, chat, "--stop-after", 2, "--json").json["finished"] is False
     assert "continue it with --resume" in tune(call, spec, chat).refusal

@@ -55,6 +55,25 @@ def test_stopped_resumed_and_resumed_again(staged: Path, size: list[str], call: 
     assert everything(tmp_path / "run") == before, "a finished run is only read"
 
 
+@pytest.mark.parametrize("stop_after", [3, 7])
+def test_a_run_past_stop_after_says_that_nothing_was_trained(
+    staged: Path, size: list[str], call: Any, tmp_path: Path, stop_after: int
+) -> None:
+    folder = tmp_path / "run"
+    words = ["--partition", "1,1", "--steps", "12", "--eval-every", "6"]
+    call("train", *size, *words, "--out", folder, "--stop-after", 7, "--json")
+    before = losses(folder)
+    again = call("train", "--resume", folder, "--stop-after", stop_after, "--json")
+    assert (again.code, again.json["steps"], losses(folder)) == (0, 7, before)
+    assert (
+        f"nothing was trained: it is at step 7 of 12 already, and --stop-after is {stop_after}" in again.err
+    )
+    assert f"continue with: topograd train --resume {folder}" in again.err
+    assert "stopped and saved" not in again.err
+    onwards = call("train", "--resume", folder, "--stop-after", 8, "--json")
+    assert "stopped and saved at step 8 of 12" in onwards.err
+
+
 def test_a_run_that_was_moved_knows_its_new_place(staged: Path, call: Any, tmp_path: Path) -> None:
     copy = shutil.copytree(staged, tmp_path / "elsewhere")
     assert call("train", "--resume", copy, "--json").json["run"] == str(copy)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raising import refused
 from tests.oracles.interfaces import interface_forward, interface_loss
 from topograd.errors import ConfigError, StackError, TopologyError
 from topograd.exec.gradient import Autograd, GradientEngine
@@ -294,26 +295,25 @@ def test_layers_that_are_left_out_are_left_out_wherever_they_run_again(way: str,
 def test_what_is_refused_in_one_line_and_changes_nothing(way: str) -> None:
     stack, topology = model(TAIL, "1,1,1,1")
     frozen = Plan.of(topology, len(stack.layers)).halted([0])
-    refused: list[tuple[Topology | Plan, dict[str, Any], str]] = [
-        (frozen, {}, r"none may be frozen: use backward 'autograd'"),
-        (topology, {"states": {1: torch.zeros(2, CONTEXT, 8)}}, "takes no states, .* backward 'autograd'"),
-        (topology, {"transport": object()}, "takes no transport; use .*RegionScan"),
+    cases: list[tuple[Topology | Plan, dict[str, Any], str]] = [
+        (frozen, {}, "weight"),
+        (topology, {"states": {1: torch.zeros(2, CONTEXT, 8)}}, "states"),
+        (topology, {"transport": object()}, "transport"),
     ]
-    for given, settings, why in refused:
-        with pytest.raises((ConfigError, TopologyError), match=why) as caught:
+    for given, settings, setting in cases:
+        with refused(ValueError, setting=setting):
             train_step(stack, given, *batch(), **settings, gradient=ENGINES[way])
-        assert "\n" not in str(caught.value)
         assert all(p.grad is None for p in stack.parameters())
 
 
 def test_a_pullback_refuses_what_its_formulas_do_not_know() -> None:
     stack, topology = model(TAIL, "1,1,1,1")
     two, few = model(TAIL, "2,2", architecture="mamba2")
-    with dropped_layers(stack.layers, [0.1] * 4), pytest.raises(ConfigError, match="no layer dropout; use"):
+    with dropped_layers(stack.layers, [0.1] * 4), refused(ConfigError, setting="jacobian", given="pullback"):
         train_step(stack, topology, *batch(), gradient=Scan("pullback"))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StackError, match="knows no bf16; use"):
+    with torch.autocast("cpu", torch.bfloat16), refused(StackError, setting="jacobian", given="pullback"):
         train_step(stack, topology, *batch(), gradient=Scan("pullback"))
-    with pytest.raises(StackError, match=r"no hand-written pullback, .* use jacobian='loop'"):
+    with refused(StackError, setting="jacobian", given="pullback"):
         train_step(*model(TAIL, "1,1,1", architecture="mamba2"), *batch(), gradient=Scan("pullback"))
     assert all(p.grad is None for p in stack.parameters())
     assert train_step(two, few, *batch(), gradient=Scan("pullback"))[-1] > 0, "two regions have no Jacobian"
@@ -391,23 +391,23 @@ def test_a_step_of_anything_else_needs_autograd() -> None:
     plan = Plan.of("2,2", len(stack.layers))
     assert train_step(stack, plan, *batch()).isfinite().all()
     taken(stack)
-    with pytest.raises(TopologyError, match="region 2 reads through 'identity', which is no interface"):
+    with refused(TopologyError, setting="relay", given="identity"):
         train_step(stack, plan, *batch(), gradient=Scan())
 
 
 @pytest.mark.parametrize(
-    ("engine", "message"),
+    ("engine", "setting", "given"),
     [
-        (Scan("magic"), "jacobian is 'magic'; it must be one of loop"),  # type: ignore[arg-type]
-        (Scan(scan="magic"), "method='magic'; choose 'matvec', 'chunked' or 'tree'"),  # type: ignore[arg-type]
-        (Scan(chunk=0), "chunk is 0; it must be at least 1"),
-        (Scan(chunk=2), "chunk is 2; it must be left out, since jacobian 'loop'"),
-        (Hybrid(carried=3), "carried is 3; of 4 regions, 0 to 2"),
-        (Hybrid(carried=-1), "carried is -1; of 4 regions, 0 to 2"),
+        (Scan("magic"), "jacobian", "magic"),  # type: ignore[arg-type]
+        (Scan(scan="magic"), "method", "magic"),  # type: ignore[arg-type]
+        (Scan(chunk=0), "chunk", 0),
+        (Scan(chunk=2), "chunk", 2),
+        (Hybrid(carried=3), "carried", 3),
+        (Hybrid(carried=-1), "carried", -1),
     ],
 )
-def test_bad_settings(engine: Scan, message: str) -> None:
+def test_bad_settings(engine: Scan, setting: str, given: object) -> None:
     stack, topology, _, _ = known("tail")
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with refused(ConfigError, setting=setting, given=given):
         train_step(stack, topology, *batch(), gradient=engine)
     stack.zero_grad(set_to_none=True)

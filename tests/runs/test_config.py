@@ -73,7 +73,7 @@ def test_the_topology_has_everything_that_was_asked() -> None:
     [
         ({"stepz": 3}, "unknown setting stepz; known are"),
         ({"model": {"widht": 3}}, "unknown setting model.widht"),
-        ({"model": 3}, "setting model is 3; it must be a table"),
+        ({"model": 3}, "model is 3; it must be a table"),
         ({"steps": "many"}, "setting steps is 'many'"),
         ({"steps": True}, "setting steps is True"),
         ({"steps": 2.5}, "setting steps is 2.5"),
@@ -118,24 +118,26 @@ def test_a_foreign_file_is_refused_by_the_name_of_the_setting(values: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("change", "error", "setting"),
     [
-        ({"steps": 0}, ConfigError, "steps is 0; it must be at least 1"),
-        ({"batch": -1}, ConfigError, "batch is -1"),
-        ({"accumulate": 0}, ConfigError, "accumulate is 0"),
-        ({"keep": 0}, ConfigError, "keep is 0"),
-        ({"eval_bytes": 0}, ConfigError, "eval_bytes is 0"),
-        ({"eval_every": -1}, ConfigError, "eval_every is -1; it must be at least 0"),
-        ({"save_every": -5}, ConfigError, "save_every is -5"),
-        ({"seed": -1}, ConfigError, "seed is -1"),
-        ({"seed": 2**63}, ConfigError, "below 2"),
-        ({"partition": "3,3"}, ConfigError, "partition 3,3 has 6 layers and the model has 4"),
-        ({"partition": "2,x"}, ConfigError, "part 2 is 'x'"),
-        ({"partition": "2,2", "grad_scale": 1.5}, ConfigError, "grad_scale is 1.5"),
+        ({"steps": 0}, ConfigError, "steps"),
+        ({"batch": -1}, ConfigError, "batch"),
+        ({"accumulate": 0}, ConfigError, "accumulate"),
+        ({"keep": 0}, ConfigError, "keep"),
+        ({"eval_bytes": 0}, ConfigError, "eval_bytes"),
+        ({"eval_every": -1}, ConfigError, "eval_every"),
+        ({"save_every": -5}, ConfigError, "save_every"),
+        ({"seed": -1}, ConfigError, "seed"),
+        ({"seed": 2**63}, ConfigError, "seed"),
+        ({"partition": "3,3"}, ConfigError, "partition"),
+        ({"partition": "2,x"}, ConfigError, "partition"),
+        ({"partition": "2,2", "grad_scale": 1.5}, ConfigError, "grad_scale"),
     ],
 )
-def test_settings_outside_their_range(change: dict[str, Any], error: type[TopogradError], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_settings_outside_their_range(
+    change: dict[str, Any], error: type[TopogradError], setting: str
+) -> None:
+    with refused(error, setting=setting):
         preset("tiny", **change)
 
 
@@ -144,37 +146,44 @@ HUGE = 99999999999999999999
 
 @pytest.mark.parametrize("name", ["steps", "batch", "accumulate", "keep", "eval_bytes", "save_every", "seed"])
 def test_huge_numbers_are_slips_of_the_keyboard(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} is {HUGE}; it must be .*(at most|below)"):
+    with refused(ConfigError, setting=name, given=HUGE):
         preset("tiny", **{name: HUGE})
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"width": 0}, "width"),
+        ({"width": HUGE}, "width"),
+        ({"context": HUGE}, "context"),
+        ({"vocab": HUGE}, "vocab"),
+        ({"ssm_state": HUGE}, "ssm_state"),
+        ({"mlp_ratio": math.inf}, "mlp_ratio"),
+        ({"mlp_ratio": math.nan}, "mlp_ratio"),
+        ({"mlp_ratio": -1.0}, "mlp_ratio"),
+        ({"mlp_ratio": 1e300}, "mlp_ratio"),
+        ({"rope_base": 0.0}, "rope_base"),
+        ({"rope_base": math.inf}, "rope_base"),
+        ({"rope_base": math.nan}, "rope_base"),
+        ({"head_std": math.nan}, "head_std"),
+        ({"softcap": math.inf}, "softcap"),
+        ({"architecture": "perceptron"}, "architecture"),
+        ({"architecture": "my package:make"}, "architecture"),
+    ],
+)
+def test_a_model_that_cannot_be_built(change: dict[str, Any], setting: str) -> None:
+    with refused(StackError, setting=setting):
+        preset("tiny").model.changed(**change)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"width": 0}, "width is 0"),
-        ({"width": HUGE}, f"width is {HUGE}; it must lie in 1.."),
-        ({"context": HUGE}, f"context is {HUGE}"),
-        ({"vocab": HUGE}, f"vocab is {HUGE}"),
-        ({"ssm_state": HUGE}, f"ssm_state is {HUGE}"),
-        ({"mlp_ratio": math.inf}, "mlp_ratio is inf; the MLP's width"),
-        ({"mlp_ratio": math.nan}, "mlp_ratio is nan"),
-        ({"mlp_ratio": -1.0}, "mlp_ratio is -1.0"),
-        ({"mlp_ratio": 1e300}, "mlp_ratio is 1e"),
-        ({"rope_base": 0.0}, "rope_base is 0.0; it must be finite and above 0"),
-        ({"rope_base": math.inf}, "rope_base is inf"),
-        ({"rope_base": math.nan}, "rope_base is nan"),
-        ({"head_std": math.nan}, "head_std is nan"),
-        ({"softcap": math.inf}, "softcap is inf"),
         ({"windows": (HUGE,)}, "windows are"),
-        (
-            {"architecture": "perceptron"},
-            "architecture 'perceptron' is unknown; choose one of transformer, mamba2",
-        ),
-        ({"architecture": "my package:make"}, "architecture 'my package:make' is unknown"),
         ({"count_from": "middle"}, "count_from 'middle' is unknown; choose one of first, last"),
     ],
 )
-def test_a_model_that_cannot_be_built(change: dict[str, Any], words: str) -> None:
+def test_a_model_that_cannot_be_built_in_words(change: dict[str, Any], words: str) -> None:
     with pytest.raises(StackError, match=words) as caught:
         preset("tiny").model.changed(**change)
     assert "\n" not in str(caught.value)
@@ -183,69 +192,47 @@ def test_a_model_that_cannot_be_built(change: dict[str, Any], words: str) -> Non
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.5])
 @pytest.mark.parametrize("name", ["grad_scale", "source_grad_scale"])
 def test_a_grad_scale_is_checked_where_there_is_one_stage_too(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} is {value}; it must lie in \[0, 1\]"):
+    with refused(ConfigError, setting=name, allowed="in [0, 1]"):
         preset("tiny", **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "setting"),
     [
-        ({"graph": "tree"}, "graph 'tree' is unknown; choose one of chain, forest"),
-        ({"graph": "forest"}, "the graph is forest and branches is empty; give its branches"),
-        ({"graph": "cover"}, "intervals is empty"),
-        ({"graph": "soft"}, "grad_scales is empty"),
-        ({"graph": "stages"}, "stages is empty"),
-        ({"branches": ("2", "2")}, "branches is .* and the graph is chain, which does not use it"),
-        ({"graph": "forest", "branches": ("2", "2"), "partition": "2,2"}, "partition is '2,2' and the graph"),
-        (
-            {"graph": "forest", "branches": ("2", "3")},
-            r"forest \('2', '3'\) has 5 layers and the model has 4",
-        ),
-        ({"graph": "soft", "grad_scales": (0.5,)}, "has 2 layers and the model has 4"),
-        ({"graph": "cover", "intervals": ((0, 2), (3, 4))}, "interval 3..4 starts after layer 3"),
-        ({"partition": "2,2", "grad_scales": (0.1, 0.2)}, "2 grad_scales for 1 boundaries"),
-        ({"partition": "2,2", "grad_scales": (math.nan,)}, "grad_scale nan"),
-        (
-            {"partition": "2,2", "grad_scale": 0.1, "grad_scales": (0.1,)},
-            "grad_scale and grad_scales are both given",
-        ),
-        ({"partition": "2,2", "weights": (1.0,)}, "1 weights for 2 stages"),
-        ({"partition": "2,2", "loss_every": (2,)}, "1 loss_every for 2 stages; give one for each"),
-        ({"partition": "2,2", "loss_every": (0, 1)}, "stage 0 counts every 0 targets; it must be at least 1"),
-        ({"partition": "2,2", "weights": (1.0, math.nan)}, "weight nan"),
-        ({"partition": "2,2", "weights": (0.0, 0.0)}, "every stage has weight 0"),
-        ({"partition": "2,2", "objectives": ("residual",)}, "1 objectives for 2 stages with a loss"),
-        ({"relay": "pigeon"}, "relay 'pigeon' is unknown; choose one of identity, pre-norm, gate"),
-        ({"source": "embedding", "join": "pigeon"}, "join 'pigeon' is unknown"),
-        ({"source": "layer"}, "source is 'layer'; it must be embedding, or layer:N"),
-        ({"source": "layer:9"}, "source is 'layer:9'; the model has layers 1 to 4"),
-        ({"partition": "2,2", "source": "layer:4"}, "behind which no stage lies"),
-        ({"decoder": -1}, "decoder is -1"),
-        ({"decoder": 10**9}, "there may be at most 10000"),
-        ({"relay": "gate", "relay_rank": 0}, "relay_rank is 0"),
-        ({"relay_rank": 4}, "relay_rank is 4, which nothing uses; give a relay or a join that learns too"),
-        ({"head_rank": 4}, "head_rank is 4, which nothing uses; give heads per-stage or low-rank too"),
-        ({"join": "gate"}, "join is 'gate', which nothing uses; give a source too"),
-        ({"source_grad_scale": 0.5}, "source_grad_scale is 0.5, which nothing uses"),
-        (
-            {"partition": "2,2", "objective": "residual", "objectives": ("residual", "residual")},
-            "objective and objectives are both given",
-        ),
-        ({"prediction": "best"}, "prediction 'best' is unknown"),
-        ({"partition": "2,2", "prediction": "1,2,3"}, "3 weights for 2 stages"),
-        ({"partition": "2,2", "prediction": "nan,1"}, "give finite ones"),
-        ({"partition": "2,2", "prediction": "path:2"}, "begins with stage 2"),
-        ({"objective": "distillation"}, "the objective distillation needs a teacher"),
-        ({"teacher": " "}, "teacher is empty"),
-        ({"teacher_mix": 1.5}, "teacher_mix is 1.5"),
-        ({"teacher_temperature": 0.0}, "teacher_temperature is 0.0"),
-        ({"backward": "scan"}, "backward is scan, which scans over interfaces, and there are none"),
-        (
-            {"jacobian": "pullback"},
-            "jacobian is 'pullback', which nothing uses; give backward scan or hybrid",
-        ),
-        ({"jacobian_chunk": 2}, "jacobian_chunk is 2, which nothing uses; give jacobian batched, forward or"),
-        ({"jacobian_chunk": 0}, "jacobian_chunk is 0; it must be at least 1"),
+        ({"graph": "tree"}, "graph"),
+        ({"graph": "forest"}, "branches"),
+        ({"graph": "cover"}, "intervals"),
+        ({"graph": "soft"}, "grad_scales"),
+        ({"graph": "stages"}, "stages"),
+        ({"branches": ("2", "2")}, "branches"),
+        ({"graph": "forest", "branches": ("2", "2"), "partition": "2,2"}, "partition"),
+        ({"graph": "forest", "branches": ("2", "3")}, "branches"),
+        ({"graph": "soft", "grad_scales": (0.5,)}, "grad_scales"),
+        ({"partition": "2,2", "grad_scales": (0.1, 0.2)}, "grad_scales"),
+        ({"partition": "2,2", "grad_scale": 0.1, "grad_scales": (0.1,)}, "grad_scale"),
+        ({"partition": "2,2", "weights": (1.0,)}, "weights"),
+        ({"partition": "2,2", "loss_every": (2,)}, "loss_every"),
+        ({"partition": "2,2", "objectives": ("residual",)}, "objectives"),
+        ({"relay": "pigeon"}, "relay"),
+        ({"source": "embedding", "join": "pigeon"}, "join"),
+        ({"source": "layer"}, "source"),
+        ({"source": "layer:9"}, "source"),
+        ({"decoder": -1}, "decoder"),
+        ({"relay": "gate", "relay_rank": 0}, "relay_rank"),
+        ({"relay_rank": 4}, "relay_rank"),
+        ({"head_rank": 4}, "head_rank"),
+        ({"join": "gate"}, "join"),
+        ({"source_grad_scale": 0.5}, "source_grad_scale"),
+        ({"partition": "2,2", "objective": "residual", "objectives": ("residual", "residual")}, "objective"),
+        ({"prediction": "best"}, "prediction"),
+        ({"objective": "distillation"}, "teacher"),
+        ({"teacher": " "}, "teacher"),
+        ({"teacher_mix": 1.5}, "teacher_mix"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature"),
+        ({"backward": "scan"}, "backward"),
+        ({"jacobian": "pullback"}, "jacobian"),
+        ({"jacobian_chunk": 2}, "jacobian_chunk"),
+        ({"jacobian_chunk": 0}, "jacobian_chunk"),
         (
             {
                 "interface": "S=4,r=4",
@@ -254,14 +241,34 @@ def test_a_grad_scale_is_checked_where_there_is_one_stage_too(name: str, value: 
                 "jacobian": "pullback",
                 "bf16": True,
             },
-            "bf16 is given and jacobian is pullback, which does not know it; use jacobian loop",
+            "jacobian",
         ),
-        ({"interface": "S=4,r=4"}, "partition L is one region"),
-        ({"interface": "S=4,r=4", "partition": "2,2", "heads": "per-stage"}, "heads is 'per-stage'; with an"),
+        ({"interface": "S=4,r=4"}, "partition"),
+        ({"interface": "S=4,r=4", "partition": "2,2", "heads": "per-stage"}, "heads"),
+    ],
+)
+def test_topologies_that_do_not_exist_are_one_line(table: dict[str, Any], setting: str) -> None:
+    with refused(ConfigError, setting=setting):
+        preset("tiny", **table)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"graph": "cover", "intervals": ((0, 2), (3, 4))}, "interval 3..4 starts after layer 3"),
+        ({"partition": "2,2", "grad_scales": (math.nan,)}, "grad_scale nan"),
+        ({"partition": "2,2", "loss_every": (0, 1)}, "stage 0 counts every 0 targets; it must be at least 1"),
+        ({"partition": "2,2", "weights": (1.0, math.nan)}, "weight nan"),
+        ({"partition": "2,2", "weights": (0.0, 0.0)}, "every stage has weight 0"),
+        ({"partition": "2,2", "source": "layer:4"}, "behind which no stage lies"),
+        ({"decoder": 10**9}, "there may be at most 10000"),
+        ({"partition": "2,2", "prediction": "1,2,3"}, "3 weights for 2 stages"),
+        ({"partition": "2,2", "prediction": "nan,1"}, "give finite ones"),
+        ({"partition": "2,2", "prediction": "path:2"}, "begins with stage 2"),
         ({"interface": "S=3,r=4", "partition": "2,2"}, "S must divide the context"),
     ],
 )
-def test_topologies_that_do_not_exist_are_one_line(table: dict[str, Any], words: str) -> None:
+def test_topologies_that_do_not_exist_are_one_line_in_words(table: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         preset("tiny", **table)
     assert "\n" not in str(caught.value)
@@ -269,24 +276,23 @@ def test_topologies_that_do_not_exist_are_one_line(table: dict[str, Any], words:
 
 def test_stages_with_their_own_optimizers_must_exist() -> None:
     own = OptimizerConfig(stages=(StageOptimizer(stage=3),))
-    with pytest.raises(ConfigError, match=r"optimizer\.stages names stage 3; the topology has 2"):
+    with refused(ConfigError, setting="optimizer.stages.stage", given=3):
         preset("tiny", partition="2,2", optimizer=own)
-    with pytest.raises(ConfigError, match="names a stage twice"):
+    with refused(ConfigError, setting="optimizer.stages"):
         OptimizerConfig(stages=(StageOptimizer(stage=1), StageOptimizer(stage=1)))
-    for change, words in (
-        ({"stage": 0}, "stages are counted from 1"),
-        ({"stage": 1, "rate": math.nan}, "has the rate nan"),
-        ({"stage": 1, "name": "adam"}, "optimizer 'adam' is unknown"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            StageOptimizer(**change)
-    with pytest.raises(ConfigError, match="their sum is at most 1"):
+    with refused(ConfigError, setting="optimizer.stages.stage", given=0):
+        StageOptimizer(stage=0)
+    with refused(ConfigError, setting="optimizer.stages.rate"):
+        StageOptimizer(stage=1, rate=math.nan)
+    with pytest.raises(ConfigError, match="adam"):
+        StageOptimizer(stage=1, name="adam")
+    with refused(ConfigError, setting="warmup", given=0.9):
         OptimizerConfig(warmdown=0.5, stages=(StageOptimizer(stage=1, warmup=0.9),))
 
 
 def test_an_empty_data_path_is_not_the_current_folder() -> None:
     for empty in ("", "  "):
-        with pytest.raises(ConfigError, match="data is empty; give a file or a folder, or leave it out"):
+        with refused(ConfigError, setting="data"):
             preset("tiny", data=empty)
 
 
@@ -328,15 +334,15 @@ def test_a_part_of_a_file_is_laid_over_settings_table_by_table() -> None:
     for bad, words in (
         ({"topology": {"grph": "forest"}}, "unknown setting topology.grph"),
         ({"topology": "forest"}, "setting topology is 'forest'; it must be a table"),
-        ({"version": 1}, "the settings have version 1; write them as version 3"),
-        ({"version": "new"}, "the settings have version 'new'"),
+        ({"version": 1}, "version is 1; it must be 3"),
+        ({"version": "new"}, "version is 'new'"),
     ):
         with pytest.raises(ConfigError, match=words):
             base.overlaid(bad)
 
 
 def test_an_unknown_version_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the settings have version 4; this program reads 1 to 3"):
+    with refused(ConfigError, setting="version", given=4):
         TrainConfig.from_dict({"version": 4})
 
 
@@ -361,9 +367,9 @@ def test_settings_of_version_1_are_read() -> None:
     assert found.model == GPTConfig(layers=3, width=8, heads=2, count_from="last")
     assert TrainConfig.from_dict({"version": 1, **OLD}) == found
     assert TrainConfig.from_dict(found.as_dict() | {"data": "x"}).model == found.model, "written as version 2"
-    with pytest.raises(ConfigError, match="unknown setting ctx"):
+    with pytest.raises(ConfigError, match="unknown setting bus"):
         TrainConfig.from_dict({"version": 2, **OLD})
-    with pytest.raises(ConfigError, match="setting model is 3; it must be a table"):
+    with refused(ConfigError, setting="model", given=3):
         TrainConfig.from_dict({"model": 3})
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from raising import refused
 from topograd.cli.main import main
 from topograd.errors import CheckpointError, RunError
 from topograd.runs.export import export
@@ -106,13 +107,13 @@ def test_what_the_command_line_says_of_training_it(
 def test_a_target_that_exists_is_refused(straight: Run, exported: Path, tmp_path: Path, kind: str) -> None:
     target = {"folder": tmp_path, "run": exported, "file": tmp_path / "file"}[kind]
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(RunError, match="exists already; export to another folder, or delete it"):
+    with refused(RunError, setting="target"):
         export(straight.folder, target)
     assert (tmp_path / "file").read_text() == "kept"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_no_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="does not exist"):
+    with refused(RunError, setting="folder"):
         export(tmp_path / "nowhere", tmp_path / "target")
     assert not any(tmp_path.iterdir())

@@ -21,28 +21,28 @@ def config(**changes: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "setting"),
     [
-        ({"lora_rank": -1}, "lora_rank is -1"),
-        ({"lora_alpha": 2.0}, "give lora_rank too"),
-        ({"frozen": True, "lora_rank": 2}, "both given"),
-        ({"exit_rank": 3}, "give frozen too"),
-        ({"layer_dropout": 1.0}, "layer_dropout is 1.0"),
-        ({"first_layer": 1}, "start of a stage: 2, 3"),
-        ({"first_layer": 2, "topology": {"partition": "L"}}, "give a partition"),
-        ({"frozen": True, "topology": {"partition": "L"}}, "give a partition with exits"),
-        ({"frozen": True, "topology": {"heads": "low-rank"}}, "leave stage-heads out"),
-        ({"lora_rank": 2, "rest": {"init": None}}, "needs init"),
-        ({"only_stage": 4}, "a stage with a loss: 1, 2, 3"),
-        ({"only_stage": -1}, "only_stage is -1"),
-        ({"only_stage": 1, "first_layer": 2}, "only_stage and first_layer are both given"),
-        ({"only_stage": 1, "rest": {"init": None}}, "needs init"),
-        ({"seq_len": 999}, "seq_len is 999"),
-        ({"lora_rank": 2, "topology": {"decoder": 1}}, "private decoders"),
+        ({"lora_rank": -1}, "lora_rank"),
+        ({"lora_alpha": 2.0}, "lora_alpha"),
+        ({"frozen": True, "lora_rank": 2}, "lora_rank"),
+        ({"exit_rank": 3}, "exit_rank"),
+        ({"layer_dropout": 1.0}, "layer_dropout"),
+        ({"first_layer": 1}, "first_layer"),
+        ({"first_layer": 2, "topology": {"partition": "L"}}, "first_layer"),
+        ({"frozen": True, "topology": {"partition": "L"}}, "partition"),
+        ({"frozen": True, "topology": {"heads": "low-rank"}}, "heads"),
+        ({"lora_rank": 2, "rest": {"init": None}}, "init"),
+        ({"only_stage": 4}, "only_stage"),
+        ({"only_stage": -1}, "only_stage"),
+        ({"only_stage": 1, "first_layer": 2}, "only_stage"),
+        ({"only_stage": 1, "rest": {"init": None}}, "init"),
+        ({"seq_len": 999}, "seq_len"),
+        ({"lora_rank": 2, "topology": {"decoder": 1}}, "lora_rank"),
     ],
 )
-def test_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_refused(changes: dict[str, Any], setting: str) -> None:
+    with refused(ConfigError, setting=setting):
         config(**changes)
 
 
@@ -64,7 +64,7 @@ def test_weights_by_depth() -> None:
     asked = config(topology={"depth_weights": 0.5}).build_topology()
     assert [stage.weight for stage in asked.stages] == [depth_weight(stop, 4, 0.5) for stop in (2, 3, 4)]
     assert [stage.weight for stage in asked.stages] == [0.5, 1.5, 4.5]
-    with pytest.raises(ConfigError, match="both given"):
+    with refused(ConfigError, setting="weights"):
         config(topology={"depth_weights": 0.5, "weights": (1.0, 1.0, 1.0)})
     with refused(ConfigError, setting="depth_weights", given=0.0):
         config(topology={"depth_weights": 0.0})

@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from raising import refused
 from tests.oracles.partitions import cheapest_by_trying
 from topograd.errors import ConfigError, TopologyError
 from topograd.search.dynamic import best_partition, parse_costs
@@ -64,37 +65,37 @@ def test_48_layers_read_each_cost_once_and_no_boundary_is_better_elsewhere() -> 
 
 
 @pytest.mark.parametrize(
-    ("request_", "why"),
+    ("request_", "setting"),
     [
-        ({"stages": 5}, "5 stages need 5 layers and there are 4; ask for at most 4 stages"),
-        ({"stages": 2, "min_depth": 3}, "2 stages of at least 3 layers each need 6 layers"),
-        ({"min_depth": 5}, "1 stages of at least 5 layers each need 5 layers"),
-        ({"min_stages": 3, "max_stages": 2}, "at least 3 and at most 2 stages leaves none"),
-        ({"stages": 2, "max_stages": 3}, "a range too"),
-        ({"stages": 0}, "the number of stages is 0"),
+        ({"stages": 5}, "stages"),
+        ({"stages": 2, "min_depth": 3}, "stages"),
+        ({"min_depth": 5}, "stages"),
+        ({"min_stages": 3, "max_stages": 2}, "min_stages"),
+        ({"stages": 2, "max_stages": 3}, "stages"),
+        ({"stages": 0}, "stages"),
     ],
 )
-def test_impossible_requests(request_: dict[str, int], why: str) -> None:
-    with pytest.raises((ConfigError, TopologyError), match=why):
+def test_impossible_requests(request_: dict[str, int], setting: str) -> None:
+    with refused((ConfigError, TopologyError), setting=setting):
         best_partition(random_costs(4, 0), 4, **request_)
 
 
 def test_missing_and_bad_costs_are_named() -> None:
     costs = random_costs(4, 0)
     del costs[1, 3], costs[0, 2]
-    with pytest.raises(ConfigError, match='the cost of "0,2" is missing and of 1 more'):
+    with refused(ConfigError, setting="costs"):
         best_partition(costs, 4)
-    with pytest.raises(ConfigError, match=r'the cost of "0,1" is inf; a cost is a finite number'):
+    with refused(ConfigError, setting='costs["0,1"]'):
         best_partition({(0, 1): float("inf")}, 1)
 
 
 def test_costs_from_json() -> None:
     assert parse_costs({"0,1": 2, " 1 , 2": 0.5}, 2) == {(0, 1): 2.0, (1, 2): 0.5}
     for key in ("0", "1,0", "0,3", "a,b", "0,1,2", "-1,1"):
-        with pytest.raises(ConfigError, match="an interval is"):
+        with refused(ConfigError, setting="costs"):
             parse_costs({key: 1.0}, 2)
     for value in ("1", None, True, float("nan")):
-        with pytest.raises(ConfigError, match="a cost is a finite number"):
+        with refused(ConfigError, setting='costs["0,1"]'):
             parse_costs({"0,1": value}, 2)
-    with pytest.raises(ConfigError, match="give one JSON object"):
+    with refused(ConfigError, setting="costs"):
         parse_costs([1, 2], 2)

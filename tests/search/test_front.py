@@ -71,11 +71,11 @@ def test_a_million_configurations_at_once() -> None:
 
 
 def test_bad_points() -> None:
-    with pytest.raises(ConfigError, match="not a number"):
+    with refused(ConfigError, setting="points"):
         pareto_front([[1.0, float("nan")]])
-    with pytest.raises(ConfigError, match=r"shape \(3,\)"):
+    with refused(ConfigError, setting="points"):
         pareto_front([1, 2, 3])
-    with pytest.raises(ConfigError, match="2 coupling costs for 4 layers; give 3"):
+    with refused(ConfigError, setting="costs", given=2):
         AllCompositions.of(4, [1.0, 1.0])
     with refused(TopologyError, setting="layers", given=30):
         AllCompositions.of(30)

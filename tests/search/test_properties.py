@@ -177,14 +177,14 @@ def test_objectives_by_name() -> None:
     assert named_objectives(["bpb", "capability"]) == {"bpb": "minimize", "capability": "maximize"}
     with pytest.raises(ConfigError, match="property 'speed' is unknown; choose one of bpb"):
         named_objectives(["speed"])
-    with pytest.raises(ConfigError, match="objective 'wand' is a table and not a number; choose among bpb"):
+    with refused(ConfigError, setting="objectives", given="wand"):
         named_objectives(["wand"])
-    with pytest.raises(ConfigError, match="objective 'bpb' is given twice"):
+    with refused(ConfigError, setting="objectives", given="bpb"):
         named_objectives(["bpb", "max:bpb"])
-    with pytest.raises(ConfigError, match="there is no objective"):
+    with refused(ConfigError, setting="objectives"):
         named_objectives([])
     frozen = Trained(*model(Topology.chain("1,1").with_specialist(2)), text())
-    with pytest.raises(ConfigError, match="property 'target_alignment' is None here, no finite number"):
+    with refused(ConfigError, setting="target_alignment"):
         read_numbers(frozen, ["target_alignment"])
 
 
@@ -268,7 +268,7 @@ def test_wand_skips_what_sure_tokens_do_not_need() -> None:
 
 def test_wand_needs_rows_on_both_sides() -> None:
     one = said(torch.arange(40) < 0).take(torch.arange(40) == 0)
-    with pytest.raises(ConfigError, match="one row"):
+    with refused(ConfigError, setting="text", given=1):
         skipped(one, [2, 4], eps=0.01)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raising import refused
 from topograd.data.windows import Text
 from topograd.errors import ConfigError
 from topograd.nn.gpt import GPT
@@ -204,5 +205,5 @@ def test_a_specialist_can_be_probed_again() -> None:
 def test_one_row_is_too_little_for_a_probe() -> None:
     stack, plan = model(Topology.chain("2,2"))
     one = replace(text(), inputs=text().inputs[:1], targets=text().targets[:1])
-    with pytest.raises(ConfigError, match="new text has 1 rows; a probe needs 2"):
+    with refused(ConfigError, setting="new", given=1):
         specialist(stack, plan, text(), one)

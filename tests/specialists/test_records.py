@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raising import refused
+from topograd.data import Prepared
 from topograd.errors import DataError
-from topograd.runs.session import LoadedTextRun
+from topograd.runs.config import TrainConfig
+from topograd.runs.folder import Run
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
+from topograd.runs.tune_config import TuneConfig
 from topograd.specialists.attach import attach
 from topograd.specialists.records import (
     Record,
@@ -20,6 +26,7 @@ from topograd.specialists.records import (
     spelled,
 )
 from topograd.specialists.tokens import NewToken, Vocabulary
+from topograd.training.runs import resume, start
 
 CHAT = [
     {"role": "user", "content": "One?"},
@@ -84,7 +91,7 @@ def test_bad_lines_are_named(gpt: LoadedTextRun, tmp_path: Path, line: Any, word
 
 def test_an_empty_file_is_refused(gpt: LoadedTextRun, tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="has no record"):
+    with pytest.raises(DataError):
         read_records(tmp_path / "none.jsonl", vocabulary(gpt))
 
 
@@ -109,3 +116,43 @@ def test_packed_rows_have_every_learned_token_once() -> None:
                 assert row[place + 1] == token, "the target is the next input"
     with pytest.raises(DataError, match="no token of the data is learned"):
         packed_records([Record([1, 2], [False, False])], 0, 4)
+
+
+def test_a_run_learns_the_assistants_tokens_of_the_same_file(
+    straight: Run, chats: Path, tmp_path: Path
+) -> None:
+    """A LoRA on conversations: the targets of its batches are the tokens that `finetune` would learn."""
+    base = open_session(straight.folder)
+    tune = TuneConfig(lora_rank=2, seq_len=base.config.model.context)
+    config = replace(base.config, init=str(straight.folder), data=str(chats), tune=tune, steps=3)
+    config = replace(config, batch=20)  # all conversations in a step
+    trainer = start(config, tmp_path / "run")
+    results = trainer.train(stop_after=2)
+    batches = trainer.task.states
+    assert batches is not None
+    rows = batches.store.rows(range(len(batches.store)))
+    records = read_records(chats, vocabulary(base))
+    assert isinstance(trainer.task.data, Prepared)
+    heldout = [document.tolist() for document in trainer.task.data.heldout]
+    assert len(heldout) == 1, "some conversations are held out, as of any text"
+    learned = [
+        token
+        for record in records
+        if record.tokens not in heldout
+        for token, on in zip([*record.tokens, base.tokenizer.separator], [*record.learned, True], strict=True)
+        if on
+    ]
+    assert sorted(rows.targets[rows.mask].tolist()) == sorted(learned)
+    assert results["bpb"]["prediction"] > 0
+    straight_on = start(config, tmp_path / "other").train()
+    resumed = resume(tmp_path / "run").train()
+    assert resumed["weights"] == straight_on["weights"], "bit for bit"
+    assert open_session(tmp_path / "run").step == 3
+    assert heldout_text(open_session(tmp_path / "run")).nbytes > 0
+
+
+def test_conversations_for_random_weights_are_refused(
+    config: TrainConfig, chats: Path, tmp_path: Path
+) -> None:
+    with refused(DataError, setting="data", given=str(chats)):
+        start(replace(config, data=str(chats)), tmp_path / "run")

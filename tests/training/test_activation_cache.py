@@ -206,7 +206,7 @@ def test_states_of_something_else_are_refused_by_name(
 
 def test_bounds(stack: GPT, rows: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at most"):
-        compute(tmp_path / "a", stack, rows, most_bytes=1000)
+        compute(tmp_path / "a", stack, rows, max_bytes=1000)
     with pytest.raises(ConfigError, match="0, the embedding, to 4"):
         compute(tmp_path / "b", stack, rows, layers=(5,))
     (tmp_path / "c").mkdir()
@@ -245,4 +245,4 @@ def test_packed_rows_are_those_of_a_loader() -> None:
     inputs, targets = packed_rows(shards, 4)
     assert inputs.shape == targets.shape == (3, 4)
     assert sorted(t for t in targets.flatten().tolist() if t >= 0) == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert packed_rows(shards, 4, most_tokens=5)[0].shape == (1, 4)
+    assert packed_rows(shards, 4, max_tokens=5)[0].shape == (1, 4)

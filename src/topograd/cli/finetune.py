@@ -51,6 +51,7 @@ def run(argv: list[str]) -> int:
             trainer = FineTuning.start(asked.folder, asked.settings, asked.base)
     except ConfigError as error:  # it speaks of settings
         raise ConfigError(as_typed(str(error), flags_of(Finetune), argv)) from None
+    began = trainer.step
     with training_progress(asked.folder.name) as on_step:
         result = trainer.train(asked.stop_after, on_step, counted("rows of the base's hidden states"))
     if asked.json:
@@ -60,7 +61,7 @@ def run(argv: list[str]) -> int:
     if not result["base_bit_identical"]:
         return 1
     again = f"topograd finetune {shlex.quote(str(asked.folder))} --resume"
-    return say_how_to_resume(result, trainer.task.schedule.steps, again, asked.stop_after)
+    return say_how_to_resume(result, trainer.task.schedule.steps, again, asked.stop_after, began)
 
 
 def _check(asked: Finetune) -> None:

@@ -84,12 +84,26 @@ def counted(what: str) -> OnMore:
 
 
 def say_how_to_resume(
-    results: Mapping[str, Any], steps: int, again: str, stop_after: int | None = None
+    results: Mapping[str, Any],
+    steps: int,
+    again: str,
+    stop_after: int | None = None,
+    began: int | None = None,
 ) -> int:
-    """Name the command that goes on with a training that is not finished; returns the exit code."""
+    """Name the command that continues a training that is not finished; returns the exit code.
+
+    `began` is the step at which it was taken up.
+    """
     if results["finished"]:
         return 0
-    note(f"stopped and saved at step {results['steps']} of {steps}; continue with: {again}")
+    where = f"step {results['steps']} of {steps}"
+    if stop_after is not None and began == results["steps"]:
+        note(
+            f"nothing was trained: it is at {where} already, and --stop-after is {stop_after}; "
+            f"continue with: {again}"
+        )
+    else:
+        note(f"stopped and saved at {where}; continue with: {again}")
     return 0 if results["steps"] >= min(stop_after or steps, steps) else INTERRUPTED
 
 

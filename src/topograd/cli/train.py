@@ -223,7 +223,7 @@ def train(asked: Train, trainer: RunTrainer) -> int:
     task, config = trainer.task, trainer.task.config
     for reason in task.data.skipped:
         note(f"not read: {reason}")
-    units = config.accumulate * task.source.units
+    units, began = config.accumulate * task.source.units, trainer.step
     with training_progress(task.run.folder.name, units, task.source.unit) as on_step:
         results = trainer.train(asked.stop_after, on_step, counted("states of frozen layers, rows"))
     write_card(task.run)
@@ -232,7 +232,7 @@ def train(asked: Train, trainer: RunTrainer) -> int:
         stages = ", ".join(map(str, results["halted"]))
         note(f"stage {stages} broke and was halted; the others went on: see {task.run.metrics_file}")
     again = f"topograd train --resume {shlex.quote(str(task.run.folder))}"
-    return say_how_to_resume(results, config.steps, again, asked.stop_after)
+    return say_how_to_resume(results, config.steps, again, asked.stop_after, began)
 
 
 def show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
             raise ConfigError(
                 f"context {context} and batch {batch} must be at least 1, seed {seed} at least 0"
             )
-        if shards.tokens - 1 < context:
+        if shards.tokens - 1 < context and shards.learned is None:  # a few conversations are padded
             raise DataError(
                 f"the training text has {shards.tokens} tokens, too short for one row of {context + 1}: "
                 "give more text or a shorter context"
@@ -85,6 +85,9 @@ class Loader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
             tokens = self.shards.slice(start, start + count + 1)
             inputs[column : column + count] = tokens[:-1]
             targets[column : column + count] = tokens[1:]
+            if self.shards.learned is not None:
+                hidden = ~self.shards.learned[start + 1 : start + count + 1]
+                targets[column : column + count][hidden] = IGNORED
             column += count
 
 

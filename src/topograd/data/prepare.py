@@ -44,8 +44,8 @@ class Prepared:
     digest: str
     skipped: tuple[str, ...]
     """Files of the corpus that were not read, each with the reason."""
-    in_use: InUse
-    """Keeps the cache from pruning the shards while this lives."""
+    in_use: InUse | None
+    """Keeps the cache from pruning the shards while this lives; None where they are in memory alone."""
 
 
 def prepare(

@@ -62,6 +62,8 @@ class Shards:
     """(documents + 1,) int64: the positions of the separators."""
     files: tuple[np.ndarray, ...]
     """A read-only map for each file, or one array in memory; all but the last hold `shard_tokens` tokens."""
+    learned: np.ndarray | None = None
+    """(tokens,) bool: the tokens that have a loss; None is all of them."""
 
     @property
     def documents(self) -> int:

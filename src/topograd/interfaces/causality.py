@@ -36,8 +36,9 @@ def future_gradient(stack: Stack, plan: Plan, inputs: Tensor) -> float:
     """The largest |∂ ⟨w, logits[t]⟩ / ∂ x0[t']| with t' > t, over the batch; exactly 0.0 without a leak."""
     if inputs.dim() != 2 or inputs.shape[1] < 2:
         raise StackError(
-            f"the inputs have shape {tuple(inputs.shape)}",
-            remedy="give tokens (batch, time) of at least 2 positions",
+            setting="inputs",
+            given=tuple(inputs.shape),
+            allowed="tokens (batch, time) of at least 2 positions",
         )
     x0 = stack.embed(inputs).detach().requires_grad_()
     logits = stage_logits(stack, plan, plan.stages[-1].index, inputs, x0, lean=True)

@@ -63,11 +63,15 @@ class Scan:
         self.adjoints = self.jacobians = None
         if graph.known:
             raise ConfigError(
-                "a scan takes no states, which frozen stages have", remedy="use backward 'autograd'"
+                "a scan takes no states, which frozen stages have",
+                setting="states",
+                remedy="use backward 'autograd'",
             )
         if graph.transport is not None and not self.crosses_ranks:
             raise ConfigError(
-                "a scan takes no transport", remedy="use parallel.region_scan.RegionScan on ranks"
+                "a scan takes no transport",
+                setting="transport",
+                remedy="use parallel.region_scan.RegionScan on ranks",
             )
         self._regions = Regions.of(graph.stack, graph.plan)
         inner = self._regions.count - 2
@@ -92,7 +96,10 @@ class Scan:
             Tape(layers)
         if any(drops_layers(layer) for layer in layers):
             raise ConfigError(
-                "jacobian 'pullback' knows no layer dropout", remedy="use 'loop', or leave one out"
+                "jacobian 'pullback' has no formula for layer dropout",
+                setting="jacobian",
+                given="pullback",
+                remedy="use 'loop', or leave one out",
             )
 
     @contextmanager

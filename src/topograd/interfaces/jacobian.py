@@ -199,5 +199,7 @@ def _checked(column: Callable[[Tensor], Tensor], tangents: Tensor) -> Tensor:
     except RuntimeError as error:  # a NotImplementedError is one
         raise StackError(
             f"a layer has no forward-mode derivative ({str(error).splitlines()[0][:80]})",
+            setting="jacobian",
+            given="forward",
             remedy="use jacobian='loop', which needs none",
         ) from None

@@ -85,23 +85,29 @@ def _first_weight(blocks: list[Factors], cotangent: Tensor, weights: Tensor, seg
     batch, time, _, width = blocks[0].entry.y.shape
     if cotangent.dim() != 3 or cotangent.shape[1:] != (batch, width) or not len(cotangent):
         raise ConfigError(
-            f"the cotangent has shape {tuple(cotangent.shape)}",
-            remedy=f"it must be (basis, {batch}, {width}), with the tape's batch and width",
+            setting="cotangent",
+            given=tuple(cotangent.shape),
+            allowed=f"of shape (basis, {batch}, {width}), with the tape's batch and width",
         )
     if weights.dim() != 1 or not 1 <= len(weights) <= time:
         raise ConfigError(
-            f"the weights have shape {tuple(weights.shape)}",
-            remedy=f"give one for each of the first positions, at most the {time} that were taped",
+            setting="weights",
+            given=tuple(weights.shape),
+            allowed=f"one for each of the first positions, at most the {time} that were taped",
         )
     if segment < 1 or len(weights) % segment or not 0 <= skip < len(weights) // segment:
         raise ConfigError(
             f"{len(weights)} positions do not make whole segments of {segment} of which {skip} are skipped",
+            setting="segment",
+            given=segment,
             remedy="choose a divisor, and skip fewer than all",
         )
     weighted = [place for place, weight in enumerate(weights.tolist()) if weight != 0]
     if not set(weighted) <= set(blocks[-1].rows):
         raise ConfigError(
             f"the pool reads positions {weighted}, but the last block ran at {list(blocks[-1].rows)} only",
+            setting="weights",
+            given=weighted,
             remedy="record it at all that the pool reads",
         )
     return weighted[0] if weighted else len(weights) - 1

@@ -41,7 +41,9 @@ class Regions:
         """Check that `topology` is a chain of interfaces on `stack`, and that its Jacobians are exact."""
         plan = Plan.of(topology, len(stack.layers))
         if len(plan.stages) < 2:
-            raise TopologyError("one region has no interface", remedy="give the topology at least two")
+            raise TopologyError(
+                setting="topology", given=len(plan.stages), allowed="a chain of at least two regions"
+            )
         relays = []
         for planned in plan.stages[1:]:
             relay = stack.relay(planned.inputs[0][0].relay)
@@ -49,7 +51,9 @@ class Regions:
                 raise TopologyError(
                     f"region {planned.index + 1} reads through {planned.inputs[0][0].relay!r}, "
                     "which is no interface",
-                    remedy=("build the topology with Topology.regions and the relays with add_interfaces"),
+                    setting="relay",
+                    given=planned.inputs[0][0].relay,
+                    remedy="build the topology with Topology.regions and the relays with add_interfaces",
                 )
             relays.append(relay)
         for planned in plan.stages:
@@ -87,16 +91,18 @@ def _check_chain(planned: PlannedStage, last: int) -> None:
     sources = [(port.source, lam) for port, lam in planned.inputs]
     if sources != [(k - 1 if k else EMBEDDING, 1.0)]:
         raise TopologyError(
-            f"region {k + 1} reads from regions {[source + 1 for source, _ in sources]} with λ = "
-            f"{[lam for _, lam in sources]}",
-            remedy=(f"between regions only the interface from region {k} may carry anything, with λ = 1"),
+            f"region {k + 1} has the sources {sources}",
+            setting="sources",
+            given=sources,
+            remedy=f"only the interface from region {k} may join it, with λ = 1",
         )
     if (planned.scale > 0) != (k == last) or planned.stage.frozen:
         raise TopologyError(
             f"region {k + 1} of {last + 1} has weight {planned.stage.weight}",
+            setting="weight",
+            given=planned.stage.weight,
             remedy=(
-                "only the last region may have a loss, and none may be frozen: use backward "
-                "'autograd' for anything else"
+                "only the last region may have a loss, and none may be frozen: else use backward 'autograd'"
             ),
         )
 
@@ -107,12 +113,15 @@ def _check_exact(layer: nn.Module, name: str) -> None:
         where = f"{name}.{path}" if path else name
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise StackError(
-                f"{where} is a {type(module).__name__}: it mixes the samples of a batch, so a "
-                "Jacobian per sample would be wrong",
+                f"{where} is a {type(module).__name__}, which mixes the samples of a batch",
+                setting=where,
+                given=type(module).__name__,
                 remedy="use LayerNorm or RMSNorm, or call eval()",
             )
         if isinstance(module, DROPOUT) and module.training and module.p > 0:
             raise StackError(
-                f"{where} drops out with p = {module.p}: a region that runs twice would differ from itself",
+                f"{where} has dropout p = {module.p}: a region that runs twice would differ from itself",
+                setting=where,
+                given=module.p,
                 remedy="use p = 0 or call eval()",
             )

@@ -59,13 +59,16 @@ def suffix_adjoints(
     maps, batch, width, _ = jacobians.shape
     if terminal.shape != (batch, width):
         raise StackError(
-            f"the terminal adjoint has shape {tuple(terminal.shape)}",
-            remedy=f"with Jacobians of shape {tuple(jacobians.shape)} it must be {(batch, width)}",
+            setting="terminal",
+            given=tuple(terminal.shape),
+            allowed=f"of shape {(batch, width)}, with Jacobians of shape {tuple(jacobians.shape)}",
         )
     if chunk is not None and (method != "chunked" or chunk < 1):
         raise ConfigError(
-            f"the scan was given chunk={chunk} and method={method!r}",
-            remedy="a chunk has at least 1 map and goes with 'chunked' only",
+            f"chunk is {chunk} and method is {method!r}",
+            setting="chunk",
+            given=chunk,
+            allowed="at least 1, and goes with 'chunked' only",
         )
     dtype = torch.promote_types(_scan_dtype(jacobians), terminal.dtype)
     with torch.autocast(jacobians.device.type, enabled=False):
@@ -77,9 +80,7 @@ def suffix_adjoints(
         elif method == "tree":
             rows = _tree(J, row)
         else:
-            raise ConfigError(
-                f"the scan was given method={method!r}", remedy="choose 'matvec', 'chunked' or 'tree'"
-            )
+            raise ConfigError(setting="method", given=method, allowed="'matvec', 'chunked' or 'tree'")
     return rows.squeeze(-2)
 
 
@@ -151,5 +152,5 @@ def _check_jacobians(jacobians: Tensor) -> None:
     shape = tuple(jacobians.shape)
     if len(shape) != 4 or shape[2] != shape[3]:
         raise StackError(
-            f"the Jacobians have shape {shape}", remedy="they must be (maps, batch, n, n), all of one width n"
+            setting="jacobians", given=shape, allowed="of shape (maps, batch, n, n), all of one width n"
         )

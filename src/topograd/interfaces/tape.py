@@ -54,7 +54,7 @@ class Tape:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = [_checked(layer) for layer in layers]
         if not self.layers:
-            raise StackError("a region of 0 layers has no pullback", remedy="record at least one block")
+            raise StackError(setting="layers", given=[], allowed="at least one block")
         self.desk = Desk(self.layers[0].mlp.up.weight)
         self._taken: list[dict[str, Any]] = [{} for _ in self.layers]
         self._factors: list[Factors] = []
@@ -100,7 +100,10 @@ class Tape:
                 )
             if torch.is_autocast_enabled(ctx.x0.device.type):
                 raise StackError(
-                    "jacobian 'pullback' knows no bf16", remedy="use jacobian='loop', or leave bf16 out"
+                    "jacobian 'pullback' has no formula for bf16",
+                    setting="jacobian",
+                    given="pullback",
+                    remedy="use jacobian='loop', or leave bf16 out",
                 )
             x0, rotary = ctx.x0.detach(), ctx.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)
@@ -127,7 +130,9 @@ def _checked(layer: nn.Module) -> Block:
     if type(layer) is Block and traits is not None and traits.norm_behind_rotation:  # the GPT's
         return layer
     raise StackError(
-        f"{type(layer).__name__} has no hand-written pullback, only a GPT's block with attention has one",
+        f"{type(layer).__name__} has no hand-written pullback: only a GPT's block with attention has one",
+        setting="jacobian",
+        given="pullback",
         remedy="use jacobian='loop'",
     )
 

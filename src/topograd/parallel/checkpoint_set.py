@@ -32,8 +32,9 @@ from topograd.files import dump_json
 from topograd.parallel.layout import present
 from topograd.parallel.ranks import Ranks
 from topograd.parallel.sharding import local, whole
-from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, aliases_of, put_in_place, tidy
+from topograd.runs.checkpoint import Checkpoint, FolderStore, Optimizers, put_in_place, tidy
 from topograd.runs.checkpoint_set import load_part, write_state
+from topograd.runs.tensor_files import aliases_of
 
 SAVE_SECONDS = 3600.0
 """How long ranks wait for one that writes; one that dies is noticed at once."""

@@ -53,6 +53,7 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     if not common:
         raise CheckpointError(
             f"no step was saved by all of the {len(folders)} stages",
+            setting="folders",
             remedy="train on until they have saved the same",
         )
     name = max(common)
@@ -61,6 +62,8 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     if len(plan.stages) != len(folders):
         raise ConfigError(
             f"{len(folders)} folders were given and the last one's topology has {len(plan.stages)} stages",
+            setting="folders",
+            given=len(folders),
             remedy="give the folder of each stage, in order",
         )
     layout = Layout(plan, tuple(range(len(plan.stages))), private=True)
@@ -95,7 +98,10 @@ def _take_stage(stack: Stack, layout: Layout, optimizers: Optimizers, path: Path
     missing = sorted(name for name in names if name not in weights)
     if missing:
         raise CheckpointError(
-            f"checkpoint {path} lacks {missing[0]!r}", remedy="give the folders in order of stages"
+            f"checkpoint {path} lacks {missing[0]!r}",
+            setting="folders",
+            given=str(path),
+            remedy="give the folders in order of stages",
         )
     for name in names:
         own[name].copy_(weights[name])

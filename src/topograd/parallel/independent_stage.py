@@ -131,7 +131,11 @@ class IndependentStageTask(RunTask):
         check_alone(self.stack, self.plan, parallel)
         check_one_process(self)
         if any(objective.uses_prior for objective in objectives_of(self.plan, self.loop.objectives)):
-            raise ConfigError("an objective corrects the stages before it, so no stage can be left alone")
+            raise ConfigError(
+                "an objective reads the stages before it, so no stage can train alone",
+                setting="objective",
+                given=self.config.topology.objective,
+            )
         self.plan = self.plan.halted(k for k in range(len(self.plan.stages)) if k != self.index)
         self.missed = self.replayed = 0
         self._receiver: Receiver | None = None
@@ -264,7 +268,9 @@ def addresses(parallel: ParallelConfig) -> list[Address]:
         return [Address(given[0].host, given[0].port + k) for k in range(parallel.stages)]
     if len(given) not in (parallel.stages - 1, parallel.stages):
         raise ConfigError(
-            f"--parallel links names {len(given)} addresses and there are {parallel.stages} stages",
+            f"links has {len(given)} addresses and there are {parallel.stages} stages",
+            setting="links",
+            given=parallel.links,
             remedy="give one for each stage, or that of stage 1 alone",
         )
     return given
@@ -291,10 +297,12 @@ def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:
     stages, index = len(plan.stages), (parallel.stage or 1) - 1
     if not index < stages:
         raise ConfigError(
-            f"--parallel stage={index + 1} and the topology has {stages} stages", remedy="give one of them"
+            setting="stage", given=index + 1, allowed=f"at most {stages}, the stages of the topology"
         )
     if parallel.stages > stages:
-        raise ConfigError(f"--parallel stages={parallel.stages} and the topology has {stages} stages")
+        raise ConfigError(
+            setting="stages", given=parallel.stages, allowed=f"at most {stages}, the stages of the topology"
+        )
     remedy = "train with --stage-heads own --bus detached --model.no-x0-blend, or all stages as one job"
     planned = plan.stages[index]
     before = index - 1 if index else EMBEDDING
@@ -302,15 +310,28 @@ def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:
         lam for p, lam in planned.inputs if p.source >= 0
     ):
         raise ConfigError(
-            f"stage {index + 1} hears more than the stage before it, or sends it gradient", remedy=remedy
+            f"stage {index + 1} reads more than the stage before it, or sends it gradient",
+            setting="stage",
+            given=index + 1,
+            remedy=remedy,
         )
     if isinstance(stack.relay(planned.inputs[0][0].relay), SegmentRelay):
-        raise ConfigError("stages that are joined by bounded interfaces train together", remedy="use one job")
+        raise ConfigError(
+            "stages that are joined by bounded interfaces train together",
+            setting="interface",
+            remedy="use one job",
+        )
     if not plan.topology.own_heads and stages > 1:
-        raise ConfigError("stages share a head that learns, so no stage can be left alone", remedy=remedy)
+        raise ConfigError(
+            "stages share a head that learns, so no stage can train alone", setting="heads", remedy=remedy
+        )
     if index and planned.live_bus:
-        raise ConfigError(f"stage {index + 1} trains the embedding through x0", remedy=remedy)
+        raise ConfigError(
+            f"stage {index + 1} trains the embedding through x0", setting="bus", given="live", remedy=remedy
+        )
     if index and reads_x0(stack, plan, index):
         raise ConfigError(
-            f"the layers of stage {index + 1} read x0, which the first stage changes", remedy=remedy
+            f"the layers of stage {index + 1} read x0, which the first stage changes",
+            setting="model.x0_blend",
+            remedy=remedy,
         )

@@ -54,9 +54,10 @@ class Layout:
         """Deal the stages to `ranks` ranks. With the stack it is tried who reads x0."""
         if ranks > len(plan.stages):
             raise ParallelError(
-                f"--parallel stages={ranks} asks for {ranks} ranks and the topology has "
-                f"{len(plan.stages)} stages",
-                remedy=(f"start at most {len(plan.stages)} ranks, or give a partition of more stages"),
+                setting="stages",
+                given=ranks,
+                allowed=f"at most {len(plan.stages)}, the stages of the topology",
+                remedy="start fewer ranks, or give a partition of more stages",
             )
         layout = cls(plan, deal([len(p.layers) for p in plan.stages], ranks), with_prior, crossing=crossing)
         if not crossing:
@@ -73,6 +74,7 @@ class Layout:
                 raise ParallelError(
                     f"stages {names} exchange gradient or share layers, so they must run on one "
                     f"rank, and they would run on ranks {sorted({self.owners[k] for k in group})}",
+                    setting="stages",
                     remedy="give them grad_scale 0, or fewer ranks",
                 )
 

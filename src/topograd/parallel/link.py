@@ -52,7 +52,7 @@ class Address:
     def parse(cls, text: str) -> Address:
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ParallelError(f"link {text!r} is no address", remedy="give HOST:PORT, as 127.0.0.1:29800")
+            raise ParallelError(setting="links", given=text, allowed="HOST:PORT, such as 127.0.0.1:29800")
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -94,7 +94,10 @@ class Sender:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ParallelError(
-                f"link {address} cannot be opened ({reason})", remedy="give another port"
+                f"link {address} cannot be opened ({reason})",
+                setting="links",
+                given=str(address),
+                remedy="give another port",
             ) from None
         self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
         self._at: tuple[int, int] | None = None

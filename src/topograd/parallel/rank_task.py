@@ -165,13 +165,24 @@ class RankTask(RunTask):
 def check_one_process(task: RunTask) -> None:
     """Refuse what needs the whole model in every process."""
     if task.loop.own_teacher or task.keeps_states:
-        raise ConfigError("a model that teaches itself, or keeps states, trains in one process")
+        raise ConfigError(
+            "a model that teaches itself, keeps hidden states or learns from conversations "
+            "trains in one process",
+            setting="parallel",
+            remedy="leave it out",
+        )
 
 
 def check_whole(config: TrainConfig) -> None:
     """A run that keeps only a part of its weights has a store of its own, which ranks do not write."""
-    if any(getattr(config.tune, name) for name in PARTIAL):
-        raise ConfigError("a run that learns only a part of another one is trained in one process")
+    part = [name for name in PARTIAL if getattr(config.tune, name)]
+    if part:
+        raise ConfigError(
+            f"{part[0]} is given, and a run that learns only a part of another one trains in one process",
+            setting=part[0],
+            given=getattr(config.tune, part[0]),
+            remedy="leave parallel out",
+        )
     for name, given in (
         ("grad_scale_schedule", config.topology.grad_scale_schedule is not None),
         ("batch_parts", config.batch_parts > 1),
@@ -179,22 +190,35 @@ def check_whole(config: TrainConfig) -> None:
     ):
         if given:
             raise ConfigError(
-                f"{name} is given, which trains in one process", remedy="leave it out with --parallel"
+                f"{name} is given, which trains in one process",
+                setting=name,
+                remedy="leave it out with --parallel",
             )
 
 
 def _check(config: TrainConfig, ranks: Ranks) -> None:
     """What cannot be trained on several ranks is refused before a folder is made."""
     if config.search.kind != "none":
-        raise ConfigError("a search changes the topology while it trains", remedy="run it in one process")
+        raise ConfigError(
+            "a search changes the topology while it trains",
+            setting="search.kind",
+            given=config.search.kind,
+            remedy="run it in one process",
+        )
     check_whole(config)
     if config.geometry_every:
         raise ConfigError(
-            "geometry_every reads the stream of all layers", remedy="leave it out with --parallel"
+            "geometry_every reads the residual stream of all layers",
+            setting="geometry_every",
+            given=config.geometry_every,
+            remedy="leave it out with --parallel",
         )
     if config.topology.interface is not None and config.topology.backward != "scan":
         raise ConfigError(
-            "gradient crosses bounded interfaces", remedy="give --backward scan with --parallel"
+            "gradient crosses bounded interfaces",
+            setting="backward",
+            given=config.topology.backward,
+            remedy="give --backward scan with --parallel",
         )
     if config.accumulate % ranks.config.replicas:
         raise ConfigError(
@@ -212,6 +236,8 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     if ddc and config.topology.heads != "shared":
         raise ConfigError(
             "the ddc optimizers hold the heads of all stages together, and they would lie on several ranks",
+            setting="optimizer.name",
+            given=config.optimizer.name,
             remedy="use shared heads or another optimizer with --parallel",
         )
 
@@ -222,12 +248,17 @@ def check_shards(config: TrainConfig) -> None:
     others = sorted(names.difference(ELEMENTWISE))
     if others:
         raise ConfigError(
-            f"--parallel ...,shard cuts matrices over replicas and {others[0]} needs them whole",
+            f"shard cuts matrices over replicas and {others[0]} needs them whole",
+            setting="optimizer.name",
+            given=others[0],
             remedy=f"give --optimizer.name {' or '.join(ELEMENTWISE)}, or leave shard out",
         )
     if config.topology.interface is not None:
         raise ConfigError(
-            "--parallel ...,shard and bounded interfaces do not go together", remedy="leave shard out"
+            "shard and bounded interfaces do not go together",
+            setting="shard",
+            given=True,
+            remedy="leave shard out",
         )
 
 

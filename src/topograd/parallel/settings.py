@@ -31,27 +31,35 @@ class ParallelConfig:
     stage: int | None = None
     """Train this stage alone, counted from 1, in a process that the others do not depend on."""
     links: str = "127.0.0.1:29800"
-    """Of lone stages: the address of stage 1, whose port the others count on from; or all, joined by +."""
+    """Of independent stages: the address of stage 1, the next ports are the others'; or all, joined by +."""
     buffer: int = 64
-    """Of lone stages: steps whose activations are kept for a stage that returns, or to be replayed."""
+    """Of independent stages: steps whose activations are kept for a stage that returns, or to be replayed."""
     lost: Literal["wait", "replay"] = "wait"
-    """What a lone stage does when the one before it is gone: wait, or train on what it heard last."""
+    """What an independent stage does when the one before it is gone: wait, or train on its last inputs."""
     patience: float = 600.0
-    """Seconds for which a lone stage waits for the one before it to return."""
+    """Seconds for which an independent stage waits for the one before it to return."""
 
     def __post_init__(self) -> None:
         check_numbers(self, stages=RANKS, replicas=RANKS, timeout=TIMEOUT, patience=TIMEOUT)
         check_numbers(self, buffer=(1, 2**20), stage=(1, RANKS[1]))
         if self.lost not in ("wait", "replay"):
-            raise ConfigError(setting="lost", given=self.lost, remedy="choose wait or replay")
+            raise ConfigError(setting="lost", given=self.lost, allowed="wait or replay")
         if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
-            raise ConfigError("a lone stage has no replicas and an exact wire", remedy="leave them out")
+            raise ConfigError(
+                "an independent stage has no replicas and an exact wire",
+                setting="replicas" if self.replicas > 1 else "wire",
+                given=self.replicas if self.replicas > 1 else self.wire,
+                remedy="leave it out",
+            )
         if self.shard and self.replicas < 2:
             raise ConfigError(
-                "shard cuts layers over the replicas of a stage", remedy="give replicas=2 or more"
+                "shard cuts layers over the replicas of a stage",
+                setting="replicas",
+                given=self.replicas,
+                remedy="give replicas=2 or more",
             )
         if self.wire not in WIRES:
-            raise ConfigError(setting="wire", given=self.wire, remedy=f"choose one of {', '.join(WIRES)}")
+            raise ConfigError(setting="wire", given=self.wire, allowed=f"one of {', '.join(WIRES)}")
 
     @property
     def world(self) -> int:
@@ -73,17 +81,23 @@ class ParallelConfig:
             if bool(equals) == (name == "shard") or name not in known or name in given:
                 raise ConfigError(
                     f"--parallel {words!r} has {word.strip()!r}",
+                    setting="parallel",
+                    given=word.strip(),
                     remedy=f"give stages=P and, if you like, once each, {', '.join(forms)}",
                 )
             given[name] = True if name == "shard" else _number(words, name, value)
         if "stages" not in given:
             raise ConfigError(
-                f"--parallel {words!r} lacks stages", remedy="give the number of ranks, as stages=2"
+                f"--parallel {words!r} lacks stages",
+                setting="stages",
+                remedy="give the number of ranks, as stages=2",
             )
         try:
             return cls(**given)  # type: ignore[arg-type]
         except ConfigError as error:
-            raise ConfigError(f"--parallel {words!r}: {error}") from None
+            raise ConfigError(
+                f"--parallel {words!r}: {error}", setting=error.setting, given=error.given
+            ) from None
 
 
 def _number(words: str, name: str, value: str) -> object:
@@ -93,5 +107,5 @@ def _number(words: str, name: str, value: str) -> object:
         return float(value) if name in ("timeout", "patience") else int(value)
     except ValueError:
         raise ConfigError(
-            f"--parallel {words!r}: {name} is {value!r}", remedy="it must be a number"
+            f"--parallel {words!r}: {name} is {value!r}", setting=name, given=value, allowed="a number"
         ) from None

@@ -101,6 +101,8 @@ class MeshTransport:
         elif self._announced[port] != about:
             raise ParallelError(
                 f"stage {port.source + 1} sends {about[0]} after {self._announced[port][0]}",
+                setting="batch",
+                given=about[0],
                 remedy="batches of one job must have one shape",
             )
         self._start(encode(value, self.ranks.config.wire), peer, what)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from topograd.errors import CheckpointError, RunError
 from topograd.files import dump_json, read_json, sync, write_atomic, write_json
-from topograd.runs.checkpoint import packed
+from topograd.runs.tensor_files import contiguous
 
 if TYPE_CHECKING:
     from topograd.runs.session import LoadedTextRun
@@ -89,6 +89,8 @@ class Adapter:
         if problem:
             raise RunError(
                 f"{self.folder} belongs to the base {self.base.folder}, and {session.run.folder} {problem}",
+                setting="base",
+                given=str(session.run.folder),
                 remedy=f"give the base that it was made for (weights {self.base.weights[:12]})",
             )
 
@@ -101,6 +103,8 @@ class Adapter:
         if not run.folder.is_dir():
             raise RunError(
                 f"the base of {self.folder} is not at {run.folder}",
+                setting="base",
+                given=str(run.folder),
                 remedy="put it back, or name its folder with --base",
             )
         run = Run.open(run.folder)
@@ -125,7 +129,12 @@ def create_adapter(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} exists and is not an empty folder", remedy="pass another one")
+        raise RunError(
+            f"{folder} exists and is not an empty folder",
+            setting="folder",
+            given=str(folder),
+            remedy="pass another one",
+        )
     content, digest = _serialized(tensors)
     config = _config(kind, base, settings, {digest: len(content)})
     folder = folder.absolute()
@@ -170,7 +179,10 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
     if not (folder / CONFIG).is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
         raise RunError(
-            f"{folder} is no {kind or 'adapter'}: it {what}", remedy="give the folder it was written to"
+            f"{folder} is no {kind or 'adapter'}: it {what}",
+            setting="folder",
+            given=str(folder),
+            remedy="give the folder it was written to",
         )
     config = read_json(folder / CONFIG)
     own = config.get("topograd") if isinstance(config, dict) else None
@@ -180,14 +192,22 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
         )
     if own.get("version") != VERSION:
         raise RunError(
-            f"{folder} has version {own.get('version')!r}", remedy=f"this program reads version {VERSION}"
+            f"{folder} has version {own.get('version')!r}",
+            setting="version",
+            given=own.get("version"),
+            remedy=f"this program reads version {VERSION}",
         )
     if own.get("sha256") != _digest(config):
         raise CheckpointError(
             f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
         )
     if kind is not None and own["kind"] != kind:
-        raise RunError(f"{folder} is a {own['kind']}, and a {kind} is wanted", remedy="give another folder")
+        raise RunError(
+            f"{folder} is a {own['kind']}, and a {kind} is wanted",
+            setting="kind",
+            given=own["kind"],
+            remedy="give another folder",
+        )
     tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
@@ -200,7 +220,7 @@ def is_adapter(folder: Path | str) -> bool:
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
-    content = save(packed(dict(tensors)), metadata={"format": "pt"})
+    content = save(contiguous(dict(tensors)), metadata={"format": "pt"})
     return content, hashlib.sha256(content).hexdigest()
 
 
@@ -210,7 +230,12 @@ def _config(
     """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
     for key in RESERVED:
         if key in settings:
-            raise RunError(f"the setting {key!r} is the adapter's own", remedy="name it otherwise")
+            raise RunError(
+                f"the setting {key!r} is the adapter's own",
+                setting="settings",
+                given=key,
+                remedy="name it otherwise",
+            )
     own: dict[str, Any] = {"format": FORMAT, "version": VERSION, "kind": kind}
     own |= {"base": {"weights": base.weights, "tokenizer": base.tokenizer}, "tensors": dict(tensors)}
     config = {**settings, "base_model_name_or_path": str(base.folder), "topograd": own}

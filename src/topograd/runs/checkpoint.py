@@ -29,13 +29,23 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError, ConfigError, RunError
 from topograd.files import dump_json, read_json, sha256, sync, write_json
+from topograd.runs.tensor_files import (
+    Tensors,
+    Unusable,
+    aliases_of,
+    check_tensors,
+    contiguous,
+    is_empty,
+    read_tensors,
+    tensors_of,
+    tie_again,
+)
 
 FORMAT = "topograd-checkpoint"
 VERSION = 1
@@ -43,7 +53,6 @@ TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 STATE_FILE = "state.json"
 
 Optimizers = Mapping[str, Optimizer]
-Tensors = dict[str, Tensor]
 State = dict[str, Any]
 _NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
 
@@ -113,10 +122,6 @@ class FolderStore:
         return load(self.folder / name, model, optimizers)
 
 
-class Unusable(Exception):
-    """Why a checkpoint cannot be loaded, as the rest of a sentence that starts with its name."""
-
-
 def available(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest step first. Their contents are not read."""
     paths = sorted(path for path in folder.glob("*step-*") if _step_of(path) >= 0 and path.is_dir())
@@ -151,7 +156,7 @@ def save(
             remedy="step must be at least 0 and keep at least 1",
         )
     target = folder / f"step-{step:08d}"
-    aliases = aliases_of(weights := _tensors_of(model))
+    aliases = aliases_of(weights := tensors_of(model))
     tensors: Tensors = {"rng": torch.get_rng_state()}
     if device := _cuda(model):
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -185,7 +190,7 @@ def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> 
             f"checkpoint {path} {problem}", remedy=_advice(path, model, optimizers)
         ) from None
     model.load_state_dict(weights, assign=is_empty(model))
-    _tie_again(model, read_state(path)["aliases"])
+    tie_again(model, read_state(path)["aliases"])
     if optimizers is not None:
         for name, optimizer in optimizers.items():
             restore(optimizer, saved[name])
@@ -200,31 +205,6 @@ def _cuda(model: nn.Module) -> torch.device | None:
     return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
 
 
-def is_empty(model: nn.Module) -> bool:
-    """Whether a model was built on the meta device, without memory; its weights are then put in place."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def fill(model: nn.Module, weights: Tensors, where: str) -> None:
-    """Give a model weights from outside: all of its own, of its shapes, tied ones once or by every name."""
-    own = _tensors_of(model)
-    aliases = aliases_of(own)
-    weights = weights | {alias: weights[name] for alias, name in aliases.items() if name in weights}
-    try:
-        _check_model({n: t for n, t in weights.items() if n not in aliases}, aliases, own, exact=False)
-    except Unusable as problem:
-        raise CheckpointError(f"{where} {problem}", remedy="import the model again") from None
-    model.load_state_dict(weights, assign=is_empty(model))
-    _tie_again(model, aliases)
-
-
-def _tie_again(model: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Assigned tensors are apart; names of one tensor become one parameter again."""
-    for alias, name in aliases.items():
-        owner, _, last = alias.rpartition(".")
-        setattr(model.get_submodule(owner), last, model.get_parameter(name))
-
-
 # Saving
 
 
@@ -232,7 +212,7 @@ def _write(folder: Path, weights: Tensors, tensors: Tensors, state: State) -> No
     """Write the three files of a checkpoint and force them to the disk."""
     files = {}
     for name, content in zip(TENSOR_FILES, (weights, tensors), strict=True):
-        save_file(packed(content), folder / name)
+        save_file(contiguous(content), folder / name)
         sync(folder / name)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
     header = {"format": FORMAT, "version": VERSION, "sha256": digest(state | {"files": files})}
@@ -276,39 +256,6 @@ def discard(path: Path) -> None:
     trash = path.with_name(f".trash-{path.name.lstrip('.')}-{os.getpid()}")
     os.rename(path, trash)
     shutil.rmtree(trash)
-
-
-def _tensors_of(model: nn.Module) -> Tensors:
-    state = model.state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"the model's {name!r} is not a tensor", remedy="keep it out of its state_dict"
-            )
-    return state
-
-
-def aliases_of(tensors: Tensors) -> dict[str, str]:
-    """Names of tied tensors: each further name of the same memory, mapped to the alphabetically first one."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():  # empty tensors have no memory to share
-            storage = tensor.untyped_storage()._cdata  # also of tensors on the meta device
-            memory = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-            groups.setdefault(memory, []).append(name)
-    return {name: min(names) for names in groups.values() for name in names if name != min(names)}
-
-
-def packed(tensors: Tensors) -> Tensors:
-    """The tensors as safetensors wants them: on the CPU, contiguous, no two in one storage."""
-    packed: Tensors = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        packed[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return packed
 
 
 def _describe(name: str, model: nn.Module, optimizer: Optimizer, tensors: Tensors) -> State:
@@ -391,7 +338,7 @@ def _read(
         weights, tensors = read_set(path, state)
     else:
         weights, tensors = (read_tensors(path / name, state["files"][name]) for name in TENSOR_FILES)
-    _check_model(weights, state["aliases"], _tensors_of(model), exact=optimizers is not None)
+    check_tensors(weights, state["aliases"], tensors_of(model), exact=optimizers is not None)
     weights |= {alias: weights[name] for alias, name in state["aliases"].items()}
     saved: dict[str, State] = {}
     if optimizers is not None:
@@ -439,36 +386,6 @@ def read_state(path: Path) -> State:
         if not (path / name).is_file():
             raise Unusable(f"is damaged ({name} is missing)")
     return body
-
-
-def read_tensors(file: Path, expected: State) -> Tensors:
-    try:
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            raise Unusable(f"is damaged ({file.name}: {size} bytes, expected {expected['bytes']})")
-        if remembered_sha256(file) != expected["sha256"]:
-            raise Unusable(f"is damaged ({file.name}: its SHA-256 is not the recorded one)")
-        return load_file(file)
-    except (OSError, SafetensorError) as problem:
-        raise Unusable(f"is damaged ({file.name}: {problem})") from None
-
-
-def _check_model(weights: Tensors, aliases: dict[str, str], own: Tensors, exact: bool) -> None:
-    """Names, ties, shapes and dtypes must be the model's own; bfloat16 may be read, but not trained on."""
-    saved = weights.keys() | aliases.keys()
-    for names, problem in ((own.keys() - saved, "it lacks"), (saved - own.keys(), "the model has no")):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise Unusable(f"does not fit the model ({problem} {min(names)!r}{more})")
-    differing = sorted(set(aliases.items()) ^ set(aliases_of(own).items()))
-    if differing:
-        first, second = differing[0]
-        raise Unusable(f"does not fit the model (only one of them ties {first!r} to {second!r})")
-    for name, tensor in weights.items():
-        rounded = not exact and tensor.dtype == torch.bfloat16 and own[name].is_floating_point()
-        if tensor.shape != own[name].shape or not (rounded or tensor.dtype == own[name].dtype):
-            kinds = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (tensor, own[name])]
-            raise Unusable(f"does not fit the model ({name!r} is {kinds[0]}, the model's is {kinds[1]})")
 
 
 def _check_optimizers(saved: State, model: nn.Module, own: Optimizers) -> None:

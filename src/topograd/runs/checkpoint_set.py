@@ -24,14 +24,12 @@ from topograd.runs.checkpoint import (
     Checkpoint,
     Optimizers,
     State,
-    Tensors,
-    Unusable,
     digest,
     read_state,
-    read_tensors,
     restore,
     weights_of,
 )
+from topograd.runs.tensor_files import Tensors, Unusable, read_tensors
 
 
 def write_state(folder: Path, step: int, extra: Mapping[str, Any], aliases: Mapping[str, str]) -> None:

@@ -49,13 +49,15 @@ class StageOptimizer:
     def __post_init__(self) -> None:
         if self.stage < 1:
             raise ConfigError(
-                f"optimizer.stages names stage {self.stage}", remedy="stages are counted from 1"
+                setting="optimizer.stages.stage",
+                given=self.stage,
+                allowed="at least 1: stages are counted from 1",
             )
         if self.name is not None:
             _OPTIMIZERS.check(self.name)
         if not 0 <= self.rate < math.inf:
             raise ConfigError(
-                f"optimizer.stages has the rate {self.rate}", remedy="it must be finite and at least 0"
+                setting="optimizer.stages.rate", given=self.rate, allowed="finite and at least 0"
             )
 
 
@@ -99,11 +101,9 @@ class OptimizerConfig:
         for name in ("lr_matrix", "lr_embedding", "lr_head", "lr_scalar", "lr_relay", "weight_decay"):
             rate = getattr(self, name)
             if rate is not None and not 0 <= rate < math.inf:
-                raise ConfigError(
-                    f"learning rate {name} is {rate}", remedy="it must be finite and at least 0"
-                )
+                raise ConfigError(setting=name, given=rate, allowed="finite and at least 0")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas are {self.betas}", remedy="give two numbers from 0 to below 1")
+            raise ConfigError(setting="betas", given=self.betas, allowed="two numbers from 0 to below 1")
         if not 0 <= self.momentum < 1:
             raise ConfigError(setting="momentum", given=self.momentum, allowed="in 0 to below 1")
         if not 1 <= self.newton_schulz_steps <= 99:
@@ -113,7 +113,9 @@ class OptimizerConfig:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ConfigError(setting="clip", given=self.clip, allowed="positive, or be left out")
         if len({own.stage for own in self.stages}) < len(self.stages):
-            raise ConfigError("optimizer.stages names a stage twice", remedy="give each once")
+            raise ConfigError(
+                "optimizer.stages names a stage twice", setting="optimizer.stages", remedy="give each once"
+            )
         self.multiplier(0, 1)
         for own in self.stages:
             self.of_stage(own).multiplier(0, 1)
@@ -212,10 +214,12 @@ class TrainConfig:
             raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
         if self.data is not None and not self.data.strip():
             raise ConfigError(
-                "data is empty", remedy="give a file or a folder, or leave it out for the embedded corpus"
+                setting="data",
+                given=self.data,
+                allowed="a file or a folder, or left out for the embedded corpus",
             )
         if self.init is not None and not self.init.strip():
-            raise ConfigError("init is empty", remedy="give the folder of a run, or leave it out")
+            raise ConfigError(setting="init", given=self.init, allowed="the folder of a run, or left out")
         if self.model.task == "images":
             self._check_images()
         self._check_tune()
@@ -226,19 +230,22 @@ class TrainConfig:
         if taught and self.topology.teacher is None:
             raise ConfigError(
                 "the objective distillation needs a teacher",
+                setting="teacher",
                 remedy=f"give the folder of a run, {OWN_TEACHER} or {AVERAGE_TEACHER}",
             )
         if self.batch_parts > 1 and any(stage.every > 1 for stage in topology.stages):
             raise ConfigError(
-                "batch_parts and loss_every are both given, and which tokens count is a matter "
-                "of the whole batch",
-                remedy="leave one of them out",
+                "batch_parts and loss_every are both given",
+                setting="batch_parts",
+                given=self.batch_parts,
+                remedy="leave one of them out: loss_every counts tokens of the whole batch",
             )
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
                 raise ConfigError(
-                    f"optimizer.stages names stage {own.stage}",
-                    remedy=f"the topology has {len(topology.stages)}",
+                    setting="optimizer.stages.stage",
+                    given=own.stage,
+                    allowed=f"at most {len(topology.stages)}, the stages of the topology",
                 )
 
     def _check_images(self) -> None:
@@ -252,11 +259,14 @@ class TrainConfig:
             if given:
                 raise ConfigError(
                     f"{name} is for models of text, and model.kind is {self.model.kind}",
+                    setting=name,
                     remedy="leave it out",
                 )
         if self.data is None:
             raise ConfigError(
-                "data is missing", remedy="give a folder of IDX or CIFAR binary files, or digits"
+                "data is missing",
+                setting="data",
+                remedy="give a folder of IDX or CIFAR binary files, or digits",
             )
 
     def _check_tune(self) -> None:
@@ -268,14 +278,18 @@ class TrainConfig:
                 given=tune.seq_len,
                 remedy=f"the model's context is {self.model.context}: give at most that",
             )
-        asked = [name for name in PARTIAL if getattr(tune, name)]
-        if asked and self.init is None:
+        partial = [name for name in PARTIAL if getattr(tune, name)]
+        if partial and self.init is None:
             raise ConfigError(
-                f"{asked[0]} is {getattr(tune, asked[0])}, which needs init, the run to begin with"
+                f"{partial[0]} is {getattr(tune, partial[0])}, which needs init, the run to begin with",
+                setting="init",
+                remedy="give it",
             )
-        if asked and (self.search.kind != "none" or self.topology.decoder):
+        if partial and (self.search.kind != "none" or self.topology.decoder):
             raise ConfigError(
-                f"{asked[0]} is given with a search or private decoders, which change the model"
+                f"{partial[0]} is given with a search or private decoders, which change the model",
+                setting=partial[0],
+                given=getattr(tune, partial[0]),
             )
         if tune.lora_rank and self.topology.interface is not None:
             raise ConfigError(
@@ -284,7 +298,9 @@ class TrainConfig:
         for name, given in (("layer_dropout", bool(tune.layer_dropout)), ("bf16", self.bf16)):
             if given and self.topology.jacobian == "pullback":
                 raise ConfigError(
-                    f"{name} is given and jacobian is pullback, which does not know it",
+                    f"{name} is given and jacobian is pullback, which has no formula for it",
+                    setting="jacobian",
+                    given="pullback",
                     remedy="use jacobian loop",
                 )
 
@@ -297,7 +313,7 @@ class TrainConfig:
         try:
             return self.tune.applied(topology)
         except TopologyError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(error), setting=error.setting, given=error.given) from None
 
     @property
     def seq_len(self) -> int:
@@ -344,13 +360,11 @@ class TrainConfig:
         """The settings that `as_dict` gave, read back from TOML; those of earlier versions too."""
         version = values.get("version", 1)
         if type(version) is not int or not 1 <= version <= VERSION:
-            raise ConfigError(
-                f"the settings have version {version!r}", remedy=f"this program reads 1 to {VERSION}"
-            )
+            raise ConfigError(setting="version", given=version, allowed=f"in 1..{VERSION}")
         rest = {name: value for name, value in upgraded(values, version).items() if name != "version"}
         model = rest.pop("model", {})
         if not isinstance(model, Mapping):
-            raise ConfigError(f"setting model is {model!r}", remedy="it must be a table")
+            raise ConfigError(setting="model", given=model, allowed="a table")
         config: TrainConfig = build_dataclass(cls, rest, given={"model": read_spec(model)})
         return config
 
@@ -358,9 +372,7 @@ class TrainConfig:
         """These settings with some parts of a config file laid over them, table by table."""
         version = values.get("version", VERSION)
         if version != VERSION:
-            raise ConfigError(
-                f"the settings have version {version!r}", remedy=f"write them as version {VERSION}"
-            )
+            raise ConfigError(setting="version", given=version, allowed=f"{VERSION}")
         below = self.as_dict()
         model = values.get("model", {})
         if isinstance(model, Mapping) and model.get("kind", self.model.kind) != self.model.kind:

@@ -26,7 +26,8 @@ from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json
 from topograd.nn.lora import add_lora
 from topograd.nn.stack import Stack
-from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers, fill
+from topograd.runs.checkpoint import TENSOR_FILES, Checkpoint, FolderStore, Optimizers
+from topograd.runs.tensor_files import fill
 from topograd.runs.tune_config import TuneConfig
 from topograd.topology.plan import Plan
 
@@ -127,12 +128,19 @@ class DeltaStore:
         table = self._read()
         folder = Path(table["folder"])
         if not folder.is_dir():
-            raise CheckpointError(f"the base of {self.folder} is not at {folder}", remedy="put it back")
+            raise CheckpointError(
+                f"the base of {self.folder} is not at {folder}",
+                setting="base",
+                given=str(folder),
+                remedy="put it back",
+            )
         run = Run.open(folder)
         names = [name for name in run.store.names() if run.store.weights(name) == table["weights"]]
         if not names:
             raise CheckpointError(
                 f"{folder} has other weights than when {self.folder} began with it",
+                setting="base",
+                given=str(folder),
                 remedy="restore it, or begin again with: topograd train --init",
             )
         return open_session(folder, names[-1])
@@ -144,7 +152,10 @@ class DeltaStore:
             raise CheckpointError(f"{self.folder / NAME} is damaged", remedy="restore it")
         if table.get("version") != VERSION:
             raise CheckpointError(
-                f"{self.folder / NAME} has version {table.get('version')!r}, this program reads {VERSION}"
+                f"{self.folder / NAME} has version {table.get('version')!r}",
+                setting="version",
+                given=table.get("version"),
+                remedy=f"this program reads {VERSION}",
             )
         return dict(table)
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from topograd.data.digest_cache import remembered_sha256
 from topograd.errors import CheckpointError
 from topograd.files import dump_json, read_json, sha256
-from topograd.runs.checkpoint import Checkpoint, Optimizers, fill
+from topograd.runs.checkpoint import Checkpoint, Optimizers
+from topograd.runs.tensor_files import fill
 
 NAME = "weights.json"
 FORMAT = "topograd-weights"
@@ -95,7 +96,10 @@ class ExternalWeights:
             raise CheckpointError(f"{self.folder / NAME} is foreign", remedy="import the model again")
         if described.get("version") != VERSION:
             raise CheckpointError(
-                f"{self.folder / NAME} has version {described.get('version')!r}, this program reads {VERSION}"
+                f"{self.folder / NAME} has version {described.get('version')!r}",
+                setting="version",
+                given=described.get("version"),
+                remedy=f"this program reads {VERSION}",
             )
         return described
 

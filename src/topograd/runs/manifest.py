@@ -126,6 +126,8 @@ class Manifest:
         if values.get("version") != VERSION:
             raise RunError(
                 f"{self.path} has version {values.get('version')!r}",
+                setting="version",
+                given=values.get("version"),
                 remedy=f"this program reads version {VERSION}",
             )
         return values

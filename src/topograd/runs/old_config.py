@@ -82,5 +82,5 @@ def _from_version_2(values: Mapping[str, Any]) -> dict[str, Any]:
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = values.get(name, {})
     if not isinstance(table, Mapping):
-        raise ConfigError(f"setting {name} is {table!r}", remedy="it must be a table")
+        raise ConfigError(setting=name, given=table, allowed="a table")
     return table

@@ -32,15 +32,18 @@ def warmup_stable_warmdown(step: int, steps: int, warmup: float, warmdown: float
 def _check(step: int, steps: int, warmup: float, warmdown: float, floor: float) -> None:
     if steps < 1 or not 0 <= step < steps:
         raise ConfigError(
-            f"the schedule was asked for step {step} of {steps}",
-            remedy="a run has at least 1 step, counted from 0 to steps - 1",
+            f"step is {step} of {steps} steps",
+            setting="step",
+            given=step,
+            allowed="from 0 to steps - 1, of at least 1 step",
         )
     for name, share in (("warmup", warmup), ("warmdown", warmdown), ("floor", floor)):
         if not 0 <= share <= 1:
-            raise ConfigError(f"the schedule was given {name}={share}", remedy="it must be a share in [0, 1]")
+            raise ConfigError(setting=name, given=share, allowed="a share in [0, 1]")
     if warmup + warmdown > 1 + _ROUNDING:
         raise ConfigError(
-            f"the schedule was given warmup={warmup} and warmdown={warmdown}, together "
-            f"{warmup + warmdown:g} of the run",
-            remedy="they must leave room for one another: their sum is at most 1",
+            f"warmup is {warmup} and warmdown is {warmdown}, together {warmup + warmdown:g} of the run",
+            setting="warmup",
+            given=warmup,
+            remedy="their sum must be at most 1",
         )

@@ -37,11 +37,17 @@ class SoftConfig:
     def __post_init__(self) -> None:
         if not 0 < self.cold <= self.hot < math.inf:
             raise ConfigError(
-                f"the temperature goes from {self.hot} to {self.cold}", remedy="let it fall, above 0"
+                f"hot is {self.hot} and cold is {self.cold}",
+                setting="cold",
+                given=self.cold,
+                allowed="above 0 and at most hot",
             )
         if self.capability and self.min_depth < 2:
             raise ConfigError(
-                f"capability with a least depth of {self.min_depth} rewards every boundary",
+                f"capability is {self.capability} and min_depth is {self.min_depth}, which "
+                "rewards every boundary",
+                setting="min_depth",
+                given=self.min_depth,
                 remedy="set min_depth to 2 or more",
             )
         for name in ("travel", "multiplier_travel", "damping", "coupling", "length", "capability"):
@@ -81,7 +87,7 @@ class SurgeryConfig:
                 remedy="both must be at least 1",
             )
         if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"the temperature is {self.temperature}", remedy="it must be positive")
+            raise ConfigError(setting="temperature", given=self.temperature, allowed="positive")
         if self.acceptance not in ("greedy", "stochastic"):
             raise ConfigError(setting="acceptance", given=self.acceptance, allowed="'greedy' or 'stochastic'")
         known = ("datacenter", "on-device", "serving", "modular")

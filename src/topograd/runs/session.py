@@ -21,6 +21,7 @@ from topograd.nn.lora import merge_lora
 from topograd.nn.preparation import prepare as prepare_stack
 from topograd.nn.stack import Stack
 from topograd.reading import build_dataclass
+from topograd.registry import Registry
 from topograd.runs.checkpoint import Checkpoint
 from topograd.runs.config import TrainConfig
 from topograd.runs.delta_store import apply_tuning
@@ -30,6 +31,8 @@ from topograd.runs.topology_config import TopologyConfig
 from topograd.topology.plan import Plan
 
 T = TypeVar("T")
+_CHATS: Registry[Callable[[Path, Tokenizer | None], Prepared | None]] = Registry("chat data")
+"""Readers of conversations; None where a file holds none."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +74,8 @@ def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
     if read_settings(run).model.task == "images":
         raise RunError(
             f"{folder} was trained on images, and this needs a model of text",
+            setting="folder",
+            given=str(folder),
             remedy="topograd eval, compare and report read runs on images",
         )
     tokenizer = read_tokenizer(run)
@@ -135,16 +140,21 @@ def check_owner(run: Run, loaded: Checkpoint) -> None:
 
 def find_checkpoint(run: Run, name: str | None) -> str:
     """The checkpoint called `name`, or the newest."""
-    found = run.store.names()
-    if not found:
+    names = run.store.names()
+    if not names:
         raise CheckpointError(
             f"{run.folder} has no checkpoint yet",
             remedy=f"train it with: topograd train --resume {run.folder}",
         )
     if name is None:
-        return found[-1]
-    if name not in found:
-        raise CheckpointError(f"{run.folder} has no checkpoint {name!r}", remedy=f"it has {', '.join(found)}")
+        return names[-1]
+    if name not in names:
+        raise CheckpointError(
+            f"{run.folder} has no checkpoint {name!r}",
+            setting="name",
+            given=name,
+            remedy=f"it has {', '.join(names)}",
+        )
     return name
 
 
@@ -173,14 +183,22 @@ def device_of(config: TrainConfig) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {config.device!r} cannot be used ({reason})", remedy="try 'cpu'") from None
+        raise ConfigError(
+            f"device {config.device!r} cannot be used ({reason})",
+            setting="device",
+            given=config.device,
+            remedy="try 'cpu'",
+        ) from None
     return device
 
 
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[TrainConfig, Prepared]:
     """The corpus of the settings, prepared, and the settings with its true vocabulary."""
     path = None if config.data is None else Path(config.data)
-    data = prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
+    chats = None
+    if path is not None and path.suffix.lower() == ".jsonl":
+        chats = _CHATS["jsonl"](path, tokenizer)
+    data = chats or prepare(path, config.tokenizer, config.model.vocab, tokenizer=tokenizer)
     if config.brings_tokenizer:  # its head may have rows that no token has
         return config, data
     return replace(config, model=config.model.changed(vocab=data.tokenizer.vocab)), data
@@ -199,7 +217,10 @@ def image_spec(config: TrainConfig) -> ImageConfig:
     """The spec of a run on images."""
     if config.model.task != "images":
         raise RunError(
-            f"the model, of kind {config.model.kind}, was trained on text", remedy="give a run on images"
+            f"the model, of kind {config.model.kind}, was trained on text",
+            setting="model.kind",
+            given=config.model.kind,
+            remedy="give a run on images",
         )
     return cast(ImageConfig, config.model)
 

@@ -148,7 +148,12 @@ class TopologyConfig:
                 setting="depth_weights", given=self.depth_weights, allowed="above 0 and at most at 1"
             )
         if self.depth_weights is not None and self.weights:
-            raise ConfigError("weights and depth_weights are both given", remedy="give one of them")
+            raise ConfigError(
+                "weights and depth_weights are both given",
+                setting="weights",
+                given=self.weights,
+                remedy="give one of them",
+            )
         if not 0 <= self.teacher_mix <= 1:
             raise ConfigError(setting="teacher_mix", given=self.teacher_mix, allowed="in [0, 1]")
         for name in ("grad_scale", "source_grad_scale"):
@@ -170,7 +175,9 @@ class TopologyConfig:
                 remedy="give its folder as teacher",
             )
         if self.teacher is not None and not self.teacher.strip():
-            raise ConfigError("teacher is empty", remedy="give the folder of a run, or leave it out")
+            raise ConfigError(
+                setting="teacher", given=self.teacher, allowed="the folder of a run, or left out"
+            )
         self._check_graph()
         self._check_idle()
         if self.backward != "autograd" and self.interface is None:
@@ -191,17 +198,28 @@ class TopologyConfig:
                 default = type(self).__dataclass_fields__[name].default
                 if name not in mine and getattr(self, name) != default:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which "
-                        "does not use it",
+                        f"{name} is {getattr(self, name)!r} and graph is {self.graph}, which does not use it",
+                        setting=name,
+                        given=getattr(self, name),
                         remedy="leave it out, or choose another graph",
                     )
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
-            raise ConfigError(f"the graph is {self.graph} and {own} is empty", remedy=f"give its {own}")
+            raise ConfigError(
+                f"graph is {self.graph} and {own} is empty",
+                setting=own,
+                given=getattr(self, own),
+                remedy=f"give its {own}",
+            )
         names = ("grad_scale", "grad_scales", "grad_scale_schedule")
         given = [name for name in names if getattr(self, name)]
         if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} are both given", remedy="give one of them")
+            raise ConfigError(
+                f"{given[0]} and {given[1]} are both given",
+                setting=given[0],
+                given=getattr(self, given[0]),
+                remedy="give one of them",
+            )
         if self.grad_scale_schedule is not None:
             parse_schedule(self.grad_scale_schedule)
         if self.interface is not None:
@@ -229,10 +247,17 @@ class TopologyConfig:
             if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}, which nothing uses",
+                    setting=name,
+                    given=getattr(self, name),
                     remedy=f"give {needs} too, or leave it out",
                 )
         if self.objectives and self.objective != "cross-entropy":
-            raise ConfigError("objective and objectives are both given", remedy="give one of them")
+            raise ConfigError(
+                "objective and objectives are both given",
+                setting="objective",
+                given=self.objective,
+                remedy="give one of them",
+            )
 
     def build(self, layers: int) -> Topology:
         """The stage DAG over a model of `layers` layers; private decoders need more, which it says."""
@@ -240,17 +265,22 @@ class TopologyConfig:
             topology = self._build(layers)
             predicting_plan(Plan.of(topology, topology.layers))  # refuses what could not predict
         except TopologyError as error:
-            message = str(error)
+            message, setting = str(error), error.setting
             if self.graph in ("chain", "targets") and message.startswith("composition "):
                 message = f"partition {message.removeprefix('composition ')}"  # as the setting is called
-            raise ConfigError(message) from None
+                setting = "partition"
+            raise ConfigError(message, setting=setting, given=error.given) from None
         return topology
 
     def _build(self, layers: int) -> Topology:
         topology = self._losses(self._edges(self._graph(layers)))
+        own = _USES[self.graph][0]
         if topology.layers != layers:
+            made_of = getattr(self, own)
             raise ConfigError(
-                f"{self._named()} has {topology.layers} layers and the model has {layers}",
+                f"{own} {made_of} has {topology.layers} layers and the model has {layers}",
+                setting=own,
+                given=made_of,
                 remedy=f"give parts that add up to {layers}",
             )
         heads: Literal["shared", "per-stage"] = "shared" if self.heads == "shared" else "per-stage"
@@ -274,11 +304,6 @@ class TopologyConfig:
             return None
         return [lam for begins, lam in parse_schedule(self.grad_scale_schedule) if begins <= share][-1]
 
-    def _named(self) -> str:
-        if self.graph in ("chain", "targets"):
-            return f"partition {self.partition}"
-        return f"{self.graph} {getattr(self, _USES[self.graph][0])}"
-
     def _graph(self, layers: int) -> Topology:
         partition = str(layers) if self.partition.strip() in ("L", "l") else self.partition
         makers: dict[str, Callable[[], Topology]] = {
@@ -294,8 +319,9 @@ class TopologyConfig:
         regions = Topology.regions(Configuration.parse(partition).composition, self.interface)
         if len(regions.stages) < 2:
             raise ConfigError(
-                f"partition {self.partition} is one region, so no interface joins it to another",
-                remedy="give partition at least two parts",
+                setting="partition",
+                given=self.partition,
+                allowed="at least two parts, for an interface to join",
             )
         return regions
 
@@ -317,6 +343,8 @@ class TopologyConfig:
             if len(self.grad_scales) != boundaries:
                 raise ConfigError(
                     f"{len(self.grad_scales)} grad_scales for {boundaries} boundaries",
+                    setting="grad_scales",
+                    given=self.grad_scales,
                     remedy="give one for each",
                 )
             stages = list(topology.stages)
@@ -353,7 +381,10 @@ class TopologyConfig:
         if self.weights:
             if len(self.weights) != len(stages):
                 raise ConfigError(
-                    f"{len(self.weights)} weights for {len(stages)} stages", remedy="give one for each"
+                    f"{len(self.weights)} weights for {len(stages)} stages",
+                    setting="weights",
+                    given=self.weights,
+                    remedy="give one for each",
                 )
             stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
         if self.depth_weights is not None:
@@ -364,7 +395,10 @@ class TopologyConfig:
         if self.loss_every:
             if len(self.loss_every) != len(stages):
                 raise ConfigError(
-                    f"{len(self.loss_every)} loss_every for {len(stages)} stages", remedy="give one for each"
+                    f"{len(self.loss_every)} loss_every for {len(stages)} stages",
+                    setting="loss_every",
+                    given=self.loss_every,
+                    remedy="give one for each",
                 )
             stages = [replace(s, every=n) for s, n in zip(stages, self.loss_every, strict=True)]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
@@ -372,6 +406,8 @@ class TopologyConfig:
             if len(self.objectives) != len(learning):
                 raise ConfigError(
                     f"{len(self.objectives)} objectives for {len(learning)} stages with a loss",
+                    setting="objectives",
+                    given=self.objectives,
                     remedy="give one for each",
                 )
             for k, name in zip(learning, self.objectives, strict=True):
@@ -434,5 +470,5 @@ def depth_weight(stop: int, layers: int, scale: float) -> float:
 def _relay(name: str, kind: str) -> str:
     known = (*PLAIN_RELAYS, "gate", "residual-gate", "low-rank", "linear", "sigmoid")
     if kind not in known:
-        raise ConfigError(f"{name} {kind!r} is unknown", remedy=f"choose one of {', '.join(known)}")
+        raise ConfigError(setting=name, given=kind, allowed=f"one of {', '.join(known)}")
     return kind

@@ -60,7 +60,10 @@ class TuneConfig:
         if self.only_stage and (self.first_layer or self.lora_rank):
             other = "first_layer" if self.first_layer else "lora_rank"
             raise ConfigError(
-                f"only_stage and {other} are both given", remedy="one stage learns whole, so give one"
+                f"only_stage and {other} are both given",
+                setting="only_stage",
+                given=self.only_stage,
+                remedy="one stage learns whole, so give one",
             )
         if self.seq_len is not None and self.seq_len < 1:
             raise ConfigError(setting="seq_len", given=self.seq_len, allowed="at least 1")
@@ -78,7 +81,10 @@ class TuneConfig:
         for name in ("lora_rank", "first_layer", "only_stage", "layer_dropout"):
             if self.frozen and getattr(self, name):
                 raise ConfigError(
-                    f"frozen and {name} are both given", remedy="a frozen model learns only its exits"
+                    f"frozen and {name} are both given",
+                    setting=name,
+                    given=getattr(self, name),
+                    remedy="a frozen model learns only its exits",
                 )
 
     @property
@@ -109,9 +115,19 @@ class TuneConfig:
             stages = _frozen(stages, [k for k in range(len(stages)) if k != learns])
         if self.frozen:
             if len(stages) < 2:
-                raise ConfigError("frozen leaves nothing to learn: give a partition with exits, as 10,10,10")
+                raise ConfigError(
+                    "frozen leaves nothing to learn",
+                    setting="partition",
+                    given=len(stages),
+                    remedy="give a partition with exits, such as 10,10,10",
+                )
             if topology.heads != "shared":
-                raise ConfigError("frozen gives every exit a head of its own", remedy="leave stage-heads out")
+                raise ConfigError(
+                    "frozen gives every exit a head of its own",
+                    setting="heads",
+                    given=topology.heads,
+                    remedy="leave stage-heads out",
+                )
             stages[-1] = replace(stages[-1], frozen=True, weight=0.0)
         return replace(topology, stages=tuple(stages))
 

@@ -81,12 +81,16 @@ class Space:
         for name, values in self.choices.items():
             if name not in known:
                 raise ConfigError(
-                    f"the choice {name} is no setting of a topology",
-                    remedy=f"known are {', '.join(sorted(known))}",
+                    setting="choices",
+                    given=name,
+                    allowed=f"settings of a topology: {', '.join(sorted(known))}",
                 )
             if not values or len(set(values)) < len(values):
                 raise ConfigError(
-                    f"the choice {name} has the values {list(values)}", remedy="give some, each once"
+                    f"choices has the values {list(values)} for {name}",
+                    setting="choices",
+                    given=list(values),
+                    remedy="give at least one value, each once",
                 )
         for source in self.choices.get("source", ()):
             layer = _layer(source)

@@ -70,7 +70,7 @@ def carry_heads(stack: Stack, sources: Sequence[int]) -> Copies:
         missing = [source for source in sources if str(source) not in old]
         if missing:
             raise StackError(
-                f"the head of stage {missing[0]} was asked for", remedy=f"stages {', '.join(old)} have one"
+                setting="sources", given=missing[0], allowed=f"a stage that has a head: {', '.join(old)}"
             )
         fresh: dict[str, nn.Module] = {}
         for stage, source in enumerate(sources):
@@ -131,9 +131,14 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         )
     if table.teacher == AVERAGE_TEACHER:
         raise ConfigError(
-            "teacher is average, of a model whose heads a search changes", remedy="give self, or a run"
+            setting="teacher",
+            given=table.teacher,
+            allowed="self or a run: a search changes the heads that an average would have",
         )
     if config.optimizer.stages:
         raise ConfigError(
-            "optimizer.stages names stages, and a search of boundaries changes them", remedy="leave it out"
+            "optimizer.stages is given, and a search changes the stages",
+            setting="optimizer.stages",
+            given=config.optimizer.stages,
+            remedy="leave it out",
         )

@@ -78,25 +78,32 @@ def stage_counts(
 ) -> range:
     """The numbers of stages that the request allows and L layers can have; never empty."""
     layers = positive_int(layers, "layers", MAX_LAYERS)
-    min_depth = positive_int(min_depth, "the least depth of a stage")
+    min_depth = positive_int(min_depth, "min_depth")
     if stages is not None:
         if min_stages != 1 or max_stages is not None:
             raise ConfigError(
-                f"{stages} stages were asked for, and a range too", remedy="give only one of them"
+                f"stages is {stages} and a range is given too",
+                setting="stages",
+                given=stages,
+                remedy="give only one of them",
             )
-        min_stages = max_stages = positive_int(stages, "the number of stages")
-    least = positive_int(min_stages, "the least number of stages")
-    most = layers if max_stages is None else positive_int(max_stages, "the largest number of stages")
+        min_stages = max_stages = positive_int(stages, "stages")
+    least = positive_int(min_stages, "min_stages")
+    most = layers if max_stages is None else positive_int(max_stages, "max_stages")
     if least > most:
         raise ConfigError(
-            f"at least {least} and at most {most} stages leaves none", remedy="exchange the two"
+            f"min_stages is {least} and max_stages is {most}",
+            setting="min_stages",
+            given=least,
+            remedy="exchange the two",
         )
     if least * min_depth > layers:
         each = "" if min_depth == 1 else f" of at least {min_depth} layers each"
         raise TopologyError(
-            f"{least} stages{each} need {least * min_depth} layers and there are {layers}; "
-            f"ask for at most {layers // min_depth} stages"
-            + ("" if min_depth == 1 else " or for a smaller least depth")
+            f"{least} stages{each} need {least * min_depth} layers and there are {layers}",
+            setting="stages",
+            given=least,
+            remedy=f"ask for at most {layers // min_depth} stages, or for a smaller min_depth",
         )
     return range(least, min(most, layers // min_depth) + 1)
 
@@ -105,15 +112,17 @@ def parse_costs(values: object, layers: int) -> dict[tuple[int, int], float]:
     """Costs from JSON, {"a,b": cost of layers a+1..b, ...}."""
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"the costs are {shown(values)}", remedy='give one JSON object {"0,1": 2.5, "0,2": 3, ...}'
+            setting="costs", given=values, allowed='one JSON object {"0,1": 2.5, "0,2": 3, ...}'
         )
     costs = {}
     for key, value in values.items():
         ends = [int(part) if part.strip().isdecimal() else -1 for part in str(key).split(",")]
         if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= layers:
             raise ConfigError(
-                f"the costs name the interval {shown(key)}",
-                remedy=f'an interval is "a,b" with 0 <= a < b <= {layers}',
+                f"costs has the interval {shown(key)}",
+                setting="costs",
+                given=key,
+                allowed=f'"a,b" with 0 <= a < b <= {layers}',
             )
         costs[ends[0], ends[1]] = _finite(ends[0], ends[1], value)
     return costs
@@ -135,7 +144,7 @@ def _checked_costs(costs: Costs, layers: int, counts: range, min_depth: int) -> 
         a, b = missing[0]
         more = f" and of {len(missing) - 1} more intervals" if len(missing) > 1 else ""
         raise ConfigError(
-            f'the cost of "{a},{b}" is missing{more}', remedy="give one for every possible stage"
+            f'costs has no "{a},{b}"{more}', setting="costs", remedy="give a cost for every possible stage"
         )
     return rows
 
@@ -151,7 +160,7 @@ def _possible(a: int, b: int, layers: int, counts: range, min_depth: int) -> boo
 
 def _finite(a: int, b: int, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f'the cost of "{a},{b}" is {shown(value)}', remedy="a cost is a finite number")
+        raise ConfigError(setting=f'costs["{a},{b}"]', given=value, allowed="a finite number")
     return float(value)
 
 

@@ -52,7 +52,12 @@ class AllCompositions:
         layers = positive_int(layers, "layers", MAX_LAYERS)
         costs = [1.0] * (layers - 1) if costs is None else list(costs)
         if len(costs) != layers - 1:
-            raise ConfigError(f"{len(costs)} coupling costs for {layers} layers", remedy=f"give {layers - 1}")
+            raise ConfigError(
+                f"{len(costs)} costs for {layers} layers",
+                setting="costs",
+                given=len(costs),
+                remedy=f"give {layers - 1}",
+            )
         codes = np.arange(2 ** (layers - 1), dtype=np.uint32)
         zero = np.zeros(len(codes), dtype=np.int16)
         stages, deepest, run = zero + 1, zero.copy(), zero + 1
@@ -173,8 +178,13 @@ def _checked(points: Any) -> Numbers:
     values: Numbers = np.asarray(points, dtype=np.float64)
     if values.ndim != 2 or (len(values) and not values.shape[1]):
         raise ConfigError(
-            f"the points have shape {values.shape}", remedy="give one row for each, a column per objective"
+            f"points has shape {values.shape}",
+            setting="points",
+            given=values.shape,
+            allowed="(points, objectives)",
         )
     if np.isnan(values).any():
-        raise ConfigError("a point has an objective that is not a number", remedy="leave that point out")
+        raise ConfigError(
+            "points has an objective that is not a number", setting="points", remedy="leave that point out"
+        )
     return values

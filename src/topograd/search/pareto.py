@@ -15,9 +15,9 @@ with others it is refused, because its numbers would not compare.
 
 Resuming. A trial that was under way here and whose lock is free belonged to a process that died: it is taken
 up again before anything new is asked for. Rungs in the storage are not trained again; a rung that was under
-way is handed to `train` with the same folder. A candidate is tried once: what the sampler proposes again, or
-what is no candidate (`candidates.py`), is not trained, and if it insists, an untried candidate is drawn
-instead. One that diverges stops where it is.
+way is handed to `train` with the same folder. A candidate is tried once: where the sampler only proposes what
+was tried, or what is no candidate (`candidates.py`), an untried candidate is drawn at random. One that
+diverges stops where it is.
 
 Symbols. f `reduction`, s_r `rungs`. Cost beside training: some 0.2 s a trial, for the database.
 Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagation and Local Learning" §10.6
@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ def _open(
             remedy="run: pip install 'topograd[search]'",
         ) from None
     if not objectives:
-        raise ConfigError("a study without objectives has no front", remedy="name at least one")
+        raise ConfigError(setting="objectives", given={}, allowed="at least one objective")
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -146,7 +147,10 @@ def _open(
     except Exception as problem:  # of any database's driver
         reason = str(problem).splitlines()[0]
         raise ConfigError(
-            f"the storage {config.storage!r} cannot be used ({reason})", remedy="give another URL"
+            f"storage {config.storage!r} cannot be used ({reason})",
+            setting="storage",
+            given=config.storage,
+            remedy="give another URL",
         ) from None
     _check_same(study, config, objectives, space, base)
     # From the same seed a resumed study would propose its first candidates again.
@@ -182,45 +186,63 @@ def _check_same(
             what = "trainings with other settings" if name == "base" else f"other {name}"
             raise ConfigError(
                 f"study {config.name!r} has {what}{was}",
-                remedy="go on with those, or give another --name or --out",
+                setting="name",
+                given=config.name,
+                remedy="continue with those, or give another name or folder",
             )
 
 
 def _ask(study: Study, space: Space, folder: Path, stack: ExitStack, seed: int) -> Trial:
-    """A trial with a candidate that nobody has tried, claimed for this process."""
+    """A trial with an untried candidate, claimed for this process."""
     from optuna.trial import TrialState
 
-    for attempt in range(_TRIES + 1):
-        if attempt == _TRIES:
-            study.enqueue_trial(_untried(study, space, seed))
+    for _ in range(_TRIES):
+        study.enqueue_trial(_proposal(study, space, seed))
         trial = study.ask()
-        candidate = _propose(trial, space)
-        if candidate is None:
-            study.tell(trial, state=TrialState.FAIL)
-            continue
-        claimed = _claim(stack, folder, trial.number)
-        assert claimed, "the number of a new trial is its own"
-        trial.set_user_attr("home", _home(folder))
-        trial.set_user_attr("partition", str(candidate.composition))
-        trial.set_user_attr("settings", dict(candidate.settings))
-        trial.set_user_attr("candidate", candidate.key)
-        earlier = [t for t in _tried(study) if t.number < trial.number]
-        if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
-            return trial
-        study.tell(trial, state=TrialState.FAIL)  # a repetition: it counts for nothing
+        candidate = _candidate_of(trial, space)
+        if candidate is not None:
+            claimed = _claim(stack, folder, trial.number)
+            assert claimed, "the number of a new trial is its own"
+            trial.set_user_attr("home", _home(folder))
+            trial.set_user_attr("partition", str(candidate.composition))
+            trial.set_user_attr("settings", dict(candidate.settings))
+            trial.set_user_attr("candidate", candidate.key)
+            earlier = [t for t in _tried(study) if t.number < trial.number]
+            if all(t.user_attrs["candidate"] != candidate.key for t in earlier):
+                return trial
+        # Another process took the proposal, or tries the same candidate: this trial counts for nothing.
+        study.tell(trial, state=TrialState.FAIL)
+        shutil.rmtree(_place(folder, trial.number), ignore_errors=True)
     raise RunError("other processes took every candidate that was drawn", remedy="call again")
 
 
-def _propose(trial: Trial, space: Space) -> Candidate | None:
+def _proposal(study: Study, space: Space, seed: int) -> dict[str, object]:
+    """The parameters of an untried candidate: the sampler's choice, or a random one if that repeats itself.
+
+    The sampler is asked on a copy of the study, so that a repetition takes no trial number.
+    """
+    import optuna
+
+    draft = optuna.create_study(directions=study.directions, sampler=study.sampler)
+    draft.add_trials(study.get_trials())
+    tried = {t.user_attrs["candidate"] for t in _tried(study)}
+    for _ in range(_TRIES):
+        trial = draft.ask()
+        candidate = _candidate_of(trial, space)
+        if candidate is not None and candidate.key not in tried:
+            return dict(trial.params)
+        draft.tell(trial, state=optuna.trial.TrialState.FAIL)
+    return _untried(tried, space, random.Random(f"{seed} {len(study.get_trials(deepcopy=False))}"))
+
+
+def _candidate_of(trial: Trial, space: Space) -> Candidate | None:
     bits = [trial.suggest_categorical(f"after {i}", (False, True)) for i in range(1, space.layers)]
     settings = {name: trial.suggest_categorical(name, tuple(v)) for name, v in space.choices.items()}
     return space.mended(bits, settings)
 
 
-def _untried(study: Study, space: Space, seed: int) -> dict[str, object]:
+def _untried(tried: Container[str], space: Space, generator: random.Random) -> dict[str, object]:
     """The parameters of a candidate that no trial has, drawn with equal chances by reservoir."""
-    tried = {t.user_attrs["candidate"] for t in _tried(study)}
-    generator = random.Random(f"{seed} {len(study.get_trials(deepcopy=False))}")
     drawn, seen = None, 0
     for candidate in space:
         if candidate.key not in tried:
@@ -254,11 +276,11 @@ def _run_trial(
     for steps in config.rungs:
         if steps not in reached:
             try:
-                found = train(candidate, steps, _place(folder, trial.number) / "run")
+                values = train(candidate, steps, _place(folder, trial.number) / "run")
             except DivergenceError:
                 study.tell(trial.number, state=TrialState.PRUNED)
                 return
-            reached[steps] = _read(found, objectives)
+            reached[steps] = _read(values, objectives)
             trial.set_user_attr(f"rung {steps}", reached[steps])
         if steps != config.rungs[-1] and not _goes_on(study, trial.number, steps, objectives, config):
             study.tell(trial.number, state=TrialState.PRUNED)
@@ -277,16 +299,19 @@ def _goes_on(
     return number in best
 
 
-def _read(found: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
-    missing = [name for name in objectives if name not in found]
+def _read(values: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
+    missing = [name for name in objectives if name not in values]
     if missing:
         raise ConfigError(
-            f"objective {missing[0]!r} was not measured", remedy=f"measured are {', '.join(found)}"
+            f"objective {missing[0]!r} was not measured",
+            setting="objectives",
+            given=missing[0],
+            remedy=f"measured are {', '.join(values)}",
         )
     for name in objectives:
-        if not math.isfinite(found[name]):
-            raise ConfigError(f"objective {name!r} is {found[name]}", remedy="a study needs finite numbers")
-    return [float(found[name]) for name in objectives]
+        if not math.isfinite(values[name]):
+            raise ConfigError(setting=name, given=values[name], allowed="finite, as an objective of a study")
+    return [float(values[name]) for name in objectives]
 
 
 def _small(rows: Sequence[Sequence[float]], objectives: Mapping[str, Direction]) -> list[list[float]]:

@@ -64,14 +64,22 @@ def named_objectives(words: Sequence[str]) -> dict[str, Direction]:
         if name in TABLES:
             numbers = ", ".join((*LESS, *MORE))
             raise ConfigError(
-                f"objective {name!r} is a table and not a number", remedy=f"choose among {numbers}"
+                f"objective {name!r} is a table and not a number",
+                setting="objectives",
+                given=name,
+                remedy=f"choose among {numbers}",
             )
         if name in found:
-            raise ConfigError(f"objective {name!r} is given twice", remedy="give each once")
+            raise ConfigError(
+                f"objective {name!r} is given twice",
+                setting="objectives",
+                given=name,
+                remedy="give each once",
+            )
         more = way == "max" if name != word else name in MORE
         found[name] = "maximize" if more else "minimize"
     if not found:
-        raise ConfigError("there is no objective", remedy="name at least one, as bpb")
+        raise ConfigError(setting="objectives", given=list(words), allowed="at least one name, such as bpb")
     return found
 
 
@@ -91,7 +99,12 @@ def read_numbers(trained: Trained, names: Iterable[str]) -> dict[str, float]:
     for name, value in found.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
-            raise ConfigError(f"property {name!r} is {value!r} here, no finite number", remedy="leave it out")
+            raise ConfigError(
+                setting=name,
+                given=value,
+                allowed="a finite number, as a property that is compared",
+                remedy="leave it out",
+            )
     return {name: float(value) for name, value in found.items()}
 
 

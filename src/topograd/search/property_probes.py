@@ -112,7 +112,10 @@ def specialist(stack: Stack, plan: Plan, old: Text, new: Text) -> Specialist:
     """P11."""
     if len(new.inputs) < 2:
         raise ConfigError(
-            f"new text has {len(new.inputs)} rows", remedy="a probe needs 2, one to learn, one to test"
+            f"new has {len(new.inputs)} sequences",
+            setting="new",
+            given=len(new.inputs),
+            allowed="at least 2: one to learn, one to test",
         )
     lesson, exam = _halves(new)
     last, stages = _last(plan), plan.topology.stages

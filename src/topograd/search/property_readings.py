@@ -252,7 +252,10 @@ def skipped(readings: Readings, layers: Sequence[int], eps: float) -> dict[str, 
     even, odd = readings.split()
     if not len(even) or not len(odd):
         raise ConfigError(
-            "the text has one row", remedy="WAND needs one to calibrate on and one to measure on"
+            "text has one sequence",
+            setting="text",
+            given=1,
+            allowed="at least 2: WAND calibrates on one and measures on another",
         )
     left = exits(odd, thresholds(Calibration.of(even, step=0), "flip-rate", eps=eps))
     ran = torch.tensor(layers, dtype=torch.float64)[left].mean().item()

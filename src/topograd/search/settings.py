@@ -30,7 +30,7 @@ class ParetoConfig:
         rising = all(a < b for a, b in zip(self.rungs, self.rungs[1:], strict=False))
         if not self.rungs or not rising or not 1 <= self.rungs[0] <= self.rungs[-1] <= REPEATS[1]:
             raise ConfigError(
-                f"rungs are {list(self.rungs)}", remedy="give rising numbers of steps, as 20 80"
+                setting="rungs", given=list(self.rungs), allowed="rising numbers of steps, such as 20 80"
             )
         if not 1 < self.reduction < 1e9:
             raise ConfigError(setting="reduction", given=self.reduction, allowed="finite and above 1")

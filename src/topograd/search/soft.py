@@ -82,7 +82,9 @@ def soft_run(config: TrainConfig, soft: SoftConfig) -> TrainConfig:
     layers, width = config.model.layers, config.model.width
     stage_counts(layers, soft.stages, 1, None, soft.min_depth)
     if layers < 2:
-        raise ConfigError("one layer has no place for a boundary", remedy="use at least 2 layers")
+        raise ConfigError(
+            setting="layers", given=layers, allowed="at least 2, to have a place for a boundary"
+        )
     open_ = 1 - min(max((soft.stages - 1) / (layers - 1), 0.01), 0.99)
     table = TopologyConfig(
         graph="soft",

@@ -50,8 +50,7 @@ def costs_of_run(
     plain = table.graph in ("chain", "soft") and table.interface is None
     if not plain or table.relay != "identity" or table.source is not None:
         raise ConfigError(
-            f"{session.run.folder} has branches, relays or an input bus, so its layers do not "
-            "simply follow one another",
+            f"{session.run.folder} has branches, relays or an input bus",
             remedy="probe the stages of a plain chain",
         )
     config, data = load_data(session.config, session.tokenizer)
@@ -77,8 +76,10 @@ def probe_costs(
     layers = len(stack.layers)
     if not batches or not 1 <= min_depth <= layers:
         raise ConfigError(
-            f"{len(batches)} batches and a least depth of {min_depth} leave no probe of {layers} layers",
-            remedy=f"give batches and a depth from 1 to {layers}",
+            f"{len(batches)} batches and a min_depth of {min_depth} leave no probe of {layers} layers",
+            setting="min_depth",
+            given=min_depth,
+            allowed=f"from 1 to {layers}, with at least one batch",
         )
     intervals = [(a, b) for a in range(layers) for b in range(a + min_depth, layers + 1)]
     costs = {}

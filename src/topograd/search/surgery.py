@@ -116,9 +116,12 @@ class SurgeryTask(RunTask):
         check_searchable(config, "chain")
         if "residual" in {stage.objective for stage in config.build_topology().stages}:
             raise ConfigError(
-                "objective is residual, under which logits of a stage mean nothing alone, and "
-                "surgery reads those of each layer alone",
-                remedy="use cross-entropy",
+                setting="objective",
+                given="residual",
+                allowed=(
+                    "one whose stages predict alone, such as cross-entropy: surgery reads the "
+                    "logits of each layer"
+                ),
             )
         composition = partition_of(config)
         least = config.search.surgery.min_depth

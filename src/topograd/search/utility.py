@@ -81,10 +81,7 @@ class Weights:
     def __post_init__(self) -> None:
         for field in fields(self):
             if not getattr(self, field.name) >= 0:
-                raise ConfigError(
-                    f"the weight of {field.name} is {getattr(self, field.name)}",
-                    remedy="a weight is at least 0",
-                )
+                raise ConfigError(setting=field.name, given=getattr(self, field.name), allowed="at least 0")
 
 
 DEPLOYMENTS: Mapping[str, Weights] = {
@@ -128,9 +125,9 @@ def coordination(grad_scales: Sequence[float], costs: Sequence[float] | None = N
     """
     _check_grad_scales(grad_scales)
     costs = [1.0] * len(grad_scales) if costs is None else costs
-    _check_length(costs, grad_scales, "coupling costs")
+    _check_length(costs, grad_scales, "costs")
     if not all(c >= 0 for c in costs):
-        raise ConfigError(f"a coupling cost is {min(costs)}", remedy="costs are at least 0")
+        raise ConfigError(setting="costs", given=min(costs), allowed="at least 0")
     total = sum(costs)
     return sum(lam * c for lam, c in zip(grad_scales, costs, strict=True)) / total if total else 0.0
 
@@ -141,7 +138,7 @@ def head_cost(
     """C_head: the parameters of the stages' own heads, in matrices (vocab, width); 0 with a shared head."""
     _check_grad_scales(grad_scales)
     if heads not in ("shared", "per-stage"):
-        raise ConfigError(f"heads {heads!r} are unknown", remedy="choose 'shared' or 'per-stage'")
+        raise ConfigError(setting="heads", given=heads, allowed="'shared' or 'per-stage'")
     if heads == "shared":
         return 0.0
     size = 1.0 if rank is None else rank * (vocab + width) / (vocab * width)
@@ -168,7 +165,7 @@ def structural_capability(composition: Composition, min_depth: int) -> float:
     >>> [structural_capability(Composition.parse(p), 2) for p in ("6", "1,1,1,1,1,1", "4,2", "2,2,2")]
     [0.0, 0.0, 0.6666666666666666, 1.0]
     """
-    min_depth = positive_int(min_depth, "the least depth of a stage")
+    min_depth = positive_int(min_depth, "min_depth")
     most = composition.layers // min_depth
     if composition.stages < 2 or most < 1:
         return 0.0
@@ -178,14 +175,14 @@ def structural_capability(composition: Composition, min_depth: int) -> float:
 def bandwidth_cost(grad_scales: Sequence[float], ranks: Sequence[float], floor: float) -> float:
     """C_bw; `ranks` are the effective ranks at the same places and `floor` is r_min, in the same unit."""
     _check_grad_scales(grad_scales)
-    _check_length(ranks, grad_scales, "effective ranks")
+    _check_length(ranks, grad_scales, "ranks")
     return sum((1 - lam) * max(0.0, floor - r) for lam, r in zip(grad_scales, ranks, strict=True))
 
 
 def calibration_cost(errors: Sequence[float]) -> float:
     """C_cal: the mean of the exits' calibration errors."""
     if not errors:
-        raise ConfigError("no calibration error was given", remedy="give one for each stage")
+        raise ConfigError(setting="errors", given=[], allowed="one for each stage")
     return sum(errors) / len(errors)
 
 
@@ -197,12 +194,19 @@ def hard(composition: Composition) -> list[float]:
 def _check_grad_scales(grad_scales: Sequence[float]) -> None:
     for i, lam in enumerate(grad_scales, start=1):
         if not 0 <= lam <= 1:
-            raise ConfigError(f"the grad_scale after layer {i} is {lam}", remedy="it must lie in [0, 1]")
+            raise ConfigError(
+                f"the grad_scale after layer {i} is {lam}",
+                setting="grad_scales",
+                given=lam,
+                allowed="in [0, 1]",
+            )
 
 
 def _check_length(values: Sequence[float], grad_scales: Sequence[float], name: str) -> None:
     if len(values) != len(grad_scales):
         raise ConfigError(
-            f"{len(values)} {name} for {len(grad_scales)} places",
+            f"{len(values)} {name} for {len(grad_scales)} boundaries",
+            setting=name,
+            given=len(values),
             remedy="give one for each layer but the last",
         )

@@ -161,6 +161,8 @@ def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
         raise ConfigError(
             f"{new.run.folder} has another tokenizer than the base of {adapter.folder}, so their "
             "heads share no vocabulary",
+            setting="new",
+            given=str(new.run.folder),
             remedy="train a new specialist",
         )
     shapes = [
@@ -169,6 +171,8 @@ def _check(adapter: Adapter, old: LoadedTextRun, new: LoadedTextRun) -> None:
     if shapes[0] != shapes[1] or len(old.stack.layers) != len(new.stack.layers):
         raise ConfigError(
             f"the layers of {new.run.folder} have other shapes than those of the base of {adapter.folder}",
+            setting="new",
+            given=str(new.run.folder),
             remedy="train a new specialist",
         )
 

@@ -163,7 +163,10 @@ def attach(base: LoadedTextRun, specialists: Sequence[Adapter] | Mapping[str, Ad
     named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
     if len(named) > MAX_SPECIALISTS:
         raise ConfigError(
-            f"{len(named)} specialists are given", remedy=f"at most {MAX_SPECIALISTS} may be attached"
+            f"{len(named)} specialists are given",
+            setting="specialists",
+            given=len(named),
+            allowed=f"at most {MAX_SPECIALISTS}",
         )
     for adapter in named.values():
         adapter.check_base(base)
@@ -179,7 +182,9 @@ def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     for name, shape in shapes.items():
         if shape.tokens != tokens:  # ids differ, and so do the sizes of their heads
             raise ConfigError(
-                f"specialist {name!r} has other new tokens than one beside it, or none",
+                f"specialist {name!r} has other new tokens than one beside it",
+                setting="specialists",
+                given=name,
                 remedy="attach them one at a time",
             )
     vocabulary = Vocabulary(base.tokenizer, _vocab(base), tokens)
@@ -204,7 +209,7 @@ def copied(stack: Stack) -> Stack:
     head = stack.shared_head
     if not isinstance(stack, Growable) or head is None:
         raise ConfigError(
-            f"a stack of the kind {type(stack).__name__} has no place for new layers",
+            f"a stack of type {type(stack).__name__} takes no new layers",
             remedy="specialists need a GPT or an imported model that topograd runs itself",
         )
     twin = shallow(stack)
@@ -230,7 +235,12 @@ def _named(specialists: Sequence[Adapter]) -> dict[str, Adapter]:
     for adapter in specialists:
         name = adapter.folder.resolve().name
         if name in named:
-            raise ConfigError(f"two specialists are called {name!r}", remedy="rename one of the folders")
+            raise ConfigError(
+                f"two specialists are called {name!r}",
+                setting="specialists",
+                given=name,
+                remedy="rename one of the folders",
+            )
         named[name] = adapter
     return named
 

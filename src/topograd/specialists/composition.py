@@ -65,15 +65,20 @@ def check_weights(attached: Attached, weights: Weights) -> None:
     """Refuse names that are not attached and weights that are no sensible number."""
     if attached.base.plan.prediction.path is not None:
         raise ConfigError(
-            "the base predicts by a path that skips stages", remedy="specialists need another base"
+            "the base predicts by a path that skips stages",
+            setting="prediction",
+            remedy="specialists need another base",
         )
     for name, weight in weights.items():
         if name not in attached.stages:
             known = ", ".join(attached.stages) or "none"
-            raise ConfigError(f"specialist {name!r} is not attached", remedy=f"attached are: {known}")
+            raise ConfigError(setting="specialists", given=name, allowed=f"attached: {known}")
         if not -LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT:
             raise ConfigError(
-                f"specialist {name!r} has weight {weight}", remedy=f"it must lie within ±{LARGEST_WEIGHT:g}"
+                f"specialist {name!r} has weight {weight}",
+                setting="specialists",
+                given=weight,
+                allowed=f"within ±{LARGEST_WEIGHT:g}",
             )
 
 
@@ -99,9 +104,17 @@ def parse_specialists(text: str) -> dict[str, float]:
             weight = math.nan
         if not name.strip() or not math.isfinite(weight):
             raise ConfigError(
-                f"specialists {text!r} have {part.strip()!r}", remedy="write them as A,B or A*0.7,B*0.3"
+                f"specialists {text!r} has {part.strip()!r}",
+                setting="specialists",
+                given=text,
+                remedy="write them as A,B or A*0.7,B*0.3",
             )
         if name.strip() in weights:
-            raise ConfigError(f"specialists {text!r} name {name.strip()!r} twice", remedy="name each once")
+            raise ConfigError(
+                f"specialists {text!r} names {name.strip()!r} twice",
+                setting="specialists",
+                given=text,
+                remedy="name each once",
+            )
         weights[name.strip()] = weight
     return weights

@@ -142,6 +142,8 @@ class FineTuning(Task):
             raise RunError(
                 f"{settings.data} has changed since {folder} was trained on it, so it cannot be "
                 "continued exactly",
+                setting="data",
+                given=settings.data,
                 remedy="restore it, or start again",
             )
         names = task.workspace.store.names()

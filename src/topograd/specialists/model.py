@@ -102,7 +102,10 @@ class SpecialistPool:
         """The tokens that follow each prompt, each with the specialists of its row, as one batch."""
         if len(prompts) != len(rows):
             raise ConfigError(
-                f"{len(prompts)} prompts and {len(rows)} sets of specialists", remedy="give one for each"
+                f"{len(prompts)} prompts and {len(rows)} sets of specialists",
+                setting="specialists",
+                given=len(rows),
+                remedy="give one for each",
             )
         model = self.model()
         begun = [model.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -143,7 +146,10 @@ class ComposedModel(Model):
         """As `Model.generate`; the base's calibration says nothing of a composition, so full depth."""
         if depth is not None and depth.startswith("wand"):
             raise ConfigError(
-                "wand is calibrated for a base alone", remedy="use another depth with specialists"
+                "wand is calibrated for a base alone",
+                setting="depth",
+                given=depth,
+                remedy="use another depth with specialists",
             )
         return super().generate(prompt, tokens, depth=depth or "full", **settings)  # type: ignore[arg-type]
 
@@ -166,7 +172,10 @@ class Mixed(DecodeStrategy):
         """What each sequence predicts next: (rows, vocab)."""
         if max(sequence.index for sequence in batch) >= len(self.terms):
             raise ConfigError(
-                f"specialists are given for {len(self.terms)} sequences", remedy="give one set for each"
+                f"specialists are given for {len(self.terms)} sequences",
+                setting="specialists",
+                given=len(self.terms),
+                remedy="give one set for each",
             )
         self._run(batch)
         total: Tensor | None = None
@@ -218,7 +227,12 @@ def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
     asked = parse_specialists(specialists)
     opened = {Path(folder).resolve().name: open_specialist(folder) for folder in asked}
     if len(opened) < len(asked):
-        raise ConfigError(f"specialists {specialists!r} have two folders of one name", remedy="rename one")
+        raise ConfigError(
+            f"specialists {specialists!r} has two folders of one name",
+            setting="specialists",
+            given=specialists,
+            remedy="rename one",
+        )
     return opened, dict(zip(opened, asked.values(), strict=True))
 
 

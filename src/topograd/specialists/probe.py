@@ -64,7 +64,9 @@ def probe(
     vocab = attached.vocabulary
     vocab.check([*prompt, *target, *(passage or ())])
     if not target:
-        raise ConfigError("the target is empty", remedy="give the text that should follow")
+        raise ConfigError(
+            setting="target", given=list(target), allowed="at least one token: the text that should follow"
+        )
     found = _readings(attached, prompt, target)
     if passage is not None:
         found["with_passage"] = _readings(attached, [*passage, *prompt], target)
@@ -78,7 +80,10 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     whole = [*begun, *target[:-1]]
     if len(whole) > context:
         raise ConfigError(
-            f"prompt and target have {len(whole)} tokens", remedy=f"the base sees {context} at most"
+            f"prompt and target have {len(whole)} tokens",
+            setting="prompt",
+            given=len(whole),
+            remedy=f"the base sees {context} at most",
         )
     plan, stack = attached.plan, attached.stack
     device = next(stack.parameters()).device

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from topograd.convert.chat import render_chats
-from topograd.data.corpus import read_corpus
+from topograd.data import Prepared, Tokenizer
+from topograd.data.corpus import Document, digest_documents, read_corpus, split_documents
 from topograd.data.loader import IGNORED
 from topograd.data.packing import pack
+from topograd.data.shards import shards_in_memory
 from topograd.errors import ConfigError, DataError
 from topograd.files import read_bytes
 from topograd.specialists.attach import Attached
@@ -61,15 +63,70 @@ def template_of(vocabulary: Vocabulary) -> str:
 
 
 def read_records(path: Path, vocabulary: Vocabulary, template: str | None = None) -> list[Record]:
-    """The documents at `path`: chats, pairs or text. What cannot be read is refused by its line."""
-    if path.suffix.lower() == ".jsonl" and path.is_file():
-        lines = _lines(path)
-        if lines and any(key in lines[0][1] for key in ("messages", "prompt")):
-            chats = [_messages(path, number, record) for number, record in lines]
-            return chat_records(chats, vocabulary, template, where=lambda i: f"{path}, line {lines[i][0]}")
+    """The documents at `path`: chats, pairs or text. An error names the line."""
+    if (lines := _chat_lines(path)) is not None:
+        return _read_chats(path, lines, vocabulary, template)
     corpus = read_corpus(path)
     documents = vocabulary.tokenizer.encode_batch([d.text for d in (*corpus.train, *corpus.heldout)])
     return [Record(ids.tolist(), [True] * len(ids)) for ids in documents]
+
+
+def prepare_chats(path: Path, tokenizer: Tokenizer | None) -> Prepared | None:
+    """Conversations as the data of a run, in memory; None where the file holds none.
+
+    Some are held out, as of any text. Training has a loss on what the assistant said; held-out conversations
+    are read whole.
+    """
+    lines = _chat_lines(path)
+    if lines is None:
+        return None
+    if tokenizer is None or len(lines) < 2:
+        what = "one conversation" if len(lines) == 1 else "conversations"
+        raise DataError(
+            f"{path} holds {what}",
+            setting="data",
+            given=str(path),
+            remedy="give init, the run to fine-tune, and at least two conversations; a model that begins "
+            'with random weights learns from lines {"text": ...}',
+        )
+    records = _read_chats(path, lines, Vocabulary(tokenizer, tokenizer.vocab), None)
+    named = {f"{path.name}:{number}": record for (number, _), record in zip(lines, records, strict=True)}
+    # The digest of a run's data is that of tokens and masks, so another chat template is other data.
+    documents = [Document(name, json.dumps([r.tokens, r.learned])) for name, r in named.items()]
+    train, heldout = ([named[d.name] for d in side] for side in split_documents(documents))
+    shards = [
+        shards_in_memory([r.tokens for r in side], tokenizer.vocab, separator=tokenizer.separator)
+        for side in (train, heldout)
+    ]
+    marks = [False, *(mark for record in train for mark in _with_separator(record))]
+    learning = replace(shards[0], learned=np.array(marks))
+    return Prepared(tokenizer, learning, shards[1], path.name, digest_documents(documents), (), None)
+
+
+def _with_separator(record: Record) -> list[bool]:
+    """The mask of a document and of the separator behind it, which ends what the assistant said."""
+    return [*record.learned, bool(record.learned) and record.learned[-1]]
+
+
+def _chat_lines(path: Path) -> list[tuple[int, dict[str, Any]]] | None:
+    """The records of a file of chats or pairs, with their line numbers; None of any other."""
+    if path.suffix.lower() != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return None
+    is_chat = isinstance(record, dict) and ("messages" in record or "prompt" in record)
+    return _lines(path) if is_chat else None
+
+
+def _read_chats(
+    path: Path, lines: Sequence[tuple[int, dict[str, Any]]], vocabulary: Vocabulary, template: str | None
+) -> list[Record]:
+    chats = [_messages(path, number, record) for number, record in lines]
+    return chat_records(chats, vocabulary, template, where=lambda i: f"{path}, line {lines[i][0]}")
 
 
 def spelled(vocabulary: Vocabulary, questions: Sequence[str], template: str | None = None) -> list[str]:
@@ -137,8 +194,6 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number} is no JSON object", remedy="mend or remove it")
         found.append((number, record))
-    if not found:
-        raise DataError(f"{path} has no record", remedy="give at least one line")
     return found
 
 
@@ -148,28 +203,42 @@ def _messages(path: Path, number: int, record: Mapping[str, Any]) -> list[Messag
     if "prompt" in record:
         pair = [record.get("prompt"), record.get("completion")]
         if not all(isinstance(text, str) for text in pair) or not pair[1]:
-            raise DataError(f"{where}: prompt and completion must be text, the completion not empty")
+            raise DataError(
+                f"{where}: prompt and completion must be text, the completion not empty",
+                setting="completion",
+                given=pair[1],
+            )
         return [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(
-            f"{where} has no messages", remedy='give {"messages": [{"role": ..., "content": ...}]}'
+            f"{where} has no messages",
+            setting="messages",
+            remedy='give {"messages": [{"role": ..., "content": ...}]}',
         )
     checked = []
     for place, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
-            raise DataError(f"{where}: message {place} must have a role and a content that are text")
+            raise DataError(
+                f"{where}: message {place} must have a role and a content that are text",
+                setting="messages",
+                given=message,
+            )
         if message["role"] not in ROLES:
             raise DataError(
-                f"{where}: message {place} has the role {message['role']!r}",
-                remedy=f"allowed are {', '.join(ROLES)}",
+                f"{where}: the role of message {place} is {message['role']!r}",
+                setting="role",
+                given=message["role"],
+                allowed=f"one of {', '.join(ROLES)}",
             )
         checked.append({"role": message["role"], "content": message["content"]})
     if not any(message["role"] == "assistant" for message in checked):
         raise DataError(
-            f"{where} has nothing that the assistant said", remedy="there is nothing to learn from it"
+            f"{where} has no message of the assistant",
+            setting="messages",
+            remedy="there is nothing to learn from it",
         )
     return checked
 
@@ -183,12 +252,16 @@ def packed_records(
     parts, marks, offsets = [[separator]], [[False]], [0]
     for record in records:
         parts += [record.tokens, [separator]]
-        marks += [record.learned, [record.learned[-1] if record.learned else False]]
+        marks.append(_with_separator(record))
         offsets.append(offsets[-1] + len(record.tokens) + 1)
     stream = np.fromiter((t for part in parts for t in part), dtype=np.int64)
     learned = np.fromiter((m for mark in marks for m in mark), dtype=bool)
     if not learned.any():
-        raise DataError("no token of the data is learned", remedy="give text, or conversations with answers")
+        raise DataError(
+            "no token of the data is learned",
+            setting="data",
+            remedy="give text, or conversations with answers",
+        )
     rows = pack(np.array(offsets), context + 1, np.random.default_rng(seed))
     inputs = np.full((len(rows), context), separator, dtype=np.int64)
     targets = np.full((len(rows), context), IGNORED, dtype=np.int64)
@@ -213,7 +286,7 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """The text at `path` as packed rows for a base; CONTEXT tokens each unless asked otherwise."""
     if not str(path).strip():
-        raise ConfigError("data is empty", remedy="give chat records or a text")
+        raise ConfigError(setting="data", given=str(path), allowed="chat records or a text")
     if not Path(path).exists():
         raise ConfigError(
             f"data is {str(path)!r}, which does not exist",

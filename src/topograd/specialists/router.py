@@ -122,12 +122,12 @@ def train_router(
     With a `work` folder a call that was stopped goes on where it was.
     """
     if not attached.stages:
-        raise ConfigError("a router needs a specialist to choose", remedy="attach at least one")
+        raise ConfigError(setting="specialists", given=[], allowed="at least one, for a router to choose")
     parts = [_judged(attached, inputs, targets) for inputs, targets in texts]
     x, losses = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
     if len(x) < 4:
         raise ConfigError(
-            f"a router is trained on rows of text, and there are {len(x)}", remedy="give more text"
+            f"the texts have {len(x)} sequences", setting="texts", given=len(x), allowed="at least 4"
         )
     learning = torch.arange(len(x)) % 2 == 0
     torch.manual_seed(seed)
@@ -228,7 +228,9 @@ def open_routed(
     """The base in a folder with specialists as users write them, of which a router chooses."""
     if any(weight != 1 for weight in parse_specialists(specialists).values()):
         raise ConfigError(
-            f"specialists {specialists!r} have weights, and a router chooses one of them or none",
+            f"specialists {specialists!r} has weights, and a router chooses one of them or none",
+            setting="specialists",
+            given=specialists,
             remedy="write A,B",
         )
     adapters, _ = open_named(specialists)

@@ -42,7 +42,10 @@ class NewToken:
         text, equals, source = words.rpartition("=")
         if not equals or not text.strip() or not source:
             raise ConfigError(
-                f"token {words!r} has no source", remedy="write the new token, =, and a related word"
+                f"token {words!r} has no source",
+                setting="tokens",
+                given=words,
+                remedy="write the new token, =, and a related word",
             )
         return cls(text, source)
 
@@ -56,7 +59,10 @@ class Vocabulary:
         texts = [token.text for token in self.new]
         if len(set(texts)) < len(texts) or len(texts) > MAX_TOKENS:
             raise ConfigError(
-                f"{len(texts)} new tokens are given", remedy=f"give at most {MAX_TOKENS}, each once"
+                f"{len(texts)} new tokens are given",
+                setting="tokens",
+                given=len(texts),
+                remedy=f"give at most {MAX_TOKENS}, each once",
             )
         self.ids = {text: rows + i for i, text in enumerate(texts)}
         longest_first = sorted(texts, key=len, reverse=True)
@@ -95,13 +101,17 @@ class Vocabulary:
         """Refuse tokens that the base does not know."""
         worst = max(ids, default=0)
         if worst >= self.size or min(ids, default=0) < 0:
-            raise ConfigError(f"token {worst} is unknown to the base, which has {self.size} tokens")
+            raise ConfigError(
+                setting="tokens", given=worst, allowed=f"below {self.size}, the base's vocabulary"
+            )
 
     def _source(self, token: NewToken) -> list[int]:
         ids = self.tokenizer.encode(token.source, "chat")
         if not ids or max(ids) >= self.rows:
             raise ConfigError(
                 f"new token {token.text!r} is to begin as {token.source!r}, which the base has no token for",
+                setting="tokens",
+                given=token.source,
                 remedy="give a word of its language",
             )
         return ids

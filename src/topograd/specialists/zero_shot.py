@@ -37,7 +37,10 @@ class ZeroShot:
         if not files:
             names = ", ".join(task.file for task in tasks)
             raise DataError(
-                f"{folder} holds no task that is asked without examples", remedy=f"it should hold {names}"
+                f"{folder} holds no task that is asked without examples",
+                setting="tasks",
+                given=str(folder),
+                remedy=f"it should hold {names}",
             )
         self.context = base.config.model.context
         self.items = {

@@ -3,7 +3,7 @@
 What is trained behind a frozen trunk (later stages, a draft stage, a specialist) reads h_k, the state after k
 layers, and never changes it. So an epoch needs only the layers behind k:
 
-    rows = packed_rows(data.train, context=256, seed=0, most_tokens=100_000)         # or tensors of your own
+    rows = packed_rows(data.train, context=256, seed=0, max_tokens=100_000)         # or tensors of your own
     store = compute_states(folder, session.stack, *rows, base=session.weights, layers=(20, 30))
     loader = CachedActivationLoader(store, batch=8, seed=0)
     for batch in loader:                                # endless; loader.position and seek continue it
@@ -20,7 +20,7 @@ embeds the tokens again, which is a look-up. Layer 0 is x0, layer L is what the 
 
 A kill loses at most BLOCK_TOKENS tokens of work: the next call checks what is there against the journal and
 goes on. States of another base, other text, other layers or another type are refused by name, and so is a
-file with one changed bit. Disk is bounded: what would exceed `most_bytes`, or leave less than a tenth of the
+file with one changed bit. Disk is bounded: what would exceed `max_bytes`, or leave less than a tenth of the
 disk free, is refused before anything is written.
 
 Cost: one forward of the trunk, tokens * width * 4 bytes a layer in float32, half of that in bfloat16 and
@@ -37,6 +37,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, get_args
 
@@ -146,7 +147,12 @@ class CachedActivationLoader(Iterator[StateBatch]):
 
     def __init__(self, store: RowStore, batch: int, seed: int = 0) -> None:
         if batch < 1 or seed < 0:
-            raise ConfigError(f"batch {batch} must be at least 1 and seed {seed} at least 0")
+            raise ConfigError(
+                f"batch is {batch} and seed is {seed}",
+                setting="batch" if batch < 1 else "seed",
+                given=batch if batch < 1 else seed,
+                remedy="batch must be at least 1 and seed at least 0",
+            )
         self.store, self.batch, self.seed = store, batch, seed
         self._epoch = self._row = 0
         self._order = self._shuffled(0)
@@ -160,7 +166,11 @@ class CachedActivationLoader(Iterator[StateBatch]):
         """Continue from a `position` of a loader with the same store and settings."""
         epoch, row = position.get("epoch"), position.get("row")
         if type(epoch) is not int or type(row) is not int or epoch < 0 or not 0 <= row <= len(self.store):
-            raise DataError(f"{position!r} is no position in {len(self.store)} rows of hidden states")
+            raise DataError(
+                setting="position",
+                given=dict(position),
+                allowed=f"an epoch and a row of {len(self.store)} sequences",
+            )
         self._epoch, self._row, self._order = epoch, row, self._shuffled(epoch)
 
     def __next__(self) -> StateBatch:
@@ -179,13 +189,17 @@ class CachedActivationLoader(Iterator[StateBatch]):
 
 
 def packed_rows(
-    shards: Shards, context: int, seed: int = 0, most_tokens: int | None = None
+    shards: Shards, context: int, seed: int = 0, max_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), each (rows, context): the rows of a loader's first epoch, or the first of them."""
+    """(inputs, targets), each (N, context): the sequences of a loader's first epoch, or the first of them.
+
+    A sequence without a target, as masked text may have, is left out.
+    """
     loader = Loader(shards, context, 1, seed)
-    rows = loader.rows if most_tokens is None else min(loader.rows, max(most_tokens // context, 1))
-    batches = [next(loader) for _ in range(rows)]
-    return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+    most = loader.rows if max_tokens is None else max(max_tokens // context, 1)
+    batches = (next(loader) for _ in range(loader.rows))
+    chosen = list(islice((pair for pair in batches if (pair[1] != IGNORED).any()), most))
+    return torch.cat([inputs for inputs, _ in chosen]), torch.cat([targets for _, targets in chosen])
 
 
 @torch.no_grad()
@@ -211,7 +225,7 @@ def compute_states(
     layers: Sequence[int],
     dtype: Kept = "float32",
     batch: int = 8,
-    most_bytes: int = MAX_BYTES,
+    max_bytes: int = MAX_BYTES,
     on_rows: OnRows | None = None,
 ) -> HiddenStates:
     """The states in `folder`: opened if they are there, gone on with if they are begun, else computed.
@@ -226,7 +240,7 @@ def compute_states(
     if (folder / NAME).is_file():
         return open_states(folder, key)
     with hold_lock(folder / "lock"):
-        writer = _Writer(folder, key, most_bytes)
+        writer = _Writer(folder, key, max_bytes)
         with writer:
             was_training = stack.training
             stack.eval()
@@ -262,15 +276,18 @@ def _check(stack: Stack, inputs: Tensor, targets: Tensor, layers: Sequence[int],
         raise StackError("the stack has relays of its own, so its layers do not follow one another")
     if inputs.dim() != 2 or inputs.shape != targets.shape or not inputs.numel():
         raise DataError(
-            f"inputs are {tuple(inputs.shape)} and targets {tuple(targets.shape)}",
-            remedy="both must be (rows, context) of at least one token",
+            f"inputs is {tuple(inputs.shape)} and targets {tuple(targets.shape)}",
+            setting="inputs",
+            given=tuple(inputs.shape),
+            remedy="both must be (sequences, context) of at least one token",
         )
     if dtype not in get_args(Kept):
         raise ConfigError(setting="dtype", given=dtype, allowed=f"one of {', '.join(get_args(Kept))}")
     if not layers or any(not 0 <= k <= len(stack.layers) for k in layers) or len(set(layers)) < len(layers):
         raise ConfigError(
-            f"layers are {list(layers)}",
-            remedy=f"give different ones from 0, the embedding, to {len(stack.layers)}",
+            setting="layers",
+            given=list(layers),
+            allowed=f"different ones from 0, the embedding, to {len(stack.layers)}",
         )
 
 
@@ -289,13 +306,15 @@ def _key(
     }
 
 
-def _check_key(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_key(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     words = {"base": "other weights", "data": "other text", "dtype": "another type", "layers": "other layers"}
     for name in wanted:
-        if found.get(name) != wanted[name]:
+        if saved.get(name) != wanted[name]:
             what = words.get(name, f"another {name}")
             raise RunError(
-                f"{folder} holds hidden states of {what} ({name} {found.get(name)}, wanted {wanted[name]})",
+                f"{folder} holds hidden states of {what} ({name} {saved.get(name)}, wanted {wanted[name]})",
+                setting=name,
+                given=wanted[name],
                 remedy="give another folder, or delete it",
             )
 
@@ -317,7 +336,7 @@ def _fill(writer: _Writer, stack: Stack, inputs: Tensor, batch: int, on_rows: On
 class _Writer:
     """Appends blocks of rows to the files of a folder, each block noted in the journal when it is on disk."""
 
-    def __init__(self, folder: Path, key: Mapping[str, Any], most_bytes: int) -> None:
+    def __init__(self, folder: Path, key: Mapping[str, Any], max_bytes: int) -> None:
         self.folder, self.key, self.done = folder, key, 0
         self.digests = {k: hashlib.sha256() for k in key["layers"]}
         self._files: dict[int, BinaryIO] = {}
@@ -328,24 +347,24 @@ class _Writer:
             raise RunError(
                 f"{folder} holds {foreign[0]!r} and no hidden states", remedy="give another folder"
             )
-        self._check_disk(most_bytes)
+        self._check_disk(max_bytes)
         self._continue()
 
-    def _check_disk(self, most_bytes: int) -> None:
+    def _check_disk(self, max_bytes: int) -> None:
         need = self._row * self.key["rows"] * len(self.key["layers"])
-        if need > most_bytes:
+        if need > max_bytes:
             raise ConfigError(
-                f"the hidden states would take {need / 1000000000.0:.1f} GB and at most "
-                f"{most_bytes / 1000000000.0:.1f} are allowed",
+                f"the hidden states would take {need / 1e9:.1f} GB and max_bytes is {max_bytes / 1e9:.1f} GB",
+                setting="max_bytes",
+                given=max_bytes,
                 remedy="take fewer tokens or layers, or dtype float16",
             )
         disk = shutil.disk_usage(self.folder)
         there = sum(p.stat().st_size for p in self.folder.iterdir())
         if need - there > disk.free - disk.total // 10:
             raise RunError(
-                f"the hidden states would take {need / 1000000000.0:.1f} GB and the disk of "
-                f"{self.folder} has {disk.free / 1000000000.0:.1f} free, of which a tenth of the "
-                "disk is kept",
+                f"the hidden states would take {need / 1e9:.1f} GB and the disk of {self.folder} "
+                f"has {disk.free / 1e9:.1f} free, of which a tenth of the disk is left free",
                 remedy="take fewer tokens",
             )
 
@@ -408,6 +427,8 @@ class _Writer:
         if not kept.isfinite().all():
             raise DataError(
                 f"a hidden state after layer {layer} is not finite as {self.key['dtype']}",
+                setting="dtype",
+                given=self.key["dtype"],
                 remedy="use float32",
             )
         bits = kept.view(torch.int16) if kept.dtype == torch.bfloat16 else kept

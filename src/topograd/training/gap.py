@@ -32,7 +32,11 @@ def gap_percent(bpb: float, backprop: float) -> float:
 def measure_step(session: LoadedTextRun) -> dict[str, Any]:
     """Step time and peak memory of the session's topology over backprop's, and memory by number of stages."""
     if session.plan.topology.heads != "shared":
-        raise ConfigError("the step is compared with backprop on the same weights", remedy="use shared heads")
+        raise ConfigError(
+            setting="heads",
+            given=session.plan.topology.heads,
+            allowed="shared: the step is compared with backprop on the same weights",
+        )
     config = session.config
     _, data = load_data(config, session.tokenizer)
     inputs, targets = next(Loader(data.train, config.model.context, config.batch, config.seed))

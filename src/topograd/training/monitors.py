@@ -38,10 +38,13 @@ class GeometryLog:
 
     def __init__(self, task: RunTask, every: int) -> None:
         if every < 1:
-            raise GeometryError(f"every is {every}: read each step (1) or one in so many")
+            raise GeometryError(setting="every", given=every, allowed="at least 1")
         if not isinstance(task.source, TextSource):
             raise GeometryError(
-                "the stream of a network on pictures has no one width", remedy="leave geometry_every at 0"
+                "the residual stream of a network on images has no one width",
+                setting="geometry_every",
+                given=every,
+                remedy="leave geometry_every at 0",
             )
         self._task, self._every = task, every
         inputs = task.text.inputs

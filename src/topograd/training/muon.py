@@ -267,7 +267,7 @@ def _check_settings(group: dict[str, Any]) -> None:
     )
     for name, holds, allowed in rules:
         if not holds:
-            raise ConfigError(f"Muon was given {name}={group[name]!r}", remedy=f"it must be {allowed}")
+            raise ConfigError(setting=name, given=group[name], allowed=allowed)
 
 
 def _is_number(value: object) -> bool:
@@ -286,5 +286,7 @@ def _check_parameter(parameter: Tensor) -> None:
     if len(shape) != 2 or not parameter.is_floating_point() or 0 in shape:
         raise ConfigError(
             f"Muon was given a parameter of shape {shape} and dtype {parameter.dtype}",
+            setting="params",
+            given=shape,
             remedy="it takes non-empty real matrices only: give this one to AdamW",
         )

@@ -102,12 +102,16 @@ def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = N
     for own in config.stages:
         if plan is None:
             raise ConfigError(
-                "optimizer.stages names stages and there is no plan", remedy="pass one to make_optimizers"
+                "optimizer.stages names stages and there is no plan",
+                setting="plan",
+                remedy="pass one to make_optimizers",
             )
         ids = {id(p) for p in stage_parameters(stack, plan, [own.stage - 1])}
         if ids & taken:
             raise ConfigError(
                 f"stage {own.stage} shares layers with another stage that has an optimizer of its own",
+                setting="optimizer.stages",
+                given=own.stage,
                 remedy="give one of them the settings",
             )
         taken |= ids

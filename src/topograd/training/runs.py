@@ -99,7 +99,8 @@ class RunTask(Task):
         self.loop.check_backward(self.plan)
         self.loop.check_parts(self.plan)
         self._layers = kept_layers(config, self.plan)
-        self.keeps_states = bool(self._layers or config.topology.teacher_top)
+        masked = isinstance(data, Prepared) and data.train.learned is not None
+        self.keeps_states = bool(self._layers or config.topology.teacher_top or masked)
         self._position: dict[str, Any] = self.loader.position
         """Where batches with states begin: at the start, or where a checkpoint was saved."""
         if config.compile:
@@ -185,12 +186,16 @@ class RunTask(Task):
             raise CheckpointError(
                 f"the corpus has changed since {loaded.path} was saved, so the run cannot be "
                 "continued exactly",
+                setting="data",
+                given=self.config.data,
                 remedy="restore the text or start a new run",
             )
         if self.teacher is not None and extra.get("teacher") != self.teacher.weights:
             raise CheckpointError(
                 f"the teacher {self.config.topology.teacher} has other weights than when "
                 f"{loaded.path} was saved, so the run cannot be continued exactly",
+                setting="teacher",
+                given=self.config.topology.teacher,
                 remedy="restore it or start a new run",
             )
         self._position = extra["loader"]
@@ -256,7 +261,10 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
         raise ConfigError(
-            "an imported model's tokenizer is asked for", remedy="give init, the run to begin with"
+            "tokenizer is imported, and no model is",
+            setting="tokenizer",
+            given="imported",
+            remedy="give init, the run to begin with",
         )
     config, data = _load(
         config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
@@ -309,6 +317,8 @@ def begin_from(stack: Stack, base: LoadedRun) -> None:
     if foreign:
         raise ConfigError(
             f"{base.run.folder} has {foreign[0]!r}, which the new model does not",
+            setting="init",
+            given=str(base.run.folder),
             remedy="give it the same [model]",
         )
     for name, tensor in given.items():
@@ -316,6 +326,8 @@ def begin_from(stack: Stack, base: LoadedRun) -> None:
             raise ConfigError(
                 f"{name!r} is {tuple(tensor.shape)} in {base.run.folder} and "
                 f"{tuple(own[name].shape)} in the new model",
+                setting="init",
+                given=str(base.run.folder),
                 remedy="give it the same [model]",
             )
         own[name].copy_(tensor)

@@ -168,6 +168,8 @@ def _described(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
     if found["key"] != key:
         raise RunError(
             f"{folder} holds the logits of another teacher, text or number",
+            setting="folder",
+            given=str(folder),
             remedy="give another folder, or delete it",
         )
     return found

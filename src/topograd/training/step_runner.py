@@ -173,11 +173,21 @@ class StepRunner:
         if self.parts == 1:
             return
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.stack.modules()):
-            raise ConfigError("batch_parts is given, and the model has BatchNorm: give the whole batch, 1")
+            raise ConfigError(
+                "batch_parts is given, and the model has BatchNorm",
+                setting="batch_parts",
+                given=self.parts,
+                allowed="1, the whole batch",
+            )
         for planned, asked in zip(plan.stages, objectives_of(plan, self.objectives), strict=True):
             if planned.scale > 0 and hasattr(asked, "of_stage"):
                 name = planned.stage.objective
-                raise ConfigError(f"batch_parts is given, and objective {name} reads a whole batch: give 1")
+                raise ConfigError(
+                    f"batch_parts is given, and objective {name} reads a whole batch",
+                    setting="batch_parts",
+                    given=self.parts,
+                    allowed="1",
+                )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
         """Parameters with a gradient: of each group, and of what they share; all in one if there is one."""

@@ -32,14 +32,17 @@ def open_teacher(config: TrainConfig, tokenizer: Tokenizer) -> Teacher | None:
     session = open_session(folder)
     if session.tokenizer.files()[FILE] != tokenizer.files()[FILE]:
         raise ConfigError(
-            f"teacher {folder} has another tokenizer than the text is given here, so its logits "
-            "are of other tokens",
+            f"teacher {folder} has another tokenizer, so its logits are of other tokens",
+            setting="teacher",
+            given=folder,
             remedy="train it and its student on the same text",
         )
     if session.config.model.context < config.model.context:
         raise ConfigError(
             f"teacher {folder} sees {session.config.model.context} tokens and the student "
             f"{config.model.context}",
+            setting="teacher",
+            given=folder,
             remedy="give the student a smaller context",
         )
     session.stack.to(config.device).requires_grad_(False)
@@ -57,8 +60,10 @@ def open_image_teacher(config: TrainConfig) -> Teacher | None:
     theirs = image_spec(opened.config) if opened.config.model.task == "images" else None
     if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
         raise ConfigError(
-            f"teacher {folder} was not trained on pictures of {ours.shape} with {ours.classes} classes",
-            remedy="train it and its student on the same pictures",
+            f"teacher {folder} was not trained on images of {ours.shape} with {ours.classes} classes",
+            setting="teacher",
+            given=folder,
+            remedy="train it and its student on the same images",
         )
     opened.stack.to(config.device).requires_grad_(False)
     return Teacher(Predictor(opened.stack, opened.plan), opened.weights)

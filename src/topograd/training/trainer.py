@@ -217,7 +217,7 @@ class Trainer(Generic[T]):
         `finished` in the summary says whether the schedule was run to its end.
         """
         if stop_after is not None and stop_after < 1:
-            raise ConfigError(f"stop-after is {stop_after}", remedy="it must be at least 1")
+            raise ConfigError(setting="stop_after", given=stop_after, allowed="at least 1")
         task, schedule = self.task, self.task.schedule
         last = min(schedule.steps, stop_after or schedule.steps)
         with ExitStack() as stack:
