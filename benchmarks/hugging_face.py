@@ -4,9 +4,9 @@
 
 1. Full depth: a Llama with random weights, by `generate` and by our engine.
 2. Speculation: a Llama that was trained in stages for a short while, so that its first layers predict
-   through the shared norm and head, which is what `assistant_early_exit` assumes. Our drafters
-   are those that calibration selects on held-out text that is not prompted; where it says that drafts do not pay ("on" is false),
-   drafts of 4 are measured. Theirs is measured twice: as it comes, leaving after our first stage, and with
+   through the shared norm and head, which is what `assistant_early_exit` assumes. Our drafters are those that
+   calibration selects on held-out text that is not prompted; where none pays ("on" is false), drafts of 4 by
+   the first stage are measured. Theirs is measured twice: as it comes, leaving after our first stage, and with
    the fastest exit, length and confidence of a grid. That one is chosen on the prompts that are measured,
    which flatters it.
 
