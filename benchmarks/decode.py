@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from topograd.decode.autotune import DraftRule
 from topograd.decode.benchmark import in_turns
 from topograd.decode.cache import Batch
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,15 +40,14 @@ from topograd.convert.own_text import LOOP
 from topograd.convert.prompts import Chat
 from topograd.data.corpus import read_corpus
 from topograd.decode.agreement import differences
-from topograd.decode.autotune import RowCosts
+from topograd.decode.calibration.measure import PositionCosts, measure_draft, measure_positions
+from topograd.decode.calibration.policy import ExpectedGainPolicy
 from topograd.decode.depths import engine_of, strategy_of
 from topograd.decode.engine import Emitted, Engine
-from topograd.decode.policy import ExpectedGainPolicy
 from topograd.decode.retrofitted import has_retrofit
 from topograd.decode.sequence import Tally
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
-from topograd.decode.tune_drafters import measure_rows
 from topograd.errors import TopogradError
 from topograd.pretrained import REFERENCE
 from topograd.runs.session import LoadedTextRun, open_session
@@ -234,11 +233,14 @@ def measure(session: LoadedTextRun, settings: Settings) -> dict[str, Any]:
     return about | _summary(engine, prompts, seconds, tallies, texts, looped)
 
 
-def _measured(ways: dict[str, DecodeStrategy], engine: Engine) -> RowCosts:
+def _measured(ways: dict[str, DecodeStrategy], engine: Engine) -> PositionCosts:
     """Seconds of rows on this machine, and the policies with them in the place of the usual ones."""
     drafters = {name: way.drafter for name, way in ways.items() if isinstance(way, Speculate)}
     steps = next((each.computing for each in drafters.values() if each.computing is not None), None)
-    costs = measure_rows(engine, steps)
+    costs = measure_positions(engine)
+    if steps is not None:
+        draft, keep = measure_draft(engine, steps)
+        costs = replace(costs, draft=draft, keep=keep)
     for name, drafter in drafters.items():
         if name != "calibrated" and isinstance(drafter.policy, ExpectedGainPolicy):
             drafter.policy = ExpectedGainPolicy(costs=costs, speedup=SPEEDUP)

@@ -4,9 +4,9 @@
 
 1. Full depth: a Llama with random weights, by `generate` and by our engine.
 2. Speculation: a Llama that was trained in stages for a short while, so that its first layers predict
-   through the shared norm and head, which is what `assistant_early_exit` assumes. Our rule is our
-   autotuner's, from held-out text that is not prompted; where it says that drafts do not pay ("on" is false),
-   drafts of 4 are measured. Theirs is measured twice: as it comes, leaving after our first stage, and with
+   through the shared norm and head, which is what `assistant_early_exit` assumes. Our drafters are those that
+   calibration selects on held-out text that is not prompted; where none pays ("on" is false), drafts of 4 by
+   the first stage are measured. Theirs is measured twice: as it comes, leaving after our first stage, and with
    the fastest exit, length and confidence of a grid. That one is chosen on the prompts that are measured,
    which flatters it.
 
@@ -39,12 +39,12 @@ from topograd.convert.families import stack_of
 from topograd.data import Loader, Prepared, windows
 from topograd.data.windows import Text
 from topograd.decode.agreement import distinct, is_tie
-from topograd.decode.autotune import DraftRule
 from topograd.decode.benchmark import heldout_prompts
-from topograd.decode.calibrate import Tuning, tune
-from topograd.decode.calibration import Calibration
+from topograd.decode.calibration.measure import Calibration, Readings, join, read
+from topograd.decode.calibration.tune import DrafterSelection, drafter_of, tune
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Emitted, Engine
-from topograd.decode.readings import Readings, join, read
+from topograd.decode.retrofitted import Retrofitted
 from topograd.decode.sequence import Tally
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
@@ -242,9 +242,11 @@ def speculation(settings: Settings) -> dict[str, Any]:
 
     engine = Engine(stack, plan, context)
     calibration = Calibration.of(readings(stack, plan, text).split()[0], config.steps)
-    tuning = tune(engine, calibration.sample, calibration.sample)
-    rule = tuning.rule or DraftRule(0.0, 4)
-    drafting = Speculate(engine, rule, tuning.stage)
+    selection = tune(engine, text).greedy
+    drafting = Speculate(engine, DraftRule(0.0, 4))
+    if selection is not None:
+        chosen = [drafter_of(name, engine, no_retrofit) for name in selection.drafters]
+        drafting = Speculate(engine, chosen, policy=selection.policy)
     exits = early_exits(model, prompts, settings.tokens)
     ways: dict[str, Way] = {
         "hugging face": partial(theirs, model),
@@ -255,12 +257,16 @@ def speculation(settings: Settings) -> dict[str, Any]:
         ways |= {name: partial(theirs, model, leave=leave) for name, leave in exits.items()}
     found = measure(model, prompts, ways, settings)
     found |= {"losses": losses, "agreement": calibration.agreement}
-    found["ours, drafts"] = our_drafts(drafting, rule, tuning, prompts, settings.tokens)
+    found["ours, drafts"] = our_drafts(drafting, selection, prompts, settings.tokens)
     if isinstance(exits, str):
         return found | {EXIT: exits}
     return found | {
         name: their_drafts(model, prompts, settings.tokens, leave) for name, leave in exits.items()
     }
+
+
+def no_retrofit() -> Retrofitted:
+    raise AssertionError("a model that was trained here has no draft stage")
 
 
 def early_exits(model: Any, prompts: Texts, tokens: int) -> dict[str, Exit] | str:
@@ -280,9 +286,9 @@ def early_exits(model: Any, prompts: Texts, tokens: int) -> dict[str, Exit] | st
 
 
 def our_drafts(
-    strategy: Speculate, rule: DraftRule, tuning: Tuning, prompts: Texts, tokens: int
+    strategy: Speculate, selection: DrafterSelection | None, prompts: Texts, tokens: int
 ) -> dict[str, Any]:
-    """Our rule and its acceptance."""
+    """Our drafters and their acceptance."""
     tally = Tally()
     for prompt in prompts:
         batch = strategy.engine.start([prompt])
@@ -290,10 +296,9 @@ def our_drafts(
             pass
         tally.add(batch[0].tally)
     return {
-        "on": tuning.rule is not None,
-        "layers": (tuning.stage + 1) * LAYERS_PER_STAGE,
-        "rule": asdict(rule),
-        "predicted_speedup": tuning.predicted,
+        "on": selection is not None,
+        "drafters": strategy.drafter.name,
+        "predicted_speedup": 1.0 if selection is None else selection.predicted,
         "acceptance": tally.acceptance if tally.drafted else None,
     }
 

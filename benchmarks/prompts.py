@@ -38,11 +38,10 @@ from rich.text import Text
 
 from topograd.cli.console import DASH, Json, RuntimeFlag, WeightsFlag, note, number, out, print_json
 from topograd.decode.agreement import differences, distinct, identical, mean_exit
-from topograd.decode.autotune import DraftRule
 from topograd.decode.benchmark import continued
 from topograd.decode.depths import strategy_of
-from topograd.decode.engine import Engine
-from topograd.decode.exit_rules import check_exits
+from topograd.decode.drafters import DraftRule
+from topograd.decode.engine import Engine, check_exits
 from topograd.decode.model import Model, load
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth

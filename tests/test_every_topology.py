@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import topograd as tg
 from tests.oracles.decoding import moved
 from topograd.cli.main import main
-from topograd.decode import calibrate
+from topograd.decode.calibration import measure, tune
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.runs.export import export
 from topograd.runs.session import heldout_text, open_session
@@ -243,8 +243,8 @@ class Called:
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Called:
     """With one round of timing, and reports without figures, which take a second each."""
-    monkeypatch.setattr(calibrate, "ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "OWN_ROWS", 2)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(tune, "OWN_TEXTS", 2)
     monkeypatch.setattr("topograd.report.page._panels", lambda *_: ())
     return Called(capfd)
 

@@ -12,9 +12,9 @@ import torch
 
 from decoding import written
 from topograd.decode.agreement import differences
-from topograd.decode.autotune import DraftRule
-from topograd.decode.calibrate import load
+from topograd.decode.calibration.store import load
 from topograd.decode.depths import engine_of
+from topograd.decode.drafters import DraftRule
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import RunError
@@ -48,7 +48,8 @@ def test_it_is_calibrated(session: LoadedTextRun) -> None:
     calibration, tuning = load(session)
     assert (calibration.step, calibration.stages) == (session.step, len(session.plan.stages))
     assert calibration.tokens > 1000
-    assert 0 <= tuning.stage < len(session.plan.stages) - 1
+    assert tuning.greedy is not None
+    assert (tuning.greedy.drafters, round(tuning.greedy.predicted, 2)) == (("lookup",), 1.76)
 
 
 def test_its_manifest_binds_all_that_belongs_to_it(session: LoadedTextRun, tmp_path: Path) -> None:

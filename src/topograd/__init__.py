@@ -19,7 +19,7 @@ from topograd.plugins import ENTRIES as registry_entries  # noqa: F401  read by 
 if TYPE_CHECKING:
     from topograd import fields, geometry, interfaces, optim, specialists
     from topograd.data.windows import Text
-    from topograd.decode.autotune import DraftRule
+    from topograd.decode.drafters import DraftRule
     from topograd.decode.engine import Engine
     from topograd.decode.model import Model, generate, load
     from topograd.decode.sampling import Sampling
@@ -62,7 +62,7 @@ else:
         "PathEnsemble": "decode.strategies",
         "Composition": "topology.composition",
         "Configuration": "topology.configuration",
-        "DraftRule": "decode.autotune",
+        "DraftRule": "decode.drafters",
         "Edge": "topology.dag",
         "Engine": "decode.engine",
         "Evaluation": "training.evaluation",

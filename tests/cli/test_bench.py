@@ -7,8 +7,8 @@ import pytest
 from calls import shown
 from topograd.cli import bench as module
 from topograd.cli.bench import curve_table, decode_table
-from topograd.decode import calibrate
 from topograd.decode.benchmark import EPS
+from topograd.decode.calibration import measure
 
 SHORT = "--prompts 2 --prompt-tokens 4 --tokens 4 --rounds 1 --bytes 300 --rows 2"
 NUMBERS = {"speedup": 1.234, "agreement": 0.99876, "identical": 0.83, "mean_stage": 3.21}
@@ -49,7 +49,7 @@ def test_tables_for_people_and_the_reference_by_default(
 ) -> None:
     folder = shutil.copytree(staged, tmp_path / "shipped")
     monkeypatch.setattr(module, "REFERENCE", folder)
-    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
     answer = call("bench", "decode", *SHORT.split())
     assert answer.code == 0, answer.err
     assert f"measuring {folder}" in answer.err
@@ -88,7 +88,7 @@ def test_the_ways_fit_a_terminal() -> None:
         ("--rounds many", "--rounds was given 'many'; it must be a whole number"),
         ("--rounds 100000", "more than 1000000 tokens would be written by each mode; ask for fewer"),
         ("--bytes 3", "too small for one window"),
-        ("--bytes 20", "20 bytes are too little held-out text; give more --bytes"),
+        ("--bytes 20", "--bytes is 20; it must be enough for two windows"),
         ("--stages 2", "Unrecognized options: --stages"),
     ],
 )

@@ -7,14 +7,16 @@ import pytest
 
 from topograd.cli import progress
 from topograd.cli.main import main
-from topograd.decode import calibrate, depths
-from topograd.decode.autotune import DraftRule, RowCosts
-from topograd.decode.calibrate import Tuning, heldout_readings, load
-from topograd.decode.calibration import EPS
+from topograd.decode.calibration import tune as module
+from topograd.decode.calibration.measure import EPS, PositionCosts, heldout_readings
+from topograd.decode.calibration.policy import ExpectedGainPolicy
+from topograd.decode.calibration.store import load
+from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.runs import session
 from topograd.runs.session import heldout_text, open_session
 
-COSTS = RowCosts(1.0, {1: 2.0, 4: 3.0}, 3.0)
+COSTS = PositionCosts({1: 2.0, 4: 3.0})
+PAYS = DrafterSelection(("lookup", "stage 1"), ExpectedGainPolicy({}, COSTS, 1.3), 1.374)
 
 
 @pytest.fixture
@@ -42,9 +44,11 @@ def test_what_is_measured_is_printed_and_kept(folder: Path, call: Any) -> None:
     assert results["agreement"] == list(kept.agreement)
     assert 0 < results["agreement"][0] < 1 == results["agreement"][1]
     found = results["tuning"]
-    assert found["predicted_speedup"] == tuning.predicted >= 1
-    assert (found["stage"] is None) == (found["longest"] is None) == (tuning.rule is None)
-    assert found["seconds"]["full"] == tuning.costs.full > 0
+    assert (found["greedy"] is None) == (tuning.greedy is None) == (found["predicted_speedup"] == 1)
+    if tuning.greedy is not None:
+        assert found["greedy"]["drafters"] == list(tuning.greedy.drafters)
+        assert found["predicted_speedup"] == found["greedy"]["predicted"] == tuning.greedy.predicted > 1
+    assert found["seconds"]["verify"]["1"] == tuning.costs.full > 0
     assert [entry.name for entry in folder.glob("*calibration*")] == ["calibration.json"]
 
 
@@ -84,9 +88,7 @@ def test_more_text_is_more_tokens_and_the_run_is_calibrated_anew(folder: Path, c
 
 
 def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = DraftRule(0.25, 6)
-    monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, rule, 1.374, rule, COSTS))
-    monkeypatch.setattr(depths, "tune_drafting", lambda session, engine, text, tuning: tuning)
+    monkeypatch.setattr(module, "tune", lambda *_: Tuning(PAYS, None, COSTS))
     answer = call("calibrate", folder, "--bytes", 500)
     assert answer.code == 0
     for words in ("1 → 2", "p99 |Δ|", "top-1 changes", "max gain", "top-1 agrees", "leave after 1..2, %"):
@@ -94,26 +96,20 @@ def test_tables_for_people(folder: Path, call: Any, monkeypatch: pytest.MonkeyPa
     for name in ("sum-of-bounds:1", "rival-gain:1", *(f"flip-rate:{eps:g}" for eps in EPS)):
         assert f"│ {name} " in answer.out
     assert answer.out.endswith(
-        "Drafts: by stage 1, while its margin is above 0.25, at most 6 tokens; "
-        "1.37 times full depth is predicted.\n"
+        "Drafts: by lookup and stage 1, where they pay; 1.37 times full depth is predicted.\n"
     )
     assert max(map(len, answer.out.splitlines()[1:-1])) <= 80
     assert f"kept in {folder / 'calibration.json'}" in answer.err
 
 
 def test_drafts_that_do_not_pay_are_off(folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "tune", lambda *_: Tuning(0, None, 1.0, None, COSTS))
-    monkeypatch.setattr(depths, "tune_drafting", lambda session, engine, text, tuning: tuning)
+    monkeypatch.setattr(module, "tune", lambda *_: Tuning(None, None, COSTS))
     tuning = call("calibrate", folder, "--bytes", 500, "--json").json["tuning"]
     assert tuning == {
-        "stage": None,
-        "threshold": None,
-        "longest": None,
         "predicted_speedup": 1.0,
+        "greedy": None,
         "sampled": None,
-        "seconds": {"draft": 1.0, "full": 3.0, "deep": {"1": 2.0, "4": 3.0}},
-        "drafting": None,
-        "sampled_drafting": None,
+        "seconds": {"verify": {"1": 2.0, "4": 3.0}, "draft": 0.0, "keep": 0.0, "uneven": 0.0},
     }
     assert "Drafts: off; none is predicted to be faster" in call("calibrate", folder, "--bytes", 500).out
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from topograd.cli import demo_depth, demo_pair
 from topograd.cli.main import main
-from topograd.decode import calibrate
+from topograd.decode.calibration import measure
 from topograd.decode.settings import DecodeSettings
 from topograd.report.depth_text import stage_colour
 
@@ -27,7 +27,7 @@ def reference(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A calibrated run of two stages in place of the model that comes with the package, measured briefly."""
     folder = shutil.copytree(staged, tmp_path_factory.mktemp("shipped") / "reference")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "ROUNDS", 1)
+        patch.setattr(measure, "ROUNDS", 1)
         assert main(["calibrate", str(folder), "--bytes", "600", "--json"]) == 0
         patch.setattr(demo_depth, "REFERENCE", folder)
         patch.setattr(

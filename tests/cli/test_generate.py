@@ -19,17 +19,21 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture(scope="module")
 def calibrated(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the run with its calibration; the draft rule is what `with_rule` says, not the clock."""
+    """A copy of the run with its calibration; who drafts is what `with_drafts` says, not the clock."""
     folder = shutil.copytree(staged, tmp_path_factory.mktemp("calibrated") / "run")
     assert main(["calibrate", str(folder), "--bytes", "600", "--json"]) == 0
-    with_rule(folder, {"threshold": 0.0, "longest": 3})
+    with_drafts(folder, True)
     return folder
 
 
-def with_rule(folder: Path, rule: dict[str, float] | None) -> None:
+def with_drafts(folder: Path, on: bool) -> None:
+    """The first stage drafts, or nobody does."""
     run = Run.open(folder)
     values = json.loads(run.calibration_file.read_text())
-    values["tuning"] |= {"stage": 0, "rule": rule, "drafting": None, "sampled_drafting": None}
+    costs = {"verify": {"1": 1.0, "8": 1.1}, "draft": 0.0, "keep": 0.01, "uneven": 0.0}
+    rates = {"stage 1": {"bounds": [0.0], "rates": [0.9], "shares": None}}
+    pays = {"drafters": ["stage 1"], "predicted": 2.0, "speedup": 1.1, "costs": costs, "acceptance": rates}
+    values["tuning"] |= {"greedy": pays if on else None, "sampled": pays if on else None}
     run.manifest.bind(run.calibration_file.name, json.dumps(values))
 
 
@@ -106,7 +110,7 @@ def test_the_calibration_decides_the_default(
     answer = call(*words).json
     assert answer["depth"] == "speculate"
     assert answer["drafts"] >= 3
-    with_rule(folder, None)
+    with_drafts(folder, False)
     assert call(*words).json["depth"] == "full"
     off = call(*words, "--depth", "speculate")
     assert "drafts do not pay on this machine; this is full depth" in off.err
@@ -269,7 +273,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--seed -1", "--seed is -1"),
         ("--prompt", "Missing value for argument '--prompt'"),
         ("--stages 1 --depth full", "--depth and --stages are both given"),
-        ("--depth deep", "--depth 'deep' is unknown; use full, prefix:J"),
+        ("--depth deep", "--depth is 'deep'; it must be full, prefix:J"),
         ("--depth prefix:3", "exit 3 does not exist; the model has 2 stages that predict: give 1 to 2"),
         ("--depth prefix:0", "exit 0 does not exist"),
         ("--depth path:2", "begins with stage 2, which was trained to hear another stage"),
@@ -290,7 +294,10 @@ def test_rules_that_do_not_exist_and_runs_that_cannot_leave(
     calibrated: Path, backprop: Path, call: Any
 ) -> None:
     assert "wand_rule is 'hope'; it must be" in call("generate", calibrated, "--depth", "wand:hope").refusal
-    assert "eps 0.3 has no calibrated" in call("generate", calibrated, "--depth", "wand:flip-rate:.3").refusal
+    assert (
+        "eps is 0.3; it must be one of 0.0002,"
+        in call("generate", calibrated, "--depth", "wand:flip-rate:.3").refusal
+    )
     assert "early exits and drafts need at least 2" in call("generate", backprop, "--depth", "wand").refusal
 
 

@@ -71,8 +71,8 @@ def test_a_smaller_run_drafts(retrofitted: Path, staged: Path, call: Any) -> Non
 
 def test_calibrated_drafts(retrofitted: Path, call: Any) -> None:
     found = call("calibrate", retrofitted, "--bytes", 600, "--json").json["tuning"]
-    chosen = found["drafting"]
-    assert chosen is None or set(chosen["drafters"]) <= {"lookup", "table", "draft"}
+    chosen = found["greedy"]
+    assert chosen is None or set(chosen["drafters"]) <= {"lookup", "table", "draft", "stage 1"}
     words = ["generate", retrofitted, "--prompt", "def ", "--tokens", 24, "--json"]
     made = call(*words, "--depth", "speculate").json
     assert made["text"] == call(*words, "--depth", "full").json["text"]

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from decoding import written
+from raising import refused
 from topograd.data.windows import Text
 from topograd.decode import benchmark as bench
-from topograd.decode import calibrate
-from topograd.decode.autotune import DraftRule, RowCosts
 from topograd.decode.benchmark import EPS, bench_decode, continued, heldout_prompts
-from topograd.decode.calibrate import Tuning, heldout_readings
+from topograd.decode.calibration import measure
+from topograd.decode.calibration.measure import PositionCosts, Readings, heldout_readings
+from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
+from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.decode.depths import engine_of
-from topograd.decode.readings import Readings
+from topograd.decode.drafters import DraftRule
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
@@ -28,9 +30,11 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 
 SETTINGS = DecodeSettings(prompts=2, prompt_tokens=4, tokens=4, rounds=1, bytes=300, rows=2)
-COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 0.6)
-RULE = DraftRule(0.0, 2)
-DRAFTS, OFF = Tuning(0, RULE, 1.25, RULE, COSTS), Tuning(0, None, 1.0, None, COSTS)
+COSTS = PositionCosts({1: 0.5, 4: 0.75}, keep=0.01)
+PAYS = DrafterSelection(
+    ("stage 1",), ExpectedGainPolicy({"stage 1": Acceptance((0.0,), (0.9,))}, COSTS, 1.25), 1.25
+)
+DRAFTS, OFF = Tuning(PAYS, PAYS, COSTS), Tuning(None, None, COSTS)
 RULES = ["sum-of-bounds", "rival-gain", *(f"flip-rate:{eps}" for eps in EPS)]
 
 
@@ -44,7 +48,7 @@ def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
 def results(session: LoadedTextRun, request: pytest.FixtureRequest) -> dict[str, Any]:
     """What is measured with drafts, without them, and as the clock says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "ROUNDS", 1)
+        patch.setattr(measure, "ROUNDS", 1)
         if request.param is not None:
             patch.setattr(bench, "tune", lambda *_: request.param)
         return bench_decode(session, SETTINGS)
@@ -67,7 +71,7 @@ def test_every_number_is_there(session: LoadedTextRun, results: dict[str, Any]) 
     assert results["speculate"].keys() >= {"speedup", "acceptance", "mismatches", "ties", "identical", "on"}
     assert results["sampled"].keys() >= {"speedup", "acceptance", "temperature"}
     assert results["batch"].keys() >= {"rows", "full_tokens_per_second", "speculate_speedup", "pays"}
-    assert results["row_costs"].keys() == {"full", "draft", "deep"}
+    assert results["row_costs"].keys() == {"verify", "draft", "keep", "uneven"}
     for part in (results["full"], results["prefix"][0], results["speculate"], results["sampled"]):
         assert part["tokens_per_second"] > 0
     for part in (results["prefix"][0], results["wand"], results["speculate"], results["sampled"]):
@@ -104,14 +108,13 @@ def test_speculation_writes_what_full_depth_writes(results: dict[str, Any]) -> N
     found = results["speculate"]
     assert found["mismatches"] == 0
     assert found["identical"] == 1 - found["ties"] / 2
-    assert found["on"] == ("stage" in found) == ("rule" in found) == ("teacher_forced" in found)
+    assert found["on"] == ("drafters" in found) == ("teacher_forced" in found)
     if found["on"]:
-        assert found["stage"] == 1
+        assert set(found["drafters"]) <= {"lookup", "stage 1"}
         assert found["teacher_forced"].keys() == {"acceptance", "speedup", "mean_draft"}
         assert 0 <= found["acceptance"] <= 1 <= found["mean_stage"] <= 2
     else:
         assert (found["acceptance"], found["mean_stage"], found["predicted_speedup"]) == (None, 2, 1)
-        assert results["sampled"]["acceptance"] is None
 
 
 def test_ways_are_the_results_as_rows(results: dict[str, Any]) -> None:
@@ -173,7 +176,7 @@ def test_of_few_windows_each_gives_one_prompt() -> None:
 
 @pytest.mark.parametrize("name", ["prompts", "prompt_tokens", "tokens", "rounds", "bytes", "rows"])
 def test_settings_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} is 0; it must be at least 1$"):
+    with refused(ConfigError, setting=name, given=0, allowed="at least 1"):
         replace(SETTINGS, **{name: 0})
 
 
@@ -185,11 +188,11 @@ def test_too_much_is_refused() -> None:
 
 
 def test_too_little_text_is_refused(session: LoadedTextRun) -> None:
-    with pytest.raises(ConfigError, match=r"^20 bytes are too little held-out text; give more --bytes$"):
+    with refused(ConfigError, setting="bytes", given=20):
         bench_decode(session, replace(SETTINGS, bytes=20))
 
 
 def test_one_stage_is_refused(session: LoadedTextRun) -> None:
     one = replace(session, plan=Plan.of(Topology.chain("2"), 2))
-    with pytest.raises(ConfigError, match="has 1 predicting stages of 1; early exits and drafts need"):
+    with refused(ConfigError, setting="partition"):
         bench_decode(one, SETTINGS)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.oracles.decoding import next_logits
-from topograd.decode.autotune import DraftRule
 from topograd.decode.cache import Batch, Cache
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Engine
 from topograd.decode.sequence import Sequence
 from topograd.decode.speculation import Speculate

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from raising import refused
 from topograd.decode import depths
-from topograd.decode.autotune import DraftRule, RowCosts
-from topograd.decode.calibrate import Tuning, store
-from topograd.decode.calibration import EPS, Bounds, Calibration, Sample
+from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts
+from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
+from topograd.decode.calibration.store import store
+from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.decode.depths import default_depth, engine_of, strategy_of
-from topograd.decode.drafters import MAX_DRAFT, PrefixDrafter
+from topograd.decode.drafters import MAX_DRAFT, DraftRule, PrefixDrafter
 from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble, generate_batch
@@ -35,11 +37,17 @@ CALIBRATION = Calibration(
     change_rate=(0.5, 0.25),
     agreement=(0.25, 0.75, 1.0),
     flip_thresholds=tuple(FLIPS.values()),
-    sample=Sample(((0.125, 1.0), (3.0, 1.5)), ((0, 1), (1, 1)), (2,)),
 )
-COSTS = RowCosts(0.1, {1: 0.5, 4: 0.75}, 1.0)
-DRAFTS = Tuning(1, DraftRule(0.25, 4), 1.5, DraftRule(0.5, 2), COSTS)
-OFF = Tuning(1, None, 1.0, None, COSTS)
+COSTS = PositionCosts({1: 0.5, 4: 0.75}, keep=0.1)
+
+
+def selection(*names: str) -> DrafterSelection:
+    policy = ExpectedGainPolicy(dict.fromkeys(names, Acceptance((0.0,), (0.5,))), COSTS, 1.5)
+    return DrafterSelection(names, policy, 1.5)
+
+
+DRAFTS = Tuning(selection("stage 2"), selection("lookup", "stage 1"), COSTS)
+OFF = Tuning(None, None, COSTS)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +146,6 @@ def test_candidates_are_pruned_from_some_vocabulary_on(
 @pytest.mark.parametrize(
     ("depth", "rule", "stage"),
     [
-        ("speculate", DraftRule(0.5, 2), 1),
         ("speculate:1", DraftRule(0.0, 1), 0),
         (f"speculate:{MAX_DRAFT}", DraftRule(0.0, MAX_DRAFT), 0),
         ("speculate:4:0.5", DraftRule(0.5, 4), 0),
@@ -152,12 +159,17 @@ def test_drafts(session: LoadedTextRun, engine: Engine, depth: str, rule: DraftR
     assert (computing.rule, computing.exit) == (rule, stage)
 
 
-def test_greedy_text_has_a_rule_of_its_own(session: LoadedTextRun, engine: Engine) -> None:
-    mode = strategy_of("speculate", session, engine)
-    assert isinstance(mode, Speculate)
-    computing = mode.drafter.computing
+@pytest.mark.parametrize("greedy", [True, False])
+def test_calibrated_drafters(session: LoadedTextRun, engine: Engine, greedy: bool) -> None:
+    """Greedy and sampled text have drafters of their own."""
+    strategy = strategy_of("speculate", session, engine, greedy)
+    assert isinstance(strategy, Speculate)
+    computing = strategy.drafter.computing
     assert isinstance(computing, PrefixDrafter)
-    assert (computing.rule, computing.exit) == (DraftRule(0.25, 4), 1)
+    chosen = DRAFTS.greedy if greedy else DRAFTS.sampled
+    assert chosen is not None
+    assert [drafter.name for drafter in strategy.drafter.drafters] == list(chosen.drafters)
+    assert (computing.exit, strategy.drafter.policy) == (1 if greedy else 0, chosen.policy)
 
 
 def test_drafts_that_do_not_pay_are_full_depth(uncalibrated: LoadedTextRun, engine: Engine) -> None:
@@ -179,54 +191,37 @@ def test_every_spelling_writes(session: LoadedTextRun, engine: Engine) -> None:
     assert written["speculate"] == written["speculate:3:0.1"] == written["full"] != written["prefix:2"]
 
 
-NUMBER, WHOLE = "where a number belongs", "where a whole number belongs"
-UNKNOWN = "is unknown; use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate"
-
-
 @pytest.mark.parametrize(
-    ("depth", "why"),
+    ("depth", "setting", "given"),
     [
-        ("", UNKNOWN),
-        ("Full", UNKNOWN),
-        ("full:2", UNKNOWN),
-        ("half\nof it", UNKNOWN),
-        ("prefix", WHOLE),
-        ("prefix:", WHOLE),
-        ("prefix:two", WHOLE),
-        ("prefix:1.5", WHOLE),
-        ("prefix:0", "exit 0 does not exist; the model has 3 stages that predict: give 1 to 3"),
-        ("prefix:4", "exit 4 does not exist; the model has 3 stages that predict: give 1 to 3"),
-        ("path", "where a stage from 1 to"),
-        ("path:0", "where a stage from 1 to"),
-        ("path:1-x", "where a stage from 1 to"),
-        ("path:3-1", "counts down"),
-        ("branches:1++2", "where a stage from 1 to"),
-        ("branches:1*x", "a weight is a positive number"),
-        ("branches:1*0", "a weight is a positive number"),
-        ("wand:best", "wand_rule is 'best'; it must be one of sum-of-bounds, rival-gain, flip-rate"),
-        ("wand:0.001", "wand_rule is '0.001'"),
-        ("wand:flip-rate:low", NUMBER),
-        ("wand:flip-rate:0.3", "has no calibrated thresholds"),
-        ("wand:rival-gain:0", "it must be a finite number above 0"),
-        ("wand:rival-gain:nan", "it must be a finite number above 0"),
-        ("wand:sum-of-bounds:1:2", NUMBER),
-        ("speculate:few", "names the drafter 'few', which is unknown"),
-        ("speculate:2.5", WHOLE),
-        ("speculate:0", "a longest draft of at least 1"),
-        ("speculate:-1", "a longest draft of at least 1"),
-        (f"speculate:{MAX_DRAFT + 1}", f"at most {MAX_DRAFT} make sense"),
-        ("speculate:2:sure", NUMBER),
-        ("speculate:2:-1", "a threshold of at least 0"),
-        ("speculate:2:nan", "a threshold of at least 0"),
+        *((depth, "depth", depth) for depth in ("", "Full", "full:2", "half\nof it")),
+        *((depth, "depth", depth) for depth in ("prefix", "prefix:", "prefix:two", "prefix:1.5")),
+        *((f"prefix:{exit_}", "exit", exit_) for exit_ in (0, 4)),
+        *((depth, None, None) for depth in ("path", "path:0", "path:1-x", "path:3-1", "branches:1++2")),
+        *((depth, None, None) for depth in ("branches:1*x", "branches:1*0")),
+        ("wand:best", "wand_rule", "best"),
+        ("wand:0.001", "wand_rule", "0.001"),
+        ("wand:flip-rate:low", "depth", "wand:flip-rate:low"),
+        ("wand:flip-rate:0.3", "eps", 0.3),
+        ("wand:rival-gain:0", "safety", 0.0),
+        ("wand:rival-gain:-inf", "safety", -float("inf")),
+        ("wand:sum-of-bounds:1:2", "depth", "wand:sum-of-bounds:1:2"),
+        ("speculate:few", "drafter", "few"),
+        ("speculate:2.5", "depth", "speculate:2.5"),
+        ("speculate:0", "longest", 0),
+        ("speculate:-1", "longest", -1),
+        (f"speculate:{MAX_DRAFT + 1}", "longest", MAX_DRAFT + 1),
+        ("speculate:2:sure", "depth", "speculate:2:sure"),
+        ("speculate:2:-1", "threshold", -1.0),
+        ("speculate:2:-inf", "threshold", -float("inf")),
     ],
 )
 def test_what_cannot_be_read_is_one_line(
-    session: LoadedTextRun, engine: Engine, depth: str, why: str
+    session: LoadedTextRun, engine: Engine, depth: str, setting: str | None, given: object
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    fields = {} if setting is None else {"setting": setting, "given": given}
+    with refused(ConfigError, **fields):
         strategy_of(depth, session, engine, greedy=False)
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

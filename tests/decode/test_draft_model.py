@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding import written
-from topograd.decode.autotune import DraftRule
 from topograd.decode.draft_model import ModelDrafter, common_prefix
-from topograd.decode.drafters import CompositeDrafter
+from topograd.decode.drafters import CompositeDrafter, DraftRule
 from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch

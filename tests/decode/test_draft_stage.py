@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from topograd.decode.autotune import DraftRule
 from topograd.decode.draft_stage import DraftStageDrafter
-from topograd.decode.drafters import CompositeDrafter
+from topograd.decode.drafters import CompositeDrafter, DraftRule
 from topograd.decode.engine import Engine
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs

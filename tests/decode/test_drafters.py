@@ -14,10 +14,9 @@ from torch import nn
 
 from decoding import written
 from tests.oracles.decoding import next_logits
-from topograd.decode.autotune import DraftRule
 from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.draft_stage import DraftStageDrafter
-from topograd.decode.drafters import CompositeDrafter, FirstMatchPolicy, PrefixDrafter
+from topograd.decode.drafters import CompositeDrafter, DraftRule, FirstMatchPolicy, PrefixDrafter
 from topograd.decode.engine import Engine
 from topograd.decode.lookup import NGramTable, TableLookup, TextLookup
 from topograd.decode.sampling import Sampling, probabilities

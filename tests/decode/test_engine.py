@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
-from topograd.decode.autotune import DraftRule
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.sampling import Sampling, draw, probabilities
 from topograd.decode.speculation import Speculate

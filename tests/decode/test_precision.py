@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from topograd.data.windows import Text
-from topograd.decode.calibrate import heldout_readings
+from topograd.decode.calibration.measure import heldout_readings
 from topograd.decode.depths import engine_of
 from topograd.decode.precision import precision_cost
 from topograd.pretrained import REFERENCE

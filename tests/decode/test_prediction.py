@@ -15,10 +15,9 @@ from torch import Tensor
 from decoding import written
 from tests.oracles.decoding import moved, next_logits
 from topograd.data.windows import Text
-from topograd.decode.autotune import DraftRule
-from topograd.decode.calibrate import exit_readings
-from topograd.decode.engine import Emitted, Engine
-from topograd.decode.exit_rules import check_exits
+from topograd.decode.calibration.measure import exit_readings
+from topograd.decode.drafters import DraftRule
+from topograd.decode.engine import Emitted, Engine, check_exits
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble, generate_batch
 from topograd.decode.wand import FEW, Wand

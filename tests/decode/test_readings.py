@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from topograd.decode.readings import Readings, join, read
+from raising import refused
+from topograd.decode.calibration.measure import Readings, join, read
 from topograd.errors import ConfigError
 
 STAGES, TOKENS, VOCAB = 4, 300, 7
@@ -113,10 +114,10 @@ def test_halves_are_of_disjoint_sequences_and_keep_the_order() -> None:
 
 
 def test_what_cannot_be_read() -> None:
-    with pytest.raises(ConfigError, match="a vocabulary of 1 has no rival"):
+    with refused(ConfigError, setting="vocab", given=1):
         read([torch.zeros(3, 1)], torch.zeros(3))
-    with pytest.raises(ConfigError, match="readings of no stages cannot be joined"):
+    with refused(ConfigError, setting="parts", given=[]):
         join([])
     two, three = (read(drifting_logits(stages=k), rows()) for k in (2, 3))
-    with pytest.raises(ConfigError, match=r"readings of \[2, 3\] stages cannot be joined"):
+    with refused(ConfigError, setting="parts", given=[2, 3]):
         join([two, three])

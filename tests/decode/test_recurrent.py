@@ -10,7 +10,7 @@ import torch
 
 from decoding import written
 from tests.oracles.decoding import greedy
-from topograd.decode.autotune import DraftRule
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, generate_batch

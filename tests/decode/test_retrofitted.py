@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from raising import refused
 from retrofits import add_draft
-from topograd.decode.calibrate import heldout_readings, load, own_text, store, tune
-from topograd.decode.calibration import Calibration
+from topograd.decode.calibration.measure import Calibration, heldout_readings
+from topograd.decode.calibration.store import load, store
+from topograd.decode.calibration.tune import tune
 from topograd.decode.depths import default_depth, engine_of, strategy_of
 from topograd.decode.lookup import NGramTable
 from topograd.decode.retrofitted import KIND, open_exits, open_retrofit, retrofit_tensors
@@ -101,13 +103,13 @@ def test_a_calibration_is_of_the_exits_that_it_read(with_exits: LoadedTextRun) -
     readings = heldout_readings(session, text)
     same = heldout_readings(session, text, engine=engine)
     assert torch.equal(readings.top, same.top)
-    tuning = tune(engine, Calibration.of(readings, 0).sample, own_text(session, engine, text))
+    tuning = tune(engine, text, open_retrofit(session))
     store(session, Calibration.of(readings, 0), tuning)
     assert load(session)[1] == tuning
     assert len(written(session, "wand:flip-rate:0.01")) == 11
     shutil.rmtree(session.run.folder / "draft")
     assert not torch.equal(heldout_readings(session, text).top[:2], readings.top[:2])
-    with pytest.raises(RunError, match=r"is of other exits \(draft/\); run: topograd calibrate"):
+    with refused(RunError, setting="exits"):
         load(session)
     assert default_depth(session) == "full"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding import written
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode import speculation
-from topograd.decode.autotune import DraftRule
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.lookup import TextLookup
 from topograd.decode.sampling import Sampling, probabilities

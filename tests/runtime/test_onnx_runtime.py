@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("onnxruntime")
 
 from topograd.decode.agreement import is_tie
-from topograd.decode.autotune import DraftRule
+from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Engine
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, PathEnsemble, generate_batch

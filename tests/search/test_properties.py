@@ -13,7 +13,7 @@ import torch
 
 from raising import refused
 from topograd.data.windows import Text
-from topograd.decode.readings import Readings, read
+from topograd.decode.calibration.measure import Readings, read
 from topograd.errors import ConfigError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT

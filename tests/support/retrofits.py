@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from topograd.decode.autotune import RowCosts
-from topograd.decode.calibrate import Tuning, heldout_readings, store
-from topograd.decode.calibration import Calibration
+from topograd.decode.calibration.measure import Calibration, PositionCosts, heldout_readings
+from topograd.decode.calibration.policy import ExpectedGainPolicy
+from topograd.decode.calibration.store import store
+from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.decode.lookup import NGramTable
-from topograd.decode.policy import ExpectedGainPolicy
 from topograd.decode.retrofitted import KIND, retrofit_tensors
-from topograd.decode.tune_drafters import Choice
 from topograd.nn.draft_stage import DraftStage
 from topograd.nn.translator import Translator
 from topograd.runs.adapter import BaseIdentity, create_adapter
@@ -37,7 +36,7 @@ def retrofitted_copy(source: Path, folder: Path) -> Path:
     session = open_session(shutil.copytree(source, folder))
     add_draft(session, 0.1)
     readings = heldout_readings(session, heldout_text(session, None, 300))
-    choice = Choice(("lookup", "table", "draft"), ExpectedGainPolicy(), 2.0)
-    costs = RowCosts(0.1, {1: 0.5, 4: 0.75}, 1.0)
-    store(session, Calibration.of(readings, session.step), Tuning(0, None, 1.0, None, costs, choice, choice))
+    choice = DrafterSelection(("lookup", "table", "draft"), ExpectedGainPolicy(), 2.0)
+    costs = PositionCosts({1: 0.5, 4: 0.75})
+    store(session, Calibration.of(readings, session.step), Tuning(choice, choice, costs))
     return folder

@@ -17,9 +17,8 @@ from topograd.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
     from topograd.data import Text
-    from topograd.decode.calibrate import Tuning
-    from topograd.decode.calibration import Calibration
-    from topograd.decode.readings import Readings
+    from topograd.decode.calibration.measure import Calibration, Readings
+    from topograd.decode.calibration.tune import Tuning
     from topograd.runs.session import LoadedTextRun
 
 
@@ -41,10 +40,12 @@ def run(argv: list[str]) -> int:
     if asked.bytes < 1:
         raise ConfigError(f"--bytes is {asked.bytes}", remedy="it must be at least 1")
     from topograd.cli.progress import counted
-    from topograd.decode.calibrate import heldout_readings, own_text, store, tune
-    from topograd.decode.calibration import Calibration
-    from topograd.decode.depths import engine_of, tune_drafting
-    from topograd.decode.exit_rules import check_exits
+    from topograd.decode.calibration.measure import Calibration, heldout_readings
+    from topograd.decode.calibration.store import store
+    from topograd.decode.calibration.tune import tune
+    from topograd.decode.depths import engine_of
+    from topograd.decode.engine import check_exits
+    from topograd.decode.retrofitted import has_retrofit, open_retrofit
     from topograd.runs.session import open_session
 
     session = open_session(asked.folder)
@@ -58,8 +59,7 @@ def run(argv: list[str]) -> int:
     calibration = Calibration.of(calibrating, session.step)
     note("measuring what drafts cost on this machine")
     engine = engine_of(session, asked.runtime)
-    tuning = tune(engine, calibration.sample, own_text(session, engine, text))
-    tuning = tune_drafting(session, engine, text, tuning)
+    tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
     store(session, calibration, tuning)
     note(f"kept in {session.run.calibration_file}")
     results = {
@@ -92,8 +92,8 @@ def _text(session: LoadedTextRun, limit_bytes: int) -> Text:
 
 def rules(calibration: Calibration, measuring: Readings) -> list[dict[str, Any]]:
     """Every rule at its calibrated settings, and what it does on text that it has not seen."""
-    from topograd.decode.calibration import EPS
-    from topograd.decode.exit_rules import Rule, agreement, exits, thresholds
+    from topograd.decode.calibration.measure import EPS
+    from topograd.decode.calibration.policy import Rule, agreement, exits, thresholds
 
     rows = []
     for rule in get_args(Rule):
@@ -134,17 +134,14 @@ def _measured(calibration: Calibration) -> dict[str, Any]:
 
 
 def _tuned(tuning: Tuning) -> dict[str, Any]:
-    """The draft rule, its numbers null where drafting is off."""
-    rule = tuning.rule
+    """The drafters for greedy and for sampled text, null where drafting is off."""
+    from topograd.decode.calibration.store import selection_dict
+
     return {
-        "stage": None if rule is None else tuning.stage + 1,
-        "threshold": None if rule is None else rule.threshold,
-        "longest": None if rule is None else rule.longest,
-        "predicted_speedup": tuning.predicted,
-        "sampled": None if tuning.sampled is None else vars(tuning.sampled),
+        "predicted_speedup": 1.0 if tuning.greedy is None else tuning.greedy.predicted,
+        "greedy": selection_dict(tuning.greedy),
+        "sampled": selection_dict(tuning.sampled),
         "seconds": tuning.costs.as_dict(),
-        "drafting": None if tuning.drafting is None else tuning.drafting.as_dict(),
-        "sampled_drafting": None if tuning.sampled_drafting is None else tuning.sampled_drafting.as_dict(),
     }
 
 
@@ -185,17 +182,11 @@ def _rules(rows: list[dict[str, Any]]) -> Table:
 
 
 def _drafts(tuning: dict[str, Any]) -> str:
-    if tuning["drafting"] is not None:
-        chosen = tuning["drafting"]
-        return (
-            f"Drafts: by {' and '.join(chosen['drafters'])}, where they pay; "
-            f"{chosen['predicted']:.2f} times full depth is predicted."
-        )
-    if tuning["stage"] is None:
+    if tuning["greedy"] is None:
         return "Drafts: off; none is predicted to be faster than full depth on this machine."
     return (
-        f"Drafts: by stage {tuning['stage']}, while its margin is above {tuning['threshold']:.2f}, at most "
-        f"{tuning['longest']} tokens; {tuning['predicted_speedup']:.2f} times full depth is predicted."
+        f"Drafts: by {' and '.join(tuning['greedy']['drafters'])}, where they pay; "
+        f"{tuning['predicted_speedup']:.2f} times full depth is predicted."
     )
 
 

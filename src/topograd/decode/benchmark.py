@@ -28,13 +28,13 @@ import torch
 
 from topograd.data.windows import Text
 from topograd.decode.agreement import differences, distinct, identical, mean_exit
-from topograd.decode.autotune import DraftRule, simulate
-from topograd.decode.calibrate import Tuning, heldout_readings, own_text, tune
-from topograd.decode.calibration import Calibration
+from topograd.decode.calibration.measure import Calibration, Readings, heldout_readings
+from topograd.decode.calibration.policy import agreement, exits, thresholds
+from topograd.decode.calibration.tune import Tuning, record, replay, tune
 from topograd.decode.depths import PRUNING_VOCAB, engine_of, speculation_of
-from topograd.decode.engine import Emitted, Engine
-from topograd.decode.exit_rules import agreement, check_exits, exits, thresholds
-from topograd.decode.readings import Readings
+from topograd.decode.drafters import DraftRule
+from topograd.decode.engine import Emitted, Engine, check_exits
+from topograd.decode.retrofitted import has_retrofit, open_retrofit
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Tally
 from topograd.decode.settings import DecodeSettings
@@ -61,11 +61,13 @@ def bench_decode(
     text = heldout_text(session, None, settings.bytes)
     seen, unseen = heldout_readings(session, text, engine=engine).split()
     if not len(seen) or not len(unseen):
-        raise ConfigError(f"{settings.bytes} bytes are too little held-out text", remedy="give more --bytes")
+        raise ConfigError(
+            setting="bytes", given=settings.bytes, allowed="enough for two windows of held-out text"
+        )
     calibration = Calibration.of(seen, session.step)
-    tuning = tune(engine, calibration.sample, own_text(session, engine, text))
+    tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
     prompts = heldout_prompts(text, settings.prompts, settings.prompt_tokens)
-    strategies = _strategies(engine, calibration, tuning)
+    strategies = _strategies(session, engine, calibration, tuning)
     written = {
         name: continued(strategy, prompts, settings.tokens, _sampling(name))
         for name, strategy in strategies.items()
@@ -83,9 +85,9 @@ def bench_decode(
         "full": {"tokens_per_second": rate["full"], "distinct_4grams": distinct(written["full"].texts)},
         "prefix": _prefixes(engine, unseen, speed, rate),
         "wand": _wand(engine, calibration, unseen, speed, written),
-        "speculate": _speculation(engine, unseen, tuning, prompts, speed, rate, written),
+        "speculate": _speculation(strategies["speculate"], text, tuning, prompts, speed, rate, written),
         "sampled": _sampled(written, seconds, rate),
-        "batch": _batched(engine, tuning, text, settings),
+        "batch": _batched(strategies["speculate"], text, settings),
         "row_costs": tuning.costs.as_dict(),
         "rows": relative_rows(row_costs(engine)),
         "bandwidth_share": matrix_bytes(engine, session.stack) * rate["full"] / read_bandwidth(),
@@ -200,7 +202,9 @@ def heldout_prompts(text: Text, count: int, tokens: int) -> list[list[int]]:
     return [text.inputs[row][text.targets[row] != -100][:tokens].tolist() for row in chosen]
 
 
-def _strategies(engine: Engine, calibration: Calibration, tuning: Tuning) -> dict[str, DecodeStrategy]:
+def _strategies(
+    session: LoadedTextRun, engine: Engine, calibration: Calibration, tuning: Tuning
+) -> dict[str, DecodeStrategy]:
     bounds = calibration.gain.max if engine.vocab >= PRUNING_VOCAB else None
     made: dict[str, DecodeStrategy] = {"full": FixedDepth(engine)}
     for exit_ in range(engine.last):
@@ -210,9 +214,9 @@ def _strategies(engine: Engine, calibration: Calibration, tuning: Tuning) -> dic
     for eps in EPS:
         limits = thresholds(calibration, "flip-rate", eps=eps)
         made[f"wand:flip-rate:{eps}"] = Wand(engine, limits, bounds)
-    made["speculate"] = speculation_of(engine, tuning)
+    made["speculate"] = speculation_of(session, engine, tuning)
     made["full, sampled"] = FixedDepth(engine)
-    made["speculate, sampled"] = speculation_of(engine, tuning, greedy=False)
+    made["speculate, sampled"] = speculation_of(session, engine, tuning, greedy=False)
     return made
 
 
@@ -267,8 +271,8 @@ def _wand(
 
 
 def _speculation(
-    engine: Engine,
-    unseen: Readings,
+    strategy: DecodeStrategy,
+    text: Text,
     tuning: Tuning,
     prompts: Sequence[Sequence[int]],
     speed: Mapping[str, Any],
@@ -276,31 +280,25 @@ def _speculation(
     written: Mapping[str, Continued],
 ) -> dict[str, Any]:
     texts, full = written["speculate"].texts, written["full"].texts
+    selection = tuning.greedy
     answer: dict[str, Any] = {
-        "on": tuning.rule is not None,
+        "on": selection is not None,
         "speedup": speed["speculate"]["median"],
         "spread": speed["speculate"],
         "tokens_per_second": rate["speculate"],
-        "predicted_speedup": tuning.predicted,
+        "predicted_speedup": 1.0 if selection is None else selection.predicted,
         "acceptance": written["speculate"].acceptance,
         "identical": identical(texts, full),
-        **differences(engine, prompts, texts, full),
+        **differences(strategy.engine, prompts, texts, full),
         "distinct_4grams": distinct(texts),
         "mean_stage": mean_exit(texts),
     }
-    if tuning.rule is not None:
-        answer |= {"stage": tuning.stage + 1, "rule": vars(tuning.rule)}
-        answer["teacher_forced"] = teacher_forced(unseen, tuning.stage, tuning.rule, tuning)
+    if selection is not None and isinstance(strategy, Speculate):
+        unseen = heldout_prompts(text, len(prompts), strategy.engine.context)
+        known = record(strategy.engine, unseen, 1, strategy.drafter.drafters)
+        answer["drafters"] = list(selection.drafters)
+        answer["teacher_forced"] = vars(replay(known, selection.policy, selection.drafters))
     return answer
-
-
-def teacher_forced(readings: Readings, stage: int, rule: DraftRule, tuning: Tuning) -> dict[str, float]:
-    """Acceptance and predicted speedup of a draft rule replayed on held-out text."""
-    margins = readings.margin[stage].tolist()
-    agrees = (readings.top[stage] == readings.top[-1]).int().tolist()
-    lengths = readings.sequence.unique_consecutive(return_counts=True)[1].tolist()
-    outcome = simulate(margins, agrees, lengths, rule, tuning.costs)
-    return {"acceptance": outcome.acceptance, "speedup": outcome.speedup, "mean_draft": outcome.mean_draft}
 
 
 def _sampled(
@@ -319,14 +317,11 @@ def _sampled(
     }
 
 
-def _batched(engine: Engine, tuning: Tuning, text: Text, settings: DecodeSettings) -> dict[str, Any]:
-    """Several prompts at once, at full depth and with drafts whose acceptance differs from row to row."""
-    prompts = heldout_prompts(text, settings.rows, settings.prompt_tokens)
-    rule = tuning.rule or DraftRule(0.0, 4)
-    both: dict[str, DecodeStrategy] = {
-        "full": FixedDepth(engine),
-        "speculate": Speculate(engine, rule, tuning.stage),
-    }
+def _batched(strategy: DecodeStrategy, text: Text, settings: DecodeSettings) -> dict[str, Any]:
+    """Several prompts at once, at full depth and with drafts, of the first stage where no drafter pays."""
+    prompts, engine = heldout_prompts(text, settings.rows, settings.prompt_tokens), strategy.engine
+    drafts = strategy if isinstance(strategy, Speculate) else Speculate(engine, DraftRule(0.0, 4))
+    both: dict[str, DecodeStrategy] = {"full": FixedDepth(engine), "speculate": drafts}
     turns = {name: partial(generate_batch, one, prompts, settings.tokens) for name, one in both.items()}
     seconds = take_turns(turns, settings.rounds, warmup=1)
     speedup = ratio(seconds, "full", "speculate").as_dict()

@@ -8,7 +8,8 @@ wand                  leave early: wand:RULE[:NUMBER], by default wand:flip-rate
                       sum-of-bounds or rival-gain (NUMBER: safety) or flip-rate (NUMBER: ε)
 speculate             draft and verify, exact; the run's calibration says who drafts and when, lookup where
                       it has none
-speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most (`policy.py`):
+speculate:WHO+WHO     drafts by these, at each place by the one whose guess is worth most
+                      (`calibration/policy.py`):
     N, N:MARGIN       at most N tokens by the first stage, while its margin is above MARGIN
     lookup            what followed the last tokens in the text so far; needs no stages and no calibration
     table             what followed them in the model's own text (`topograd retrofit`)
@@ -22,32 +23,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
-import torch
-
-from topograd.data.windows import Text
-from topograd.decode.autotune import DraftRule, RowCosts
-from topograd.decode.calibrate import OWN_ROWS, OWN_TOKENS, Tuning, own_rows
-from topograd.decode.calibrate import load as load_calibration
-from topograd.decode.calibration import Calibration
+from topograd.decode.calibration.measure import Calibration, PositionCosts
+from topograd.decode.calibration.policy import ExpectedGainPolicy, Rule, thresholds
+from topograd.decode.calibration.store import load as load_calibration
+from topograd.decode.calibration.tune import Tuning, drafter_of
 from topograd.decode.draft_model import ModelDrafter
 from topograd.decode.draft_stage import DraftStageDrafter
-from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, LookupDrafter, PrefixDrafter
-from topograd.decode.engine import Engine
-from topograd.decode.exit_rules import Rule, check_exits, thresholds
-from topograd.decode.lookup import TableLookup, TextLookup
-from topograd.decode.policy import MAX_STEPS, ExpectedGainPolicy
-from topograd.decode.retrofitted import KIND, Retrofitted, has_retrofit, open_exits, open_retrofit
+from topograd.decode.drafters import MAX_DRAFT, AutoregressiveDrafter, DraftRule, LookupDrafter, PrefixDrafter
+from topograd.decode.engine import Engine, check_exits
+from topograd.decode.retrofitted import KIND, Retrofitted, open_exits, open_retrofit
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, PathEnsemble
-from topograd.decode.tune_drafters import Choice, choose_drafters, known_texts, measure_rows
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError, RunError
-from topograd.exec.forward import stage_outputs
 from topograd.runs.adapter import is_adapter
 from topograd.runs.session import LoadedTextRun, open_session
 from topograd.runtime.choice import runtime_of
@@ -75,7 +67,7 @@ def strategy_of(
     engine: Engine,
     greedy: bool = True,
     draft: Path | str | None = None,
-    costs: Callable[[], RowCosts] | None = None,
+    costs: Callable[[], PositionCosts] | None = None,
 ) -> DecodeStrategy:
     """The strategy that `depth` names, for greedy or for sampled text, which may have other drafters.
 
@@ -97,8 +89,9 @@ def strategy_of(
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
     raise ConfigError(
-        f"depth {depth!r} is unknown",
-        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate",
+        setting="depth",
+        given=depth,
+        allowed="full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate",
     )
 
 
@@ -108,41 +101,18 @@ def default_depth(session: LoadedTextRun) -> str:
         _, tuning = load_calibration(session)
     except RunError:
         return "full"
-    return "full" if tuning.rule is None and tuning.drafting is None else "speculate"
+    return "full" if tuning.greedy is None else "speculate"
 
 
-def speculation_of(engine: Engine, tuning: Tuning, greedy: bool = True) -> DecodeStrategy:
-    """What the tuning says: drafts, or full depth where drafting loses."""
-    rule = tuning.rule if greedy else tuning.sampled
-    return FixedDepth(engine) if rule is None else Speculate(engine, rule, tuning.stage)
-
-
-def tune_drafting(session: LoadedTextRun, engine: Engine, text: Text, tuning: Tuning) -> Tuning:
-    """The tuning with the drafters that pay more than a prefix: lookup, and what retrofit gave the run."""
-    names = ["lookup"]
-    steps: DraftStageDrafter | None = None
-    if has_retrofit(session):
-        names.append("table")
-        steps = DraftStageDrafter(engine, _retrofitted(session, None).stage)
-    costs = measure_rows(engine, steps)
-
-    def best(rows: list[list[int]], start: int) -> Choice | None:
-        sources = [cast(LookupDrafter, _drafter("speculate", name, session, engine, None)) for name in names]
-        recorded = None
-        if steps is not None:
-            inputs = torch.tensor(rows, device=steps.stage.vocabulary.device)
-            last = engine.exits[-1]
-            states = stage_outputs(session.stack, session.plan, inputs, [last])[last]
-            recorded = steps.record(inputs, states, MAX_STEPS)
-        known = known_texts(rows, start, sources, steps, recorded)
-        return choose_drafters(known, costs, names, None if steps is None else steps.name)
-
-    own, start = own_rows(engine, text)
-    greedy = best(own, start)
-    people = [row[: start + OWN_TOKENS].tolist() for row in text.inputs[1::2][:OWN_ROWS]]
-    sampled = best(people, start) if people else None
-    beats = greedy is not None and greedy.predicted > tuning.predicted
-    return replace(tuning, drafting=greedy if beats else None, sampled_drafting=sampled)
+def speculation_of(
+    session: LoadedTextRun, engine: Engine, tuning: Tuning, greedy: bool = True
+) -> DecodeStrategy:
+    """Speculation by the drafters that were selected, or full depth where none pays."""
+    selection = tuning.greedy if greedy else tuning.sampled
+    if selection is None:
+        return FixedDepth(engine)
+    drafters = [drafter_of(name, engine, partial(_retrofitted, session, None)) for name in selection.drafters]
+    return Speculate(engine, drafters, policy=selection.policy)
 
 
 def _wand(depth: str, rest: str, calibration: Calibration, engine: Engine) -> Wand:
@@ -168,24 +138,18 @@ def _speculate(
     engine: Engine,
     greedy: bool,
     draft: Path | str | None,
-    costs: Callable[[], RowCosts] | None,
+    costs: Callable[[], PositionCosts] | None,
 ) -> DecodeStrategy:
-    if not rest and draft is None and not session.run.calibration_file.exists():
-        rest = "lookup"  # needs neither a measurement nor a second exit
     if not rest and draft is None:
-        check_exits(session.plan)
-        tuning = load_calibration(session)[1]
-        choice = tuning.drafting if greedy else tuning.sampled_drafting
-        if choice is None:
-            return speculation_of(engine, tuning, greedy)
-        chosen = [_drafter(depth, name, session, engine, None) for name in choice.drafters]
-        return Speculate(engine, chosen, policy=choice.policy)
+        if session.run.calibration_file.exists():
+            check_exits(session.plan)
+            return speculation_of(session, engine, load_calibration(session)[1], greedy)
+        rest = "lookup"  # needs neither a measurement nor a second exit
     usual = ["lookup", "draft"] if is_adapter(str(draft)) else [str(draft)]
     drafters = [
         _drafter(depth, word, session, engine, draft) for word in (rest.split("+") if rest else usual)
     ]
-    by_margin = any(isinstance(drafter, PrefixDrafter) for drafter in drafters)  # a margin is no probability
-    if by_margin:
+    if any(isinstance(drafter, PrefixDrafter) for drafter in drafters):  # a margin is no probability
         return Speculate(engine, drafters)
     policy = ExpectedGainPolicy() if costs is None else ExpectedGainPolicy(costs=costs())
     return Speculate(engine, drafters, policy=policy)
@@ -195,19 +159,22 @@ def _drafter(
     depth: str, word: str, session: LoadedTextRun, engine: Engine, draft: Path | str | None
 ) -> LookupDrafter | AutoregressiveDrafter:
     """One drafter of a combination."""
-    if word == "lookup":
-        return TextLookup()
-    if word in ("table", "draft"):
-        found = _retrofitted(session, draft)
-        return TableLookup(found.table) if word == "table" else DraftStageDrafter(engine, found.stage)
+    if word in ("lookup", "table", "draft"):
+        return drafter_of(word, engine, partial(_retrofitted, session, draft))
     if re.match(r"[-+.\d]", word) and not Path(word).is_dir():
         check_exits(session.plan)
-        return PrefixDrafter(engine, _rule(depth, word))
+        longest, _, margin = word.partition(":")
+        count = int(_number(depth, longest, whole=True))
+        if count > MAX_DRAFT:
+            raise ConfigError(setting="longest", given=count, allowed=f"at most {MAX_DRAFT}")
+        return PrefixDrafter(engine, DraftRule(_number(depth, margin) if margin else 0.0, count))
     if is_adapter(word):
         return DraftStageDrafter(engine, _retrofitted(session, word).stage)
     if not word or not Path(word).is_dir():
         raise ConfigError(
             f"depth {depth!r} names the drafter {word!r}, which is unknown",
+            setting="drafter",
+            given=word,
             remedy="use lookup, table, draft, a number of tokens, or the folder of a smaller run",
         )
     small = session.once(("run", word), lambda: _small(session, Path(word)))
@@ -224,17 +191,11 @@ def _small(session: LoadedTextRun, folder: Path) -> Engine:
     if other.tokenizer.digest != session.tokenizer.digest:
         raise ConfigError(
             f"the draft model {folder} has another tokenizer than {session.run.folder}",
+            setting="draft",
+            given=folder,
             remedy="give a run with the same",
         )
     return engine_of(other)
-
-
-def _rule(depth: str, rest: str) -> DraftRule:
-    longest, _, margin = rest.partition(":")
-    count = int(_number(depth, longest, whole=True))
-    if count > MAX_DRAFT:
-        raise ConfigError(f"depth {depth!r} drafts {count} tokens", remedy=f"at most {MAX_DRAFT} make sense")
-    return DraftRule(_number(depth, margin) if margin else 0.0, count)
 
 
 def _number(depth: str, text: str, whole: bool = False) -> float:
@@ -242,4 +203,9 @@ def _number(depth: str, text: str, whole: bool = False) -> float:
         return int(text) if whole else float(text)
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"depth {depth!r} has {text!r} where {kind} belongs", remedy="see --help") from None
+        raise ConfigError(
+            f"depth {depth!r} has {text!r} where {kind} belongs",
+            setting="depth",
+            given=depth,
+            remedy="see --help",
+        ) from None

@@ -12,9 +12,8 @@ from collections import abc
 
 from torch import Tensor
 
-from topograd.decode.autotune import DraftRule
 from topograd.decode.cache import Batch, Cache
-from topograd.decode.drafters import Draft, certainty
+from topograd.decode.drafters import Draft, DraftRule, certainty
 from topograd.decode.engine import Engine
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError

@@ -16,10 +16,9 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from topograd.decode.autotune import DraftRule
 from topograd.decode.cache import Batch, Cache
 from topograd.decode.draft_model import Twin, common_prefix
-from topograd.decode.drafters import Draft, certainty
+from topograd.decode.drafters import Draft, DraftRule, certainty
 from topograd.decode.engine import Engine
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
@@ -122,10 +121,3 @@ class DraftStageDrafter:
 
     def scores(self, logits: Tensor) -> Tensor:
         return certainty(logits)
-
-    @torch.inference_mode()
-    def record(self, inputs: Tensor, states: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """What it would guess behind every position of known texts, in each step, and how sure it is."""
-        logits = [self.stage.readout(g) for g in self.stage.unroll(inputs, states, steps)]
-        tokens = torch.stack([self.stage.vocabulary[z.argmax(-1)] for z in logits])
-        return tokens, torch.stack([certainty(z) for z in logits])

@@ -9,7 +9,7 @@ Two kinds of proposal:
 `CompositeDrafter` takes several, in order, at most one of them autoregressive. At each place of a draft a
 policy chooses: what was looked up ends the draft, a computed token is added and the policy asked again.
 Without a calibration the first that has a proposal is taken (`FirstMatchPolicy`); with one, what pays most by
-measured costs and acceptances (`policy.py`).
+measured costs and acceptances (`calibration/policy.py`).
 
 Every proposal has a score before it is made (a match's length, the likeliest token's probability, a margin),
 and whether it is taken depends on that alone. So sampled text stays exact: a computed token is drawn from q,
@@ -34,10 +34,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from topograd.decode.autotune import DraftRule
 from topograd.decode.cache import Batch
-from topograd.decode.engine import Engine, read_together
-from topograd.decode.exit_rules import check_exits
+from topograd.decode.engine import Engine, check_exits, read_together
 from topograd.decode.sampling import draw, probabilities
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError
@@ -47,6 +45,20 @@ Guess = tuple[int, float]
 MAX_DRAFT = 64
 MAX_BATCH_DRAFT = 3
 """Of each sequence where several are verified together: attention is as wide as the longest draft."""
+
+
+@dataclass(frozen=True)
+class DraftRule:
+    """Draft the next token while its score is above `threshold`, at most `longest`."""
+
+    threshold: float
+    longest: int
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise ConfigError(setting="threshold", given=self.threshold, allowed="at least 0")
+        if self.longest < 1:
+            raise ConfigError(setting="longest", given=self.longest, allowed="at least 1")
 
 
 @dataclass
@@ -190,7 +202,7 @@ class CompositeDrafter:
                     "draft stage, a model)"
                 ),
             )
-        self.engine, self.name = engine, "+".join(names)
+        self.engine, self.name, self.drafters = engine, "+".join(names), list(drafters)
         self.lookups = [drafter for drafter in drafters if not isinstance(drafter, AutoregressiveDrafter)]
         self.computing = computing[0] if computing else None
         self.policy = policy or FirstMatchPolicy({drafter.name: drafter.rule for drafter in drafters})
@@ -286,14 +298,17 @@ class PrefixDrafter:
 
     vocabulary: Tensor | None = None
 
-    def __init__(self, engine: Engine, rule: DraftRule, exit_: int = 0) -> None:
+    def __init__(self, engine: Engine, rule: DraftRule | None = None, exit_: int = 0) -> None:
         check_exits(engine.plan)
-        self.engine, self.rule = engine, rule
+        self.engine, self.rule = engine, rule or DraftRule(0.0, MAX_DRAFT)
         self.exit: int | None = exit_
         self.stage = engine.stage_of(exit_)
         if exit_ == engine.last:
             raise ConfigError(
-                f"stage {exit_ + 1} is the last, so nothing is left to verify", remedy="draft with less"
+                f"stage {exit_ + 1} is the last, so nothing is left to verify",
+                setting="exit",
+                given=exit_ + 1,
+                remedy="draft with less",
             )
         self.name = f"stage {exit_ + 1}"
 

@@ -31,7 +31,7 @@ from topograd.nn.relays import CausalRelay
 from topograd.nn.stack import Stack
 from topograd.nn.translator import Readable, TranslatedReader, Translator
 from topograd.runtime.protocol import Runtime, TorchRuntime
-from topograd.topology.branches import Path, branches
+from topograd.topology.branches import Path, branches, path_name
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
@@ -109,6 +109,8 @@ class Engine:
         if not 0 <= exit_ < len(exits):
             raise ConfigError(
                 f"exit {exit_ + 1} does not exist",
+                setting="exit",
+                given=exit_ + 1,
                 remedy=f"the model has {len(exits)} stages that predict: give 1 to {len(exits)}",
             )
         return exits[exit_]
@@ -166,6 +168,23 @@ class Engine:
     def reader(self, reader: Readable) -> Readable:
         """The stack or a runtime, with the exits before the last read through their translators."""
         return TranslatedReader(reader, self.translators, self._last_head)
+
+
+def check_exits(plan: Plan) -> None:
+    """Early exits and drafts need two stages that predict, at least, and a model that predicts by them."""
+    if plan.prediction.path is not None:
+        raise ConfigError(
+            f"the model predicts by the path {path_name(plan.prediction.path)}, "
+            "of which its exits are no part",
+            setting="depth",
+            remedy="use depth full",
+        )
+    if len(plan.predicting()) < 2:
+        raise ConfigError(
+            f"the model has {len(plan.predicting())} predicting stages of {len(plan.stages)}",
+            setting="partition",
+            remedy="early exits and drafts need at least 2: train or import it with --partition, as 2,2",
+        )
 
 
 def choose(logits: Tensor, batch: Batch) -> list[int]:

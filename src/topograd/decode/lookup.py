@@ -26,8 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from topograd.decode.autotune import DraftRule
-from topograd.decode.drafters import Guess
+from topograd.decode.drafters import DraftRule, Guess
 from topograd.decode.sequence import Sequence
 from topograd.errors import ConfigError, DataError
 

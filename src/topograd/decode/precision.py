@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from topograd.data.windows import Text
-from topograd.decode.calibrate import cached_outputs
+from topograd.decode.calibration.measure import cached_outputs
 from topograd.decode.engine import Engine
 from topograd.exec.forward import predict, stage_outputs
 from topograd.runs.session import LoadedTextRun

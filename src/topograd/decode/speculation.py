@@ -27,18 +27,17 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from topograd.decode.autotune import DraftRule
 from topograd.decode.cache import Batch
 from topograd.decode.drafters import (
     AutoregressiveDrafter,
     CompositeDrafter,
     Draft,
     DraftPolicy,
+    DraftRule,
     LookupDrafter,
     PrefixDrafter,
 )
-from topograd.decode.engine import Emitted, Engine, check_finite, read_together
-from topograd.decode.exit_rules import check_exits
+from topograd.decode.engine import Emitted, Engine, check_exits, check_finite, read_together
 from topograd.decode.sampling import draw, probabilities, verify, verify_certain
 from topograd.decode.sequence import Count, Sequence
 from topograd.decode.strategies import DecodeStrategy

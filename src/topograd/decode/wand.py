@@ -5,7 +5,9 @@ later stages stay pending, and the next token that goes deeper runs the whole qu
 approximate is only the choice of the token that left, never the memory of those that come after it.
 
 With a bound on how much a rival may still gain, the last head is read only for the candidates that can win
-(`wand.survivors`), where they are few. Source: "Product of Experts" §5.3 and Theorem 2.4.3.
+(`survivors`), where they are few: eq. 8 of Theorem 2.4.3, with θ the leader's logit after stage k, drops a
+token j where z_{k,j} + bound < θ. The paper calls this block-max WAND. It is not: there are no blocks with a
+bound each, and one bound serves the whole vocabulary. Source: "Product of Experts" §5.3.
 
 In a batch, the sequences that have not left share each later stage.
 """
@@ -19,8 +21,7 @@ import torch
 from torch import Tensor
 
 from topograd.decode.cache import Batch
-from topograd.decode.engine import Emitted, Engine, check_finite, choose, read_together
-from topograd.decode.exit_rules import check_exits, survivors
+from topograd.decode.engine import Emitted, Engine, check_exits, check_finite, choose, read_together
 from topograd.decode.sequence import Sequence
 from topograd.decode.strategies import DecodeStrategy
 from topograd.errors import ConfigError
@@ -110,3 +111,16 @@ class Wand(DecodeStrategy):
             some = [batch[row] for row in rest]
             found |= dict(zip(rest, choose(engine.logits(some, stage), some), strict=True))
         return found
+
+
+def survivors(logits: Tensor, bound: float) -> Tensor:
+    """Indices of the tokens of logits (vocab,) that can still win if no rival gains more than `bound`.
+
+    The leader is always among them. With a bound that holds for a token's true gain, so is the final argmax,
+    up to the rounding of the logits.
+    """
+    if not bound >= 0:
+        raise ConfigError(setting="bound", given=bound, allowed="at least 0")
+    if logits.ndim != 1:
+        raise ConfigError(setting="logits", given=tuple(logits.shape), allowed="of shape (vocab,)")
+    return torch.nonzero(logits.max() - logits <= bound).squeeze(-1)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from topograd.data.windows import Text
-from topograd.decode.calibrate import exit_readings
-from topograd.decode.readings import Readings
+from topograd.decode.calibration.measure import Readings, exit_readings
 from topograd.errors import ConfigError
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig

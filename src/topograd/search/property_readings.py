@@ -39,9 +39,8 @@ import torch
 from torch import Tensor
 
 from topograd.data.windows import Text
-from topograd.decode.calibration import Calibration
-from topograd.decode.exit_rules import agreement, exits, thresholds
-from topograd.decode.readings import Readings
+from topograd.decode.calibration.measure import Calibration, Readings
+from topograd.decode.calibration.policy import agreement, exits, thresholds
 from topograd.errors import ConfigError
 from topograd.exec.forward import run_stage
 from topograd.exec.train_step import train_step

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from topograd.decode.calibrate import load as load_calibration
+from topograd.decode.calibration.store import load as load_calibration
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
 

@@ -29,11 +29,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from topograd.decode.autotune import RowCosts
+from topograd.decode.calibration.measure import PositionCosts, measure_positions, measure_uneven
 from topograd.decode.depths import strategy_of
 from topograd.decode.engine import Emitted, Engine
 from topograd.decode.strategies import DecodeStrategy, FixedDepth
-from topograd.decode.tune_drafters import measure_rows, measure_uneven
 from topograd.errors import ConfigError, TopogradError
 from topograd.runs.session import LoadedTextRun
 from topograd.runtime.protocol import single_threaded_torch
@@ -83,7 +82,7 @@ class Scheduler:
         self.active: list[Active] = []
         self._waiting: list[tuple[float, int, Job, DecodeStrategy]] = []
         self._tag = 0.0
-        self._costs: RowCosts | None = None
+        self._costs: PositionCosts | None = None
         self._strategies: OrderedDict[object, DecodeStrategy] = OrderedDict()
         self._pools: dict[int, Pool] = {}
         """By the plan of the sequences; the model's own is always there."""
@@ -115,19 +114,19 @@ class Scheduler:
                 self._strategies[key] = self._composed(depth, active)
             else:
                 self._strategies[key] = strategy_of(
-                    depth, self.session, self.engine, greedy, costs=self._row_costs
+                    depth, self.session, self.engine, greedy, costs=self._position_costs
                 )
         self._strategies.move_to_end(key)
         while len(self._strategies) > MAX_STRATEGIES:
             self._strategies.popitem(last=False)
         return self._strategies[key]
 
-    def _row_costs(self) -> RowCosts:
+    def _position_costs(self) -> PositionCosts:
         """What positions cost on this host, measured when drafts are first asked for without a calibration:
         whether a draft pays depends on how many texts there are."""
         if self._costs is None:
             uneven = measure_uneven(self.engine)
-            self._costs = replace(measure_rows(self.engine, rounds=3), uneven=uneven)
+            self._costs = replace(measure_positions(self.engine, rounds=3), uneven=uneven)
         return self._costs
 
     def _composed(self, depth: str, active: tuple[tuple[str, float], ...]) -> DecodeStrategy:

@@ -1,6 +1,5 @@
-"""Bounds, flip-rate thresholds, the sample, and what is stored."""
+"""Bounds, flip-rate thresholds, and what is stored of them."""
 
-import copy
 import json
 import math
 from typing import Any
@@ -8,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from topograd.decode.calibration import EPS, SAMPLE, Bounds, Calibration, flip_thresholds
-from topograd.decode.readings import Readings, read
-from topograd.errors import ConfigError, DataError, RunError
+from raising import refused
+from topograd.decode.calibration.measure import (
+    EPS,
+    Bounds,
+    Calibration,
+    Readings,
+    flip_thresholds,
+    read,
+)
+from topograd.decode.calibration.store import calibration_dict, calibration_of
+from topograd.errors import DataError, RunError
 
 
 def make(stages: int = 3, tokens: int = 2000, length: int = 50, seed: int = 0) -> Readings:
@@ -115,121 +122,75 @@ def test_where_the_largest_margin_is_wrong_nothing_leaves() -> None:
     readings = by_hand([[1, 2, 3]], [[0, 0, 1]])
     assert flip_thresholds(readings, 0.01) == (math.inf,)
     calibration = Calibration.of(readings, 0)
-    stored = calibration.as_dict()
+    stored = json.loads(json.dumps(calibration_dict(calibration)))
     assert stored["flip_thresholds"]["0.05"] == [None]
-    assert Calibration.from_dict(stored) == calibration
+    assert calibration_of(stored) == calibration
 
 
-def test_threshold_looks_up_the_grid(readings: Readings, calibration: Calibration) -> None:
-    for eps in EPS:
-        assert tuple(calibration.threshold(k, eps) for k in range(2)) == flip_thresholds(readings, eps)
-    first = [calibration.threshold(0, eps) for eps in EPS]
+def test_smaller_eps_has_larger_thresholds(readings: Readings, calibration: Calibration) -> None:
+    assert calibration.flip_thresholds == tuple(flip_thresholds(readings, eps) for eps in EPS)
+    first = [each[0] for each in calibration.flip_thresholds]
     assert first == sorted(first, reverse=True)
     assert first[0] > first[-1]
-    with pytest.raises(ConfigError, match=r"eps 0.003 has no calibrated thresholds; choose one of \(0.0002,"):
-        calibration.threshold(0, 0.003)
-    for stage in (-1, 2):
-        with pytest.raises(ConfigError, match=rf"stage {stage + 1} has no early exit; stages 1\.\.2 have"):
-            calibration.threshold(stage, 0.01)
-
-
-def test_a_small_sample_is_everything(readings: Readings, calibration: Calibration) -> None:
-    sample = calibration.sample
-    assert sample.lengths == (50,) * 40
-    assert torch.equal(torch.tensor(sample.agrees), (readings.top[:-1] == readings.top[-1]).long())
-    assert (torch.tensor(sample.margins) - readings.margin[:-1]).abs().max() <= 0.0005001
-    assert all(margin == round(margin, 3) for row in sample.margins for margin in row)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "length", "lengths", "chosen"),
-    [
-        (15_000, 500, [500] * 12, [i * 5 // 2 for i in range(12)]),
-        (6_002, 3_001, [3_001, 2_999], [0, 1]),
-        (7_000, 7_000, [6_000], [0]),
-    ],
-    ids=["many", "two", "one"],
-)
-def test_a_large_sample_is_of_whole_sequences_evenly_spaced(
-    tokens: int, length: int, lengths: list[int], chosen: list[int]
-) -> None:
-    readings = make(2, tokens, length)
-    sample = Calibration.of(readings, 0).sample
-    assert list(sample.lengths) == lengths
-    assert sum(lengths) <= SAMPLE
-    spans = [readings.margin[0, i * length :][:n] for i, n in zip(chosen, lengths, strict=True)]
-    expected = [round(m, 3) for m in torch.cat(spans).tolist()]
-    assert list(sample.margins[0]) == expected
 
 
 def test_json_there_and_back(calibration: Calibration) -> None:
-    text = json.dumps(calibration.as_dict(), allow_nan=False)
-    assert Calibration.from_dict(json.loads(text)) == calibration
+    text = json.dumps(calibration_dict(calibration), allow_nan=False)
+    assert calibration_of(json.loads(text)) == calibration
 
 
 def test_what_cannot_be_calibrated(readings: Readings) -> None:
-    with pytest.raises(RunError, match="1 predicting stage has no early exit"):
+    with refused(RunError, setting="stages", given=1):
         Calibration.of(make(1), 0)
-    with pytest.raises(DataError, match="no tokens to calibrate on"):
+    with refused(DataError, setting="tokens", given=0):
         Calibration.of(readings.take(torch.tensor([], dtype=torch.long)), 0)
     logits = torch.zeros(2, 5, 3)
     logits[0, 1, 2] = math.nan
     logits[1, 3, 0] = -math.inf
-    with pytest.raises(RunError, match="the logits of 2 of 5 tokens are not finite"):
+    with refused(RunError, setting="logits", given=2):
         Calibration.of(read(list(logits), torch.zeros(5)), 0)
 
 
-@pytest.mark.parametrize(
-    "values", [None, [], {}, {"format": "other"}], ids=["none", "list", "empty", "other"]
-)
-def test_a_foreign_file(values: object) -> None:
-    with pytest.raises(RunError, match="does not name the format 'topograd-calibration'"):
-        Calibration.from_dict(values)
-
-
-DAMAGE: list[tuple[str, Any, str]] = [
-    ("version", 2, "has version 2, this program reads version 1"),
-    ("step", -1, "'step' is -1, not a whole number of at least 0"),
-    ("step", 1.0, "'step' is 1.0"),
-    ("stages", 1, "'stages' is 1, not a whole number of at least 2"),
-    ("stages", 4, "'shift p99' is not a list of 3 numbers"),
-    ("tokens", True, "'tokens' is True"),
-    ("shift", [1, 2], "'p99' is missing"),
-    ("gain", {"p99": [1, 2]}, "'max' is missing"),
-    ("gain", {"p99": [1, 2], "max": [1, math.inf]}, "'gain max' holds inf"),
-    ("gain", {"p99": [1, -2], "max": [1, 2]}, "'gain p99' holds -2"),
-    ("change_rate", [0.1, 1.5], r"'change_rate' holds 1.5, not a number of 0\.\.1"),
-    ("change_rate", [0.1, None], "'change_rate' holds None"),
-    ("change_rate", [0.1, True], "'change_rate' holds True"),
-    ("agreement", [0.1, math.nan, 1], "'agreement' holds nan"),
-    ("agreement", "1", "'agreement' is not a list of 3 numbers"),
-    ("flip_thresholds", {"0.0002": [1, 2]}, "'0.0005' is missing"),
-    ("flip_thresholds", {str(eps): [1, "2"] for eps in EPS}, "'flip threshold 0.0002' holds '2'"),
-    ("sample", {}, "'lengths' is missing"),
-    ("sample", {"lengths": [0]}, "'lengths' is not a list of whole numbers"),
-    ("sample", {"lengths": [2], "margins": [[1, 2]]}, "'margins' is not a list of 2 rows"),
-    ("sample", {"lengths": [2], "margins": [[1, 2], [1]]}, "'margins' is not a list of 2 numbers"),
-    ("sample", {"lengths": [1], "margins": [[1], [1]], "agrees": [[0.5], [1]]}, "other than 0 and 1"),
-    ("sample", {"lengths": [1], "margins": [[1], [1]], "agrees": [[2], [1]]}, "'agrees' holds 2"),
+DAMAGE: list[tuple[str, Any, str, Any]] = [
+    ("step", -1, "step", -1),
+    ("step", 1.0, "step", 1.0),
+    ("stages", 1, "stages", 1),
+    ("stages", 4, "shift", [1.0, 2.0]),
+    ("tokens", True, "tokens", True),
+    ("shift", [1, 2], "p99", None),
+    ("gain", {"p99": [1, 2]}, "max", None),
+    ("gain", {"p99": [1, 2], "max": [1, math.inf]}, "gain", math.inf),
+    ("gain", {"p99": [1, -2], "max": [1, 2]}, "gain", -2),
+    ("change_rate", [0.1, 1.5], "change_rate", 1.5),
+    ("change_rate", [0.1, None], "change_rate", None),
+    ("change_rate", [0.1, True], "change_rate", True),
+    ("agreement", "1", "agreement", "1"),
+    ("flip_thresholds", {"0.0002": [1, 2]}, "0.0005", None),
+    ("flip_thresholds", {str(eps): [1, "2"] for eps in EPS}, "flip_thresholds", "2"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"), DAMAGE, ids=[f"{i}-{d[0]}" for i, d in enumerate(DAMAGE)]
+    ("name", "value", "setting", "given"), DAMAGE, ids=[f"{i}-{d[0]}" for i, d in enumerate(DAMAGE)]
 )
-def test_a_damaged_file(calibration: Calibration, name: str, value: Any, message: str) -> None:
-    values = copy.deepcopy(calibration.as_dict())
-    values[name] = value
-    with pytest.raises(RunError, match=message):
-        Calibration.from_dict(values)
+def test_a_damaged_file(calibration: Calibration, name: str, value: Any, setting: str, given: Any) -> None:
+    values = json.loads(json.dumps(calibration_dict(calibration)))
+    values["shift"] = {"p99": [1.0, 2.0], "max": [3.0, 4.0]}
+    with refused(RunError, setting=setting, given=given):
+        calibration_of(values | {name: value})
+
+
+def test_what_is_no_number(calibration: Calibration) -> None:
+    values = json.loads(json.dumps(calibration_dict(calibration)))
+    with refused(RunError, setting="agreement"):
+        calibration_of(values | {"agreement": [0.1, math.nan, 1]})
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["step", "stages", "tokens", "shift", "gain", "change_rate", "agreement", "flip_thresholds", "sample"],
+    "name", ["step", "stages", "tokens", "shift", "gain", "change_rate", "agreement", "flip_thresholds"]
 )
 def test_a_missing_field(calibration: Calibration, name: str) -> None:
-    values = calibration.as_dict()
+    values = json.loads(json.dumps(calibration_dict(calibration)))
     del values[name]
-    with pytest.raises(RunError, match=f"damaged: '{name}' is missing; calibrate again"):
-        Calibration.from_dict(values)
+    with refused(RunError, setting=name, given=None, remedy="calibrate again"):
+        calibration_of(values)

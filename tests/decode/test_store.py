@@ -1,0 +1,277 @@
+"""Calibrating a run: readings against a direct computation, what is timed, the choice, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raising import refused
+from topograd.data.windows import Text
+from topograd.decode.calibration.measure import EPS, Bounds, Calibration, PositionCosts, heldout_readings
+from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
+from topograd.decode.calibration.store import load, store
+from topograd.decode.calibration.tune import DrafterSelection, Tuning
+from topograd.decode.depths import engine_of, strategy_of
+from topograd.decode.engine import check_exits
+from topograd.decode.speculation import Speculate
+from topograd.errors import ConfigError, RunError
+from topograd.runs.folder import Run
+from topograd.runs.session import LoadedTextRun, heldout_text, open_session
+from topograd.topology.dag import Topology
+from topograd.topology.plan import Plan
+
+VOCAB, CONTEXT, STEP = 257, 16, 7
+COSTS = PositionCosts({1: 0.5, 4: 0.75}, draft=0.1, keep=0.2)
+PAYS = DrafterSelection(
+    ("lookup", "stage 2"),
+    ExpectedGainPolicy(
+        {"lookup": Acceptance((1.0,), (0.5,)), "stage 2": Acceptance((0.0, 2.0), (0.5, 0.9), (0.25, 0.75))},
+        COSTS,
+        1.25,
+    ),
+    1.375,
+)
+OFF = Tuning(None, None, COSTS)
+CALIBRATION = Calibration(
+    step=STEP,
+    stages=3,
+    tokens=4,
+    shift=Bounds((1.0, 2.0), (3.0, 4.0)),
+    gain=Bounds((0.5, 0.25), (5.0, 6.0)),
+    change_rate=(0.5, 0.25),
+    agreement=(0.25, 0.75, 1.0),
+    flip_thresholds=tuple((100 * eps, float("inf")) for eps in EPS),
+)
+
+
+@pytest.fixture(scope="module")
+def session(make_session: Callable[..., LoadedTextRun]) -> LoadedTextRun:
+    """A run of three stages that disagree, saved as if of step 7."""
+    return make_session(3, STEP)
+
+
+@pytest.fixture
+def here(session: LoadedTextRun, tmp_path: Path) -> LoadedTextRun:
+    """The session of a folder in which nothing is kept yet."""
+    return replace(session, run=Run(tmp_path))
+
+
+def logits_of(session: LoadedTextRun, inputs: Tensor) -> list[Tensor]:
+    """Logits (time, vocab) of each stage on one window: the layers one after the other."""
+    stack, row = session.stack, inputs[None]
+    with torch.no_grad():
+        h = stack.embed(row)
+        ctx = stack.layer_context(h, row)
+        found = []
+        for stage, layer in enumerate(stack.layers):
+            h = layer(h, ctx)
+            found.append(stack.readout(h, stage)[0])
+    return found
+
+
+def test_readings_are_those_of_every_counted_token(session: LoadedTextRun) -> None:
+    own = open_session(session.run.folder)
+    own.stack.double()
+    torch.manual_seed(3)
+    inputs, targets = torch.randint(VOCAB, (2, 3, CONTEXT))
+    targets[0, 2:5] = targets[2, 10:] = -100
+    seen: list[tuple[int, int]] = []
+    readings = heldout_readings(own, Text(inputs, targets, 1), 2, lambda *done: seen.append(done))
+    assert seen == [(2, 3), (3, 3)]
+    assert len(readings) == 3 * CONTEXT - 9
+    where = [(row, t) for row in range(3) for t in range(CONTEXT) if targets[row, t] != -100]
+    assert readings.sequence.tolist() == [row for row, _ in where]
+    windows = [logits_of(own, row) for row in inputs]
+    for n, (row, t) in enumerate(where):
+        z = [stage[t] for stage in windows[row]]
+        for k in range(3):
+            best = z[k].sort(descending=True)
+            assert readings.top[k, n] == best.indices[0]
+            assert readings.margin[k, n].item() == pytest.approx((best.values[0] - best.values[1]).item())
+            if k < 2:
+                change = z[2] - z[k]
+                gain = change.max() - change[best.indices[0]]
+                assert readings.gain[k, n].item() == pytest.approx(gain.item(), abs=1e-6)
+                assert readings.shift[k, n].item() == pytest.approx((z[k + 1] - z[k]).abs().max().item())
+    assert 0 < (readings.top[0] != readings.top[2]).sum() <= len(readings), "stages that agree show nothing"
+
+
+def test_of_the_runs_own_text_every_byte_is_read_once(session: LoadedTextRun) -> None:
+    text = heldout_text(session, None, 200)
+    readings = heldout_readings(session, text)
+    assert 100 < len(readings) == text.nbytes <= 200
+    even, odd = readings.split()
+    assert set(even.sequence.tolist()) == set(range(0, len(text.inputs), 2))
+    assert len(even) + len(odd) == len(readings)
+
+
+def test_two_exits_are_needed_by_which_the_model_predicts(session: LoadedTextRun) -> None:
+    check_exits(session.plan)
+    with refused(ConfigError, setting="partition"):
+        check_exits(Plan.of("3", 3))
+    with refused(ConfigError, setting="partition"):
+        check_exits(Plan.of(Topology.soft([1.0]), 2))
+    check_exits(Plan.of(Topology.soft([0.0, 1.0]), 3))  # one stage has no loss, and is no exit
+    path = Plan.of(replace(Topology.chain("1,1,1"), prediction="path:1,3"), 3)
+    with refused(ConfigError, setting="depth", remedy="use depth full"):
+        check_exits(path)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(PAYS, None, COSTS), Tuning(None, PAYS, COSTS), OFF])
+def test_what_is_kept_comes_back(here: LoadedTextRun, tuning: Tuning) -> None:
+    store(here, CALIBRATION, tuning)
+    assert load(here) == (CALIBRATION, tuning)
+    store(here, replace(CALIBRATION, tokens=5), tuning)
+    assert load(here)[0].tokens == 5, "the newer one"
+    assert sorted(path.name for path in here.run.folder.iterdir()) == ["calibration.json", "manifest.json"]
+
+
+def refusal(session: LoadedTextRun) -> str:
+    """Which field is at fault."""
+    with pytest.raises(RunError) as caught:
+        load(session)
+    assert "\n" not in str(caught.value)
+    assert caught.value.remedy == f"run: topograd calibrate {session.run.folder}"
+    return caught.value.setting
+
+
+def test_a_run_without_calibration_or_of_other_weights_is_refused(here: LoadedTextRun) -> None:
+    assert refusal(here) == "calibration"
+    store(here, replace(CALIBRATION, step=6), OFF)
+    assert refusal(here) == "step"
+    store(here, CALIBRATION, OFF)
+    other = replace(here, plan=Plan.of("1,2", 3))
+    assert refusal(other) == "stages"
+    assert refusal(replace(here, weights="0" * 64)) == "weights", "of the same step"
+
+
+def test_a_calibration_that_the_run_did_not_write_is_refused(here: LoadedTextRun) -> None:
+    """R5: one of another run at the same step, even with the right weights written in, is not this run's."""
+    store(here, CALIBRATION, OFF)
+    file = here.run.folder / "calibration.json"
+    values = json.loads(file.read_text())
+    values["calibration"]["tokens"] = 5
+    file.write_text(json.dumps(values))
+    with pytest.raises(RunError, match=r"calibration\.json is not the file that this run wrote; delete it"):
+        load(here)
+    file.unlink()
+    assert refusal(here) == "calibration"
+
+
+VERSION_1: dict[str, Any] = {
+    "calibration": {
+        **{"format": "topograd-calibration", "version": 1, "step": STEP, "stages": 3, "tokens": 4},
+        **{"shift": {"p99": [1.0, 2.0], "max": [3.0, 4.0]}, "gain": {"p99": [0.5, 0.25], "max": [5.0, 6.0]}},
+        **{"change_rate": [0.5, 0.25], "agreement": [0.25, 0.75, 1.0]},
+        "flip_thresholds": {str(eps): [100 * eps, None] for eps in EPS},
+        "sample": {
+            "margins": [[0.125, 1.0, 2.0, 0.5], [3.0, 1.5, 0.25, 4.0]],
+            **{"agrees": [[0, 1, 0, 0], [1, 1, 0, 1]], "lengths": [3, 1]},
+        },
+    },
+    "tuning": {
+        **{"stage": 1, "rule": {"threshold": 0.25, "longest": 4}, "predicted": 1.375, "sampled": None},
+        "costs": {"draft": 0.1, "full": 0.6, "deep": {"1": 0.5, "4": 0.75}},
+    },
+}
+"""What version 0.1 wrote; 0.2 has also "weights", "exits" and the two "drafting"s of the next."""
+DRAFTING = {
+    "drafters": ["lookup"],
+    "policy": {
+        "acceptance": {"lookup": {"bounds": [1.0], "rates": [0.5], "mean": 0.5}},
+        **{"costs": {"draft": 0.01, "full": 1.0, "deep": {"1": 1.0, "2": 1.5}}, "speedup": 1.25},
+    },
+    "predicted": 1.5,
+}
+
+
+def test_a_calibration_of_before_version_0_2_is_read(here: LoadedTextRun) -> None:
+    """It names no weights, and its run has no manifest. Its margin rule becomes a drafter of its margins."""
+    here.run.calibration_file.write_text(json.dumps(VERSION_1))
+    calibration, tuning = load(here)
+    assert calibration == CALIBRATION
+    assert tuning.sampled is None
+    assert tuning.greedy is not None
+    assert (tuning.greedy.drafters, tuning.greedy.predicted) == (("stage 2",), 1.375)
+    policy = tuning.greedy.policy
+    assert policy.acceptance == {"stage 2": Acceptance.of([3.0, 1.5, 0.25, 4.0], [True, True, False, True])}
+    for drafts in range(4):  # (m + 1) draft + deep(m + 1)
+        seconds = policy.costs.seconds(drafts + 1) + drafts * (policy.costs.draft + policy.costs.keep)
+        deep = 0.5 + 0.25 / 3 * drafts
+        assert seconds == pytest.approx((drafts + 1) * 0.1 + deep, rel=1e-12)
+    assert isinstance(strategy_of("speculate", here, engine_of(here)), Speculate)
+
+
+def test_a_calibration_of_version_0_2_is_read(here: LoadedTextRun) -> None:
+    values = {**VERSION_1, "weights": here.weights, "exits": None}
+    values["tuning"] = {**VERSION_1["tuning"], "drafting": DRAFTING, "sampled_drafting": DRAFTING}
+    here.run.manifest.bind("calibration.json", json.dumps(values))
+    _, tuning = load(here)
+    policy = ExpectedGainPolicy(
+        {"lookup": Acceptance((1.0,), (0.5,))}, PositionCosts({1: 1.0, 2: 1.5}, draft=0.01), 1.25
+    )
+    assert tuning.greedy == tuning.sampled == DrafterSelection(("lookup",), policy, 1.5)
+    here.run.manifest.bind("calibration.json", json.dumps({**values, "weights": "0" * 64}))
+    with refused(RunError, setting="weights", given="0" * 64):
+        load(replace(here))
+
+
+def changed(path: str, value: object) -> Callable[[dict[str, Any]], object]:
+    """Kept values with another one at a path; None leaves it out."""
+
+    def change(values: dict[str, Any]) -> object:
+        *way, last = path.split(".")
+        inner = values
+        for key in way:
+            inner = inner[key]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+        return values
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a list": lambda values: [values],
+    "no calibration": changed("calibration", None),
+    "another format": changed("format", "x"),
+    "no format": changed("format", None),
+    "a later version": changed("version", 3),
+    "a stage too few": changed("calibration.agreement", [0.5, 1.0]),
+    "no tuning": changed("tuning", None),
+    "a tuning of text": changed("tuning", "fast"),
+    "nothing for greedy text": changed("tuning.greedy", None),
+    "drafters of nothing": changed("tuning.greedy", {}),
+    "drafters as a number": changed("tuning.greedy.drafters", 3),
+    "an endless prediction": changed("tuning.greedy.predicted", "fast"),
+    "no costs": changed("tuning.costs", {}),
+    "drafts that cost less than nothing": changed("tuning.costs.draft", -1.0),
+    "costs as a list": changed("tuning.costs.verify", [0.5, 0.75]),
+    "rates above 1": changed("tuning.greedy.acceptance.lookup.rates", [2.0]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_calibration_is_refused(
+    here: LoadedTextRun, damage: Callable[[dict[str, Any]], object]
+) -> None:
+    """Bound by the run all the same: so wrote a version that we do not know."""
+    store(here, CALIBRATION, Tuning(PAYS, None, COSTS))
+    file = here.run.folder / "calibration.json"
+    here.run.manifest.bind(file.name, json.dumps(damage(json.loads(file.read_text()))))
+    refusal(here)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"calibration": '], ids=["empty", "brace", "torn"])
+def test_what_is_no_json_is_refused(here: LoadedTextRun, text: str) -> None:
+    (here.run.folder / "calibration.json").write_text(text)
+    refusal(here)
