@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from topograd.errors import ConfigError
 
-_WORDS = {
+_PHRASES = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -31,11 +31,16 @@ def build_dataclass(
     unknown = sorted(set(values) - known.keys())
     if unknown:
         raise ConfigError(
-            f"unknown setting {where}{unknown[0]}", remedy=f"known are {', '.join(sorted(known))}"
+            f"unknown setting {where}{unknown[0]}",
+            setting=f"{where}{unknown[0]}",
+            given=values[unknown[0]],
+            remedy=f"known are {', '.join(sorted(known))}",
         )
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"setting {where}{name} is missing", remedy="it has no default")
+            raise ConfigError(
+                f"setting {where}{name} is missing", setting=f"{where}{name}", remedy="it has no default"
+            )
     read = {name: _checked(hints[name], value, f"{where}{name}") for name, value in values.items()}
     return kind(**read, **given)
 
@@ -44,7 +49,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     """`value` if it fits the annotation, with lists as tuples and whole numbers as floats where asked."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"setting {name} is {value!r}", remedy="it must be a table")
+            raise ConfigError(f"setting {name} is {value!r}", setting=name, given=value, allowed="a table")
         return build_dataclass(hint, value, f"{name}.")  # type: ignore[arg-type]
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
@@ -59,14 +64,16 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
             return _float(value, name)
         if origin is None and isinstance(option, type) and type(value) is option:
             return value
-    raise ConfigError(f"setting {name} is {value!r}", remedy=f"it must be {_words(hint)}")
+    raise ConfigError(f"setting {name} is {value!r}", setting=name, given=value, allowed=_phrase(hint))
 
 
 def _checked_items(kinds: tuple[Any, ...], values: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, ...]:
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         return tuple(_checked(kinds[0], item, f"{name}[{i}]") for i, item in enumerate(values))
     if len(values) != len(kinds):
-        raise ConfigError(f"setting {name} is {list(values)!r}", remedy=f"it must have {len(kinds)} entries")
+        problem = f"setting {name} is {list(values)!r}"
+        remedy = f"it must have {len(kinds)} entries"
+        raise ConfigError(problem, setting=name, given=values, remedy=remedy)
     return tuple(
         _checked(kind, item, f"{name}[{i}]") for i, (kind, item) in enumerate(zip(kinds, values, strict=True))
     )
@@ -77,17 +84,20 @@ def _float(value: float, name: str) -> float:
         return float(value)
     except OverflowError:
         raise ConfigError(
-            f"setting {name} has {len(str(value))} digits", remedy="it must be a number below 1e308"
+            f"setting {name} has {len(str(value))} digits",
+            setting=name,
+            given=value,
+            allowed="a number below 1e308",
         ) from None
 
 
-def _words(hint: Any) -> str:
-    """An annotation as a person says it."""
+def _phrase(hint: Any) -> str:
+    """The values that an annotation allows, in words."""
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_words(option) for option in get_args(hint))
+        return " or ".join(_phrase(option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:
-        inner = {_words(kind) for kind in get_args(hint) if kind is not Ellipsis}
+        inner = {_phrase(kind) for kind in get_args(hint) if kind is not Ellipsis}
         return "a list, each " + " or ".join(sorted(inner))
-    return "a table" if is_dataclass(hint) else _WORDS.get(hint, str(hint))
+    return "a table" if is_dataclass(hint) else _PHRASES.get(hint, str(hint))

@@ -1,8 +1,8 @@
-"""Registries: what settings call by name. Mixers, objectives, optimizers and properties each have one.
+"""Registries of named values: mixers, objectives, optimizers, properties.
 
-A name is one of ours, or `package.module:attribute` of somebody else's package. Entries are written as such
-addresses too, so that listing them imports nothing; what an address names is imported when it is first asked
-for. A name in a run's settings thus imports a module that is installed here; it brings no code of its own.
+A name is an entry of the registry, or `package.module:attribute` of any installed package. Entries may be
+such addresses too, so that listing them imports nothing: an address is imported at its first use. So a name
+in a run's settings can import only modules that are installed here.
 
 There is one table for each kind in a process, and a `Registry` is a typed view of it. So a package can check
 a name whose value lives in a package above it, and never names that package: `topograd/plugins.py` declares
@@ -44,16 +44,18 @@ class Registry(Generic[T]):
         self._entries: dict[str, T | str] = _TABLES[kind]
 
     def register(self, name: str, value: T) -> T:
-        """Give `value` a name for this process; a name that is taken is refused."""
+        """Give `value` a name for this process; a name that is taken raises ConfigError."""
         if name in self._entries:
-            raise ConfigError(f"{self.kind} {name!r} exists already", remedy="choose another name")
+            problem, remedy = f"{self.kind} {name!r} exists already", "choose another name"
+            raise ConfigError(problem, setting="name", given=name, remedy=remedy)
         if ":" in name or not name.strip():
-            raise ConfigError(f"{self.kind} {name!r} cannot be a name", remedy="use one without a colon")
+            problem, remedy = f"{self.kind} {name!r} cannot be a name", "use one without a colon"
+            raise ConfigError(problem, setting="name", given=name, remedy=remedy)
         self._entries[name] = value
         return value
 
     def check(self, name: str) -> None:
-        """Refuse a name that nobody has; nothing is imported, so an address is only looked at."""
+        """Raise ConfigError for an unknown name; of an address only the form is checked."""
         if name in self._entries:
             return
         module, colon, attribute = name.partition(":")
@@ -61,11 +63,13 @@ class Registry(Generic[T]):
         if not colon or not dotted:
             raise ConfigError(
                 f"{self.kind} {name!r} is unknown",
+                setting=self.kind,
+                given=name,
                 remedy=f"choose one of {', '.join(self)}, or package.module:attribute of your own",
             )
 
     def __getitem__(self, name: str) -> T:
-        """What `name` stands for."""
+        """The value of `name`."""
         self.check(name)
         entry = self._entries.get(name, name)
         return self._imported(entry, name) if isinstance(entry, str) else entry
@@ -85,6 +89,8 @@ class Registry(Generic[T]):
         except (ImportError, AttributeError) as problem:
             raise ConfigError(
                 f"{self.kind} {name!r} cannot be imported ({problem})",
+                setting=self.kind,
+                given=name,
                 remedy="install its package or correct the name",
             ) from None
         return value  # type: ignore[return-value]

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from raising import refused
 from tests.oracles.attention import attention_output, plain_attention, root_mean_square_norm, rotated
-from topograd.errors import StackError
+from topograd.errors import ConfigError, StackError
 from topograd.nn.config import GPTConfig
 from topograd.nn.gpt import GPT
 from topograd.nn.transformer.attention import Attention, rotate_halves
@@ -182,6 +183,14 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(StackError, match=message) as caught:
         GPT(**{"layers": 2, "width": 16, "heads": 2, "vocab": 23, "context": 8} | settings)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_of_an_unknown_name_or_wrong_type() -> None:
+    with refused(ConfigError, setting="vocabulary", given=10) as caught:
+        GPT(vocabulary=10)
+    assert "vocab," in caught.value.remedy
+    with refused(ConfigError, setting="layers", given="6", allowed="a whole number"):
+        GPT(layers="6")
 
 
 def test_a_config_or_settings_but_not_both() -> None:

@@ -36,7 +36,7 @@ from pipeline_settings import PipelineSettings
 from pipeline_worker import measure
 from plain_schedules import BackpropPipeline
 from topograd.cli.main import main
-from topograd.exec.objectives import objectives_of
+from topograd.exec.objectives import objectives_of, uses_prior
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.parallel import checkpoint_set
@@ -97,7 +97,7 @@ def joined(parallel: str, **facts: Any) -> Iterator[Ranks]:
 
 
 def stage_loop(ranks: Ranks, stack: GPT, plan: Any, optimizer: str = "adamw", **options: Any) -> StageLoop:
-    prior = any(objective.uses_prior for objective in objectives_of(plan))
+    prior = any(map(uses_prior, objectives_of(plan)))
     crossing = plan.topology.interface is not None
     layout = Layout.of(plan, ranks.config.stages, with_prior=prior, stack=stack, crossing=crossing)
     keep_own(stack, layout, ranks.place)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lattice import from_bits
 from topograd.search.soft import (
     expected_boundaries,
     expected_capability,
@@ -23,7 +24,7 @@ def all_partitions(lam: Tensor) -> list[tuple[Composition, float]]:
         p = 1.0
         for bit, x in zip(vector, lam.tolist(), strict=True):
             p *= 1 - x if bit else x
-        found.append((Composition.from_boundary_vector(vector), p))
+        found.append((from_bits(vector), p))
     return found
 
 

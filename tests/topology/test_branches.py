@@ -1,6 +1,5 @@
 """Branches: the trie, what its nodes compute, how often, and how users write paths."""
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pieces import Decoded
+from raising import refused
 from topograd.errors import ConfigError, TopologyError
 from topograd.exec.forward import stage_outputs
 from topograd.nn.gpt import GPT
@@ -240,35 +240,38 @@ def test_a_stage_without_a_loss_still_does_not_predict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "words"),
+    ("paths", "setting", "remedy"),
     [
-        ([], "no path was given"),
-        ([(0,), ()], "a path has no stage"),
-        ([(0, 4)], "stage 5 does not exist; the plan has stages 1 to 4"),
-        ([(-1, 2)], "stage 0 does not exist"),
-        ([(0, 1, 1)], "path 1-2,2 repeats a stage"),
-        ([(0, 3, 2)], "path 1,4,3 goes back"),
-        ([(0, 1), (1, 2)], "path 2-3 begins with stage 2, .* starts at the embedding: 1$"),
+        ([], "paths", ""),
+        ([(0,), ()], "path", "give at least one"),
+        ([(0, 4)], "path", "the plan has stages 1 to 4"),
+        ([(-1, 2)], "path", "the plan has stages 1 to 4"),
+        ([(0, 1, 1)], "path", "a stage runs at most once in a path"),
+        ([(0, 3, 2)], "path", "list its stages in increasing order"),
+        ([(0, 1), (1, 2)], "path", "begin with a stage that starts at the embedding: 1"),
     ],
     ids=["no-path", "empty", "beyond", "below", "repeated", "back", "not-from-the-start"],
 )
-def test_what_is_no_path_is_refused(plan: Plan, paths: list[tuple[int, ...]], words: str) -> None:
-    with pytest.raises(TopologyError, match=words):
+def test_what_is_no_path_is_refused(
+    plan: Plan, paths: list[tuple[int, ...]], setting: str, remedy: str
+) -> None:
+    given = [] if setting == "paths" else paths[-1]
+    with refused(TopologyError, setting=setting, given=given, remedy=remedy):
         branches(plan, paths)
 
 
 def test_stages_that_a_path_cannot_feed_are_refused() -> None:
     forest = Plan.of(Topology.forest(["1,2", "1,2"]), LAYERS)
-    with pytest.raises(TopologyError, match=r"path 1,3 puts a stage before stage 3, which starts at the emb"):
+    with refused(TopologyError, setting="path"):
         branches(forest, [(0, 2)])
-    with pytest.raises(TopologyError, match=r"begins with stage 2, .* embedding: 1, 3$"):
+    with refused(TopologyError, setting="path"):
         branches(forest, [(1,)])
     two = Plan.of(Topology.chain("2,2,2").with_input_bus(Edge(0)), LAYERS)
-    with pytest.raises(TopologyError, match=r"runs stage 3, which hears 2 stages' outputs at once"):
+    with refused(TopologyError, setting="path"):
         branches(two, [(0, 1, 2)])
     assert branches(two, [(0, 1)]).ends == (1,)
     ctx = Plan.of(Topology.chain("2,2,2").with_input_bus(), LAYERS)
-    with pytest.raises(TopologyError, match="begins with stage 2"):
+    with refused(TopologyError, setting="path"):
         branches(ctx, [(1, 2)])
 
 
@@ -298,24 +301,13 @@ def test_names_of_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "path '' has '' where a stage from 1 to 10000 belongs"),
-        ("0-2", "has '0' where"),
-        ("1,,2", "has '' where"),
-        ("1-", "has '' where"),
-        ("1-2-3", "has '2-3' where"),
-        ("one", "has 'one' where"),
-        ("1-999999999", "has '999999999' where"),
-        ("²", "has '²' where"),
-        ("1,4-2", "counts down in '4-2'"),
-    ],
+    "text",
+    ["", "0-2", "1,,2", "1-", "1-2-3", "one", "1-999999999", "²", "1,4-2"],
     ids=["empty", "zero", "gap", "open", "three", "word", "huge", "superscript", "down"],
 )
-def test_bad_paths(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+def test_bad_paths(text: str) -> None:
+    with refused(ConfigError, setting="path", given=text):
         parse_path(text)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -333,11 +325,11 @@ def test_weighted_branches(text: str, weights: dict[tuple[int, ...], float]) -> 
 
 @pytest.mark.parametrize("factor", ["0", "-1", "nan", "inf", "", "much", "2*2"])
 def test_bad_weights(factor: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"have weight {factor!r}; a weight is a positive")):
+    with refused(ConfigError, setting="branches"):
         parse_branches(f"1*{factor}+1-2")
 
 
 @pytest.mark.parametrize("text", ["", "1-2+", "+1", "1++2", "*3"])
 def test_missing_branches(text: str) -> None:
-    with pytest.raises(ConfigError, match="path '' has ''"):
+    with refused(ConfigError, setting="path", given=""):
         parse_branches(text)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lattice import from_bits
 from topograd.topology.closed_forms import (
     activation_layers,
     closed_forms,
@@ -57,7 +58,7 @@ def test_any_grad_scale_above_zero_has_backprops_closed_forms(depths: list[int],
 def test_soft_boundaries_at_a_vertex_have_the_hard_closed_forms(vector: list[int]) -> None:
     """λ = 1 - b(π) behaves as π, though it has a stage for every layer (Prop. 9.4)."""
     soft = compiled(Topology.soft([1.0 - bit for bit in vector]))
-    hard = compiled(Topology.chain(Composition.from_boundary_vector(vector)))
+    hard = compiled(Topology.chain(from_bits(vector)))
     for closed_form in (gradient_depth, activation_layers, pipeline_granularity):
         assert closed_form(soft) == closed_form(hard)
 
@@ -122,7 +123,7 @@ def test_soft_boundaries_couple_by_the_sum_of_their_grad_scales(soft: list[float
     """Eq. 30 with c_i = 1; and a vertex couples as the hard chain does."""
     assert coupling_cost(compiled(Topology.soft(soft))) == pytest.approx(sum(soft))
     vertex = [round(lam) for lam in soft]
-    hard = Composition.from_boundary_vector([1 - bit for bit in vertex])
+    hard = from_bits([1 - bit for bit in vertex])
     assert coupling_cost(compiled(Topology.chain(hard))) == sum(vertex) == hard.layers - hard.stages
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lattice import from_bits
 from raising import refused
 from topograd.errors import TopologyError
 from topograd.topology.composition import (
@@ -54,27 +55,27 @@ def test_parse_takes_compositions_and_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("", "it is empty"),
-        ("  ", "it is empty"),
-        ("4,,4", "part 2 is ''"),
-        ("4,4,", "part 3 is ''"),
-        ("4,0,4", "part 2 is '0'"),
-        ("4,-4", "part 2 is '-4'"),
-        ("four", "part 1 is 'four'"),
-        ("4.0", "part 1 is '4.0'"),
-        ("4;4", "part 1 is '4;4'"),
-        ("4,\n4\n4", "part 2 is '4\\\\n4'"),
-        ("٤", "part 1 is"),
-        ("²", "part 1 is"),
-        (f"{MAX_LAYERS},1", "too many layers"),
-        pytest.param("9" * 5000, "part 1 is '999", id="digits"),
-        pytest.param("1," * MAX_LAYERS + "1", "too many layers", id="parts"),
+        "",
+        "  ",
+        "4,,4",
+        "4,4,",
+        "4,0,4",
+        "4,-4",
+        "four",
+        "4.0",
+        "4;4",
+        "4,\n4\n4",
+        "٤",
+        "²",
+        f"{MAX_LAYERS},1",
+        pytest.param("9" * 5000, id="digits"),
+        pytest.param("1," * MAX_LAYERS + "1", id="parts"),
     ],
 )
-def test_bad_text_is_one_clear_line(text: str, said: str) -> None:
-    with pytest.raises(TopologyError, match=said) as caught:
+def test_bad_text_is_one_clear_line(text: str) -> None:
+    with refused(TopologyError, setting="composition") as caught:
         Composition.parse(text)
     message = str(caught.value)
     assert "\n" not in message
@@ -87,19 +88,19 @@ def test_bad_text_is_one_clear_line(text: str, said: str) -> None:
     [[], [4, 0], [4, -1], [4, 2.0], [True, 1], ["4"], [None], [10**5000], [-(10**5000)], [MAX_LAYERS, 1], 4],
 )
 def test_bad_parts_are_one_clear_line(parts: list[int]) -> None:
-    with pytest.raises(TopologyError, match="give whole numbers of at least 1") as caught:
+    with refused(TopologyError, setting="composition") as caught:
         Composition.of(parts)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
 def test_endless_parts_are_refused() -> None:
-    with pytest.raises(TopologyError, match="too many layers"):
+    with refused(TopologyError, setting="composition"):
         Composition.of(itertools.repeat(1))
 
 
 def test_the_constructor_keeps_values_hashable_and_fixed() -> None:
-    with pytest.raises(TopologyError, match=r"use Composition\.of"):
+    with refused(TopologyError, setting="composition"):
         Composition([4, 4])  # type: ignore[arg-type]
     pi = Composition((4, 4))
     with pytest.raises(FrozenInstanceError):
@@ -114,7 +115,7 @@ def test_the_bijections_return(parts: list[int]) -> None:
     pi = Composition.of(parts)
     assert Composition.parse(str(pi)) == pi
     assert Composition.from_boundaries(pi.layers, pi.boundaries) == pi
-    assert Composition.from_boundary_vector(pi.boundary_vector) == pi
+    assert from_bits(pi.boundary_vector) == pi
     assert len(pi.boundary_vector) == pi.layers - 1
     assert {i + 1 for i, bit in enumerate(pi.boundary_vector) if bit} == pi.boundaries
     assert [stop - start for start, stop in pi.intervals] == parts
@@ -124,24 +125,20 @@ def test_the_bijections_return(parts: list[int]) -> None:
 @small
 @given(st.lists(st.integers(0, 1), max_size=40))
 def test_every_boundary_vector_is_reached(bits: list[int]) -> None:
-    assert Composition.from_boundary_vector(bits).boundary_vector == tuple(bits)
+    assert from_bits(bits).boundary_vector == tuple(bits)
 
 
 @pytest.mark.parametrize("boundary", [0, 4, -1, 1.0, "1", True, pytest.param(10**5000, id="huge")])
 def test_a_boundary_outside_is_refused(boundary: int) -> None:
-    with pytest.raises(TopologyError, match="internal boundaries are whole numbers from 1 to 3"):
+    with refused(TopologyError, setting="boundaries"):
         Composition.from_boundaries(4, [2, boundary])
 
 
 def test_bad_boundary_input_is_refused() -> None:
-    with pytest.raises(TopologyError, match="none, with one layer"):
+    with refused(TopologyError, setting="boundaries", given=1):
         Composition.from_boundaries(1, [1])
-    with refused(TopologyError, setting="the number of layers", given=0):
+    with refused(TopologyError, setting="layers", given=0):
         Composition.from_boundaries(0, [])
-    with pytest.raises(TopologyError, match="entry 2 of the boundary vector is 2"):
-        Composition.from_boundary_vector([0, 2])
-    with pytest.raises(TopologyError, match="at most 9999"):
-        Composition.from_boundary_vector([0] * MAX_LAYERS)
 
 
 def test_the_order_is_partial_and_stays_within_one_lattice() -> None:
@@ -152,11 +149,11 @@ def test_the_order_is_partial_and_stays_within_one_lattice() -> None:
     assert a < fine
     assert fine > b
     assert not fine <= a
-    with pytest.raises(TopologyError, match="12 and of 8 layers"):
+    with refused(TopologyError, setting="layers", given=8):
         a.join(Composition.parse("4,4"))
-    with pytest.raises(TopologyError, match="do not compare"):
+    with refused(TopologyError, setting="layers", given=12):
         _ = a <= Composition.parse("4,4")
-    with pytest.raises(TopologyError, match="'4,8' is not a composition"):
+    with refused(TopologyError, setting="other", given="4,8"):
         a.meet("4,8")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         _ = a <= (4, 8)  # type: ignore[operator]
@@ -193,10 +190,10 @@ def test_the_ends_of_the_lattice() -> None:
     assert Composition.bottom(5) == Composition((5,))
     assert Composition.top(5) == Composition((1, 1, 1, 1, 1))
     assert [str(x) for x in Composition.atoms(4)] == ["1,3", "2,2", "3,1"]
-    assert [str(x) for x in Composition.coatoms(4)] == ["2,1,1", "1,2,1", "1,1,2"]
+    assert [str(x) for x in Composition.top(4).coarsenings()] == ["2,1,1", "1,2,1", "1,1,2"]
     assert Composition.bottom(1) == Composition.top(1)
-    assert Composition.atoms(1) == Composition.coatoms(1) == []
-    with refused(TopologyError, setting="the number of layers", given=10001):
+    assert Composition.atoms(1) == []
+    with refused(TopologyError, setting="layers", given=10001):
         Composition.top(MAX_LAYERS + 1)
 
 
@@ -230,7 +227,10 @@ def test_enumeration_is_lazy_and_direct_at_a_hundred_layers() -> None:
     ("layers", "stages", "min_depth"), [(0, None, 1), (4, 0, 1), (4, -1, 1), (4, None, 0), (4.0, None, 1)]
 )
 def test_bad_ranges_are_refused_at_the_call(layers: int, stages: int | None, min_depth: int) -> None:
-    with pytest.raises(TopologyError, match="give a whole number"):
+    wrong = (
+        "layers" if layers != 4 or isinstance(layers, float) else "min_depth" if stages is None else "stages"
+    )
+    with refused(TopologyError, setting=wrong):
         enumerate_compositions(layers, stages, min_depth)
-    with pytest.raises(TopologyError, match="give a whole number"):
+    with refused(TopologyError, setting=wrong):
         count_compositions(layers, stages, min_depth)

@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from raising import refused
 from topograd.errors import TopologyError
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -136,7 +137,7 @@ def test_an_input_bus_has_a_relay_for_each_listener() -> None:
 
 @pytest.mark.parametrize("source", [2, 3, 7])
 def test_an_input_bus_from_downstream_is_one_clear_line(source: int) -> None:
-    with pytest.raises(TopologyError, match=rf"from stage {source}, behind which no stage lies") as raised:
+    with refused(TopologyError, setting="source") as raised:
         Topology.chain("1,1,1").with_input_bus(Edge(source))
     assert "\n" not in str(raised.value)
 
@@ -183,62 +184,69 @@ def after(edge: Edge, **stage: object) -> tuple[Stage, ...]:
     return Stage(0, 2, (ROOT,)), replace(Stage(2, 3, (edge,)), **stage)  # type: ignore[arg-type]
 
 
+TWICE = (Edge(0), Edge(0, layer=2))
+
+
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("stages", "setting", "given"),
     [
-        ((), "at least one stage"),
-        ((Stage(2, 2, (ROOT,)),), r"stage 0 covers layers 2\.\.2"),
-        ((Stage(-1, 3, (ROOT,)),), r"-1\.\.3.*0 <= start"),
-        ((Stage(0, 4, (ROOT,)),), r"0\.\.4.*stop <= 3"),
-        ((Stage(0, 2, (ROOT,)),), r"layers \[2\] belong to no stage"),
-        ((Stage(1, 2, (ROOT,)),), r"layers \[0, 2\]"),
-        ((replace(WHOLE, weight=-1.0),), "weight -1.0"),
-        ((replace(WHOLE, weight=math.nan),), "weight nan"),
-        ((replace(WHOLE, weight=math.inf),), "weight inf"),
-        ((replace(WHOLE, weight=0.0),), "every stage has weight 0"),
-        ((replace(WHOLE, frozen=True),), "frozen but has weight 1.0"),
-        ((replace(WHOLE, sources=()),), "stage 0 hears nothing"),
-        ((replace(WHOLE, sources=(ROOT, Edge(EMBEDDING))),), "stage 0 hears the same source twice"),
-        (after(Edge(0), sources=(Edge(0), Edge(0, layer=2))), "stage 1 hears the same source twice"),
-        (after(Edge(0, grad_scale=1.5)), "grad_scale 1.5"),
-        (after(Edge(0, grad_scale=-0.1)), "grad_scale -0.1"),
-        (after(Edge(0, grad_scale=math.nan)), "grad_scale nan"),
-        (after(Edge(1)), "stage 1 hears stage 1"),
-        (after(Edge(2)), "stage 1 hears stage 2"),
-        (after(Edge(-2)), "stage 1 hears stage -2"),
-        (after(Edge(EMBEDDING, layer=1)), "taps the embedding at layer 1"),
-        (after(Edge(0, layer=0)), r"stage 0 after layer 0.*1\.\.2"),
-        (after(Edge(0, layer=3)), r"stage 0 after layer 3.*1\.\.2"),
+        ((), "stages", ()),
+        ((Stage(2, 2, (ROOT,)),), "stop", 2),
+        ((Stage(-1, 3, (ROOT,)),), "stop", 3),
+        ((Stage(0, 4, (ROOT,)),), "stop", 4),
+        ((Stage(0, 2, (ROOT,)),), "stages", [2]),
+        ((Stage(1, 2, (ROOT,)),), "stages", [0, 2]),
+        ((replace(WHOLE, weight=-1.0),), "weight", -1.0),
+        ((replace(WHOLE, weight=math.nan),), "weight", math.nan),
+        ((replace(WHOLE, weight=math.inf),), "weight", math.inf),
+        ((replace(WHOLE, weight=0.0),), "weight", 0),
+        ((replace(WHOLE, frozen=True),), "weight", 1.0),
+        ((replace(WHOLE, every=0),), "every", 0),
+        ((replace(WHOLE, sources=()),), "sources", ()),
+        ((replace(WHOLE, sources=(ROOT, Edge(EMBEDDING))),), "sources", (ROOT, Edge(EMBEDDING))),
+        (after(Edge(0), sources=TWICE), "sources", TWICE),
+        (after(Edge(0, grad_scale=1.5)), "grad_scale", 1.5),
+        (after(Edge(0, grad_scale=-0.1)), "grad_scale", -0.1),
+        (after(Edge(0, grad_scale=math.nan)), "grad_scale", math.nan),
+        (after(Edge(1)), "source", 1),
+        (after(Edge(2)), "source", 2),
+        (after(Edge(-2)), "source", -2),
+        (after(Edge(EMBEDDING, layer=1)), "layer", 1),
+        (after(Edge(0, layer=0)), "layer", 0),
+        (after(Edge(0, layer=3)), "layer", 3),
         (
             (Stage(0, 2, (ROOT,), weight=0.0, frozen=True), Stage(2, 3, (Edge(0, grad_scale=0.5),))),
-            "stage 1 sends gradient to frozen stage 0",
+            "grad_scale",
+            0.5,
         ),
     ],
 )
-def test_what_does_not_exist_is_one_clear_line(stages: tuple[Stage, ...], message: str) -> None:
-    with pytest.raises(TopologyError, match=message) as raised:
+def test_what_does_not_exist_is_one_clear_line(
+    stages: tuple[Stage, ...], setting: str, given: object
+) -> None:
+    with refused(TopologyError, setting=setting) as caught:
         Topology(3, stages)
-    assert "\n" not in str(raised.value)
+    assert repr(caught.value.given) == repr(given)  # nan is not equal to itself
 
 
-@pytest.mark.parametrize("name", ["heads", "bus", "reduction"])
+@pytest.mark.parametrize("name", ["heads", "bus", "reduction", "reach"])
 def test_unknown_choices_name_the_known(name: str) -> None:
-    with pytest.raises(TopologyError, match=rf"{name} 'both' is unknown; choose one of \('"):
+    with refused(TopologyError, setting=name, given="both"):
         replace(Topology.chain("3"), **{name: "both"})  # type: ignore[arg-type]
 
 
 def test_constructors_refuse_what_they_cannot_build() -> None:
-    with pytest.raises(TopologyError, match=r"interval 2\.\.4 starts after layer 2"):
+    with refused(TopologyError, setting="intervals"):
         Topology.cover([(0, 1), (2, 4)])
-    with pytest.raises(TopologyError, match="at least one stage"):
+    with refused(TopologyError, setting="stages"):
         Topology.cover([])
-    with pytest.raises(TopologyError, match="at least one stage"):
+    with refused(TopologyError, setting="stages"):
         Topology.forest([])
-    with pytest.raises(TopologyError, match=r"grad_scale 2\.0"):
+    with refused(TopologyError, setting="grad_scale", given=2.0):
         Topology.soft([2.0])
-    with pytest.raises(TopologyError, match=r"covers layers 2\.\.2"):
+    with refused(TopologyError, setting="stop", given=2):
         Topology.chain("2").with_specialist(0)
-    with pytest.raises(TopologyError, match="a decoder of 0 layers was asked for"):
+    with refused(TopologyError, setting="depth", given=0):
         Topology.chain("2").with_decoders(0)
 
 
@@ -248,7 +256,7 @@ def test_more_layers_than_any_machine_has_are_refused_at_once() -> None:
         lambda: Topology.chain("1,1").with_decoders(10**15),
         lambda: Topology(10**15, (Stage(0, 10**15, (ROOT,)),)),
     ):
-        with pytest.raises(TopologyError, match="layers; there may be at most 10000"):
+        with refused(TopologyError, setting="layers"):
             build()
 
 
@@ -287,5 +295,5 @@ def test_decoders_of_all_but_the_last_stage() -> None:
     plan = Plan.of(decoded, 8)
     assert plan.prediction.kind == "last"
     assert [layer for p in plan.needed(plan.last) for layer in p.layers] == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(TopologyError, match="the stages predict by sum"):
+    with refused(TopologyError, setting="last", given=False):
         Topology.chain("1,1", objective="residual").with_decoders(1, last=False)

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lattice import from_bits
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration, Heads
 
@@ -16,7 +17,7 @@ Triple: TypeAlias = tuple[Any, Any, Any]
 def compositions(draw: st.DrawFn) -> Triple:
     size = draw(st.integers(0, 24))
     vector = st.lists(st.integers(0, 1), min_size=size, max_size=size)
-    a, b, c = (Composition.from_boundary_vector(draw(vector)) for _ in range(3))
+    a, b, c = (from_bits(draw(vector)) for _ in range(3))
     return a, b, c
 
 
@@ -32,7 +33,7 @@ small = settings(deadline=None, max_examples=100)
 
 def complement(x: Any) -> Any:
     if isinstance(x, Composition):
-        return Composition.from_boundary_vector([1 - bit for bit in x.boundary_vector])
+        return from_bits([1 - bit for bit in x.boundary_vector])
     flipped = Heads.SHARED if x.heads is Heads.PER_STAGE else Heads.PER_STAGE
     return Configuration(complement(x.composition), flipped)
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lattice import from_bits
 from topograd.exec.forward import stage_outputs
 from topograd.exec.train_step import train_step
 from topograd.nn.gpt import GPT
 from topograd.nn.preparation import prepare
 from topograd.nn.stack import LayerContext
-from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
 from topograd.topology.plan import Plan
@@ -243,7 +243,7 @@ def test_proposition_9_4_soft_boundaries_at_a_vertex_are_the_hard_configuration(
     vector: tuple[int, ...], heads: str, tiny: type[Tiny]
 ) -> None:
     """λ = 1 - b(π) is T(π, H), losses and gradients (Remark 9.6); the head of a stage is its last layer's."""
-    composition = Composition.from_boundary_vector(vector)
+    composition = from_bits(vector)
     hard = Topology.chain(Configuration.parse(composition, heads=heads))
     soft = Topology.soft([1.0 - bit for bit in vector], heads=hard.heads)
     stack, relaxed = tiny.gpt(hard), tiny.gpt(soft)

@@ -1,1 +1,1 @@
-"""Running the stages of a plan: the forward pass, and what a stage keeps between tokens."""
+"""Execution of a plan: the forward pass, training steps, and the state of a stage between tokens."""

@@ -1,7 +1,7 @@
-"""Running a plan forward: one stage, all the stages that a prediction needs, and the prediction itself.
+"""The forward pass of a plan: one stage, the stages of a prediction, and the prediction itself.
 
-The executor, the evaluation and decoding all go through `run_stage`, so that a stage's forward values are
-the same wherever it runs; and through `predict`, so that a model predicts the same wherever it is asked.
+Training, evaluation and decoding all use `run_stage`, so that a stage computes the same everywhere, and
+`predict`, so that a model predicts the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from topograd.exec.stage_cache import StageCache
 from topograd.nn.relays import CausalRelay
-from topograd.nn.stack import LayerContext, Stack
+from topograd.nn.stack import LayerContext, Stack, check_stack
 from topograd.topology.branches import predicting_plan
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
@@ -34,27 +34,29 @@ def run_stage(
     lean: bool = False,
     recompute: bool = False,
 ) -> tuple[Tensor, dict[EdgeOutput, Tensor]]:
-    """The stage's last hidden state, and what it sends through each of its ports.
+    """The stage's last hidden state, and its message for each of its outputs.
 
-    `messages` holds one tensor for each of `planned.inputs`; a `cache` is there to decode. With `lean`
-    only what the stage sends is wanted, and positions that nobody reads may be left out of its hidden state.
-    With `recompute` a layer keeps its input alone and runs again in the backward.
+    `messages` holds one tensor for each of `planned.inputs`; a `cache` is for decoding. With `lean` only the
+    messages are needed, and positions that no stage reads may be left out of the hidden state. With
+    `recompute` a layer keeps its input alone and runs again in the backward.
     """
     horizon, rows = _needed(stack, planned, ctx) if lean and cache is None else (None, None)
     if horizon is not None:
         ctx = stack.layer_context(ctx.x0[:, :horizon], ctx.inputs[:, :horizon])
     h = None
-    for (port, _), message in zip(planned.inputs, messages, strict=True):
-        relay = stack.relay(port.relay)
-        received = relay.receive(message, ctx) if cache is None else cache.receive(relay, port, message, ctx)
+    for (output, _), message in zip(planned.inputs, messages, strict=True):
+        relay = stack.relay(output.relay)
+        received = (
+            relay.receive(message, ctx) if cache is None else cache.receive(relay, output, message, ctx)
+        )
         if horizon is not None:
             received = received[:, :horizon]
         h = received if h is None else h + received
     assert h is not None, "a stage without sources cannot be built"
     if cache is not None and not cache.from_start:
-        tapped = cache.layers(h, ctx)
+        after = cache.layers(h, ctx)
     else:
-        tapped = {}
+        after = {}
         for layer in planned.layers:
             module = stack.layers[layer]
             call = partial(checkpoint, module, use_reentrant=False) if recompute else module
@@ -64,31 +66,33 @@ def run_stage(
                 h = call(h, ctx, rows=rows)
             else:
                 h = call(h, ctx)[:, rows]
-            tapped[layer + 1] = h
-    h = tapped[planned.stage.stop]
-    for (port, _), message in zip(planned.inputs, messages, strict=True):
-        relay = stack.relay(port.relay)
+            after[layer + 1] = h
+    h = after[planned.stage.stop]
+    for (output, _), message in zip(planned.inputs, messages, strict=True):
+        relay = stack.relay(output.relay)
         if hasattr(relay, "close"):  # a relay that chooses what goes back (`nn/inverse.py`)
-            h = tapped[planned.stage.stop] = relay.close(h, message)
+            h = after[planned.stage.stop] = relay.close(h, message)
     sent = {}
-    for port in planned.outputs:
-        relay = stack.relay(port.relay)
+    for output in planned.outputs:
+        relay = stack.relay(output.relay)
         if rows is not None:
             assert isinstance(relay, CausalRelay)
-            sent[port] = relay.send_pooled(h, messages[0])
+            sent[output] = relay.send_pooled(h, messages[0])
         else:
-            out, first = tapped[port.layer], messages[0]
-            sent[port] = relay.send(out, first) if cache is None else cache.send(relay, port, out, first, ctx)
+            out, first = after[output.layer], messages[0]
+            sent[output] = (
+                relay.send(out, first) if cache is None else cache.send(relay, output, out, first, ctx)
+            )
     return h, sent
 
 
 def _needed(stack: Stack, planned: PlannedStage, ctx: LayerContext) -> tuple[int | None, Tensor | None]:
-    """How many leading positions the receiving stages need, and which they read alone; None means all."""
-    relays = [stack.relay(port.relay) for port in planned.outputs]
-    looking = [relay for relay in relays if isinstance(relay, CausalRelay)]
-    if not relays or len(looking) < len(relays):
+    """The number of leading positions that receivers need, and the only ones they read; None means all."""
+    relays = [stack.relay(output.relay) for output in planned.outputs]
+    causal = [relay for relay in relays if isinstance(relay, CausalRelay)]
+    if not relays or len(causal) < len(relays):
         return None, None
-    needs = [relay.needed(ctx.inputs.shape[1]) for relay in looking]
+    needs = [relay.needed(ctx.inputs.shape[1]) for relay in causal]
     alone = len(needs) == 1 and planned.outputs[0].layer == planned.stage.stop
     rows = needs[0][1] if alone else None
     return max(count for count, _ in needs), None if rows is None else rows.to(ctx.inputs.device)
@@ -101,14 +105,14 @@ def stage_outputs(
     inputs: Tensor,
     stages: Iterable[int],
 ) -> dict[int, Tensor]:
-    """The last hidden state of each of `stages`, running only what they need."""
+    """The last hidden state of each of `stages`; only the stages that they need run."""
     return _outputs(stack, plan, inputs, stages)
 
 
 def stage_logits(
     stack: Stack, plan: Plan, stage: int, inputs: Tensor, x0: Tensor | None = None, *, lean: bool = True
 ) -> Tensor:
-    """What an exit after `stage` predicts, with its graph; from `x0` instead of the embedding.
+    """The logits of an exit after `stage`, with their graph; from `x0` instead of the embedding.
 
     λ does not act here: gradients pass every boundary. `lean` as in `run_stage`, for the stages before it.
     """
@@ -118,7 +122,7 @@ def stage_logits(
 
 
 class Reader(Protocol):
-    """What has heads: a stack, or a runtime over one."""
+    """A stack, or a runtime: hidden states to logits."""
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor: ...
 
@@ -137,11 +141,11 @@ def predict(
 
 
 class Predictor(nn.Module):
-    """A stack and its plan as one module: inputs to the logits that the model predicts by."""
+    """A stack and its plan as one module, from inputs to the model's logits."""
 
     def __init__(self, stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> None:
         super().__init__()
-        self.stack = stack
+        self.stack = check_stack(stack)
         self.plan = predicting_plan(Plan.of(topology, len(stack.layers)))
 
     def outputs(self, inputs: Tensor, states: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
@@ -160,24 +164,23 @@ def needed_stages(
 
     A wanted stage whose last layer is known need not run, nor one whose messages are; `learning` ones run.
     """
-    needed = set(learning)
-    asked = set(wanted)
+    needed, targets = set(learning), set(wanted)
     for planned in reversed(plan.stages):
-        heard = {port for later in plan.stages if later.index in needed for port, _ in later.inputs}
-        missing = any(port in heard and not _is_known(port, known) for port in planned.outputs)
-        if missing or (planned.index in asked and planned.stage.stop not in known):
+        read = {output for later in plan.stages if later.index in needed for output, _ in later.inputs}
+        missing = any(output in read and not _is_known(output, known) for output in planned.outputs)
+        if missing or (planned.index in targets and planned.stage.stop not in known):
             needed.add(planned.index)
     return needed
 
 
 def given_messages(plan: Plan, known: Mapping[int, Tensor]) -> dict[EdgeOutput, Tensor]:
-    """What stages send, as far as it is known."""
-    ports = (port for planned in plan.stages for port in planned.outputs)
-    return {port: known[port.layer] for port in ports if _is_known(port, known)}
+    """The messages of stages whose hidden states are known."""
+    outputs = (output for planned in plan.stages for output in planned.outputs)
+    return {output: known[output.layer] for output in outputs if _is_known(output, known)}
 
 
-def _is_known(port: EdgeOutput, known: Mapping[int, Tensor]) -> bool:
-    return port.relay == "identity" and port.layer in known
+def _is_known(output: EdgeOutput, known: Mapping[int, Tensor]) -> bool:
+    return output.relay == "identity" and output.layer in known
 
 
 def _outputs(
@@ -200,12 +203,12 @@ def _outputs(
     for planned in plan.stages:
         if planned.index not in needed:
             continue
-        received = [x0 if port.source == EMBEDDING else messages[port] for port, _ in planned.inputs]
+        received = [x0 if output.source == EMBEDDING else messages[output] for output, _ in planned.inputs]
         short = lean and planned.index not in wanted
         h, sent = run_stage(stack, planned, received, ctx, lean=short)
         messages.update(sent)
-        for port in planned.last_use:
-            messages.pop(port, None)
+        for output in planned.last_use:
+            messages.pop(output, None)
         if planned.index in wanted:
             outputs[planned.index] = h
     return outputs

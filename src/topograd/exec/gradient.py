@@ -1,8 +1,8 @@
-"""Gradients of edges between stages: the engine protocol, and autograd.
+"""Gradient engines: the protocol, and autograd.
 
 A step (`train_step.py`) runs the stages forward. Every stage leaves a graph of its own, from the messages
-that it receives, which are leaves, to its loss and the messages that it sends. An engine says how the
-gradient of a message is obtained, and so when a stage's backward runs, and nothing else.
+that it receives, which are leaves, to its loss and the messages that it sends. An engine decides how the
+gradient of a message is computed, and when a stage's backward runs.
 
 `Autograd` runs a stage's backward as soon as its forward is done, unless a later stage sends gradient back to
 it; then it waits for the last of those. So with λ = 0 on every edge, one stage's activations live at a time.
@@ -32,25 +32,25 @@ from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
 
 
 class Transport(Protocol):
-    """What a step needs of the stages that run elsewhere."""
+    """Messages to and from stages that run elsewhere."""
 
     @property
     def stages(self) -> Collection[int]:
-        """Those that run here."""
+        """The stages that run here."""
 
     def incoming(self, stage: int) -> Collection[EdgeOutput]:
-        """What of a stage elsewhere is wanted here."""
+        """The outputs of a stage elsewhere that are needed here."""
 
-    def receive(self, port: EdgeOutput) -> Tensor:
-        """The next message of `port`, without a graph; waits for it."""
+    def receive(self, output: EdgeOutput) -> Tensor:
+        """The next message of `output`, without a graph; waits for it."""
 
-    def send(self, port: EdgeOutput, value: Tensor) -> None:
-        """Hand a message to whoever wants it; returns at once."""
+    def send(self, output: EdgeOutput, value: Tensor) -> None:
+        """Send a message to its receivers; returns at once."""
 
 
 @dataclass
 class Message:
-    """What crosses an edge: its value, in the sender's graph as long as that lives, and its gradient."""
+    """A tensor that crosses an edge: its value, in the sender's graph while that lives, and its gradient."""
 
     value: Tensor
     gradient: Tensor | None = None
@@ -71,9 +71,9 @@ class PendingStage:
     loss: Tensor | None = None
     sent: dict[EdgeOutput, Message] = field(default_factory=dict)
     leaves: list[tuple[Tensor, float, Message]] = field(default_factory=list)
-    """What it received with gradient: the leaf, λ, and the message whose gradient it adds to."""
-    answered: bool = False
-    """Whether the stages before it have its gradient already."""
+    """The inputs with gradient: the leaf, λ, and the message whose gradient it adds to."""
+    grads_sent: bool = False
+    """Whether the stages before it already have its gradient."""
 
     def backward(self, scale: float) -> None:
         """Run its backward; afterwards its messages are plain values and its graph is gone."""
@@ -98,7 +98,7 @@ class PendingStage:
 
 @dataclass
 class StepGraph:
-    """One step as its engine sees it."""
+    """The state of one step, for its engine."""
 
     stack: Stack
     plan: Plan
@@ -111,7 +111,7 @@ class StepGraph:
     pending: dict[int, PendingStage] = field(default_factory=dict)
     """The stages that ran here, in order, while their backward has not."""
     waiting: dict[int, int] = field(init=False)
-    """How many later stages have still to send gradient back to each stage."""
+    """The number of later stages that have not yet sent gradient back to each stage."""
 
     def __post_init__(self) -> None:
         self.waiting = {planned.index: planned.num_grad_consumers for planned in self.plan.stages}
@@ -120,12 +120,14 @@ class StepGraph:
                 raise ConfigError(
                     f"recompute is on and layers.{name} is a {type(module).__name__}, whose "
                     "running means would move twice in a step",
+                    setting="recompute",
+                    given=True,
                     remedy="leave recompute out",
                 )
 
 
 class GradientEngine(Protocol):
-    """How gradients cross edges."""
+    """The computation of gradients across edges."""
 
     crosses_ranks: ClassVar[bool]
     """Whether gradient goes back to stages that run elsewhere."""
@@ -144,7 +146,7 @@ class GradientEngine(Protocol):
 
 
 class Autograd:
-    """Each stage's backward when all gradient that comes back to it is there."""
+    """PyTorch autograd: a stage's backward runs when it has all gradients of its outputs."""
 
     crosses_ranks: ClassVar[bool] = False
 
@@ -155,7 +157,7 @@ class Autograd:
         return nullcontext()
 
     def after_stage(self, graph: StepGraph, index: int) -> None:
-        """Run the stage's backward if no more gradient comes back to it, then of whatever that frees."""
+        """Run the stage's backward if no more gradient comes back to it, then those that become ready."""
         ready = [index] if not graph.waiting[index] else []
         if not ready and graph.plan.topology.reach == "next":
             _send_early_grads(graph.pending[index], graph.scale)
@@ -172,13 +174,13 @@ class Autograd:
 BACKWARDS: Registry[Callable[..., GradientEngine]] = Registry(
     "backward engine", {"autograd": "topograd.exec.gradient:Autograd"}
 )
-"""Engines as settings call them; packages above declare more."""
+"""Engines by name; packages above declare more."""
 
 
 def _newly_ready(graph: StepGraph, stage: PendingStage) -> list[int]:
     """The stages to which no more gradient comes, now that `stage` has sent its own; none a second time."""
-    sources = [] if stage.answered else graph.plan.gradient_sources(stage.planned.index)
-    stage.answered = True
+    sources = [] if stage.grads_sent else graph.plan.gradient_sources(stage.planned.index)
+    stage.grads_sent = True
     for source in sources:
         graph.waiting[source] -= 1
     return [source for source in sources if not graph.waiting[source]]
@@ -192,7 +194,7 @@ def _send_early_grads(stage: PendingStage, scale: float) -> None:
         return
     start = stage.loss.new_full((), stage.planned.scale * scale)
     leaves = [leaf for leaf, _, _ in inner]
-    found = torch.autograd.grad(stage.loss, leaves, start, retain_graph=True, allow_unused=True)
-    for gradient, (_, grad_scale, source) in zip(found, inner, strict=True):
+    gradients = torch.autograd.grad(stage.loss, leaves, start, retain_graph=True, allow_unused=True)
+    for gradient, (_, grad_scale, source) in zip(gradients, inner, strict=True):
         if gradient is not None:
             source.add_gradient(gradient * grad_scale)

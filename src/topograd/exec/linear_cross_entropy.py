@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear readout, without ever holding all the logits.
+"""Cross-entropy of a linear readout, without all logits in memory.
 
     ℓ = (1/N) Σ_n [ log Z_n - z_n[y_n] + c (log Z_n)² ],   z_n = cap(W x_n + b),   log Z_n = logsumexp(z_n)
 
-N the number of targets, c the weight of the z-loss (0 unless asked for).
+N the number of targets, c the weight of the z-loss (0 by default).
 
 x (N, d), W (V, d), b (V), y (N). The tokens go through in chunks of C. Each chunk computes its logits, its
 loss and at once its part of the gradients
@@ -14,10 +14,9 @@ U (V, r) and D (r, d), nothing of W's size is made or gets a gradient where W is
 
     z_n = W x_n + U (D x_n),   ∂ℓ/∂x = g W + (g U) D,   ∂ℓ/∂U += gᵀ (x Dᵀ),   ∂ℓ/∂D += (g U)ᵀ x
 
-Memory O(C V + N d + V d) instead
-of O(N V); the multiply-adds are the same as the plain version's. Within one chunk every operation is the
-one that autograd would do, in the same order, so with N ≤ C the result is bit-equal to the plain version
-(`tests/oracles/cross_entropy.py`).
+Memory O(C V + N d + V d) instead of O(N V); the multiply-adds are the same as the plain version's. Within one
+chunk every operation is the one that autograd would do, in the same order, so with N ≤ C the result is
+bit-equal to the plain version (`tests/oracles/cross_entropy.py`).
 
 Targets of -100 are ignored. Limits: first derivatives only. Gradients are computed whenever any input
 wants one, also if backward is never called.
@@ -37,14 +36,14 @@ from topograd.optim.z_loss import z_loss
 
 CHUNK_ELEMENTS = 2**19
 """Logits held at once, by default: 2 MiB in float32. From 2**18 to 2**21 the speed is the same."""
-FEWEST_TOKENS = 128
+MIN_TOKENS = 128
 """However large the vocabulary: W is read from memory once a chunk, which with 16 tokens of 49,152 costs more
 than the products."""
 
 
 def chunk_tokens(vocab: int) -> int:
-    """How many tokens make a chunk for this vocabulary."""
-    return max(CHUNK_ELEMENTS // vocab, FEWEST_TOKENS)
+    """The number of tokens of a chunk for this vocabulary."""
+    return max(CHUNK_ELEMENTS // vocab, MIN_TOKENS)
 
 
 def linear_cross_entropy(
@@ -65,14 +64,14 @@ def linear_cross_entropy(
     chunk = chunk or chunk_tokens(weight.shape[0])
     flat, y = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     up, down = (None, None) if low_rank is None else low_rank
-    given = [flat, weight, bias, up, down]
+    tensors = [flat, weight, bias, up, down]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        given = [None if tensor is None else tensor.to(dtype) for tensor in given]
+        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     if not torch.is_grad_enabled():  # a Function cannot tell: its needs_input_grad ignores no_grad
-        given = [None if tensor is None else tensor.detach() for tensor in given]
+        tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
     with torch.autocast(x.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(*given, y, softcap, z_weight, chunk)
+        loss: Tensor = _LinearCrossEntropy.apply(*tensors, y, softcap, z_weight, chunk)
     return loss
 
 
@@ -99,29 +98,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         dup, ddown = (None if t is None else torch.zeros_like(t) for t in (up, down))
         for start in range(0, len(x), chunk):
-            rows = slice(start, start + chunk)
-            logits = F.linear(x[rows], weight, bias)
+            part = slice(start, start + chunk)
+            logits = F.linear(x[part], weight, bias)
             if up is not None and down is not None:
-                reduced = F.linear(x[rows], down)
+                reduced = F.linear(x[part], down)
                 logits.addmm_(reduced, up.t())
-            part, g = _chunk_loss(logits, targets[rows], count, softcap, z_weight, wanted)
-            loss += part
+            loss_part, g = _chunk_loss(logits, targets[part], count, softcap, z_weight, wanted)
+            loss += loss_part
             if g is None:
                 continue
             if dx is not None:
-                torch.mm(g, weight, out=dx[rows])
+                torch.mm(g, weight, out=dx[part])
             if dweight is not None:
-                dweight.addmm_(g.t(), x[rows])
+                dweight.addmm_(g.t(), x[part])
             elif wants_weight:
-                dweight = g.t() @ x[rows]
+                dweight = g.t() @ x[part]
             if dbias is not None:
                 dbias += g.sum(0)
             if up is not None and down is not None and dup is not None and ddown is not None:
                 back = g @ up
                 if dx is not None:
-                    dx[rows].addmm_(back, down)
+                    dx[part].addmm_(back, down)
                 dup.addmm_(g.t(), reduced)
-                ddown.addmm_(back.t(), x[rows])
+                ddown.addmm_(back.t(), x[part])
         ctx.save_for_backward(dx, dweight, dbias, dup, ddown)
         return loss
 

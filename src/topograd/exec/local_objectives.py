@@ -1,8 +1,8 @@
-"""Objectives that look at more of a stage than its logits: the baselines of "Product of Experts" appendix A.
+"""Local objectives, which read more of a stage than its logits: "Product of Experts" appendix A's baselines.
 
-    autoencoder      ‖g(h_k) - h_{k-1}‖² / d          reconstruct what was heard; no class is asked for
+    autoencoder      ‖g(h_k) - h_{k-1}‖² / d          reconstruct the input; no class is predicted
     inverse          ‖g(f_k(x)) - x‖² / d,  x = h_{k-1} + ε     trains the map of target propagation alone
-    byol             CE(z_k, y) + c (2 - 2 cos(q(u_k), ū_{k+1}))   agree with a slow copy of the next stage
+    byol             CE(z_k, y) + c (2 - 2 cos(q(u_k), ū_{k+1}))   agree with an EMA copy of the next stage
     ridge            ½‖W u_k - y‖²,  W in closed form            the head is solved for, not learned
     forward-forward  softplus(θ - z_y) + mean_{c≠y} softplus(z_c - θ),  z the goodness of each label
 
@@ -10,7 +10,7 @@ u_k are the features that stage k's head reads, g the module in `nn/inverse.py`,
 `nn/aux_heads.py`. All are local: with λ = 0 at the boundaries only the stage's own layers learn from them.
 
 A `LocalObjective` is given a `StageView` instead of logits. `autoencoder` and `inverse` train no head, so
-their stages have losses and do not predict (`Stage.head`). Limits: byol's slow copies and ridge's moments
+their stages have losses and do not predict (`Stage.head`). Limits: byol's EMA copies and ridge's moments
 move in training, as BatchNorm's means do; ridge's outputs are regressions, so their probabilities say little.
 """
 
@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError, StackError
-from topograd.exec.objectives import CrossEntropy, counted_rows, stage_loss
+from topograd.exec.objectives import ClassObjective, CrossEntropy, select_counted, stage_loss
 from topograd.nn.aux_heads import EMACopy, RidgeHead, auxiliary, auxiliary_name
 from topograd.nn.inverse import Inverse, TargetRelay
 from topograd.nn.stack import LayerContext, Stack
 from topograd.topology.plan import PlannedStage
 
 NOISE = 0.1
-"""Of what an inverse is trained on, as a share of its spread."""
+"""Noise on the inputs of an inverse, as a share of their spread."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StageView:
     stack: Stack
     planned: PlannedStage
     received: Tensor
-    """What it heard first, without gradient."""
+    """Its first input, without gradient."""
     h: Tensor
     ctx: LayerContext
     targets: Tensor
@@ -51,17 +51,17 @@ class StageView:
         return stage_loss(self.stack, self.h, self.planned.head, CrossEntropy(), self.targets)
 
     def module(self) -> nn.Module:
-        """What `prepare` made for this stage and objective."""
-        found = auxiliary(self.stack, self.planned)
-        if found is None:
+        """The module that `prepare` made for this stage and objective."""
+        module = auxiliary(self.stack, self.planned)
+        if module is None:
             raise StackError(
                 f"stage {self.planned.index + 1} lacks {auxiliary_name(self.planned)!r}",
                 remedy="call tg.prepare(stack, topology) before you build the optimizer",
             )
-        return found
+        return module
 
     def run(self, h: Tensor) -> Tensor:
-        """The stage's layers on something else."""
+        """The stage's layers on another input."""
         for i in self.planned.layers:
             h = self.stack.layers[i](h, self.ctx)
         return h
@@ -69,8 +69,6 @@ class StageView:
 
 class LocalObjective(ABC):
     """The mean loss of a stage, from more than its logits."""
-
-    uses_prior = False
 
     @abstractmethod
     def of_stage(self, view: StageView) -> Tensor:
@@ -80,12 +78,14 @@ class LocalObjective(ABC):
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
         raise ConfigError(
-            f"{type(self).__name__} looks at a whole stage", remedy="it cannot be asked of logits alone"
+            f"{type(self).__name__} needs a whole stage, not logits alone",
+            setting="objective",
+            given=type(self).__name__,
         )
 
 
 class Autoencoder(LocalObjective):
-    """Reconstruct what the stage heard."""
+    """Reconstruct the stage's input."""
 
     def of_stage(self, view: StageView) -> Tensor:
         decoder = view.module()
@@ -102,13 +102,13 @@ class InverseObjective(LocalObjective):
         with torch.no_grad():
             x = view.received
             x = x + NOISE * x.std() * torch.randn_like(x)
-            given = view.run(x)
-        return F.mse_loss(relay.inverse(given), x)
+            output = view.run(x)
+        return F.mse_loss(relay.inverse(output), x)
 
 
 @dataclass(frozen=True)
 class Byol(LocalObjective):
-    """Predict the class, and how a slow copy of the next stage will see it."""
+    """Predict the class, and the features that an EMA copy of the next stage computes."""
 
     weight: float = 0.5
 
@@ -122,24 +122,23 @@ class Byol(LocalObjective):
 
 
 class Ridge(LocalObjective):
-    """Come near the classes under the head that is best for what was seen."""
+    """Squared error to the one-hot classes, under the ridge-regression head of the inputs so far."""
 
     def of_stage(self, view: StageView) -> Tensor:
         head = view.module()
         assert isinstance(head, RidgeHead)
         features = view.stack.features(view.h)
         head.add(features, view.targets)
-        wanted = F.one_hot(view.targets, head.cross.shape[1]).to(features.dtype)
-        return 0.5 * (head(features) - wanted).square().sum(-1).mean()
+        classes = F.one_hot(view.targets, head.cross.shape[1]).to(features.dtype)
+        return 0.5 * (head(features) - classes).square().sum(-1).mean()
 
 
 @dataclass(frozen=True)
-class ForwardForward:
+class ForwardForward(ClassObjective):
     """Goodness above θ for the true label, below it for the others. A loss of the logits, which are
     goodness."""
 
     threshold: float = 2.0
-    uses_prior = False
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
@@ -150,12 +149,13 @@ class ForwardForward:
 
 
 @dataclass(frozen=True)
-class Diversity:
+class Diversity(ClassObjective):
     """CE(z_k, y) + c cos(p_k, q) over the classes that are wrong, q the product of the stages before.
 
-    A stage is asked to make other mistakes than those before it, by the cosine of the two distributions
-    without the true class (as adaptive diversity promoting has it, Pang et al. 2019). "Product of Experts"
-    A.2 names "PoE + Diversity" without a formula; this one is ours. The model predicts by the product.
+    A stage should make other mistakes than those before it: the penalty is the cosine of the two
+    distributions without the true class (as adaptive diversity promoting has it, Pang et al. 2019). "Product
+    of Experts" A.2 names "PoE + Diversity" without a formula; this one is ours. The model predicts by the
+    product.
     """
 
     weight: float = 0.1
@@ -168,11 +168,11 @@ class Diversity:
         if prior is None:
             return loss
         mine, theirs = (_others(z.softmax(-1), targets.clamp(min=0)) for z in (logits, prior))
-        alike = F.cosine_similarity(mine, theirs, dim=-1)
-        return loss + self.weight * counted_rows(alike, targets != -100).sum()
+        similarity = F.cosine_similarity(mine, theirs, dim=-1)
+        return loss + self.weight * select_counted(similarity, targets != -100).sum()
 
 
 def _others(x: Tensor, targets: Tensor) -> Tensor:
-    """x (C, V) without each row's target: (C, V - 1)."""
+    """x (C, V) without each token's target: (C, V - 1)."""
     classes = torch.arange(x.shape[-1] - 1, device=x.device)
     return x.gather(-1, classes + (classes >= targets[:, None]))

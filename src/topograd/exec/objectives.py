@@ -1,4 +1,4 @@
-"""What a stage is asked: a loss of its logits, computed chunk by chunk.
+"""Objectives of stages: losses of their logits, computed chunk by chunk.
 
     cross-entropy   CE(z_k, y)                                      "Stage-Partitioned Learning" eq. 5
     z-loss          CE(z_k, y) + c (log Z)²,  log Z = logsumexp(z_k)      `optim/z_loss.py`
@@ -10,7 +10,7 @@ None), the teacher's logits (or None) and the targets (C) to the sum of the loss
 divides by the number of targets. Plain cross-entropy of a linear readout takes the fast path; everything
 else recomputes each chunk's logits in its backward, so that they are never whole in memory either. Logits
 of earlier stages and of a teacher are recomputed from their hidden states, chunk by chunk. Objectives that
-look at more than logits are in `local_objectives.py`.
+read more than logits are in `local_objectives.py`.
 """
 
 from __future__ import annotations
@@ -34,27 +34,35 @@ from topograd.registry import Registry
 from topograd.topology.plan import Plan
 
 Logits = Callable[[slice], Tensor]
-"""Logits of a range of tokens, made when they are asked for."""
+"""Logits of a range of tokens, computed on demand."""
 
 
 class Objective(Protocol):
-    """The summed loss of a chunk."""
-
-    uses_prior: bool
-    """Whether it looks at the logits of earlier stages; their hidden states are kept only then."""
+    """The summed loss of a chunk: any function of this signature, or an object with `uses_prior`."""
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor: ...
 
 
+def uses_prior(objective: Objective) -> bool:
+    """Whether it reads the logits of earlier stages, whose hidden states are kept only then.
+
+    That is its attribute `uses_prior`; a plain function has none and does not read them.
+    """
+    return getattr(objective, "uses_prior", False)
+
+
+class ClassObjective:
+    """Base of objectives whose targets are class numbers."""
+
+
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(ClassObjective):
     """Predict the target, whatever the stages before predict."""
 
     z_weight: float = 0.0
     """c of the z-loss, which keeps log Z near 0."""
-    uses_prior = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.z_weight < math.inf:
@@ -69,7 +77,7 @@ class CrossEntropy:
         return loss
 
 
-class Residual:
+class Residual(ClassObjective):
     """Correct the sum of the stages before."""
 
     uses_prior = True
@@ -81,32 +89,32 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(ClassObjective):
     """Follow a teacher's distribution, and the targets."""
 
     temperature: float = 2.0
     mix: float = 0.5
     """The teacher's share of the loss."""
-    uses_prior = False
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0 or not 0 <= self.mix <= 1:
-            raise ConfigError(
-                f"distillation has temperature {self.temperature} and mix {self.mix}",
-                remedy="the temperature must be positive and the mix lie in [0, 1]",
-            )
+        if not self.temperature > 0:
+            raise ConfigError(setting="temperature", given=self.temperature, allowed="positive")
+        if not 0 <= self.mix <= 1:
+            raise ConfigError(setting="mix", given=self.mix, allowed="in [0, 1]")
 
     def __call__(
         self, logits: Tensor, prior: Tensor | None, teacher: Tensor | None, targets: Tensor
     ) -> Tensor:
         if teacher is None:
             raise ConfigError(
-                "the objective 'distillation' needs a teacher", remedy="pass teacher= to train_step"
+                "the objective 'distillation' needs a teacher",
+                setting="teacher",
+                remedy="pass teacher= to train_step",
             )
         t = self.temperature
         counted = targets != -100
-        student = F.log_softmax(counted_rows(logits, counted) / t, dim=-1)
-        target = F.log_softmax(counted_rows(teacher, counted).to(logits.dtype) / t, dim=-1)
+        student = F.log_softmax(select_counted(logits, counted) / t, dim=-1)
+        target = F.log_softmax(select_counted(teacher, counted).to(logits.dtype) / t, dim=-1)
         divergence = F.kl_div(student, target, reduction="sum", log_target=True)
         return (1 - self.mix) * F.cross_entropy(
             logits, targets, reduction="sum"
@@ -129,26 +137,28 @@ OBJECTIVES: Registry[Objective] = Registry(
         "inverse": "topograd.exec.local_objectives:InverseObjective",
     },
 )
-"""What settings call objectives by. An entry is an objective, or a class that makes one without arguments."""
+"""Objectives by name. An entry is an objective, or a class that makes one without arguments."""
 
 
 def objective_named(name: str, objectives: Mapping[str, Objective] | None = None) -> Objective:
-    """The objective that a stage asks for by name; `objectives` are looked through first."""
-    found: Any = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
-    objective: Objective = found() if isinstance(found, type) else found
+    """The objective of a name; `objectives` come before the registered ones."""
+    entry: Any = objectives[name] if objectives is not None and name in objectives else OBJECTIVES[name]
+    objective: Objective = entry() if isinstance(entry, type) else entry
     return objective
 
 
 def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None) -> list[Objective]:
-    """What each stage of `plan` is asked, if the logits that it uses exist and the plan predicts by them."""
-    asked = [objective_named(planned.stage.objective, objectives) for planned in plan.stages]
-    for planned, objective in zip(plan.stages, asked, strict=True):
-        if planned.scale == 0 or not objective.uses_prior:
+    """The objective of each stage of `plan`; raises if it uses logits that do not exist or do not predict."""
+    chosen = [objective_named(planned.stage.objective, objectives) for planned in plan.stages]
+    for planned, objective in zip(plan.stages, chosen, strict=True):
+        if planned.scale == 0 or not uses_prior(objective):
             continue
         if plan.prediction.alone and planned.index > plan.predicting()[0]:
             raise TopologyError(
                 f"the objective {planned.stage.objective!r} corrects the sum of the stages before "
                 "it, and the plan predicts by one stage alone",
+                setting="prediction",
+                given=plan.topology.prediction,
                 remedy="give the topology prediction='sum'",
             )
         for earlier in plan.stages[: planned.index]:
@@ -157,9 +167,11 @@ def objectives_of(plan: Plan, objectives: Mapping[str, Objective] | None = None)
                     f"stage {planned.index} has the objective {planned.stage.objective!r}, which "
                     f"needs the logits of frozen stage {earlier.index}, but that stage was "
                     "trained without a loss",
+                    setting="objective",
+                    given=planned.stage.objective,
                     remedy="use 'cross-entropy', or a base with a loss at every stage",
                 )
-    return asked
+    return chosen
 
 
 def stage_loss(
@@ -172,6 +184,7 @@ def stage_loss(
     teacher: Logits | None = None,
 ) -> Tensor:
     """The mean loss of one stage. `prior` holds the earlier stages' (head, detached hidden state)."""
+    _check_targets(targets, h, objective)
     projection = stack.projection(stage)
     if isinstance(objective, CrossEntropy) and projection is not None:
         x, y = _counted(h, targets)
@@ -188,28 +201,47 @@ def stage_loss(
     flat, y = h.reshape(tokens, *h.shape[targets.dim() :]), targets.reshape(tokens)
     chunk = chunk_tokens(stack.readout(flat[:1].detach(), stage).shape[-1])
     before = [(k, earlier.reshape(tokens, *earlier.shape[targets.dim() :])) for k, earlier in prior]
-    before = before if objective.uses_prior else []
+    before = before if uses_prior(objective) else []
 
-    def part(rows: Tensor, start: int) -> Tensor:
-        where = slice(start, start + len(rows))
+    def part(states: Tensor, start: int) -> Tensor:
+        where = slice(start, start + len(states))
         summed: Tensor | None = None
         with torch.no_grad():
             for k, earlier in before:
                 z = stack.readout(earlier[where], k)
                 summed = z if summed is None else summed + z
-            taught = None if teacher is None else teacher(where)
-        return objective(stack.readout(rows, stage), summed, taught, y[where])
+            target = None if teacher is None else teacher(where)
+        return objective(stack.readout(states, stage), summed, target, y[where])
 
     total = torch.zeros((), device=h.device, dtype=h.dtype)
     if tokens <= chunk:  # one chunk is whole either way, so there is nothing to recompute
         return part(flat, 0) / (y != -100).sum().clamp(min=1)
-    for i, rows in enumerate(flat.split(chunk)):
-        total = total + checkpoint(part, rows, i * chunk, use_reentrant=False)
+    for i, states in enumerate(flat.split(chunk)):
+        total = total + checkpoint(part, states, i * chunk, use_reentrant=False)
     return total / (y != -100).sum().clamp(min=1)
 
 
+def _check_targets(targets: Tensor, h: Tensor, objective: Objective) -> None:
+    leading = tuple(h.shape[: targets.dim()])
+    if tuple(targets.shape) != leading:
+        raise ConfigError(
+            f"targets have the shape {tuple(targets.shape)}",
+            setting="targets",
+            given=tuple(targets.shape),
+            allowed=f"one for each position, of the shape {leading}",
+        )
+    if isinstance(objective, ClassObjective) and targets.dtype not in (torch.int64, torch.uint8):
+        raise ConfigError(
+            f"targets are {targets.dtype}",
+            setting="targets",
+            given=targets.dtype,
+            allowed="class numbers (torch.int64)",
+            remedy="register an objective of your own in tg.OBJECTIVES for other targets",
+        )
+
+
 def every_nth(targets: Tensor, n: int) -> Tensor:
-    """Targets of which every n-th counts, the others being -100; the next row begins one earlier.
+    """Targets of which every n-th counts, the others being -100; shifted by one in each next sequence.
 
     >>> every_nth(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), 2).tolist()
     [[1, -100, 3, -100], [-100, 6, -100, 8]]
@@ -223,17 +255,17 @@ def every_nth(targets: Tensor, n: int) -> Tensor:
     return targets.masked_fill(place % n != 0, -100)
 
 
-def counted_rows(x: Tensor, counted: Tensor) -> Tensor:
-    """The rows of x that count. On a device all of them, the others zero: to count them is to wait for it."""
+def select_counted(x: Tensor, counted: Tensor) -> Tensor:
+    """x (tokens, ...) where `counted`. On a GPU all of it, the rest zero: selecting would synchronize."""
     if x.device.type == "cpu":
         return x[counted]
     return x.masked_fill(~counted.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def _counted(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and targets; where most targets do not count, as in a chat, only those that do.
+    """Hidden states and targets; where most targets are -100, as in a chat, only the others.
 
-    On a device all of them: to count is to wait for it.
+    On a GPU all of them: selecting would synchronize.
     """
     y = targets.reshape(-1)
     counted = y != -100
@@ -248,14 +280,14 @@ def teacher_logits(
     targets: Tensor | None = None,
     states: Mapping[int, Tensor] | None = None,
 ) -> Logits:
-    """A model as a teacher: its hidden states are kept, what it predicts is made by the chunk.
+    """A model as a teacher: its hidden states are kept, its logits are computed chunk by chunk.
 
-    `targets` say how many rows there are, where there is not one for each of the inputs: a picture has one.
-    `states` are hidden states of its own by layer, which need not be computed.
+    `targets` have the shape of the predictions, where that is not the inputs' (an image has one).
+    `states` are known hidden states of the teacher by layer.
     """
     like = inputs if targets is None else targets
     with torch.no_grad():
         outputs = teacher.outputs(inputs, states)
     flat = {k: h.reshape(like.numel(), *h.shape[like.dim() :]) for k, h in outputs.items()}
     full = teacher.plan.prediction.full
-    return lambda rows: predict(teacher.stack, teacher.plan, {k: h[rows] for k, h in flat.items()}, full)
+    return lambda part: predict(teacher.stack, teacher.plan, {k: h[part] for k, h in flat.items()}, full)

@@ -1,13 +1,13 @@
 """The decoding states of one stage, for every sequence of a cache, in PyTorch.
 
     receive, layers, send    run new positions of some sequences, packed (`nn/slots.py`), through the stage
-    truncate, copy           go back in one sequence; begin one as another does
-    open, move, close        sequences come, outgrow their place, and go
+    truncate, copy           roll back a sequence; start one with the positions of another
+    open, move, close        add a sequence, move it to a larger place, remove it
 
 A layer with `supports_varlen` keeps its keys and values in slots that all sequences share, and runs all of
 them at once. Any other layer has a state for each sequence: recurrent states of sequences with equally many
-new positions run as one batch, the rest sequence by sequence. A relay that looks back has a history for each
-sequence. A stage with a layer that keeps no state is run on the whole prefix each time (`from_start`).
+new positions run as one batch, the rest sequence by sequence. A causal relay has a history for each sequence.
+A stage with a layer that keeps no state is run on the whole prefix each time (`from_start`).
 
 Limits: inside `torch.inference_mode()`; one thread at a time.
 """
@@ -31,7 +31,7 @@ from topograd.topology.plan import EdgeOutput, PlannedStage
 
 @dataclass
 class SequenceStates:
-    """What a stage keeps of one sequence outside of slots."""
+    """The states of one sequence that are not in slots."""
 
     layers: list[LayerState | None]
     histories: dict[EdgeOutput, History]
@@ -53,14 +53,15 @@ class StageCache:
         self.slots: list[KVSlots | None] = [
             module.new_slots() if on else None for module, on in zip(modules, varlen, strict=True)
         ]
-        ports = (*(port for port, _ in planned.inputs), *planned.outputs)
-        self._histories = [port for port in ports if isinstance(stack.relay(port.relay), CausalRelay)]
+        self._kv_slots = [slots for slots in self.slots if slots is not None]
+        outputs = (*(output for output, _ in planned.inputs), *planned.outputs)
+        self._histories = [output for output in outputs if isinstance(stack.relay(output.relay), CausalRelay)]
         self._states: dict[Place, SequenceStates] = {}
 
     @property
     def position_bytes(self) -> int:
-        """What a position of a sequence takes in slots."""
-        return sum(kept.position_bytes for kept in self.slots if kept is not None)
+        """Bytes of a position of a sequence in slots."""
+        return sum(slots.position_bytes for slots in self._kv_slots)
 
     @property
     def cuts_anywhere(self) -> bool:
@@ -75,14 +76,14 @@ class StageCache:
             None if self.from_start or slots is not None else module.new_state(1, self.capacity)
             for module, slots in zip(self.modules, self.slots, strict=True)
         ]
-        histories = {} if self.from_start else {port: History(self.capacity) for port in self._histories}
+        histories = {} if self.from_start else {output: History(self.capacity) for output in self._histories}
         self._states[place] = SequenceStates(layers, histories)
 
     def close(self, place: Place) -> None:
         del self._states[place]
 
     def truncate(self, place: Place, length: int) -> int:
-        """Go back to `length` positions of a sequence or fewer; returns how many it has run."""
+        """Roll back to `length` positions of a sequence or fewer; returns the number that remain."""
         for state in self._states[place].all():
             length = state.truncate(length)
         return length
@@ -93,35 +94,32 @@ class StageCache:
         own = self._states[source]
         self._states[target] = SequenceStates(
             [None if state is None else state.copy() for state in own.layers],
-            {port: history.copy() for port, history in own.histories.items()},
+            {output: history.copy() for output, history in own.histories.items()},
         )
         return self.truncate(target, length)
 
     def move(self, old: Place, new: Place, length: int, slots: int) -> None:
-        """Copy what lies in slots to another place, of a room with so many slots."""
-        for kept in self.slots:
-            if kept is not None:
-                kept.keys.copy(old, new, length, slots)
-                kept.values.copy(old, new, length, slots)
+        """Copy the slots of a sequence to another place, in a room with so many slots."""
+        for kv in self._kv_slots:
+            kv.keys.copy(old, new, length, slots)
+            kv.values.copy(old, new, length, slots)
 
     def grow(self, old: int, new: int) -> None:
-        """Give the sequences of a room more of it."""
-        for kept in self.slots:
-            if kept is not None:
-                kept.keys.grow(old, new)
-                kept.values.grow(old, new)
+        """Make a room larger, for all sequences in it."""
+        for kv in self._kv_slots:
+            kv.keys.grow(old, new)
+            kv.values.grow(old, new)
 
     def keep_rooms(self, rooms: list[int]) -> None:
-        """Let go of the buffers of other rooms."""
-        for kept in self.slots:
-            if kept is not None:
-                kept.keys.keep_rooms(rooms)
-                kept.values.keep_rooms(rooms)
+        """Free the buffers of other rooms."""
+        for kv in self._kv_slots:
+            kv.keys.keep_rooms(rooms)
+            kv.values.keep_rooms(rooms)
 
     # Running
 
     def layers(self, h: Tensor, ctx: LayerContext) -> dict[int, Tensor]:
-        """The hidden state behind each layer, by how many layers of the stack."""
+        """The hidden state after each layer, by the number of layers of the stack."""
         after = {}
         for place, (layer, module) in enumerate(zip(self.planned.layers, self.modules, strict=True)):
             slots = self.slots[place]
@@ -130,14 +128,14 @@ class StageCache:
         return after
 
     def _each(self, module: Any, layer: int, h: Tensor, ctx: LayerContext) -> Tensor:
-        """A layer whose states are one for each sequence."""
+        """A layer with a state of its own for each sequence."""
         assert ctx.spans is not None, "a cache runs spans"
         spans = ctx.spans
         states: list[Any] = [self._states[place].layers[layer] for place in spans.places]
         if len(states) > 1 and all(isinstance(state, RecurrentState) for state in states):
             return self._joined(module, states, h, ctx)
-        rows = zip(spans.slices(), spans.row_buses, states, strict=True)
-        parts = [module(h[:, columns], own, state) for columns, own, state in rows]
+        each = zip(spans.slices(), spans.contexts, states, strict=True)
+        parts = [module(h[:, columns], own, state) for columns, own, state in each]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _joined(self, module: Any, states: list[RecurrentState], h: Tensor, ctx: LayerContext) -> Tensor:
@@ -151,38 +149,42 @@ class StageCache:
             own = self.stack.layer_context(x0, inputs, group.starts[0] if group.even else group.positions)
             y = module(group.unpack(h, 1), own, batch)
             parts.append(y.reshape(1, -1, *y.shape[2:]))
-            for row, state in enumerate(some):
-                state.take(batch, row, group.count)
+            for index, state in enumerate(some):
+                state.take(batch, index, group.count)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def receive(self, relay: Relay, port: EdgeOutput, message: Tensor, ctx: LayerContext) -> Tensor:
-        """What the stage gets at the new positions."""
+    def receive(self, relay: Relay, output: EdgeOutput, message: Tensor, ctx: LayerContext) -> Tensor:
+        """The stage's input at the new positions."""
         if not isinstance(relay, CausalRelay):
             return relay.receive(message, ctx)
         if self.from_start:
             return relay.receive_next(message, ctx)
-        return self._look_back(port, message, ctx, relay.receive_next)
+        return self._with_history(output, message, ctx, relay.receive_next)
 
-    def send(self, relay: Relay, port: EdgeOutput, h: Tensor, received: Tensor, ctx: LayerContext) -> Tensor:
-        """What the stage sends of the new positions."""
+    def send(
+        self, relay: Relay, output: EdgeOutput, h: Tensor, received: Tensor, ctx: LayerContext
+    ) -> Tensor:
+        """The stage's message at the new positions."""
         if not isinstance(relay, CausalRelay):
             return relay.send(h, received)
         if self.from_start:
             return relay.send_next(h, received, ctx)
         assert ctx.spans is not None
         each = iter([received[:, columns] for columns in ctx.spans.slices()])
-        return self._look_back(port, h, ctx, lambda history, own: relay.send_next(history, next(each), own))
+        return self._with_history(
+            output, h, ctx, lambda history, own: relay.send_next(history, next(each), own)
+        )
 
-    def _look_back(
+    def _with_history(
         self,
-        port: EdgeOutput,
+        output: EdgeOutput,
         values: Tensor,
         ctx: LayerContext,
         act: Callable[[Tensor, LayerContext], Tensor],
     ) -> Tensor:
         assert ctx.spans is not None
         spans, parts = ctx.spans, []
-        for place, columns, own in zip(spans.places, spans.slices(), spans.row_buses, strict=True):
-            history = self._states[place].histories[port].append(values[:, columns])
+        for place, columns, own in zip(spans.places, spans.slices(), spans.contexts, strict=True):
+            history = self._states[place].histories[output].append(values[:, columns])
             parts.append(act(history, own))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,12 +1,12 @@
-"""One training step of any topology: forward, losses and gradients, one stage at a time.
+"""The training step of any topology: forward, losses and gradients, one stage at a time.
 
-Every message that crosses an edge becomes a leaf of the receiving stage. How the leaf's gradient is obtained,
-and when a stage's backward runs, is the `GradientEngine`'s to say (`gradient.py`). The embedding stream x0 is
-a leaf too: its gradient adds up over the stages, and the embedding's own backward runs once, at the end.
+Every message that crosses an edge becomes a leaf of the receiving stage. The `GradientEngine` (`gradient.py`)
+decides how the leaf's gradient is computed and when a stage's backward runs. x0 is a leaf too: its gradient
+adds up over the stages, and the embedding's own backward runs once, at the end.
 
-Some stages may run elsewhere (`parallel/`): then a `Transport` carries the messages, and every place goes
-through the stages in the same order, receiving from those that are not its own. What a stage sends leaves as
-soon as its forward is done, before its loss and backward.
+Some stages may run elsewhere (`parallel/`): then a `Transport` carries the messages, and every rank goes
+through the stages in the same order, receiving from those that are not its own. Messages are sent as soon as
+a stage's forward is done, before its loss and backward.
 
 With `recompute` a layer keeps its input alone and runs again in the backward (`torch.utils.checkpoint`), with
 the same random numbers: the same gradients bit for bit, a third more work.
@@ -24,12 +24,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from topograd.errors import ConfigError
 from topograd.exec.forward import given_messages, needed_stages, run_stage
 from topograd.exec.gradient import Autograd, GradientEngine, Message, PendingStage, StepGraph, Transport
 from topograd.exec.local_objectives import LocalObjective, StageView
-from topograd.exec.objectives import Logits, Objective, every_nth, objectives_of, stage_loss
+from topograd.exec.objectives import Logits, Objective, every_nth, objectives_of, stage_loss, uses_prior
 from topograd.nn.preparation import check_prepared
-from topograd.nn.stack import LayerContext, Stack
+from topograd.nn.stack import LayerContext, Stack, check_stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, Topology
@@ -56,20 +57,24 @@ def train_step(
 
     inputs and targets (batch, time); targets of -100 are ignored. The losses (stages,) are unscaled; a
     stage without a loss of its own has nan, and so has one that runs elsewhere (`transport`). `objectives`
-    replaces registered ones by name. `states` are hidden states by layer (`training/activation_cache.py`):
-    frozen stages are not run where these are all that is heard of them. Nothing but `.grad` changes: a stack
-    that lacks what the topology calls for is refused (`prepare` adds it).
+    replaces registered ones by name. `states` are known hidden states by layer:
+    frozen stages do not run where these are all that is read of them. Nothing but `.grad` changes: a stack
+    that lacks heads or relays of the topology raises StackError (`prepare` adds them).
     """
+    check_stack(stack)
+    for name, value in {"inputs": inputs, "targets": targets}.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(setting=name, given=value, allowed="a torch.Tensor")
     plan = Plan.of(topology, len(stack.layers))
     check_prepared(stack, plan)
     graph = StepGraph(stack, plan, scale, transport, bool(states), recompute)
     gradient.begin(graph)
     embedded = stack.embed(inputs)
     x0 = embedded.detach().requires_grad_(embedded.requires_grad and not plan.frozen)
-    asked = objectives_of(plan, objectives)
+    per_stage = objectives_of(plan, objectives)
     known = {layer: h.to(x0.device, x0.dtype) for layer, h in (states or {}).items()}
-    stream = Message(x0, of_embedding=True)
-    step = _Step(graph, gradient, asked, targets, teacher, stack.layer_context(x0, inputs), known, stream)
+    root = Message(x0, of_embedding=True)
+    step = _Step(graph, gradient, per_stage, targets, teacher, stack.layer_context(x0, inputs), known, root)
     running = step.running(embedded.requires_grad)
     losses = []
     for planned in plan.stages:
@@ -79,12 +84,12 @@ def train_step(
         else:
             loss = step.run(planned, planned.index in running)
             gradient.after_stage(graph, planned.index)
-            for port in planned.last_use:
-                step.messages.pop(port, None)
+            for output in planned.last_use:
+                step.messages.pop(output, None)
         losses.append(x0.new_full((), torch.nan) if loss is None else loss)
     gradient.finish(graph)
-    if stream.gradient is not None:
-        x0.grad = stream.gradient if x0.grad is None else x0.grad + stream.gradient
+    if root.gradient is not None:
+        x0.grad = root.gradient if x0.grad is None else x0.grad + root.gradient
     if x0.grad is not None:
         embedded.backward(x0.grad)
     return torch.stack([loss.to(losses[-1].dtype) for loss in losses])
@@ -92,16 +97,16 @@ def train_step(
 
 @dataclass
 class _Step:
-    """The forward of one step: what each stage receives, computes, loses and sends."""
+    """The forward of one step: the messages, outputs and losses of each stage."""
 
     graph: StepGraph
     gradient: GradientEngine
-    asked: Sequence[Objective]
+    objectives: Sequence[Objective]
     targets: Tensor
     teacher: Logits | None
     ctx: LayerContext
     known: Mapping[int, Tensor]
-    stream: Message
+    root: Message
     """x0."""
     messages: dict[EdgeOutput, Message] = field(default_factory=dict)
     finished: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -109,25 +114,27 @@ class _Step:
 
     @property
     def keeps_finished(self) -> bool:
-        return any(objective.uses_prior for objective in self.asked)
+        return any(map(uses_prior, self.objectives))
 
     def running(self, embedding_learns: bool) -> set[int]:
-        """The stages that must run: those that learn, and of the others those of which `known` says too
-        little. Without states these are all."""
+        """The stages that must run: those that learn, and those whose outputs are needed and not known."""
         stack, plan = self.graph.stack, self.graph.plan
         if not self.known:
             return {planned.index for planned in plan.stages}
-        still = 0 if embedding_learns and not plan.frozen else _trunk(stack)
-        learning = {p.index for p in plan.stages if not (p.stage.frozen or p.stage.stop <= still)}
+        frozen = 0  # leading layers that do not learn
+        if plan.frozen or not embedding_learns:
+            learns = (any(p.requires_grad for p in layer.parameters()) for layer in stack.layers)
+            frozen = next((i for i, it_does in enumerate(learns) if it_does), len(stack.layers))
+        learning = {p.index for p in plan.stages if not (p.stage.frozen or p.stage.stop <= frozen)}
         read = [p.index for p in plan.stages if p.scale > 0 or (self.keeps_finished and p.predicts)]
         return needed_stages(plan, read, self.known, learning)
 
     def receive_remote(self, planned: PlannedStage) -> None:
-        """What is wanted here of a stage that runs elsewhere."""
+        """Receive the outputs that are needed here of a stage that runs elsewhere."""
         assert self.graph.transport is not None
-        for port in self.graph.transport.incoming(planned.index):
-            value = self.graph.transport.receive(port)
-            self.messages[port] = Message(value.requires_grad_(self.gradient.crosses_ranks))
+        for output in self.graph.transport.incoming(planned.index):
+            value = self.graph.transport.receive(output)
+            self.messages[output] = Message(value.requires_grad_(self.gradient.crosses_ranks))
         if self.keeps_finished and planned.predicts and output_port(planned) in self.messages:
             self.finished.append((planned.head, self.messages[output_port(planned)].value))
 
@@ -139,34 +146,34 @@ class _Step:
         received: list[Tensor] = []
         with torch.set_grad_enabled(not frozen), _eval_if_frozen(graph.stack, planned):
             if runs:
-                received = [self._receive(port, lam, stage) for port, lam in planned.inputs]
+                received = [self._receive(output, lam, stage) for output, lam in planned.inputs]
                 again = graph.recompute and not frozen
                 with self.gradient.forward(planned):
                     h, sent = run_stage(
                         graph.stack, planned, received, live, lean=not planned.predicts, recompute=again
                     )
             else:
-                h = self.known.get(planned.stage.stop, self.ctx.x0)  # x0 where nobody reads it
+                h = self.known.get(planned.stage.stop, self.ctx.x0)  # x0 where no stage reads it
                 given = given_messages(graph.plan, self.known)
-                sent = {port: value for port, value in given.items() if port.source == planned.index}
+                sent = {output: value for output, value in given.items() if output.source == planned.index}
             if graph.transport is not None:
-                for port, value in {output_port(planned): h, **sent}.items():
-                    graph.transport.send(port, value.detach())
+                for output, value in {output_port(planned): h, **sent}.items():
+                    graph.transport.send(output, value.detach())
             if planned.scale > 0:
                 stage.loss = self._loss(stage, received, h)
-        stage.sent = {port: Message(value) for port, value in sent.items()}
+        stage.sent = {output: Message(value) for output, value in sent.items()}
         self.messages.update(stage.sent)
         if self.keeps_finished and planned.predicts:
             self.finished.append((planned.head, h.detach()))
         graph.pending[planned.index] = stage
         return None if stage.loss is None else stage.loss.detach()
 
-    def _receive(self, port: EdgeOutput, grad_scale: float, stage: PendingStage) -> Tensor:
-        """The message at `port`, as the receiving stage sees it: detached, a leaf, or x0 itself."""
-        source = self.stream if port.source == EMBEDDING else self.messages[port]
+    def _receive(self, output: EdgeOutput, grad_scale: float, stage: PendingStage) -> Tensor:
+        """The message of `output` for the receiving stage: detached, a leaf, or x0 itself."""
+        source = self.root if output.source == EMBEDDING else self.messages[output]
         if grad_scale == 0 or stage.planned.stage.frozen or not source.value.requires_grad:
             return source.value.detach()
-        if source is self.stream and grad_scale == 1:
+        if source is self.root and grad_scale == 1:
             return source.value
         leaf = source.value.detach().requires_grad_()
         stage.leaves.append((leaf, grad_scale, source))
@@ -174,18 +181,10 @@ class _Step:
 
     def _loss(self, stage: PendingStage, received: Sequence[Tensor], h: Tensor) -> Tensor:
         stack, planned = self.graph.stack, stage.planned
-        objective, wanted = self.asked[planned.index], every_nth(self.targets, planned.stage.every)
+        objective, targets = self.objectives[planned.index], every_nth(self.targets, planned.stage.every)
         if isinstance(objective, LocalObjective):
-            return objective.of_stage(StageView(stack, planned, received[0].detach(), h, stage.ctx, wanted))
-        return stage_loss(stack, h, planned.head, objective, wanted, self.finished, self.teacher)
-
-
-def _trunk(stack: Stack) -> int:
-    """How many leading layers do not learn."""
-    for index, layer in enumerate(stack.layers):
-        if any(parameter.requires_grad for parameter in layer.parameters()):
-            return index
-    return len(stack.layers)
+            return objective.of_stage(StageView(stack, planned, received[0].detach(), h, stage.ctx, targets))
+        return stage_loss(stack, h, planned.head, objective, targets, self.finished, self.teacher)
 
 
 @contextmanager
@@ -203,5 +202,5 @@ def _eval_if_frozen(stack: Stack, planned: PlannedStage) -> Iterator[None]:
 
 
 def output_port(planned: PlannedStage) -> EdgeOutput:
-    """The last hidden state of a stage as it is, which objectives that correct earlier stages read."""
+    """The last hidden state of a stage, for objectives that use the logits of earlier stages."""
     return EdgeOutput(planned.index, planned.stage.stop, "identity")

@@ -7,6 +7,7 @@ from typing import Any
 from topograd.errors import StackError
 from topograd.nn.config import GPTConfig
 from topograd.nn.transformer.stack import Transformer
+from topograd.reading import build_dataclass
 
 
 class GPT(Transformer):
@@ -19,4 +20,4 @@ class GPT(Transformer):
             raise StackError(
                 f"GPT got a config and also {sorted(settings)}", remedy="put everything into one of them"
             )
-        super().__init__(config or GPTConfig(**settings))
+        super().__init__(config or build_dataclass(GPTConfig, settings))

@@ -1,8 +1,7 @@
-"""Making a stack fit a topology: heads, relays and interfaces that it calls for, and what it freezes.
+"""Preparation of a stack for a topology: heads, relays, interfaces and frozen parameters.
 
-`prepare` changes the stack once, before an optimizer is built. `check_prepared` is what everybody else calls:
-a stack that lacks something is refused there, because what is added later is in no optimizer and never
-learns.
+`prepare` changes the stack once, before an optimizer is built. All others call `check_prepared`, which raises
+StackError if something is missing: parameters that are added later are in no optimizer and never learn.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from topograd.nn.aux_heads import add_auxiliaries
 from topograd.nn.config import SegmentInterface
 from topograd.nn.interface import add_interfaces
 from topograd.nn.learned_relays import add_relays
-from topograd.nn.stack import Stack
+from topograd.nn.stack import Stack, check_stack
 from topograd.topology.composition import Composition
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import Topology
@@ -24,11 +23,11 @@ from topograd.topology.plan import Plan
 def prepare(stack: Stack, topology: Plan | Topology | Configuration | Composition | str) -> Plan:
     """Compile `topology` for `stack`, and make the stack fit it.
 
-    Heads that the topology calls for and the stack lacks are added (zero, so that no output changes), and so
-    are learned relays and interfaces. Parameters that only frozen stages use stop asking for gradients, until
-    you say otherwise. Call it before you build an optimizer.
+    Heads that the topology needs and the stack lacks are added (zero, so that no output changes), and so are
+    learned relays and interfaces. Parameters that only frozen stages use get requires_grad=False. Call it
+    before you build an optimizer.
     """
-    plan = Plan.of(topology, len(stack.layers))
+    plan = Plan.of(topology, len(check_stack(stack).layers))
     wanted = plan.topology
     stack.validate_plan(plan)
     if wanted.heads == "per-stage":
@@ -44,20 +43,24 @@ def prepare(stack: Stack, topology: Plan | Topology | Configuration | Compositio
 
 
 def check_prepared(stack: Stack, plan: Plan) -> None:
-    """Refuse a stack that lacks what the plan calls for."""
+    """Raise StackError if the stack lacks heads or relays of the plan, or does not freeze what it should."""
     if plan.topology.heads == "per-stage":
         missing = [head for head in _own_heads(plan) if not stack.has_head(head)]
         if missing:
             raise StackError(
                 f"stage {missing[0] + 1} has no head of its own and the topology asks for one",
+                setting="heads",
+                given="per-stage",
                 remedy="call tg.prepare(stack, topology) before you build the optimizer",
             )
-    for relay in dict.fromkeys(port.relay for planned in plan.stages for port, _ in planned.inputs):
+    for relay in dict.fromkeys(output.relay for planned in plan.stages for output, _ in planned.inputs):
         try:
             stack.relay(relay)
         except StackError as error:
             raise StackError(
                 str(error),
+                setting="relay",
+                given=relay,
                 remedy=(
                     "tg.prepare(stack, topology) adds learned ones and interfaces, "
                     "stack.add_relay one of your own"
@@ -66,6 +69,8 @@ def check_prepared(stack: Stack, plan: Plan) -> None:
     if any(parameter.requires_grad for parameter in _to_freeze(stack, plan)):
         raise StackError(
             "the topology has frozen stages and the stack's parameters still learn",
+            setting="frozen",
+            given=True,
             remedy="call tg.prepare(stack, topology) before you build the optimizer",
         )
 
@@ -84,11 +89,11 @@ def _to_freeze(stack: Stack, plan: Plan) -> list[nn.Parameter]:
         return _shared_head(stack) if plan.topology.own_heads else []
     learning = [planned for planned in plan.stages if not planned.stage.frozen]
     modules = [stack.layers[i] for planned in learning for i in planned.layers]
-    received = {port.relay for planned in learning for port, _ in planned.inputs}
+    received = {output.relay for planned in learning for output, _ in planned.inputs}
     modules += [relay for name, relay in stack.learned_relays().items() if name in received]
-    kept = {id(p) for module in modules for p in module.parameters()}
-    kept |= {id(p) for planned in learning for p in stack.head_parameters(planned.head)}
-    return [parameter for parameter in stack.parameters() if id(parameter) not in kept]
+    learned = {id(p) for module in modules for p in module.parameters()}
+    learned |= {id(p) for planned in learning for p in stack.head_parameters(planned.head)}
+    return [parameter for parameter in stack.parameters() if id(parameter) not in learned]
 
 
 def _shared_head(stack: Stack) -> list[nn.Parameter]:
@@ -98,6 +103,8 @@ def _shared_head(stack: Stack) -> list[nn.Parameter]:
         raise StackError(
             "heads = 'own' needs a shared head that can stay fixed, and this "
             f"{type(stack).__name__}'s is tied to the embedding or is none",
+            setting="heads",
+            given="own",
             remedy="use 'per-stage'",
         )
     return list(head.parameters(recurse=False))

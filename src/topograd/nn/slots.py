@@ -415,9 +415,9 @@ class Spans:
         """The layer context of the packed columns as layers with slots read it."""
         self._ctx, self._stack = ctx, stack
         if len(self.places) == 1:
-            self.group_buses = [ctx]
+            self.group_contexts = [ctx]
         else:
-            self.group_buses = [
+            self.group_contexts = [
                 replace(ctx, positions=group.positions, extras={"masks": {}, "visible": {}})
                 for group in self.attended
             ]
@@ -440,7 +440,7 @@ class Spans:
         return [groups[0] if len(groups) == 1 else RaggedGroup(groups) for groups in merged]
 
     @cached_property
-    def row_buses(self) -> list[LayerContext]:
+    def contexts(self) -> list[LayerContext]:
         """The layer context of each sequence by itself."""
         ctx, stack = self._ctx, self._stack
         if len(self.places) == 1:

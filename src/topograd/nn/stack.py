@@ -1,17 +1,17 @@
-"""The stack: all that the rest of the program may assume of a model.
+"""The `Stack` base class: the interface of every model.
 
 A stack is an embedding, a list of layers and a readout:
 
     x0  = stack.embed(inputs)                   (batch, time, ...)
-    ctx = stack.layer_context(x0, inputs)                 what every layer may hear
+    ctx = stack.layer_context(x0, inputs)       what every layer may read
     h   = layer(h, ctx)                         shapes may change from layer to layer
     z   = stack.readout(h, stage)               logits (..., vocab), on any leading shape
 
 A layer that can decode also has `new_state(batch, capacity)` and takes `layer(h, ctx, state)`, for one
-token or many; the state's `truncate(length)` goes back and `copy()` goes on twice (`layer_state.py`,
+token or many; the state's `truncate(length)` rolls back and `copy()` forks (`layer_state.py`,
 `mamba/recurrent.py`). A layer with `takes_rows` also takes `rows`, the positions at which its output is
-wanted. A layer with `supports_varlen` decodes new positions of several sequences that are packed into one
-batch row, over the slots that its `new_slots()` gives (`slots.py`); other layers are run sequence by
+needed. A layer with `supports_varlen` decodes new positions of several sequences that are packed into one
+sequence, over the slots that its `new_slots()` gives (`slots.py`); other layers are run sequence by
 sequence. The stage index only chooses among per-stage heads.
 """
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer hears beside its hidden state."""
+    """The arguments of every layer beside its hidden state."""
 
     x0: Tensor
     inputs: Tensor
     positions: Tensor
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else a foreign layer wants, passed to it by name (masks, rotary tables)."""
+    """Masks, rotary tables and arguments of adapted layers, by name."""
     spans: Spans | None = None
-    """Where the columns belong, while several sequences decode packed into one row (`slots.py`)."""
+    """The sequences of the packed positions, while several decode as one batch (`slots.py`)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stack(nn.Module):
     layers: nn.ModuleList
 
     def embed(self, inputs: Tensor, previous: Tensor | None = None) -> Tensor:
-        """x0 from the inputs; `previous` is the token before them, for stacks that look one back."""
+        """x0 from the inputs; `previous` is the token before them, for stacks that embed it too."""
         raise StackError(f"{type(self).__name__} has no embed", remedy="a stack must define it")
 
     def readout(self, h: Tensor, stage: int, rows: Tensor | None = None) -> Tensor:
@@ -89,13 +89,13 @@ class Stack(nn.Module):
         return None
 
     def add_relay(self, name: str, relay: nn.Module) -> None:
-        """Own a relay with parameters; edges of a topology call it by name."""
+        """Add a relay with parameters; edges of a topology name it."""
         if "relays" not in self._modules:
             self.relays = nn.ModuleDict()
         self.relays[name] = relay
 
     def learned_relays(self) -> dict[str, nn.Module]:
-        """The relays that this stack has beside those that need no parameters."""
+        """The relays with parameters, and auxiliary modules of objectives, by name."""
         return dict(self.relays.items()) if "relays" in self._modules else {}
 
     def relay(self, name: str) -> Relay:
@@ -104,17 +104,21 @@ class Stack(nn.Module):
             return RELAYS[name]
         own: Mapping[str, Any] = self.learned_relays()
         if name not in own:
-            raise StackError(f"relay {name!r} is unknown", remedy=f"known are {sorted({*RELAYS, *own})}")
+            known = sorted({*RELAYS, *own})
+            raise StackError(
+                f"relay {name!r} is unknown", setting="relay", given=name, remedy=f"known are {known}"
+            )
         return own[name]
 
     def validate_plan(self, plan: Plan) -> None:
-        """Called before heads are added: a stack whose layers have shapes of their own checks the plan
-        here."""
+        """Check a plan before heads are added; for stacks whose layers have different shapes."""
 
     def add_heads(self, stages: Iterable[int], rank: int | None = None) -> bool:
-        """Make sure that these stages have heads of their own; True if parameters were added."""
+        """Give these stages heads of their own where they lack them; True if parameters were added."""
         raise StackError(
             f"{type(self).__name__} has one head for all stages",
+            setting="heads",
+            given="per-stage",
             remedy="use heads='shared' or define add_heads",
         )
 
@@ -125,21 +129,17 @@ class Stack(nn.Module):
     @property
     def width(self) -> int:
         """Numbers in a hidden state, which learned relays are sized by."""
-        raise StackError(
-            f"{type(self).__name__} does not say its width", remedy="define it, or add relays yourself"
-        )
+        raise StackError(f"{type(self).__name__} has no width", remedy="define it, or add relays yourself")
 
     @property
     def vocab(self) -> int:
         """Tokens, or classes, that the readout has logits for."""
-        raise StackError(f"{type(self).__name__} does not say its vocab", remedy="define it")
+        raise StackError(f"{type(self).__name__} has no vocab", remedy="define it")
 
     @property
     def context(self) -> int:
         """Positions that the stack sees, which interfaces are sized by."""
-        raise StackError(
-            f"{type(self).__name__} does not say its context", remedy="define it, or add relays yourself"
-        )
+        raise StackError(f"{type(self).__name__} has no context", remedy="define it, or add relays yourself")
 
     def features(self, h: Tensor) -> Tensor:
         """The numbers (..., width) that a head reads of a hidden state."""
@@ -150,26 +150,26 @@ class Stack(nn.Module):
         return shape[-1]
 
     def input_shape(self, layer: int) -> tuple[int, ...]:
-        """The shape of what a layer takes, behind the batch; of one position where there are several."""
+        """The shape of a layer's input, without batch and positions."""
         return (self.width,)
 
     def output_shape(self, layer: int) -> tuple[int, ...]:
-        """The shape of what a layer gives."""
+        """The shape of a layer's output, without batch and positions."""
         return (self.width,)
 
     def after_step(self) -> None:
-        """Called when the optimizers have stepped: what follows the weights without learning moves on."""
+        """Called after the optimizers' step: updates modules that follow the weights, such as EMA copies."""
         for module in self.learned_relays().values():
             follow = getattr(module, "after_step", None)
             if callable(follow):
                 follow(self)
 
     def head_parameters(self, stage: int) -> list[nn.Parameter]:
-        """Parameters that only the head of `stage` has; what a specialist on a frozen base may train."""
+        """Parameters that only the head of `stage` has, which a specialist on a frozen base may train."""
         return []
 
     def for_decoding(self) -> Stack:
-        """The same model for inference only, with weights laid out for few rows; it does not learn."""
+        """The same model for inference only, with weights laid out for small batches."""
         return packed(self)
 
     @property
@@ -180,7 +180,7 @@ class Stack(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits through all the layers in order: the model that backprop trains.
 
-        What another topology predicts is `training.forward.Predictor`'s to say.
+        For other topologies use `Predictor` (`exec/forward.py`).
         """
         if self.learned_relays():
             raise StackError(
@@ -192,3 +192,16 @@ class Stack(nn.Module):
         for layer in self.layers:
             h = layer(h, ctx)
         return self.readout(h, self.last_stage)
+
+
+def check_stack(model: object) -> Stack:
+    """`model` if it is a stack; raises StackError for any other module."""
+    if not isinstance(model, Stack):
+        kind = type(model).__name__
+        raise StackError(
+            f"the model is a {kind}, not a tg.Stack",
+            setting="stack",
+            given=kind,
+            remedy="wrap it with tg.adapt(model, ...), or inherit tg.Stack",
+        )
+    return model

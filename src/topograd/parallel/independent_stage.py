@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError, DivergenceError, ParallelError
-from topograd.exec.objectives import objectives_of
+from topograd.exec.objectives import objectives_of, uses_prior
 from topograd.exec.train_step import output_port
 from topograd.files import dump_json
 from topograd.nn.interface import SegmentRelay
@@ -130,7 +130,7 @@ class IndependentStageTask(RunTask):
         self.parallel, self.index = parallel, parallel.stage - 1
         check_alone(self.stack, self.plan, parallel)
         check_one_process(self)
-        if any(objective.uses_prior for objective in objectives_of(self.plan, self.loop.objectives)):
+        if any(map(uses_prior, objectives_of(self.plan, self.loop.objectives))):
             raise ConfigError(
                 "an objective reads the stages before it, so no stage can train alone",
                 setting="objective",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from topograd.errors import ConfigError
-from topograd.exec.objectives import objectives_of
+from topograd.exec.objectives import objectives_of, uses_prior
 from topograd.files import dump_json
 from topograd.nn.stack import Stack
 from topograd.parallel.checkpoint_set import SetStore
@@ -112,7 +112,7 @@ class RankTask(RunTask):
         self.schedule = replace(self.schedule, save_seconds=0.0)  # clocks of ranks differ
         self.ranks = ranks
         asked = objectives_of(self.plan, self.loop.objectives)
-        prior = any(objective.uses_prior for objective in asked)
+        prior = any(map(uses_prior, asked))
         self.layout = Layout.of(
             self.plan,
             ranks.config.stages,

@@ -25,7 +25,7 @@ from topograd.runs.config import TrainConfig
 from topograd.runs.topology_config import AVERAGE_TEACHER, TopologyConfig
 from topograd.topology.composition import Composition
 from topograd.topology.plan import Plan
-from topograd.topology.prediction import WORDS
+from topograd.topology.prediction import KINDS
 from topograd.training.optimizers import OptimizerSet, make_optimizers
 from topograd.training.runs import RunTask
 
@@ -122,12 +122,12 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
                 given=getattr(table, name),
                 remedy=f"while boundaries are searched it must be {value!r}, its default",
             )
-    if table.prediction not in WORDS:
+    if table.prediction not in KINDS:
         raise ConfigError(
             f"prediction is {table.prediction!r}, which names stages",
             setting="prediction",
             given=table.prediction,
-            remedy=f"while boundaries are searched it must be one of {', '.join(WORDS)}",
+            remedy=f"while boundaries are searched it must be one of {', '.join(KINDS)}",
         )
     if table.teacher == AVERAGE_TEACHER:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Branches: other ways through a trained plan, as a plan of their own.
+"""Branches: other paths through a trained plan, compiled into a plan.
 
 A path is an increasing tuple of stages, (0, 1, 2) or, skipping one, (0, 2). It runs the layers of its stages
-in order. Its first stage hears the embedding, every other one the stage before it in the path, through the
+in order. Its first stage reads the embedding, every other one the stage before it in the path, through the
 relay that it was trained with. Its logits come from the head of its last stage.
 
 A set of paths is a trie: a node is a prefix of a path, and a prefix that paths share is one node, computed
 once. So {[1..4], [1..5]} costs what [1..5] costs, and one more readout ("Product of Experts" §6.5.6). The
-nodes become the stages of a plan: whatever runs a plan runs branches, with a state for every node, since
+nodes become the stages of a plan: the same code runs them, with a state for every node, since
 stage 3 fed by stage 1 has other keys and values than stage 3 fed by stage 2.
 
     nodes   prefixes of the paths, each behind its own prefix            cost Σ over nodes of their layers
@@ -14,12 +14,13 @@ stage 3 fed by stage 1 has other keys and values than stage 3 fed by stage 2.
 
 Source: "Product of Experts" §4.3, §6.5.5, §6.5.6, Appendix B.4 and C.1.
 
-Limits. A skipped stage makes the next one hear what it was not trained on: another function, not a faster
-form of the same one. (§4.3 calls S1 → {S2, S3, S4} in parallel "mathematically identical" to the chain; in
-a chain S3 hears S2, so it is not.) A stage never runs twice in a path (Appendix B.5 found that it only
-harms). Layers must take the shapes that a skip gives them. A stage that hears several stages at once is
-refused; the embedding that a stage hears beside one stage is kept. The plan is for inference: every edge has
-λ = 0, and `plan.topology` is still the trained one, of which the nodes need not cover every layer.
+Limits. Behind a skipped stage the next one reads inputs that it was not trained on: another function, not a
+faster form of the same one. (§4.3 calls S1 → {S2, S3, S4} in parallel "mathematically identical" to the
+chain; in a chain S3 reads S2, so it is not.) A stage never runs twice in a path (Appendix B.5 found that it
+only harms). Layers must take the shapes that a skip gives them. A stage that reads several stages at once
+raises TopologyError; the embedding that a stage reads beside one stage is kept. The plan is for inference:
+every edge has λ = 0, and `plan.topology` is still the trained one, of which the nodes need not cover every
+layer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Branches:
-    """A trie of paths as a plan: `plan.stages` are its nodes, each behind the one that it hears."""
+    """A trie of paths as a plan: `plan.stages` are its nodes, each behind the one that it reads."""
 
     plan: Plan
     ends: tuple[int, ...]
@@ -51,14 +52,14 @@ class Branches:
 def branches(plan: Plan, paths: Sequence[Sequence[int]]) -> Branches:
     """The trie of `paths` through the stages of the trained `plan`; a path may be given twice."""
     if not paths:
-        raise TopologyError("no path was given", remedy="give at least one, such as (0,)")
+        raise TopologyError(setting="paths", given=paths, allowed="at least one path, such as (0,)")
     wanted = [_checked(plan, tuple(path)) for path in paths]
     nodes: dict[Path, int] = {}
     for path in wanted:
         for depth in range(1, len(path) + 1):
             nodes.setdefault(path[:depth], len(nodes))
     inputs = [_inputs(plan, prefix, nodes) for prefix in nodes]
-    last_use = {port: i for i, ports in enumerate(inputs) for port in ports}
+    last_use = {output: i for i, outputs in enumerate(inputs) for output in outputs}
     stages = tuple(_node(plan.stages[prefix[-1]], i, inputs[i], last_use) for i, prefix in enumerate(nodes))
     ends = tuple(nodes[path] for path in wanted)
     return Branches(replace(plan, stages=stages, prediction=_prediction(plan, stages, nodes, ends)), ends)
@@ -86,58 +87,69 @@ def _prediction(
 
 
 def _checked(plan: Plan, path: Path) -> Path:
-    """`path`, if it is one of `plan`."""
+    """`path`, if `plan` has it."""
     if not path:
-        raise TopologyError("a path has no stage", remedy="give at least one")
+        raise TopologyError("a path has no stage", setting="path", given=path, remedy="give at least one")
     for stage in path:
         if not 0 <= stage < len(plan.stages):
             raise TopologyError(
-                f"stage {stage + 1} does not exist", remedy=f"the plan has stages 1 to {len(plan.stages)}"
+                f"stage {stage + 1} does not exist",
+                setting="path",
+                given=path,
+                remedy=f"the plan has stages 1 to {len(plan.stages)}",
             )
     name = path_name(path)
     if len(set(path)) < len(path):
-        raise TopologyError(f"path {name} repeats a stage", remedy="a stage runs at most once in a path")
+        remedy = "a stage runs at most once in a path"
+        raise TopologyError(f"path {name} repeats a stage", setting="path", given=path, remedy=remedy)
     if list(path) != sorted(path):
-        raise TopologyError(f"path {name} goes back", remedy="list its stages in increasing order")
-    heard = [_stages_heard(plan, stage) for stage in path]
-    if heard[0] > 0:
-        roots = ", ".join(str(k + 1) for k in range(len(plan.stages)) if not _stages_heard(plan, k))
+        remedy = "list its stages in increasing order"
+        raise TopologyError(f"path {name} goes back", setting="path", given=path, remedy=remedy)
+    counts = [_source_stages(plan, stage) for stage in path]
+    if counts[0] > 0:
+        roots = ", ".join(str(k + 1) for k in range(len(plan.stages)) if not _source_stages(plan, k))
         raise TopologyError(
-            f"path {name} begins with stage {path[0] + 1}, which was trained to hear another stage",
+            f"path {name} begins with stage {path[0] + 1}, which was trained to read another stage",
+            setting="path",
+            given=path,
             remedy=f"begin with a stage that starts at the embedding: {roots}",
         )
-    for stage, count in zip(path[1:], heard[1:], strict=True):
+    for stage, count in zip(path[1:], counts[1:], strict=True):
         if count == 0:
             raise TopologyError(
                 f"path {name} puts a stage before stage {stage + 1}, which starts at the embedding",
+                setting="path",
+                given=path,
                 remedy="begin a path with it",
             )
         if count > 1:
             raise TopologyError(
-                f"path {name} runs stage {stage + 1}, which hears {count} stages' outputs at once",
+                f"path {name} runs stage {stage + 1}, which reads {count} stages' outputs at once",
+                setting="path",
+                given=path,
                 remedy="a path has one to offer, so use paths without that stage",
             )
     return path
 
 
-def _stages_heard(plan: Plan, stage: int) -> int:
-    """How many of its sources are stages."""
-    return sum(port.source != EMBEDDING for port, _ in plan.stages[stage].inputs)
+def _source_stages(plan: Plan, stage: int) -> int:
+    """The number of its sources that are stages."""
+    return sum(output.source != EMBEDDING for output, _ in plan.stages[stage].inputs)
 
 
 def _inputs(plan: Plan, prefix: Path, nodes: Mapping[Path, int]) -> tuple[EdgeOutput, ...]:
-    """What the node of `prefix` hears: as trained, with the node before it in the stage's place.
+    """The inputs of the node of `prefix`: as trained, with the node before it in the stage's place.
 
     The trained source is tapped where it was in training; any other stage at its end.
     """
-    ports = []
-    for port, _ in plan.stages[prefix[-1]].inputs:
-        if port.source != EMBEDDING:
+    outputs = []
+    for output, _ in plan.stages[prefix[-1]].inputs:
+        if output.source != EMBEDDING:
             before = prefix[-2]
-            layer = port.layer if port.source == before else plan.stages[before].stage.stop
-            port = EdgeOutput(nodes[prefix[:-1]], layer, port.relay)
-        ports.append(port)
-    return tuple(ports)
+            layer = output.layer if output.source == before else plan.stages[before].stage.stop
+            output = EdgeOutput(nodes[prefix[:-1]], layer, output.relay)
+        outputs.append(output)
+    return tuple(outputs)
 
 
 def _node(
@@ -145,15 +157,15 @@ def _node(
 ) -> PlannedStage:
     """The trained stage at another place; its scale stays, so that it predicts if it did."""
     sources = tuple(
-        Edge(port.source, None if port.source == EMBEDDING else port.layer, relay=port.relay)
-        for port in inputs
+        Edge(output.source, None if output.source == EMBEDDING else output.layer, relay=output.relay)
+        for output in inputs
     )
     return replace(
         trained,
         index=index,
         stage=replace(trained.stage, sources=sources),
         head=trained.head,
-        inputs=tuple((port, 0.0) for port in inputs),
+        inputs=tuple((output, 0.0) for output in inputs),
         outputs=tuple(sorted((p for p in last_use if p.source == index), key=lambda p: p.layer)),
         num_grad_consumers=0,
         live_bus=False,
@@ -177,7 +189,7 @@ def path_name(path: Sequence[int]) -> str:
 
 
 def parse_path(text: str) -> Path:
-    """The path that a user wrote, counting from 1; whether a plan has it is for `branches` to say.
+    """The path that a user wrote, counting from 1; `branches` checks whether a plan has it.
 
     >>> parse_path("1-2,4")
     (0, 1, 3)
@@ -189,7 +201,10 @@ def parse_path(text: str) -> Path:
         stop = _stage(text, last) if dash else start
         if stop < start:
             raise ConfigError(
-                f"path {shown(text)} counts down in {shown(part.strip())}", remedy="write the smaller first"
+                f"path {shown(text)} counts down in {shown(part.strip())}",
+                setting="path",
+                given=text,
+                remedy="write the smaller first",
             )
         path.extend(range(start - 1, stop))
     return tuple(path)
@@ -200,6 +215,8 @@ def _stage(text: str, token: str) -> int:
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 9 and 0 < int(digits) <= MAX_LAYERS):
         raise ConfigError(
             f"path {shown(text)} has {shown(digits)} where a stage from 1 to {MAX_LAYERS} belongs",
+            setting="path",
+            given=text,
             remedy="write stages as in 1-4 or 1,3",
         )
     return int(digits)
@@ -227,6 +244,8 @@ def _weight(text: str, factor: str) -> float:
     if not 0 < weight < math.inf:
         raise ConfigError(
             f"branches {shown(text)} have weight {shown(factor.strip())}",
+            setting="branches",
+            given=text,
             remedy="a weight is a positive number, as in 1-4*3+1-5",
         )
     return weight

@@ -1,4 +1,4 @@
-"""Closed-form properties of a compiled topology, read from its plan.
+"""Closed-form properties of a plan.
 
 For the hard chain of a partition π they reduce to the paper's: gradient depth max d_k (P2), activation
 memory O(max d_k) (P4), pipeline granularity |π| (P5) ("Stage-Partitioned Learning" §7). For any other DAG
@@ -7,7 +7,7 @@ backward runs as soon as every stage that sends it gradient has run its own.
 
 The gradient coupling C_global = Σ_i λ_i of eq. 30 (with c_i = 1) counts the joints between layers that
 gradient crosses: L - K for a hard chain, Σ λ_i for soft boundaries. Over L - 1 it is our reading of the
-coordination that P6 speaks of: 1 for backprop, 0 for layers that learn alone. C_head is the number of
+coordination of P6: 1 for backprop, 0 for layers that learn alone. C_head is the number of
 vocabulary matrices, 1 + K with per-stage heads.
 """
 
@@ -24,11 +24,11 @@ def gradient_depth(plan: Plan) -> int:
     reach: list[int] = []
     for planned in plan.stages:
         behind = 0
-        for port, grad_scale in planned.inputs:
-            if grad_scale > 0 and port.source != EMBEDDING:
-                source = plan.stages[port.source]
-                far = reach[port.source] if plan.topology.reach == "all" else len(source.layers)
-                behind = max(behind, far - (source.stage.stop - port.layer))
+        for output, grad_scale in planned.inputs:
+            if grad_scale > 0 and output.source != EMBEDDING:
+                source = plan.stages[output.source]
+                far = reach[output.source] if plan.topology.reach == "all" else len(source.layers)
+                behind = max(behind, far - (source.stage.stop - output.layer))
         reach.append(behind + len(planned.layers))
     return max(reach[planned.index] for planned in plan.stages if planned.scale > 0)
 
@@ -48,17 +48,17 @@ def activation_layers(plan: Plan) -> int:
         held[planned.index] = len(planned.layers)
         peak = max(peak, sum(held.values()))
         ready = [planned.index] if not waiting[planned.index] else []
-        if plan.topology.reach == "next":  # what it sends back does not wait for what it hears back
-            ready += _freed(plan, planned.index, waiting)
+        if plan.topology.reach == "next":  # it sends gradient back before it receives any
+            ready += _newly_ready(plan, planned.index, waiting)
         while ready:
             done = ready.pop()
             del held[done]
             if plan.topology.reach == "all":
-                ready += _freed(plan, done, waiting)
+                ready += _newly_ready(plan, done, waiting)
     return peak
 
 
-def _freed(plan: Plan, stage: int, waiting: dict[int, int]) -> list[int]:
+def _newly_ready(plan: Plan, stage: int, waiting: dict[int, int]) -> list[int]:
     """The stages that wait for nothing more, once `stage` has sent its gradient back."""
     sources = plan.gradient_sources(stage)
     for source in sources:
@@ -81,9 +81,9 @@ def coupling_cost(plan: Plan) -> float:
         if not learns[k]:
             continue
         cost += len(planned.layers) - 1
-        for port, grad_scale in planned.inputs:
-            if port.source != EMBEDDING and not plan.stages[port.source].stage.frozen:
-                learns[port.source] |= grad_scale > 0
+        for output, grad_scale in planned.inputs:
+            if output.source != EMBEDDING and not plan.stages[output.source].stage.frozen:
+                learns[output.source] |= grad_scale > 0
                 cost += grad_scale
     return cost
 

@@ -13,7 +13,7 @@ Compositions of different L belong to different lattices; comparing, joining or 
 Symbols: L `layers`, K `stages`, d_k `parts`, ℓ_k `terminals`, b ∈ {0, 1}^(L-1) `boundary_vector`.
 Cost: O(L) for each operation; enumeration is lazy, O(K) for each composition that is taken.
 Source: "Stage-Partitioned Learning" §2.1 (Def. 2.1-2.3), §3.1 (Def. 3.1, Prop. 3.2), §9.1 (eq. 25).
-Limits: at most `MAX_LAYERS` layers, so that a slip of the keyboard is an error and not a full memory.
+Limits: at most `MAX_LAYERS` layers, so that a typing error raises and does not fill the memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import SupportsIndex
 
 from topograd.errors import TopologyError, shown
 
 MAX_LAYERS = 10_000
-"""More layers than this are taken for a mistake."""
+"""More layers than this raise TopologyError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Composition:
     @classmethod
     def from_boundaries(cls, layers: int, boundaries: Iterable[int]) -> Composition:
         """The composition of `layers` with this set of internal boundaries (Prop. 2.2)."""
-        layers = positive_int(layers, "the number of layers", MAX_LAYERS)
+        layers = positive_int(layers, "layers", MAX_LAYERS)
         cuts = set()
         for boundary in boundaries:
             cut = _whole(boundary)
@@ -81,25 +81,12 @@ class Composition:
                 allowed = f"whole numbers from 1 to {layers - 1}" if layers > 1 else "none, with one layer"
                 raise TopologyError(
                     f"boundary {shown(boundary)} in a stack of {layers} layers does not exist",
+                    setting="boundaries",
+                    given=boundary,
                     remedy=f"internal boundaries are {allowed}",
                 )
             cuts.add(cut)
         return _from_cuts(layers, cuts)
-
-    @classmethod
-    def from_boundary_vector(cls, vector: Sequence[int]) -> Composition:
-        """The inverse of `boundary_vector`: entry i - 1 says whether there is a boundary after layer i."""
-        if len(vector) >= MAX_LAYERS:
-            raise TopologyError(
-                f"the boundary vector has {len(vector)} entries", remedy=f"at most {MAX_LAYERS - 1}"
-            )
-        for i, entry in enumerate(vector):
-            if entry not in (0, 1):
-                raise TopologyError(
-                    f"entry {i + 1} of the boundary vector is {shown(entry)}",
-                    remedy="every entry must be 0 or 1",
-                )
-        return _from_cuts(len(vector) + 1, {i + 1 for i, entry in enumerate(vector) if entry})
 
     @classmethod
     def bottom(cls, layers: int) -> Composition:
@@ -109,17 +96,12 @@ class Composition:
     @classmethod
     def top(cls, layers: int) -> Composition:
         """The maximum (1, ..., 1): one stage per layer."""
-        return cls((1,) * positive_int(layers, "the number of layers", MAX_LAYERS))
+        return cls((1,) * positive_int(layers, "layers", MAX_LAYERS))
 
     @classmethod
     def atoms(cls, layers: int) -> list[Composition]:
         """The L - 1 compositions with one boundary, from the shallowest first stage on."""
         return cls.bottom(layers).refinements()
-
-    @classmethod
-    def coatoms(cls, layers: int) -> list[Composition]:
-        """The L - 1 compositions with one adjacent pair of layers merged."""
-        return cls.top(layers).coarsenings()
 
     @property
     def layers(self) -> int:
@@ -214,11 +196,16 @@ class Composition:
     def _check_same_layers(self, other: Composition) -> None:
         if not isinstance(other, Composition):
             raise TopologyError(
-                f"{shown(other)} is not a composition", remedy="make one with Composition.parse"
+                f"{shown(other)} is not a composition",
+                setting="other",
+                given=other,
+                remedy="make one with Composition.parse",
             )
         if self.layers != other.layers:
             raise TopologyError(
                 f"compositions of {self.layers} and of {other.layers} layers do not compare",
+                setting="layers",
+                given=other.layers,
                 remedy="give two compositions with the same number of layers",
             )
 
@@ -256,12 +243,12 @@ def count_compositions(layers: int, stages: int | None = None, min_depth: int = 
     return ways[layers]
 
 
-def positive_int(value: SupportsIndex, name: str, most: int | None = None) -> int:
-    """`value` as an int between 1 and `most`, or a TopologyError that calls it `name`."""
+def positive_int(value: SupportsIndex, setting: str, most: int | None = None) -> int:
+    """`value` as an int between 1 and `most`; anything else raises TopologyError."""
     number = _whole(value)
     if number is None or number < 1 or (most is not None and number > most):
         allowed = "of at least 1" if most is None else f"from 1 to {most}"
-        raise TopologyError(setting=name, given=value, remedy=f"give a whole number {allowed}")
+        raise TopologyError(setting=setting, given=value, remedy=f"give a whole number {allowed}")
     return number
 
 
@@ -276,6 +263,8 @@ def _whole(value: object) -> int | None:
 def _bad(given: object, why: str) -> TopologyError:
     return TopologyError(
         f"composition {shown(given)} does not exist: {why}",
+        setting="composition",
+        given=given,
         remedy=(
             "give whole numbers of at least 1, separated by commas, that sum to at most "
             f"{MAX_LAYERS}, e.g. 4,4,4"
@@ -301,12 +290,12 @@ def _checked_parts(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _checked_range(layers: int, stages: int | None, min_depth: int) -> tuple[int, Iterable[int], int]:
     """The arguments, checked, with the numbers of stages for which a composition exists."""
-    layers = positive_int(layers, "the number of layers", MAX_LAYERS)
-    min_depth = positive_int(min_depth, "the least depth of a stage")
+    layers = positive_int(layers, "layers", MAX_LAYERS)
+    min_depth = positive_int(min_depth, "min_depth")
     counts = range(1, layers // min_depth + 1)
     if stages is None:
         return layers, counts, min_depth
-    stages = positive_int(stages, "the number of stages")
+    stages = positive_int(stages, "stages")
     return layers, (stages,) if stages in counts else (), min_depth
 
 

@@ -6,7 +6,7 @@ element has exactly L neighbours in the Hasse diagram. The minimum ((L), sh) is 
 ((1, ..., 1), ps) is fully local learning.
 
 Symbols: π `composition`, H `heads`, sh "shared", ps "per-stage", d_k the parts of π, K their number.
-The properties are those of the hard chain, where stage k hears only stage k - 1, detached; `properties`
+The properties are those of the hard chain, where stage k reads only stage k - 1, detached; `closed_forms`
 has them for any stage DAG. Gradient depth is BP-descending (never grows under refinement, Def. 7.1);
 pipeline granularity and the number of projections never shrink (Def. 7.2).
 Cost: O(L) for each operation.
@@ -44,7 +44,7 @@ class Heads(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Heads:
-        raise TopologyError(f"heads {shown(value)} are unknown", remedy="choose 'shared' or 'per-stage'")
+        raise TopologyError(setting="heads", given=value, allowed="'shared' or 'per-stage'")
 
     def __le__(self, other: str) -> bool:
         return Heads(other) is Heads.PER_STAGE or self is Heads.SHARED
@@ -74,6 +74,8 @@ class Configuration:
         if not isinstance(self.composition, Composition):
             raise TopologyError(
                 f"{shown(self.composition)} is not a composition",
+                setting="composition",
+                given=self.composition,
                 remedy="make one with Composition.parse, or use Configuration.parse",
             )
         object.__setattr__(self, "heads", Heads(self.heads))
@@ -100,11 +102,6 @@ class Configuration:
         """The L atoms: one boundary with a shared head, then ((L), ps) (Prop. 3.8)."""
         return cls.bottom(layers).neighbours()
 
-    @classmethod
-    def coatoms(cls, layers: int) -> list[Configuration]:
-        """The L coatoms: one pair merged with per-stage heads, then ((1, ..., 1), sh) (Prop. 3.8)."""
-        return cls.top(layers).neighbours()
-
     @property
     def gradient_depth(self) -> int:
         """max_k d_k: the most layers that a gradient passes through (P2)."""
@@ -126,7 +123,7 @@ class Configuration:
         The paper puts d_min at 2 to 6, depending on the capability and the scale. Both endpoints lie
         outside for every d_min ≥ 2 (Remark 7.7).
         """
-        min_depth = positive_int(min_depth, "the least depth of a stage")
+        min_depth = positive_int(min_depth, "min_depth")
         return self.composition.stages >= 2 and min(self.composition.parts) >= min_depth
 
     def neighbours(self) -> list[Configuration]:
@@ -180,5 +177,8 @@ def count_configurations(layers: int, stages: int | None = None, min_depth: int 
 def _check(other: Configuration) -> None:
     if not isinstance(other, Configuration):
         raise TopologyError(
-            f"{shown(other)} is not a configuration", remedy="make one with Configuration.parse"
+            f"{shown(other)} is not a configuration",
+            setting="other",
+            given=other,
+            remedy="make one with Configuration.parse",
         )

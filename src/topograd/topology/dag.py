@@ -1,12 +1,12 @@
 """The topology: a DAG of stages over a stack of L layers. Pure data.
 
-A stage is an interval of layers, the sources that it hears, a head and an objective. Each source carries
+A stage is an interval of layers, the sources that it reads, a head and an objective. Each source carries
 a grad_scale λ in [0, 1]: the forward value never depends on it, the gradient that goes back is
 multiplied by it. λ = 0 is a stop-gradient, λ = 1 is plain backprop. This is the space C⁺(L) of
 "Stage-Partitioned Learning" (§10.4, eq. 37) with the soft boundaries of §9 (eq. 26); the constructors of
 `Topology` are its named points.
 
-Stages are listed so that each hears only earlier ones. Acyclicity is then a property of the list.
+Stages are listed so that each reads only earlier ones, so the graph has no cycle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from topograd.topology.configuration import Configuration
 from topograd.topology.prediction import prediction_of
 
 EMBEDDING = -1
-"""The source that is not a stage: the embedding stream x0."""
+"""The source that is not a stage: the embedding x0."""
 HEADLESS = ("autoencoder", "inverse")
 """Objectives that train no head: their stages have a loss and do not predict."""
 PLAIN_RELAYS = ("identity", "pre-norm")
@@ -32,18 +32,18 @@ PLAIN_RELAYS = ("identity", "pre-norm")
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a stage hears: the hidden state of `source` after `layer` layers of the stack."""
+    """A source of a stage: the hidden state of stage `source` after `layer` layers of the stack."""
 
     source: int
     layer: int | None = None
-    """Where the source is tapped; None is the end of its interval."""
+    """Where in the source it is read; None is the end of its interval."""
     grad_scale: float = 0.0
     relay: str = "identity"
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers start..stop-1 of the stack, with what they hear and what they are asked."""
+    """Layers start..stop-1 of the stack, their sources and their objective."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Stage:
     """Whether its loss trains its head, or did before it was frozen; a head that nothing trained is not
     read."""
     every: int = 1
-    """Its loss counts every n-th target, shifted by one from row to row; 1 counts all."""
+    """Its loss counts every n-th target, shifted by one from sequence to sequence; 1 counts all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Topology:
     stages: tuple[Stage, ...]
     heads: Literal["shared", "per-stage"] = "shared"
     bus: Literal["live", "detached"] = "live"
-    """Whether x0, which every layer may hear, carries gradient from stages that do not start at it."""
+    """Whether x0, which every layer may read, carries gradient from stages that do not start at it."""
     reduction: Literal["mean", "sum"] = "mean"
     """How the stages' losses become one: the mean weighs each by weight / total weight."""
     prediction: str | tuple[float, ...] = "auto"
@@ -82,8 +82,8 @@ class Topology:
     own_heads: bool = False
     """Whether the stages' own heads are all that learns of the heads, so that stages share none."""
     reach: Literal["all", "next"] = "all"
-    """Whose gradient goes back along an edge: that of all losses behind it, or that of the loss of the stage
-    that hears alone. With `next` a loss is heard by its own stage and the one before, so stages overlap."""
+    """Which gradient goes back along an edge: that of all losses behind it, or with `next` that of the
+    receiving stage's own loss. With `next` a loss trains its own stage and the one before: stages overlap."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -102,8 +102,8 @@ class Topology:
         configuration = _configuration(configuration)
         stages = []
         for k, (start, stop) in enumerate(configuration.composition.intervals):
-            heard = _root() if k == 0 else Edge(k - 1, grad_scale=grad_scale)
-            stages.append(Stage(start, stop, (heard,), objective))
+            source = _root() if k == 0 else Edge(k - 1, grad_scale=grad_scale)
+            stages.append(Stage(start, stop, (source,), objective))
         heads = configuration.heads.value
         return cls(configuration.composition.layers, tuple(stages), heads, bus, reduction)
 
@@ -118,27 +118,27 @@ class Topology:
         last = composition.stages - 1
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
-            heard = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=interface_name(k))
-            stages.append(Stage(start, stop, (heard,), weight=float(k == last)))
+            source = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=interface_name(k))
+            stages.append(Stage(start, stop, (source,), weight=float(k == last)))
         return cls(composition.layers, tuple(stages), interface=interface)
 
     @classmethod
     def targets(cls, composition: Composition | str) -> Topology:
-        """Difference target propagation: stages tell those before them what they should have given.
+        """Difference target propagation: stages send targets back instead of gradients.
 
-        The loss is the last stage's, and the gradient of it is the last error that is one; every stage before
-        it but the first sends errors on through its own map back (`nn/inverse.py`), which it learns by
-        reconstruction.
+        Only the last stage has a loss of its own, whose gradient goes back one stage. Every stage between the
+        first and the last sends errors back through its own inverse map (`nn/inverse.py`), which it learns
+        by reconstruction.
         """
         composition = _configuration(composition).composition
         last = composition.stages - 1
         stages = []
         for k, (start, stop) in enumerate(composition.intervals):
             relay = f"target-{k}" if 0 < k < last else "identity"
-            heard = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=relay)
-            asked = "inverse" if 0 < k < last else "cross-entropy"
+            source = _root() if k == 0 else Edge(k - 1, grad_scale=1.0, relay=relay)
+            objective = "inverse" if 0 < k < last else "cross-entropy"
             weight = 0.0 if k == 0 < last else 1.0
-            stages.append(Stage(start, stop, (heard,), asked, weight, head=k == last))
+            stages.append(Stage(start, stop, (source,), objective, weight, head=k == last))
         return cls(composition.layers, tuple(stages), reduction="sum")
 
     @classmethod
@@ -147,10 +147,10 @@ class Topology:
         layers = len(grad_scales) + 1
         stages = []
         for i in range(layers):
-            heard = _root() if i == 0 else Edge(i - 1, grad_scale=grad_scales[i - 1])
-            # A λ outside [0, 1] is refused as what it is, at its edge, not as the weight that it would give.
+            source = _root() if i == 0 else Edge(i - 1, grad_scale=grad_scales[i - 1])
+            # A λ outside [0, 1] raises at its edge, not at the weight that it would give.
             weight = 1.0 if i == layers - 1 else max(0.0, 1.0 - grad_scales[i])
-            stages.append(Stage(i, i + 1, (heard,), weight=weight))
+            stages.append(Stage(i, i + 1, (source,), weight=weight))
         return cls(layers, tuple(stages), heads)
 
     @classmethod
@@ -165,8 +165,8 @@ class Topology:
         for branch in branches:
             composition = _configuration(branch).composition
             for k, (start, stop) in enumerate(composition.intervals):
-                heard = _root() if k == 0 else Edge(len(stages) - 1)
-                stages.append(Stage(offset + start, offset + stop, (heard,)))
+                source = _root() if k == 0 else Edge(len(stages) - 1)
+                stages.append(Stage(offset + start, offset + stop, (source,)))
             offset += composition.layers
         return cls(offset, tuple(stages), heads)
 
@@ -178,17 +178,19 @@ class Topology:
         stages: list[Stage] = []
         for start, stop in intervals:
             if start == 0:
-                heard = _root()
+                source = _root()
             else:
                 passing = [j for j, s in enumerate(stages) if s.start < start <= s.stop]
                 if not passing:
                     raise TopologyError(
                         f"interval {start}..{stop} starts after layer {start}, which no earlier "
                         "interval computes",
+                        setting="intervals",
+                        given=intervals,
                         remedy=f"list an interval that covers layer {start} before it",
                     )
-                heard = Edge(passing[-1], layer=start)
-            stages.append(Stage(start, stop, (heard,)))
+                source = Edge(passing[-1], layer=start)
+            stages.append(Stage(start, stop, (source,)))
         return cls(max((s.stop for s in stages), default=0), tuple(stages), heads)
 
     def with_grad_scale(self, value: float) -> Topology:
@@ -200,7 +202,7 @@ class Topology:
         return replace(self, stages=tuple(stages))
 
     def with_relays(self, kind: str) -> Topology:
-        """What each stage hears of another stage first comes through a relay of `kind` (eq. 43).
+        """A relay of `kind` on the first source of every stage that reads another stage (eq. 43).
 
         Relays with parameters get a name for each edge (`own_relay`); the stack must own them.
         """
@@ -213,17 +215,19 @@ class Topology:
         return replace(self, stages=tuple(stages))
 
     def with_input_bus(self, source: Edge | None = None) -> Topology:
-        """Every stage but the roots hears `source` too; by default the embedding, detached (Def. 10.9).
+        """Every stage but the roots reads `source` too; by default the embedding, detached (Def. 10.9).
 
         The relay of `source` says how it is joined (eq. 39): `identity` adds it, `gate` gates it, `low-rank`
         adds a learned low-rank reading of it. A concatenation [h; e] behind a linear map is `linear` on both
-        edges, A h + B e: see `with_relays`. Only stages behind the source can hear it.
+        edges, A h + B e: see `with_relays`. Only stages behind the source can read it.
         """
         source = source or Edge(EMBEDDING)
         if source.source >= len(self.stages) - 1 and source.source != EMBEDDING:
             raise TopologyError(
                 f"the input bus comes from stage {source.source}, behind which no stage lies",
-                remedy=(f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING"),
+                setting="source",
+                given=source.source,
+                remedy=f"stages 0..{len(self.stages) - 1} exist, so use an earlier one or EMBEDDING",
             )
         stages = []
         for k, stage in enumerate(self.stages):
@@ -240,7 +244,7 @@ class Topology:
         return replace(self, stages=tuple(stages))
 
     def source_layer(self, edge: Edge) -> tuple[int, int]:
-        """(source, layer) of what `edge` hears, the layer filled in; the embedding's is 0."""
+        """(source, layer) of `edge`, the layer filled in; the embedding's is 0."""
         if edge.source == EMBEDDING:
             return EMBEDDING, 0
         return edge.source, self.stages[edge.source].stop if edge.layer is None else edge.layer
@@ -248,13 +252,13 @@ class Topology:
     def with_decoders(self, depth: int, last: bool = True) -> Topology:
         """Every stage with a loss gets `depth` layers of its own between its end and its head.
 
-        A private decoder is a stage: it hears the one before it with λ = 1, has its loss, and nobody hears
-        it. Its layers lie behind all others, so the stack needs `depth` more for each (DGL's and InfoPro's
-        auxiliary heads with layers; "Product of Experts" appendix A). Without `last` the last stage of the
+        A private decoder is a stage: it reads the one before it with λ = 1, has its loss, and no stage
+        reads it. Its layers lie behind all others, so the stack needs `depth` more for each (DGL's and
+        InfoPro's auxiliary heads; "Product of Experts" appendix A). Without `last` the last stage of the
         list predicts from its own end, as a model without decoders does.
         """
         if depth < 1:
-            raise TopologyError(f"a decoder of {depth} layers was asked for", remedy="it has at least 1")
+            raise TopologyError(setting="depth", given=depth, allowed="at least 1")
         stages: list[Stage] = []
         place: list[int] = []
         layers = self.layers
@@ -269,28 +273,27 @@ class Topology:
                 own = Edge(place[-1], grad_scale=1.0)
                 stages.append(replace(stage, start=layers, stop=layers + depth, sources=(own,)))
                 layers += depth
-        predicts = self._decoded(place) if last else self._undecoded()
-        return replace(self, layers=layers, stages=tuple(stages), prediction=predicts)
+        return replace(self, layers=layers, stages=tuple(stages), prediction=self._decoded(place, last))
 
-    def _undecoded(self) -> str:
-        """How a model predicts whose last stage has no decoder: by that stage."""
-        before = prediction_of(self, [k for k, stage in enumerate(self.stages) if stage.weight > 0])
-        if before.kind != "last":
-            raise TopologyError(
-                f"the last stage is to have no decoder, and the stages predict by {before.kind}",
-                remedy="give all of them one, or let the last stage predict",
-            )
-        return "last"
-
-    def _decoded(self, place: Sequence[int]) -> str | tuple[float, ...]:
-        """How the decoders predict together: as the stages did that they belong to."""
+    def _decoded(self, place: Sequence[int], last: bool) -> str | tuple[float, ...]:
+        """The prediction of the decoders: that of their stages; without `last`, that of the last stage."""
         predicting = [k for k, stage in enumerate(self.stages) if stage.weight > 0]
         before = prediction_of(self, predicting)
+        if not last and before.kind != "last":
+            raise TopologyError(
+                f"the last stage is to have no decoder, and the stages predict by {before.kind}",
+                setting="last",
+                given=last,
+                remedy="give all of them one, or let the last stage predict",
+            )
         if before.kind in ("last", "sum"):
             return before.kind
         if before.kind == "path":
             raise TopologyError(
-                "a path of stages with private decoders cannot predict", remedy="use 'last' or weights"
+                "a path of stages with private decoders cannot predict",
+                setting="prediction",
+                given=self.prediction,
+                remedy="use 'last' or weights",
             )
         weights = [0.0] * (len(self.stages) + len(predicting))
         for stage, weight in before.full:
@@ -298,7 +301,7 @@ class Topology:
         return tuple(weights)
 
     def with_specialist(self, depth: int, objective: str = "cross-entropy") -> Topology:
-        """A stage of `depth` new layers behind what nobody hears, everything before it frozen.
+        """A stage of `depth` new layers behind the leaves, everything before it frozen.
 
         Behind a chain that is the last stage; behind a forest it is the end of every branch. The model then
         predicts as the new stage's objective says, however the base did.
@@ -306,32 +309,32 @@ class Topology:
         return self.with_specialists((depth,), objective)
 
     def with_specialists(self, depths: Sequence[int], objective: str = "cross-entropy") -> Topology:
-        """Stages beside one another, each behind what nobody hears here ("Product of Experts" eq. 12).
+        """Parallel stages, each behind the leaves ("Product of Experts" eq. 12).
 
-        How several predict together is for who composes them to say: see `specialists/composition.py`.
+        `specialists/composition.py` decides how several predict together.
         """
         base = tuple(
             replace(s, frozen=True, weight=0.0, head=s.head and (s.frozen or s.weight > 0))
             for s in self.stages
         )
-        heard = tuple(Edge(k) for k in self.leaves())
+        sources = tuple(Edge(k) for k in self.leaves())
         ends = [self.layers + sum(depths[:i]) for i in range(len(depths) + 1)]
-        added = tuple(Stage(start, stop, heard, objective) for start, stop in itertools.pairwise(ends))
+        added = tuple(Stage(start, stop, sources, objective) for start, stop in itertools.pairwise(ends))
         return replace(self, layers=ends[-1], stages=(*base, *added), heads="per-stage", prediction="auto")
 
     def leaves(self) -> list[int]:
-        """The stages whose end no other stage hears."""
-        heard = {self.source_layer(edge) for stage in self.stages for edge in stage.sources}
-        return [k for k, stage in enumerate(self.stages) if (k, stage.stop) not in heard]
+        """The stages whose end no other stage reads."""
+        read = {self.source_layer(edge) for stage in self.stages for edge in stage.sources}
+        return [k for k, stage in enumerate(self.stages) if (k, stage.stop) not in read]
 
 
 def interface_name(region: int) -> str:
-    """The name of the relay through which region `region` hears the one before it."""
+    """The name of the relay through which region `region` reads the one before it."""
     return f"interface-{region}"
 
 
 def own_relay(kind: str, stage: int, source: int = 0) -> str:
-    """The name of the relay of `kind` through which stage `stage` hears source number `source`.
+    """The name of the relay of `kind` through which stage `stage` reads source number `source`.
 
     >>> own_relay("gate", 2), own_relay("low-rank", 2, 1), own_relay("identity", 2)
     ('gate-2', 'low-rank-2-beside-1', 'identity')
@@ -353,7 +356,7 @@ def _configuration(value: Configuration | Composition | str) -> Configuration:
 
 def _validate(topology: Topology) -> None:
     if not topology.stages:
-        raise TopologyError("a topology needs at least one stage", remedy="none was given")
+        raise TopologyError("a topology needs at least one stage", setting="stages", given=())
     for name, allowed in (
         ("heads", ("shared", "per-stage")),
         ("bus", ("live", "detached")),
@@ -361,12 +364,13 @@ def _validate(topology: Topology) -> None:
         ("reach", ("all", "next")),
     ):
         if getattr(topology, name) not in allowed:
-            raise TopologyError(
-                f"{name} {getattr(topology, name)!r} is unknown", remedy=f"choose one of {allowed}"
-            )
+            raise TopologyError(setting=name, given=getattr(topology, name), allowed=f"one of {allowed}")
     if topology.layers > MAX_LAYERS:
         raise TopologyError(
-            f"the topology has {topology.layers} layers", remedy=f"there may be at most {MAX_LAYERS}"
+            f"the topology has {topology.layers} layers",
+            setting="layers",
+            given=topology.layers,
+            remedy=f"there may be at most {MAX_LAYERS}",
         )
     for k, stage in enumerate(topology.stages):
         _validate_stage(topology, k, stage)
@@ -377,58 +381,58 @@ def _validate(topology: Topology) -> None:
     covered = {i for stage in topology.stages for i in range(stage.start, stage.stop)}
     idle = sorted(set(range(topology.layers)) - covered)
     if idle:
-        raise TopologyError(f"layers {idle} belong to no stage", remedy="every layer needs one")
+        problem = f"layers {idle} belong to no stage"
+        raise TopologyError(problem, setting="stages", given=idle, remedy="every layer needs one")
     if all(stage.weight == 0 for stage in topology.stages):
-        raise TopologyError("every stage has weight 0, so nothing would be learned", remedy="give one a loss")
+        problem = "every stage has weight 0, so nothing would be learned"
+        raise TopologyError(problem, setting="weight", given=0, remedy="give one a loss")
 
 
 def _validate_stage(topology: Topology, k: int, stage: Stage) -> None:
     if not 0 <= stage.start < stage.stop <= topology.layers:
         raise TopologyError(
             f"stage {k} covers layers {stage.start}..{stage.stop}",
+            setting="stop",
+            given=stage.stop,
             remedy=f"an interval must satisfy 0 <= start < stop <= {topology.layers}",
         )
     if not 0 <= stage.weight < math.inf:
-        raise TopologyError(
-            f"stage {k} has weight {stage.weight}", remedy="a weight must be finite and at least 0"
-        )
+        raise _stage_error(k, "weight", stage.weight, allowed="finite and at least 0")
     if stage.every < 1:
-        raise TopologyError(f"stage {k} counts every {stage.every} targets", remedy="it must be at least 1")
+        raise _stage_error(k, "every", stage.every, allowed="at least 1")
     if stage.frozen and stage.weight:
-        raise TopologyError(
-            f"stage {k} is frozen but has weight {stage.weight}", remedy="a frozen stage has weight 0"
-        )
+        raise _stage_error(k, "weight", stage.weight, allowed="0, because the stage is frozen")
     if not stage.sources:
-        raise TopologyError(
-            f"stage {k} hears nothing", remedy="give it a source (EMBEDDING or an earlier stage)"
-        )
+        raise _stage_error(k, "sources", (), remedy="give it a source (EMBEDDING or an earlier stage)")
     for edge in stage.sources:
         _validate_edge(topology, k, edge)
     if len({topology.source_layer(edge) for edge in stage.sources}) < len(stage.sources):
-        raise TopologyError(f"stage {k} hears the same source twice", remedy="list each source once")
+        raise TopologyError(
+            f"stage {k} reads the same source twice",
+            setting="sources",
+            given=stage.sources,
+            remedy="list each source once",
+        )
 
 
 def _validate_edge(topology: Topology, k: int, edge: Edge) -> None:
     if not 0.0 <= edge.grad_scale <= 1.0:  # also false for nan
-        raise TopologyError(f"stage {k} has grad_scale {edge.grad_scale}", remedy="it must lie in [0, 1]")
+        raise _stage_error(k, "grad_scale", edge.grad_scale, allowed="in [0, 1]")
     if edge.source == EMBEDDING:
         if edge.layer is not None:
-            raise TopologyError(
-                f"stage {k} taps the embedding at layer {edge.layer}", remedy="leave the layer out"
-            )
+            raise _stage_error(k, "layer", edge.layer, remedy="leave it out where the embedding is read")
         return
     if not 0 <= edge.source < k:
-        raise TopologyError(
-            f"stage {k} hears stage {edge.source}, which does not come before it",
-            remedy="stages may hear only earlier stages, or a cycle could form",
-        )
+        raise _stage_error(k, "source", edge.source, allowed="an earlier stage, or a cycle could form")
     source = topology.stages[edge.source]
     if edge.layer is not None and not source.start < edge.layer <= source.stop:
-        raise TopologyError(
-            f"stage {k} taps stage {edge.source} after layer {edge.layer}",
-            remedy=f"that stage computes layers {source.start + 1}..{source.stop}",
-        )
+        computes = f"stage {edge.source} computes layers {source.start + 1}..{source.stop}"
+        raise _stage_error(k, "layer", edge.layer, remedy=computes)
     if source.frozen and not topology.stages[k].frozen and edge.grad_scale > 0:
-        raise TopologyError(
-            f"stage {k} sends gradient to frozen stage {edge.source}", remedy="use grad_scale 0"
-        )
+        frozen = f"0, because stage {edge.source} is frozen"
+        raise _stage_error(k, "grad_scale", edge.grad_scale, allowed=frozen)
+
+
+def _stage_error(k: int, setting: str, given: object, allowed: str = "", remedy: str = "") -> TopologyError:
+    problem = f"{setting} of stage {k} is {given!r}"
+    return TopologyError(problem, setting=setting, given=given, allowed=allowed, remedy=remedy)

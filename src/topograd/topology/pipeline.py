@@ -63,7 +63,4 @@ def pipeline_order(name: str, rank: int, ranks: int, batches: int) -> list[tuple
 
 
 def _checked(stages: int, microbatches: int) -> tuple[int, int]:
-    return (
-        positive_int(stages, "the number of pipeline stages"),
-        positive_int(microbatches, "the number of micro-batches"),
-    )
+    return positive_int(stages, "stages"), positive_int(microbatches, "microbatches")

@@ -1,7 +1,7 @@
-"""A topology compiled: what the executor, the engine and the closed forms need to know, and no more.
+"""The compiled topology that the executor, the engine and the closed forms run.
 
-For every stage the plan says which hidden states it sends and to whom, whether gradient comes back
-(then its backward waits for its listeners), what its loss weighs, and when its messages may be forgotten.
+For every stage the plan has the hidden states that it sends, the stages that send gradient back (its backward
+waits for them), the weight of its loss, and the last use of each message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topograd.topology.prediction import Prediction, prediction_of
 
 @dataclass(frozen=True, slots=True)
 class EdgeOutput:
-    """One thing that a stage sends: its hidden state after `layer` layers of the stack, through a relay."""
+    """One output of a stage: its hidden state after `layer` layers of the stack, through a relay."""
 
     source: int
     layer: int
@@ -34,16 +34,16 @@ class PlannedStage:
     head: int
     """The stage whose head reads it: its own, but for the nodes of `branches.py`."""
     inputs: tuple[tuple[EdgeOutput, float], ...]
-    """What comes in, each with its grad_scale."""
+    """The outputs that it receives, each with its grad_scale."""
     outputs: tuple[EdgeOutput, ...]
     num_grad_consumers: int
     """How many later stages send gradient back here; 0 means that the backward runs at once."""
     live_bus: bool
-    """Whether x0 on the bus carries gradient from this stage."""
+    """Whether x0 on the input bus carries gradient from this stage."""
     scale: float
     """The factor of its loss in the training loss; 0 where it has none."""
     last_use: tuple[EdgeOutput, ...]
-    """Ports that nobody hears after this stage."""
+    """Outputs of which this stage is the last reader."""
 
     @property
     def predicts(self) -> bool:
@@ -85,7 +85,7 @@ class Plan:
             )
             for stage in topology.stages
         ]
-        last_use = {port: k for k, received in enumerate(inputs) for port, _ in received}
+        last_use = {output: k for k, received in enumerate(inputs) for output, _ in received}
         total = sum(stage.weight for stage in topology.stages)
         stages = []
         for k, stage in enumerate(topology.stages):
@@ -135,13 +135,13 @@ class Plan:
         wanted = {stage}
         for planned in reversed(self.stages[: stage + 1]):
             if planned.index in wanted:
-                wanted |= {port.source for port, _ in planned.inputs}
+                wanted |= {output.source for output, _ in planned.inputs}
         return [planned for planned in self.stages if planned.index in wanted]
 
     def gradient_sources(self, stage: int) -> list[int]:
         """The earlier stages to which `stage` sends gradient, each once."""
         inputs = self.stages[stage].inputs
-        return sorted({port.source for port, lam in inputs if lam > 0 and port.source != EMBEDDING})
+        return sorted({output.source for output, lam in inputs if lam > 0 and output.source != EMBEDDING})
 
     def predicting(self) -> list[int]:
         """Indices of the stages that predict."""
@@ -166,11 +166,11 @@ class Plan:
             neighbours += [q.index for q in self.stages[: planned.index] if mine & set(q.layers)]
             for other in neighbours:
                 group[find(planned.index)] = find(other)
-        found: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for planned in self.stages:
             if not planned.stage.frozen:
-                found.setdefault(find(planned.index), []).append(planned.index)
-        return list(found.values())
+                groups.setdefault(find(planned.index), []).append(planned.index)
+        return list(groups.values())
 
 
 def topology_of(value: Topology | Configuration | Composition | str, layers: int) -> Topology:
@@ -181,7 +181,10 @@ def topology_of(value: Topology | Configuration | Composition | str, layers: int
         value = str(layers)
     if not isinstance(value, str | Composition | Configuration):
         raise TopologyError(
-            f"{value!r} is no topology", remedy='give a partition such as "2,2", a Topology or a Plan'
+            f"{value!r} is no topology",
+            setting="topology",
+            given=value,
+            remedy='give a partition such as "2,2", a Topology or a Plan',
         )
     return Topology.chain(value)
 
@@ -190,5 +193,7 @@ def _check_layers(topology: Topology, layers: int) -> None:
     if topology.layers != layers:
         raise TopologyError(
             f"the topology has {topology.layers} layers and the stack has {layers}",
+            setting="layers",
+            given=topology.layers,
             remedy=f"use a partition of {layers}",
         )

@@ -1,19 +1,19 @@
-"""How the stages of a plan predict together: one sum of weighted logits, at full depth and after each exit.
+"""Predictions of a plan: weighted sums of its stages' logits, at full depth and at each exit.
 
     last     z_K                               the deepest stage with a loss
     sum      Σ_j z_j                           where stages correct the sum of those before (Log-OP)
     pool     Σ_j w_j z_j                       branches of a forest, experts of a cover, a mean of stages
     path     z of the last stage of a path     stages on the way that are skipped do not run
 
-An exit after stage k predicts by what there is up to k: its own logits, the sum or the pool so far.
+An exit after stage k uses stages up to k: its own logits, the sum or the pool so far.
 
 What `auto` means. A stage whose objective is `residual` was trained as the sum of all stages up to it, and
 predicts so; so do stages of `diversity`, which is about their product, and of `forward-forward`. Any other
-stage predicts alone. The model predicts by its leaves, the stages whose end nobody hears: by the one leaf of
-a chain, by the mean of the branches of a forest and of the experts of a cover.
+stage predicts alone. The model predicts by its leaves, the stages whose end no stage reads: by the one leaf
+of a chain, by the mean of the branches of a forest and of the experts of a cover.
 
-Whoever runs a plan reads this here and nowhere else: the engine, exits, speculation, evaluation, reports, the
-search and a distillation teacher. Pure data; adding a constant to logits changes no probability, so pooling
+Everything that runs a plan uses this: the engine, exits, speculation, evaluation, reports, the search and a
+distillation teacher. Pure data; adding a constant to logits changes no probability, so pooling
 logits is pooling log-probabilities. Source: "Stage-Partitioned Learning" eq. 42 and §10.4; "Product of
 Experts" eqs. 2, 7.
 """
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 Terms = tuple[tuple[int, float], ...]
 """Stages and the weights of their logits."""
-WORDS = ("auto", "last", "sum", "mean")
+KINDS = ("auto", "last", "sum", "mean")
 SUMMED = ("residual", "diversity", "forward-forward")
 """Objectives of stages that predict as a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is added up."""
+    """The terms of a prediction."""
 
     kind: Literal["last", "sum", "pool", "path"]
     full: Terms
@@ -50,7 +50,7 @@ class Prediction:
     """The stages of a path, where the model predicts by one; `full` is then that of its last stage."""
 
     def after(self, stage: int) -> Terms:
-        """What an exit after `stage` predicts by; the last exit predicts as the model does."""
+        """The terms of an exit after `stage`; the last exit predicts as the model does."""
         return self.exits[stage]
 
     @property
@@ -71,11 +71,11 @@ def prediction_of(topology: Topology, predicting: Sequence[int]) -> Prediction:
     if how.startswith("path:"):
         path = _path(topology, predicting, how)
         return Prediction("path", ((path[-1], 1.0),), {k: ((k, 1.0),) for k in predicting}, path)
-    if how not in WORDS:
+    if how not in KINDS:
         raise TopologyError(
             setting="prediction",
             given=how,
-            allowed=f"{', '.join(WORDS)}, path:1,3 or give a weight for each stage",
+            allowed=f"{', '.join(KINDS)}, path:1,3 or give a weight for each stage",
         )
     if how == "last":
         exits = {k: ((k, 1.0),) for k in predicting}
@@ -107,18 +107,25 @@ def _weighted(topology: Topology, predicting: Sequence[int], weights: tuple[floa
     if len(weights) != len(topology.stages):
         raise TopologyError(
             f"{len(weights)} weights for {len(topology.stages)} stages",
+            setting="prediction",
+            given=weights,
             remedy="a prediction needs one for each",
         )
     total = math.fsum(weights)
     if not all(0 <= w < math.inf for w in weights) or not total > 0:
         raise TopologyError(
             f"prediction weights are {list(weights)}",
+            setting="prediction",
+            given=weights,
             remedy="give finite ones of at least 0, one of them positive",
         )
     silent = [k for k, w in enumerate(weights) if w and k not in predicting]
     if silent:
         raise TopologyError(
-            f"stage {silent[0] + 1} has no loss, so its logits mean nothing", remedy="give it the weight 0"
+            f"stage {silent[0] + 1} has no loss, so its logits mean nothing",
+            setting="prediction",
+            given=weights,
+            remedy="give it the weight 0",
         )
     exits: dict[int, Terms] = {}
     for k in predicting:
@@ -140,10 +147,15 @@ def _path(topology: Topology, predicting: Sequence[int], how: str) -> tuple[int,
     if max(path) >= len(topology.stages):
         raise TopologyError(
             f"prediction {how} names stage {max(path) + 1}",
+            setting="prediction",
+            given=how,
             remedy=f"the topology has stages 1 to {len(topology.stages)}",
         )
     if path[-1] not in predicting:
         raise TopologyError(
-            f"prediction {how} ends at stage {path[-1] + 1}, which has no loss", remedy="end elsewhere"
+            f"prediction {how} ends at stage {path[-1] + 1}, which has no loss",
+            setting="prediction",
+            given=how,
+            remedy="end elsewhere",
         )
     return path

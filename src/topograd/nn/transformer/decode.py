@@ -105,7 +105,7 @@ def append_and_attend(
     if isinstance(state, KVSlots):
         assert ctx.spans is not None, "slots are read by spans"
         parts = []
-        for group, own in zip(ctx.spans.attended, ctx.spans.group_buses, strict=True):
+        for group, own in zip(ctx.spans.attended, ctx.spans.group_contexts, strict=True):
             keys, values = state.append(group, k, v)
             parts.append(group.pack(attend(group.unpack(q, 2), keys, values, own)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
