@@ -208,17 +208,32 @@ from pathlib import Path
 from topograd.cli import demo_parts
 from topograd.cli.main import main
 
-folder, *flags = sys.argv[1:]
+folder, training, *flags = sys.argv[1:]
 train = demo_parts.side_by_side
+demo_parts.TRAIN = [*demo_parts.TRAIN] if training == "topograd" else [sys.executable, "-c", training]
 demo_parts.first_look = dict
 demo_parts.show_look = lambda console, look: None
 demo_parts.load_data = lambda config: None
 demo_parts.side_by_side = lambda out, commands: train(
-    out, {name: [*flags, "--partition", "L", "--out", str(out / name)] for name in commands}
+    out, {name: [*flags, "--out", str(out / name)] for name in commands}
 )
 sys.exit(main(["demo", "--out", folder]))
 """
 """The demo from its trainings on, which are small and have no end."""
+STAND_IN = """
+import pathlib, signal, sys
+
+def save(number, frame):
+    (out / "checkpoints" / "step-1").mkdir(parents=True)
+    sys.exit(130)
+
+signal.signal(signal.SIGTERM, save)
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir(parents=True)
+(out / "metrics.jsonl").write_text("{}")
+signal.pause()
+"""
+"""A training that saves where it is terminated, and costs nothing until then."""
 
 
 def test_a_training_that_fails_gives_its_reason_and_the_other_ends(corpus: Path, tmp_path: Path) -> None:
@@ -237,13 +252,17 @@ def test_a_training_that_fails_gives_its_reason_and_the_other_ends(corpus: Path,
     assert "step 3/3" in (tmp_path / "good.log").read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code", "training"),
+    [(signal.SIGINT, 130, "topograd"), (signal.SIGTERM, 143, STAND_IN)],
+    ids=["interrupt", "terminate"],
+)
 def test_a_demo_that_is_stopped_leaves_saved_runs_and_no_process(
-    number: signal.Signals, code: int, corpus: Path, tmp_path: Path
+    number: signal.Signals, code: int, training: str, corpus: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
-    flags = ["--preset", "tiny", *SMALL.split(), "--data", str(corpus), "--steps", "100000"]
-    command = [sys.executable, "-c", STOPPED, str(folder), *flags]
+    flags = ["--preset", "tiny", *SMALL.split(), "--partition", "L", "--data", str(corpus)]
+    command = [sys.executable, "-c", STOPPED, str(folder), training, *flags, "--steps", "100000"]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
     logs = [folder / name / "metrics.jsonl" for name in demo_parts.CONTENDERS]
     wait_until(lambda: all(log.exists() and log.stat().st_size for log in logs), "a step of each")

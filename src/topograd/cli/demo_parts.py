@@ -55,6 +55,7 @@ from topograd.training.trainer import OnStep
 if TYPE_CHECKING:
     from topograd.cli.demo import Demo
 
+TRAIN = (sys.executable, "-m", "topograd", "train")
 CONTENDERS = ("backprop", "staged")
 SHORT_STEPS = 400
 SAMPLE_PROMPT, SAMPLE_TOKENS = "def read(", 120
@@ -201,9 +202,8 @@ def side_by_side(folder: Path, commands: Mapping[str, list[str]]) -> None:
         processes = {}
         for name, flags in commands.items():
             log = opened.enter_context(open(folder / f"{name}.log", "w+", encoding="utf-8"))
-            command = [sys.executable, "-m", "topograd", "train", *flags, "--json"]
             processes[name] = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=log, env=environment
+                [*TRAIN, *flags, "--json"], stdout=subprocess.DEVNULL, stderr=log, env=environment
             )
             opened.callback(_end, processes[name])
         _watch(folder, processes)
