@@ -47,7 +47,8 @@ caption { text-align: left; color: var(--muted); padding-bottom: .4rem; }
 th, td { padding: .32rem .8rem; border: 1px solid var(--line); text-align: right; vertical-align: top; }
 th { font-weight: 600; }
 tbody th, thead th:first-child { text-align: left; font-weight: 500; }
-.text, .settings th, .settings td { text-align: left; overflow-wrap: anywhere; }
+.text { text-align: left; }
+.settings th, .settings td { text-align: left; overflow-wrap: anywhere; }
 .warning { border-left: 3px solid #d55e00; padding-left: .9rem; }
 .advice { margin: 1.2rem 0; padding-left: 1.2rem; max-width: 46rem; }
 .omitted { margin-top: 2.75rem; color: var(--muted); font-size: .92rem; }
