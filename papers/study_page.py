@@ -18,7 +18,7 @@ from papers.gram_metrics.field_figures import field_panels
 from papers.latent_bounded_interfaces.interface_figures import interface_panels
 from topograd.errors import RunError
 from topograd.files import write_atomic, write_json
-from topograd.report.drawing import legend_below, look, new_figure, panels, render, style
+from topograd.report.drawing import Drawing, legend_below, look, new_figure, panels, render, style
 from topograd.report.figures import Panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
 from topograd.report.page import figure_html
@@ -47,12 +47,12 @@ def write_study(folder: Path, record: Record) -> Path:
         with style():
             drawn = study_panels(record)
             images = {panel.name: render(panel.figure) for panel in drawn if panel.figure is not None}
-        for panel, (svg, png) in images.items():
+        for panel, drawing in images.items():
             stem = name if panel == name else f"{name}-{panel}"
-            write_atomic(figures / f"{stem}.svg", svg)
-            write_atomic(figures / f"{stem}.png", png)
+            write_atomic(figures / f"{stem}.svg", drawing.svg)
+            write_atomic(figures / f"{stem}.png", drawing.png)
         write_json(folder / f"{name}.json", dict(record))
-        write_atomic(page, _page(record, drawn, {panel: svg for panel, (svg, _) in images.items()}))
+        write_atomic(page, _page(record, drawn, images))
     except OSError as problem:
         reason = problem.strerror
         raise RunError(
@@ -110,7 +110,7 @@ def _draw(drawing: Record) -> Figure:
     return figure
 
 
-def _page(record: Record, drawn: Sequence[Panel], svgs: Mapping[str, str]) -> str:
+def _page(record: Record, drawn: Sequence[Panel], images: Mapping[str, Drawing]) -> str:
     first = "What was predicted, and what came out"
     links = [("outcome", first), *((panel.name, panel.title) for panel in drawn), ("numbers", "The numbers")]
     tables = [Table(t["caption"], tuple(t["header"]), tuple(map(tuple, t["rows"]))) for t in record["tables"]]
@@ -119,7 +119,7 @@ def _page(record: Record, drawn: Sequence[Panel], svgs: Mapping[str, str]) -> st
     tiles += [] if record["seeds"] is None else [("seeds", str(record["seeds"]))]
     parts = [
         section("outcome", first, _outcome(record)),
-        *(figure_html(panel, svgs.get(panel.name)) for panel in drawn),
+        *(figure_html(panel, images.get(panel.name)) for panel in drawn),
         section("numbers", "The numbers", "\n".join(map(table_html, tables))),
     ]
     title = f"{record['title']} ({record['study']})"

@@ -6,8 +6,12 @@ from topograd.report.drawing import (
     BACKPROP,
     MAX_POINTS,
     MAX_TEXTS,
+    NARROW,
+    WIDTH,
     Bar,
+    Drawing,
     bars,
+    legend_below,
     look,
     new_figure,
     panels,
@@ -37,18 +41,19 @@ def test_style_ignores_the_users_settings_and_puts_them_back() -> None:
 
 
 def test_rendering_is_deterministic_and_nameless() -> None:
-    def draw() -> tuple[str, bytes]:
+    def draw() -> Drawing:
         with style():
             figure = new_figure(1.5)
             axes = panels(figure, 1)[0]
             axes.plot([1, 2], [3, 4], marker="o")
             return render(figure)
 
-    svg, png = draw()
-    assert (svg, png) == draw()
-    assert "<svg" in svg
-    assert "atplotlib v" not in svg
-    assert "date" not in svg.lower()
+    svg, png, narrow = draw()
+    assert (svg, png, narrow) == draw()
+    for text in (svg, narrow):
+        assert "<svg" in text
+        assert "atplotlib v" not in text
+        assert "date" not in text.lower()
     assert png.startswith(b"\x89PNG")
     assert b"Software" not in png
 
@@ -84,3 +89,28 @@ def test_many_bars_lose_their_texts_but_name_their_ends() -> None:
     assert not axes.texts
     assert len(labels) <= MAX_TEXTS + 1
     assert (labels[0], labels[-1]) == ("0", str(3 * MAX_TEXTS - 1))
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 1), (2, 1), (4, 2)])
+def test_the_narrow_layout_stacks_axes_and_cuts_nothing(count: int, columns: int) -> None:
+    with style():
+        figure = new_figure(3.2)
+        axes = panels(figure, count, sharey=True)
+        for place, each in enumerate(axes):
+            each.plot([1, 2], [3, 4], label=f"a line with a long name, {place}")
+            each.plot([1, 2], [4, 3], label="another one")
+            each.set(xlabel="a label that would not fit the width of a phone in one line", title="a title")
+        legend_below(figure, axes[0])
+        drawing = render(figure)
+        corners = {(round(each.get_position().x0, 3), round(each.get_position().y0, 3)) for each in axes}
+        page = figure.get_window_extent()
+        boxes = [each.get_tightbbox() for each in (*axes, *figure.legends)]
+    assert figure.get_figwidth() == NARROW
+    assert f'width="{WIDTH * 72:g}pt"' in drawing.svg
+    assert f'width="{NARROW * 72:g}pt"' in drawing.narrow
+    assert len({left for left, _ in corners}) == columns
+    assert len({bottom for _, bottom in corners}) == -(-count // columns)
+    for box in boxes:
+        assert box is not None
+        assert page.x0 <= box.x0 < box.x1 <= page.x1
+        assert page.y0 <= box.y0 < box.y1 <= page.y1

@@ -43,7 +43,7 @@ def record() -> dict[str, Any]:
 
 def test_the_page_says_everything_and_is_the_same_again(record: dict[str, Any], tmp_path: Path) -> None:
     page = write_series(tmp_path / "series.html", record).read_text()
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 2, "the figure in two layouts"
     assert "<b>mine" not in page
     assert "<i>no" not in page
     for words in ("undecided", "3.00 to 5.00", "at rank 6"):

@@ -9,6 +9,7 @@ import pytest
 
 from topograd.errors import RunError
 from topograd.report.data import RunData
+from topograd.report.drawing import Drawing
 from topograd.report.page import escape, write_report
 
 MakeRun = Callable[..., RunData]
@@ -73,7 +74,7 @@ def test_a_whole_report(tmp_path: Path, make_run: MakeRun, comparison: dict[str,
 
     # every figure is described, has its numbers, and lies beside the page
     images = [attributes for tag, attributes in reader.tags if tag == "svg"]
-    assert len(images) == len(NAMES)
+    assert [image["class"] for image in images] == ["broad", "narrow"] * len(NAMES)
     assert all(image["role"] == "img" and image["aria-label"] for image in images)
     assert tags.count("details") == len(NAMES)
     assert tags.count("table") == len(NAMES) + 3
@@ -97,10 +98,24 @@ def test_an_empty_run_gets_a_page_that_says_what_is_missing(tmp_path: Path) -> N
     foreign = stale.with_name("mine.png")
     foreign.write_bytes(b"not ours")
     page = write_report(tmp_path / "report.html", RunData("none", {}, [], {}), None, None).read_text()
-    assert page.count("Left out: ") == len(NAMES)
+    reader = Reader(page)
+    assert "svg" not in {tag for tag, _ in reader.tags}
+    assert len(reader.text["li"]) - len(reader.text["a"]) == len(NAMES), "one list has every reason"
+    assert not set(NAMES) & set(reader.ids), "a figure that is left out has no section"
     assert [entry.name for entry in stale.parent.iterdir()] == ["mine.png"]
     assert 'id="samples"' not in page
-    Reader(page)
+
+
+def test_unequal_training_is_warned_of(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("topograd.report.page._panels", lambda *_: ())
+    staged, backprop = make_run(2, steps=20), make_run(1, steps=20)
+    longer = replace(backprop, evaluation={**backprop.evaluation, "steps": 60})
+    pages = [write_report(tmp_path / "r.html", staged, one, None).read_text() for one in (backprop, longer)]
+    equal, unequal = (re.findall(r'<p class="warning">(.*?)</p>', page) for page in pages)
+    assert equal == []
+    assert {str(staged.evaluation["steps"]), "60"} <= set(re.findall(r"\d+", unequal[0]))
 
 
 def test_one_run_of_one_stage(tmp_path: Path, make_run: MakeRun) -> None:
@@ -150,9 +165,9 @@ def test_a_value_of_the_wrong_kind_anywhere_never_stops_a_report(
 ) -> None:
     """Drawn without rendering, which is where matplotlib would fail or warn, and fast."""
 
-    def draw(figure: Any) -> tuple[str, bytes]:
+    def draw(figure: Any) -> Drawing:
         figure.draw_without_rendering()
-        return "<svg></svg>", b""
+        return Drawing("<svg></svg>", b"", "<svg></svg>")
 
     monkeypatch.setattr("topograd.report.page.render", draw)
     metrics: list[Any] = [

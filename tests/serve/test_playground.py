@@ -37,6 +37,42 @@ def test_both_columns_write_the_same_text_where_both_are_exact(started: Browser)
     assert all(words.startswith("Exact") for words in spoken)
 
 
+def test_drafts_are_seen(started: Browser) -> None:
+    """Every accepted draft has a look of its own, and the legend counts them."""
+    started.ask("columns[0].clear()")
+    started.ask(
+        "[['a', false], ['b', true], ['c', true]].forEach(([text, drafted], id) => "
+        "columns[0].add({ id, text, drafted, stage: 4 })); columns[0].show()"
+    )
+    assert started.ask("columns[0].spans.map(span => span.classList.contains('draft'))") == [
+        False,
+        True,
+        True,
+    ]
+    looks = started.ask("columns[0].spans.map(span => getComputedStyle(span).backgroundColor)")
+    assert looks[0] != looks[1] == looks[2]
+    assert started.ask("columns[0].legend.lastChild.textContent").endswith(" 2")
+    started.click("#run")
+    started.wait(DONE)
+
+
+@pytest.mark.parametrize("depths", [["full", "wand", "speculate"], ["full"]])
+def test_a_first_compare_shows_two_depths(started: Browser, depths: list[str]) -> None:
+    known = started.ask("model.depths")
+    first = started.ask(f"model.depths = {depths}, firstKinds()")
+    started.ask(f"model.depths = {known}")
+    assert len(set(first)) == 2
+    assert started.ask(f"{first}.every(kind => [...columns[0].kind.options].some(o => o.value === kind))")
+
+
+def test_no_label_of_a_depth_is_cut(started: Browser) -> None:
+    width = "(s, text) => { const c = document.createElement('canvas').getContext('2d');"
+    width += " c.font = getComputedStyle(s).font; return c.measureText(text).width }"
+    room = "parseFloat(getComputedStyle(s).width) - 2 * parseFloat(getComputedStyle(s).paddingLeft) - 24"
+    fits = f"(s => [...s.options].every(o => ({width})(s, o.textContent) <= {room}))(columns[0].kind)"
+    assert started.ask(fits), "an arrow takes the last 24 pixels"
+
+
 def test_nothing_is_loaded_from_elsewhere_and_nothing_is_refused(started: Browser, running: Running) -> None:
     sent = [e["params"] for e in started.events if e.get("method") == "Network.requestWillBeSent"]
     asked = [each["request"]["url"] for each in sent]

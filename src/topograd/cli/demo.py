@@ -1,14 +1,13 @@
-"""`topograd demo`: one model trained twice, compared and explained, and then decoded in several ways."""
+"""`topograd demo`: the packaged model decodes, and a staged and a backprop model are trained and compared."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from rich.panel import Panel
-from rich.text import Text
+import tyro
 
 from topograd.cli.console import Json, note, out, parse, print_json
 from topograd.cli.main import INTERRUPTED
@@ -17,56 +16,59 @@ from topograd.limits import REPEATS, SEED, check_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train one small GPT in stages and by backprop, compare the two, and write a report."""
+    """Decode with the packaged model, then train a small GPT in stages and by backprop, and compare the two.
 
-    out: Path = Path("runs/demo")
-    """Where the two runs and the report go; what is there already is used again."""
+    About two minutes on two cores. Stopped and started again, it continues where it was.
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the two runs and the report, used again if there; by default runs/demo, or runs/demo-full."""
+    full: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Train three times as long and measure every decode strategy: about six minutes on two cores."""
     preset: Literal["tiny", "small"] = "small"
-    """The model and the length of its training; tiny takes seconds and shows little."""
-    partition: str | None = None
-    """Layers per stage of the staged run; by default two."""
-    steps: int | None = None
-    """Length of both trainings; by default what the preset says."""
+    """Size of the model and length of its training; tiny takes seconds and shows little."""
+    partition: Annotated[str | None, tyro.conf.arg(metavar="2,2,2")] = None
+    """Layers per stage of the staged run; by default two in each."""
+    steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps of both trainings; by default 400 of the preset small, and the preset's own with --full."""
     seed: int = 0
-    """Draws the weights and the order of the data, the same for both."""
+    """Seed of the weights and of the order of the data, the same for both."""
     json: Json = False
 
     def __post_init__(self) -> None:
         check_numbers(self, steps=REPEATS, seed=SEED)
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the two runs and the report."""
+        return self.out or Path("runs/demo-full" if self.full else "runs/demo")
+
 
 def run(argv: list[str]) -> int:
-    """Train what is missing, then print the table, the samples and where the report lies."""
+    """Show the packaged model, train what is missing, print the comparison, write the report."""
     began = time.monotonic()
-    asked = parse(Demo, argv, "demo")
-    from topograd.cli import demo_depth, demo_pair  # torch: only once there is something to do
-    from topograd.report.page import write_report
-    from topograd.runs.session import open_session
+    args = parse(Demo, argv, "demo")
+    from topograd.cli import demo_parts as parts  # torch: only once there is something to do
 
-    results = demo_pair.trained(asked)
-    if not all(name in results and results[name]["finished"] for name in demo_pair.wanted(asked)):
-        note("stopped; the same command goes on from there")
-        return INTERRUPTED
-    comparison = demo_pair.compared(asked.out, open_session(asked.out / "staged"), results)
-    depth = demo_depth.decoding(asked.out)
-    report = write_report(
-        asked.out / "report.html",
-        demo_pair.run_data(asked.out / "staged", results["staged"]),
-        demo_pair.run_data(asked.out / "backprop", results["backprop"]),
-        comparison,
-        depth,
-    )
-    if asked.json:
-        found = {**results, "comparison": comparison, "decoding": depth["bench"]}
-        print_json({"run": str(asked.out), **found, "report": str(report)})
-        return 0
     console = out()
-    console.print(demo_pair.summary_table(results, comparison))
-    for sample in comparison["samples"]:
-        text = Text.assemble((sample["prompt"], "bold"), sample["text"])
-        console.print(Panel(text, title=sample["title"], title_align="left"))
-    demo_depth.show(console, depth)
-    console.print(f"Report: {report.resolve()}", soft_wrap=True)
-    console.print(f"Playground: topograd serve {asked.out / 'staged'}, then open the address", soft_wrap=True)
-    note(f"done in {time.monotonic() - began:.0f} s")
+    look = parts.first_look()
+    if not args.json:
+        parts.show_look(console, look)
+    results = parts.trained(args)
+    if not all(name in results and results[name]["finished"] for name in parts.CONTENDERS):
+        note("stopped; run the same command again to continue")
+        return INTERRUPTED
+    comparison = parts.compared(args.folder, results)
+    bench = parts.bench(args.folder) if args.full else look
+    report = parts.report(args.folder, results, comparison, {"bench": bench, "picture": look["picture"]})
+    serve = f"topograd serve {args.folder / 'staged'}"
+    seconds = time.monotonic() - began
+    if args.json:
+        values = {**results, "comparison": comparison, "decoding": bench, "report": str(report)}
+        print_json({"run": str(args.folder), **values, "playground": serve, "seconds": seconds})
+    else:
+        parts.show_results(console, results, comparison, bench if args.full else None)
+        console.print(f"Report: {report.resolve()}", soft_wrap=True)
+        console.print(f"Playground: {serve}, then open the address that it prints", soft_wrap=True)
+        console.print(f"done in {seconds:.0f} s")
     return 0

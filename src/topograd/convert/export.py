@@ -80,7 +80,7 @@ def export_model(folder: Path | str, out: Path | str, format_: str, kind: str = 
 
 def _write_onnx(folder: Path, session: LoadedTextRun) -> None:
     if not installed():
-        raise ConfigError("format onnx needs onnx and onnxruntime", remedy="pip install 'topograd[runtime]'")
+        raise ConfigError("format onnx needs onnx and onnxruntime", remedy="pip install onnx onnxruntime")
     from topograd.convert.onnx_export import write_onnx
 
     write_onnx(folder, session)

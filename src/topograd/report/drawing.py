@@ -1,4 +1,4 @@
-"""How figures look: one style, one colour, dash and marker for each stage, and rendering to bytes.
+"""Figure style: one colour, dash and marker for each stage; rendering to SVG and PNG, wide and narrow.
 
 Colours are those of Okabe and Ito, which people with colour-blindness tell apart; backprop is always the near
 black. More stages than colours are drawn along viridis. Dashes and markers carry the same information again.
@@ -11,10 +11,11 @@ bytes with the same matplotlib.
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.style
@@ -22,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from topograd.report.data import Array
 
@@ -30,7 +31,7 @@ INK = "#1d2433"
 MUTED = "#5d6779"
 GRID = "#e6e9ef"
 BACKPROP = "#1d2433"
-WIDTH = 8.0  # inches, of every figure: so that text has one size on the page
+WIDTH, NARROW = 8.0, 4.2  # inches, of every figure: so that text has one size on the page, and on a phone's
 MAX_POINTS = 600  # of a raw curve; more cannot be seen and make the page heavy
 MAX_TEXTS = 16  # bars that still have room for their values
 
@@ -114,7 +115,11 @@ def style() -> Iterator[None]:
 
 def new_figure(height: float) -> Figure:
     """An empty figure whose parts move aside for one another."""
-    return Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.08))
+    return Figure(figsize=(WIDTH, height), layout=_layout())
+
+
+def _layout() -> ConstrainedLayoutEngine:
+    return ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.08)
 
 
 def panels(figure: Figure, count: int, *, stacked: bool = False, **options: Any) -> list[Axes]:
@@ -194,12 +199,55 @@ def thin(steps: Array, values: Array) -> tuple[Array, Array]:
     return steps[start::stride], values[start::stride]
 
 
-def render(figure: Figure) -> tuple[str, bytes]:
-    """The figure as SVG text and as PNG bytes, without dates or names of programs; laid out once for both."""
+class Drawing(NamedTuple):
+    """A rendered figure: SVG text, PNG bytes, and SVG text for a narrow screen."""
+
+    svg: str
+    png: bytes
+    narrow: str
+
+
+def render(figure: Figure) -> Drawing:
+    """The figure without dates or names of programs; afterwards it has its narrow layout."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    svg, png = io.BytesIO(), io.BytesIO()
-    nameless = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    figure.savefig(svg, format="svg", metadata=nameless)
+    figure.set_layout_engine("none")  # laid out once for both formats
+    svg, png = _svg(figure), io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
-    return svg.getvalue().decode(), png.getvalue()
+    _make_narrow(figure)
+    return Drawing(svg, png.getvalue(), _svg(figure))
+
+
+def _svg(figure: Figure) -> str:
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return file.getvalue().decode()
+
+
+def _make_narrow(figure: Figure) -> None:
+    """Stack axes that stand side by side, two in a line where there were more; wrap long labels."""
+    axes = [each for each in figure.axes if each.get_visible() and each.get_subplotspec() is not None]
+    if not axes:
+        return
+    grid = axes[0].get_gridspec()
+    assert grid is not None
+    columns = 2 if grid.ncols > 2 else 1
+    lines = -(-len(axes) // columns)
+    height = figure.get_figheight() / grid.nrows
+    figure.set_size_inches(NARROW, lines * min(height, 2.9) if lines > 1 else height)
+    places = figure.add_gridspec(lines, columns)
+    for place, each in enumerate(axes):
+        each.set_subplotspec(places[divmod(place, columns)])
+        if grid.ncols > 1:  # a scale that was shared along a line
+            each.tick_params(labelleft=place % columns == 0)
+        each.set_xlabel(textwrap.fill(each.get_xlabel(), 36 // columns))
+        each.set_title(textwrap.fill(each.get_title("left"), 40 // columns), loc="left")
+        if isinstance(each.yaxis.get_major_formatter(), FixedFormatter):
+            names = [text.get_text() for text in each.get_yticklabels()]
+            each.set_yticks(each.get_yticks(), [n if len(n) <= 22 else f"…{n[-21:]}" for n in names])
+    for legend in list(figure.legends):
+        handles = [handle for handle in legend.legend_handles if handle is not None]
+        labels = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        fitting = max(1, 46 // (max(map(len, labels)) + 8))  # about 46 characters fit the width
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), fitting))
+    figure.set_layout_engine(_layout())

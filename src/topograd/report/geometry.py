@@ -1,9 +1,9 @@
-"""The page of `topograd inspect`: directions, the stream by depth, kernels of norms, spectra, what it means.
+"""Page of `topograd inspect`: conclusion, flat directions, residual stream, norm kernels, factor spectra.
 
-It reads the plain record that `geometry.CheckpointReading.as_dict` gives, with the words of the command line
+It reads the plain record that `geometry.CheckpointReading.as_dict` gives, with the arguments of the command
 beside it (`model`, `kind`, `step`, `text`). The page stands alone, like a report: no script, nothing
-loaded, every text escaped, each figure described and with its numbers in a table. A panel without data says
-why in one sentence.
+loaded, every text escaped, each figure described and with its numbers in a table. Panels without data are
+listed at the end with the reason.
 """
 
 import math
@@ -17,22 +17,42 @@ from matplotlib.ticker import MaxNLocator
 
 from topograd.errors import RunError
 from topograd.files import write_atomic
-from topograd.report.drawing import INK, legend_below, look, new_figure, panels, powers, render, style
+from topograd.report.drawing import (
+    INK,
+    Drawing,
+    legend_below,
+    look,
+    new_figure,
+    panels,
+    powers,
+    render,
+    style,
+)
 from topograd.report.figures import Panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.page import figure_html
+from topograd.report.page import figure_sections
 from topograd.report.tables import Table, fixed, read_row, whole
 
 FOUND, COMPARED = look(0, 2).colour, look(1, 2).colour
+HEALTHY = {
+    "residual stream": ("preserved", "preserved"),
+    "weakest direction, last layer over input": ("8 to 33", "1.6"),
+    "effective rank after the last layer, of the width": ("39 % to 73 %", "97 %"),
+    "dead directions, of those followed": ("0 or 1", "1"),
+    "layers whose inputs use every direction": ("84 % to all", "all"),
+}
+"""Readings of trained models and of an untrained one: `topograd inspect --scans 1` of the packaged model (width
+256, 3,600 steps), of the demo's staged and backprop runs (width 96, 400 steps), and of the latter at step 1."""
+MAX_NAMES = 60  # directions whose names fit beside the figure
 
 
 def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
     """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
     with style():
         drawn = (direction_panel(record), stream_panel(record), kernel_panel(record), spectra_panel(record))
-        svgs = {panel.name: render(panel.figure)[0] for panel in drawn if panel.figure is not None}
+        rendered = {panel.name: render(panel.figure) for panel in drawn if panel.figure is not None}
     try:
-        write_atomic(path, _page(record, drawn, svgs))
+        write_atomic(path, _page(record, drawn, rendered))
     except OSError as problem:
         reason = problem.strerror
         raise RunError(
@@ -41,17 +61,42 @@ def write_geometry(path: Path, record: Mapping[str, Any]) -> Path:
     return path
 
 
-def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], svgs: Mapping[str, str]) -> str:
+def _page(record: Mapping[str, Any], drawn: tuple[Panel, ...], rendered: Mapping[str, Drawing]) -> str:
     title = f"Geometry of {record['model']}"
-    ends = [("missing", "What was not read"), ("advice", "What to make of it")]
-    links = [(panel.name, panel.title) for panel in drawn] + ends
-    said = "".join(f"<li>{escape(words)}</li>" for words in record["sentences"])
+    figure_links, figures, omitted = figure_sections(drawn, rendered)
+    links = [("advice", "Conclusion"), *figure_links, ("missing", "Not measured")]
+    advice = "".join(f"<li>{escape(sentence)}</li>" for sentence in record["sentences"])
     parts = [
-        *(figure_html(panel, svgs.get(panel.name)) for panel in drawn),
-        section("missing", "What was not read", _missing(record)),
-        section("advice", "What to make of it", f"<ul>{said}</ul>"),
+        section("advice", "Conclusion", f'<ul class="advice">{advice}</ul>{table_html(_health(record))}'),
+        *figures,
+        section("missing", "Not measured", _missing(record)),
+        omitted,
     ]
-    return document(title, _lead(record), links, parts, _tiles(record))
+    return document(title, _lead(record), links, filter(None, parts), _tiles(record))
+
+
+def _health(record: Mapping[str, Any]) -> Table:
+    """The readings that can be judged, beside those of trained models and of one before its training."""
+    readings: dict[str, str] = {}
+    stream = record["stream_without_massive"] or record["stream"]
+    if stream is not None:
+        readings["residual stream"] = stream["verdict"]
+        readings["weakest direction, last layer over input"] = f"{stream['ratios'][-1]:.2g}"
+        rank = stream["effective_ranks"][-1] / stream["width"]
+        readings["effective rank after the last layer, of the width"] = f"{rank:.0%}"
+    followed = [one for one in record["directions"] if one["group"] is None]
+    if followed:
+        dead = sum(one["kind"] == "dead" for one in followed)
+        readings["dead directions, of those followed"] = f"{dead} of {len(followed)}"
+    if record["layers"]:
+        full = sum(layer["A"]["rank"] == layer["A"]["size"] for layer in record["layers"].values())
+        readings["layers whose inputs use every direction"] = f"{full} of {len(record['layers'])}"
+    rows = tuple((name, here, *HEALTHY[name]) for name, here in readings.items())
+    caption = (
+        "Healthy is what the packaged model and two runs of topograd demo have, read in the same way; "
+        "untrained is one of these runs at its first step. Other sizes and texts differ."
+    )
+    return Table(caption, ("reading", "here", "healthy", "untrained"), rows)
 
 
 def _lead(record: Mapping[str, Any]) -> str:
@@ -83,7 +128,7 @@ def _missing(record: Mapping[str, Any]) -> str:
     notes = "".join(f"<li>{escape(words)}</li>" for words in record["refused"])
     said = f"<ul>{notes}</ul>" if notes else ""
     if not record["uncovered"]:
-        return said or "<p>Everything was.</p>"
+        return said or "<p>Nothing was left out.</p>"
     table = Table("Parameters without factors", ("parameter", "why"), tuple(record["uncovered"].items()))
     return said + table_html(table, "settings")
 
@@ -161,10 +206,10 @@ def direction_panel(record: Mapping[str, Any]) -> Panel:
     shown = [one for one in followed if one["fisher"] > 0]
     if not shown:
         return Panel(name, title, caption, None, f"{len(every)} directions.", table)
-    figure = new_figure(3.0)
+    figure = new_figure(1.1 + 0.17 * min(len(shown), MAX_NAMES))
     (axes,) = panels(figure, 1)
     for kind, colour, marker in (("live", FOUND, "o"), ("dead", COMPARED, "v")):
-        points = [(i, one["fisher"]) for i, one in enumerate(shown) if one["kind"] == kind]
+        points = [(one["fisher"], i) for i, one in enumerate(shown) if one["kind"] == kind]
         if points:
             axes.plot(
                 *zip(*points, strict=True),
@@ -174,10 +219,11 @@ def direction_panel(record: Mapping[str, Any]) -> Panel:
                 markersize=4,
                 label=kind,
             )
-    powers(axes, "y")
-    axes.set_ylim(*_decades([one["fisher"] for one in shown]))
-    axes.set_xlabel("direction, joint modes first, then by layer")
-    axes.set_ylabel("Fisher along it")
+    powers(axes, "x")
+    axes.set(xlim=_decades([one["fisher"] for one in shown]), ylim=(len(shown) - 0.4, -0.6))
+    named = range(0, len(shown), -(-len(shown) // MAX_NAMES))
+    axes.set_yticks(named, [_short(shown[i]["layer"]) for i in named], fontsize=8)
+    axes.set_xlabel("Fisher information along the direction")
     legend_below(figure, axes)
     words = f"The Fisher along {len(shown)} directions. " + read_row(table, -1)
     return Panel(name, title, caption, figure, words, table)
@@ -306,5 +352,6 @@ def _numbers(layer: Mapping[str, Any], sides: list[str]) -> list[str]:
 
 
 def _short(label: str, most: int = 34) -> str:
-    """A long name keeps its end."""
+    """A long name, cut to its end; of a joint direction the first layer."""
+    label = label.split(",")[0]
     return label if len(label) <= most else "…" + label[1 - most :]

@@ -27,7 +27,7 @@ def write_series(path: Path, record: Mapping[str, Any]) -> Path:
     """Write the page whole or not at all, and return its path. The same record gives the same bytes."""
     with style():
         panel = series_panel(record)
-        svg = None if panel.figure is None else render(panel.figure)[0]
+        drawing = None if panel.figure is None else render(panel.figure)
     title = f"Geometry of {record['run']}, step by step"
     lead = (
         f"{len(record['points'])} checkpoints, all read on this text: {record['text']}, at rank "
@@ -35,7 +35,7 @@ def write_series(path: Path, record: Mapping[str, Any]) -> Path:
     )
     said = "".join(f"<li>{escape(words)}</li>" for words in record["refused"])
     parts = [
-        figure_html(panel, svg),
+        figure_html(panel, drawing),
         section("missing", "What was not said", f"<ul>{said}</ul>" if said else "<p>Everything was.</p>"),
     ]
     links = [(panel.name, panel.title), ("missing", "What was not said")]

@@ -18,7 +18,7 @@ from topograd.report.data import RunData, entry, number, numbers, stage_count
 from topograd.report.drawing import BACKPROP, legend_below, look, new_figure, panels, render, style
 from topograd.report.figures import Panel, loss_panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
-from topograd.report.page import figure_html, save_page
+from topograd.report.page import figure_sections, save_page
 from topograd.report.stage_figures import reliability_panel
 from topograd.report.tables import POOLINGS, Table, fixed, settings, whole
 
@@ -28,15 +28,14 @@ def write_image_report(path: Path, run: RunData, against: RunData | None, shown:
     with style():
         drawn_panels = _panels(run, against)
         drawn = {panel.name: render(panel.figure) for panel in drawn_panels if panel.figure is not None}
-    svgs = {name: svg for name, (svg, _) in drawn.items()}
-    parts = [figure_html(panel, svgs.get(panel.name)) for panel in drawn_panels]
+    links, parts, omitted = figure_sections(drawn_panels, drawn)
     parts += [
         section("pictures", "What each stage gets right and wrong", _pictures(shown)),
         section("exits", "Where pictures leave", _leaving(shown)),
         section("numbers", "All the numbers", table_html(_numbers(run, against))),
         section("configuration", "Configuration", table_html(settings(run, against), "settings")),
+        omitted,
     ]
-    links = [(panel.name, panel.title) for panel in drawn_panels]
     links += [("pictures", "Right and wrong"), ("exits", "Where pictures leave")]
     links += [("numbers", "All the numbers"), ("configuration", "Configuration")]
     title = f"{run.name} against {against.name}" if against else run.name

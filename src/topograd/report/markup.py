@@ -1,6 +1,7 @@
-"""Pieces of HTML that pages are made of. Every text that goes in is escaped."""
+"""HTML fragments of the pages. Every text that goes in is escaped."""
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from topograd.report.stylesheet import STYLESHEET
@@ -8,6 +9,8 @@ from topograd.report.tables import Table
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content policy of every page: no script, nothing loaded."""
+_NUMERIC = re.compile(r"[^A-Za-z]*(?:(?:to|from|e|s|ms|bytes|[KMGT]iB)[^A-Za-z]*)*")
+_MAX_BESIDE = 3  # columns that fit a phone; a wider table is stacked there
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
@@ -60,14 +63,20 @@ def section(anchor: str, title: str, body: str) -> str:
 
 
 def table_html(table: Table, kind: str = "") -> str:
-    """A table with its caption."""
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
+    """A table with its caption: numbers right-aligned, text left-aligned; wide ones stack on a phone."""
+    columns = range(len(table.header))
+    text = [any(not _NUMERIC.fullmatch(row[c]) for row in table.rows) for c in columns]
+    stack = len(columns) > _MAX_BESIDE and kind != "settings"
+    left = [' class="text"' if prose else "" for prose in text]
+    name = [f' data-label="{escape(cell)}"' if stack else "" for cell in table.header]
+    head = "".join(f'<th scope="col"{left[c] if c else ""}>{escape(table.header[c])}</th>' for c in columns)
     lines = []
     for row in table.rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        cells = "".join(f"<td{left[c]}{name[c]}>{escape(row[c])}</td>" for c in columns[1:])
         lines.append(f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>')
-    name = f' class="{kind}"' if kind else ""
+    kinds = " ".join(filter(None, (kind, "stack" if stack else "")))
+    look = f' class="{kinds}"' if kinds else ""
     return (
-        f'<div class="wide"><table{name}><caption>{escape(table.caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody></table></div>"
+        f'<div class="wide"><table{look}><caption>{escape(table.caption)}'
+        f"</caption><thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody></table></div>"
     )

@@ -1,9 +1,10 @@
-"""A report: one HTML file that explains a staged run, alone or against a backprop run, to a person.
+"""Report page of a run: one HTML file that explains a staged run, alone or against a backprop run.
 
 The file stands alone: no script, nothing loaded, and a content policy that forbids both. Every text that
 comes from a run (names, settings, samples) is escaped. Each figure is inline SVG with a description and the
-same numbers as a table, and is also saved as figures/<name>.svg and figures/<name>.png beside the page. The
-page is written last, so a page never speaks of figures that are not there.
+same numbers as a table; the page has a second layout of it for narrow screens. It is also saved as
+figures/<name>.svg and figures/<name>.png beside the page. The page is written last, so that it never names
+figures that are not there.
 """
 
 import math
@@ -16,7 +17,7 @@ from topograd.errors import RunError
 from topograd.files import write_atomic
 from topograd.report.data import RunData, bpb_prediction, entry, number, stage_count
 from topograd.report.depth_text import depth_fragment
-from topograd.report.drawing import render, style
+from topograd.report.drawing import Drawing, render, style
 from topograd.report.figures import Panel, gap_panel, loss_panel, prefix_panel
 from topograd.report.markup import document, escape, section, table_html, tiles_html
 from topograd.report.stage_figures import (
@@ -67,21 +68,19 @@ def write_report(
     with style():
         panels = _panels(staged, backprop, comparison)
         drawn = {panel.name: render(panel.figure) for panel in panels if panel.figure is not None}
-    svgs = {name: svg for name, (svg, _) in drawn.items()}
-    save_page(path, _page(staged, backprop, comparison, decoding, panels, svgs), panels, drawn)
+    save_page(path, _page(staged, backprop, comparison, decoding, panels, drawn), panels, drawn)
     return path
 
 
-def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str, tuple[str, bytes]]) -> None:
+def save_page(path: Path, page: str, panels: Sequence[Panel], drawn: Mapping[str, Drawing]) -> None:
     """Write the figures beside the page, and the page last; figures that were left out are removed."""
     figures = path.parent / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)
         for panel in panels:
             if panel.name in drawn:
-                svg, png = drawn[panel.name]
-                write_atomic(figures / f"{panel.name}.svg", svg)
-                write_atomic(figures / f"{panel.name}.png", png)
+                write_atomic(figures / f"{panel.name}.svg", drawn[panel.name].svg)
+                write_atomic(figures / f"{panel.name}.png", drawn[panel.name].png)
             else:
                 for suffix in ("svg", "png"):
                     (figures / f"{panel.name}.{suffix}").unlink(missing_ok=True)
@@ -115,10 +114,10 @@ def _page(
     comparison: Mapping[str, Any] | None,
     decoding: Mapping[str, Any] | None,
     panels: tuple[Panel, ...],
-    svgs: Mapping[str, str],
+    drawn: Mapping[str, Drawing],
 ) -> str:
     samples, depth = _samples(comparison), decoding_section(decoding)
-    links = [(panel.name, panel.title) for panel in panels]
+    links, figures, omitted = figure_sections(panels, drawn)
     links += [("numbers", "All the numbers"), *([("samples", "Samples")] if samples else [])]
     links += [("decoding", "As much depth as a token needs")] if depth else []
     links.append(("configuration", "Configuration"))
@@ -126,14 +125,28 @@ def _page(
     compared = comparison_numbers(comparison)
     numbers = table_html(all_numbers(staged, backprop)) + (table_html(compared) if compared else "")
     parts = [
-        *(figure_html(panel, svgs.get(panel.name)) for panel in panels),
+        *figures,
         section("numbers", "All the numbers", numbers),
         samples,
         depth,
         section("configuration", "Configuration", table_html(settings(staged, backprop), "settings")),
+        omitted,
     ]
-    tiles = _tiles(staged, backprop, comparison)
+    tiles = _unequal_steps(staged, backprop) + _tiles(staged, backprop, comparison)
     return document(title, _lead(staged, backprop), links, filter(None, parts), tiles)
+
+
+def _unequal_steps(staged: RunData, backprop: RunData | None) -> str:
+    """A warning where the two runs were not trained equally long; empty if they were."""
+    if backprop is None:
+        return ""
+    ours, theirs = (number(run.evaluation.get("steps")) for run in (staged, backprop))
+    if ours == theirs or not (math.isfinite(ours) and math.isfinite(theirs)):
+        return ""
+    return (
+        f'<p class="warning">The staged run was trained for {whole(ours)} steps and the backprop run for '
+        f"{whole(theirs)}: the gap between them is also one of training, and not of the method alone.</p>"
+    )
 
 
 def _lead(staged: RunData, backprop: RunData | None) -> str:
@@ -180,25 +193,46 @@ def _tiles(staged: RunData, backprop: RunData | None, comparison: Mapping[str, A
     return tiles_html(tiles)
 
 
-def figure_html(panel: Panel, svg: str | None) -> str:
-    """A section with the figure, its caption and its numbers; or with the reason why there is none."""
-    if svg is None:
-        return section(panel.name, panel.title, f'<p class="missing">{escape(panel.caption)}</p>')
+def figure_sections(
+    panels: Sequence[Panel], drawn: Mapping[str, Drawing]
+) -> tuple[list[tuple[str, str]], list[str], str]:
+    """Links to the panels that show something, their sections, and a list of the others with the reasons."""
+    shown = [panel for panel in panels if panel.name in drawn or panel.table is not None]
+    reasons = "".join(
+        f"<li>{escape(panel.title)}: {escape(panel.caption.removeprefix('Left out: '))}</li>"
+        for panel in panels
+        if panel not in shown
+    )
+    omitted = (
+        f'<details class="omitted"><summary>Figures that are left out, and why</summary><ul>{reasons}</ul>'
+        "</details>"
+    )
+    links = [(panel.name, panel.title) for panel in shown]
+    sections = [figure_html(panel, drawn.get(panel.name)) for panel in shown]
+    return links, sections, omitted if reasons else ""
+
+
+def figure_html(panel: Panel, drawing: Drawing | None) -> str:
+    """A section with the figure, its caption and its numbers; without a figure, the caption and numbers."""
     numbers = table_html(panel.table) if panel.table else ""
+    if drawing is None:
+        return section(panel.name, panel.title, f'<p class="missing">{escape(panel.caption)}</p>{numbers}')
+    broad = _inline(drawing.svg, panel.name, panel.alt, "broad")
+    narrow = _inline(drawing.narrow, f"{panel.name}-narrow", panel.alt, "narrow")
     body = (
-        f'<figure>\n<div class="plot">{_inline(svg, panel.name, panel.alt)}</div>\n'
+        f'<figure>\n<div class="plot">{broad}\n{narrow}</div>\n'
         f"<figcaption>{escape(panel.caption)}</figcaption>\n</figure>\n"
         f"<details><summary>The numbers of this figure</summary>{numbers}</details>"
     )
     return section(panel.name, panel.title, body)
 
 
-def _inline(svg: str, name: str, alt: str) -> str:
+def _inline(svg: str, name: str, alt: str, layout: str) -> str:
     """An SVG file as an element of the page: described, and with ids that no other figure has."""
     element = re.sub(r"<!--.*?-->\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     element = re.sub(r'\bid="', f'id="{name}-', element)
     element = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", element)
-    return element.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1).strip()
+    return element.replace("<svg", f'<svg class="{layout}" role="img" aria-label="{escape(alt)}"', 1).strip()
 
 
 def _samples(comparison: Mapping[str, Any] | None) -> str:

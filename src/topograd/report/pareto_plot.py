@@ -35,7 +35,7 @@ KINDS = {
 """The kinds of marks, by the names of their CSS classes."""
 WIDTH, HEIGHT = 720, 460
 LEFT, RIGHT, TOP, BOTTOM = 84, 704, 16, 396  # the field within WIDTH and HEIGHT
-_LEAST = 300  # pixels: the smaller side of the field, at the least width of a plot
+_LEAST = 170  # pixels: the smaller side of the field, on a phone
 _APART = 11  # pixels between the middles of marks
 _GRID = np.array(list(product(range(0, 41, 4), repeat=2)), dtype=np.float64)  # pixels to step aside
 _TRIES = _GRID[np.argsort(np.hypot(*_GRID.T), kind="stable")]
@@ -47,7 +47,7 @@ STYLE = f"""
 .choice label {{ display: inline-block; margin-right: 1.1rem; }}
 .choice input {{ accent-color: var(--accent); }}
 .board {{ position: relative; padding-right: 16rem; --tall: calc(var(--facts) * 1.5rem + 5rem); }}
-.field {{ display: grid; min-width: 36rem; }}
+.field {{ display: grid; }}
 .field > * {{ grid-area: 1 / 1; }}
 .part {{ display: none; }}
 polyline.part {{ fill: none; stroke: {_FRONT}; stroke-width: 1.5; stroke-dasharray: 5 3; }}
@@ -91,11 +91,11 @@ polyline.part {{ fill: none; stroke: {_FRONT}; stroke-width: 1.5; stroke-dasharr
 .card dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
 .stages {{ display: flex; gap: 2px; height: .8rem; }}
 .stages span {{ border-radius: 2px; print-color-adjust: exact; }}
-#table :is(th, td) {{ white-space: nowrap; }}
 @media (max-width: 56rem) {{
   .board {{ padding: 0 0 calc(var(--tall) + .75rem); }}
   .card {{ top: auto; bottom: 0; width: 100%; min-height: var(--tall); }}
 }}
+@media (max-width: 40rem) {{ .field svg {{ font-size: 25px; }} }}
 """
 """What is the same for every study."""
 
@@ -208,7 +208,7 @@ def _scale(i: int, axis: Axis, side: str) -> str:
             grid = f"M{LEFT} {y}H{RIGHT}"
             text = f'x="{LEFT - 8}" y="{y}" dy=".35em" text-anchor="end"'
         pieces.append(f'<path d="{grid}" stroke="{GRID}"/><text {text}>{words}</text>')
-    where = f'x="{(LEFT + RIGHT) // 2}" y="{BOTTOM + 50}"'
+    where = f'x="{(LEFT + RIGHT) // 2}" y="{BOTTOM + 52}"'
     if side == "up":
         where = f'transform="translate(18 {(TOP + BOTTOM) // 2}) rotate(-90)"'
     better = "less is better" if axis.sign == 1 else "more is better"

@@ -22,7 +22,7 @@ from topograd.report.drawing import (
 )
 from topograd.report.figures import Panel
 from topograd.report.markup import document, section, table_html, tiles_html
-from topograd.report.page import figure_html, save_page
+from topograd.report.page import figure_sections, save_page
 from topograd.report.tables import Table, fixed, read_row
 
 Records = Sequence[Mapping[str, Any]]
@@ -37,14 +37,15 @@ def write_specialist_report(path: Path, name: str, settings: Row, base: str, rec
         found = (_loss_panel(losses), _base_panel(readings), _tasks_panel(readings))
         drawn_panels = [panel for panel in found if panel is not None]
         drawn = {panel.name: render(panel.figure) for panel in drawn_panels if panel.figure is not None}
-    svgs = {panel: svg for panel, (svg, _) in drawn.items()}
+    figure_links, figures, omitted = figure_sections(drawn_panels, drawn)
     parts = [
         section("checkpoints", "The base at every checkpoint", table_html(checkpoints(readings))),
-        *(figure_html(panel, svgs.get(panel.name)) for panel in drawn_panels),
+        *figures,
         section("configuration", "Configuration", table_html(_settings(settings), "settings")),
+        omitted,
     ]
     links = [("checkpoints", "The base at every checkpoint")]
-    links += [(panel.name, panel.title) for panel in drawn_panels] + [("configuration", "Configuration")]
+    links += [*figure_links, ("configuration", "Configuration")]
     page = document(
         f"{name}: a specialist", _lead(base, settings, readings), links, parts, _tiles(readings, losses)
     )

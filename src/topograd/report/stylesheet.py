@@ -33,7 +33,8 @@ nav { font-size: .92rem; margin-top: 1.5rem; }
 .tiles dd { margin: .15rem 0 0; font-size: 1.4rem; font-weight: 650; font-variant-numeric: tabular-nums; }
 figure { margin: 0; }
 .plot { background: #ffffff; padding: .5rem; overflow-x: auto; }
-.plot svg { display: block; width: 100%; min-width: 36rem; height: auto; }
+.plot svg { display: block; width: 100%; height: auto; }
+.plot .narrow { display: none; }
 figcaption { margin: .8rem 0 .5rem; font-size: .95rem; max-width: 46rem; }
 details { margin-top: .5rem; }
 summary { cursor: pointer; color: var(--accent); font-size: .92rem; }
@@ -46,7 +47,11 @@ caption { text-align: left; color: var(--muted); padding-bottom: .4rem; }
 th, td { padding: .32rem .8rem; border: 1px solid var(--line); text-align: right; vertical-align: top; }
 th { font-weight: 600; }
 tbody th, thead th:first-child { text-align: left; font-weight: 500; }
+.text { text-align: left; }
 .settings th, .settings td { text-align: left; overflow-wrap: anywhere; }
+.warning { border-left: 3px solid #d55e00; padding-left: .9rem; }
+.advice { margin: 1.2rem 0; padding-left: 1.2rem; max-width: 46rem; }
+.omitted { margin-top: 2.75rem; color: var(--muted); font-size: .92rem; }
 pre {
   margin: 0; padding: .9rem 1rem;
   font: .86rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -63,5 +68,22 @@ pre b { color: var(--accent); }
 }
 .gallery figcaption { font-size: .78rem; line-height: 1.25; margin: .15rem 0 0; }
 .missing { border-left: 3px solid var(--line); padding-left: .9rem; }
+@media (max-width: 40rem) {
+  body { padding: 1.5rem .9rem 3rem; }
+  .plot .broad { display: none; }
+  .plot .narrow { display: block; }
+  table { width: 100%; font-size: .86rem; }
+  th, td { padding: .28rem .5rem; }
+  tbody th { overflow-wrap: anywhere; }
+  .stack thead { position: absolute; clip-path: inset(50%); }
+  .stack :is(tbody, tr, th, td) { display: block; border: 0; }
+  .stack caption { display: block; }
+  .stack, .stack tbody { background: none; }
+  .stack tr { background: var(--card); border: 1px solid var(--line); margin-bottom: .5rem; }
+  .stack tbody th { font-weight: 600; }
+  .stack td { display: flex; justify-content: space-between; gap: 1rem; text-align: right; }
+  .stack td::before { content: attr(data-label); color: var(--muted); text-align: left; }
+  .stack td:empty { display: none; }
+}
 @media print { body { background: #ffffff; } section { break-inside: avoid; } }
 """

@@ -49,7 +49,7 @@ def runtime_of(
     if not installed():
         if name is None and precision == "float32":
             return None
-        raise ConfigError("the runtime onnx is not installed", remedy="pip install 'topograd[runtime]'")
+        raise ConfigError("the runtime onnx is not installed", remedy="pip install onnx onnxruntime")
     from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 
     if name is None and precision == "float32" and unsupported_reason(stack) is not None:
