@@ -3,7 +3,7 @@
     a folder with config.toml    a run: used as it is
     a folder with config.json    Hugging Face: converted; the weights stay there, by path and SHA-256
     a file                       GGUF: converted to float32
-    hf:ORG/NAME                  downloaded by huggingface_hub into its own cache, then a folder like any other
+    hf:ORG/NAME                  downloaded by huggingface_hub into its own cache, then as a folder
 
     CACHE/models/KEY/NAME        the run that a conversion made, of one stage
     CACHE/models/KEY/lock        held by the process that converts; another one waits for it
