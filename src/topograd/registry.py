@@ -61,6 +61,8 @@ class Registry(Generic[T]):
         if not colon or not dotted:
             raise ConfigError(
                 f"{self.kind} {name!r} is unknown",
+                setting=self.kind,
+                given=name,
                 remedy=f"choose one of {', '.join(self)}, or package.module:attribute of your own",
             )
 

@@ -63,7 +63,7 @@ def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: An
 def test_text_that_is_too_short_and_runs_that_are_none(staged: Path, call: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     assert "is empty" in call("eval", staged, "--data", tmp_path / "empty.txt").refusal
-    assert "is not a run" in call("eval", tmp_path).refusal
+    assert "it has neither config.toml nor config.json" in call("eval", tmp_path).refusal
     assert "MODEL is missing" in call("eval").refusal
     copy = shutil.copytree(staged, tmp_path / "copy")
     (copy / "checkpoints" / "step-00000012" / "state.json").unlink()

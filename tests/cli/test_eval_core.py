@@ -84,7 +84,7 @@ def test_a_run_that_cannot_be_written_is_only_read(
 
 def test_what_cannot_be_is_one_line(run: Path, folder: Path, call: Any, tmp_path: Path) -> None:
     words = ("eval", "core", run, "--tasks", folder)
-    assert "task 'copi' is unknown; choose some of" in call(*words, "--only", "copi").refusal
+    assert "task is 'copi'; it must be some of" in call(*words, "--only", "copi").refusal
     assert "holds no file of these tasks" in call(*words, "--only", "piqa").refusal
     assert "--limit is 0; it must be at least 1" in call(*words, "--limit", 0).refusal
     assert "is no folder" in call("eval", "core", run, "--tasks", tmp_path / "none").refusal

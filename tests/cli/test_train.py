@@ -144,7 +144,7 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--preset huge", "preset 'huge' is unknown; choose one of tiny, small, base"),
+        ("--preset huge", "--preset is 'huge'; it must be one of tiny, small, base"),
         ("--preset", "--preset has no value"),
         ("--steps x", "--steps is 'x'; it must be a whole number"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
@@ -156,7 +156,7 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
         ("--model.mlp-ratio nan", "--model.mlp-ratio is 'nan'; it must be a finite number"),
         ("--optimizer.betas 2 0.5", "betas are"),
         ("--optimizer.lr-matrix -1", "learning rate lr_matrix is -1.0"),
-        ("--optimizer.momentum 2", "--optimizer.momentum is 2.0; it must lie in 0 to below 1"),
+        ("--optimizer.momentum 2", "--optimizer.momentum is 2.0; it must be in 0 to below 1"),
         ("--seed 99999999999999999999", "below 2^63"),
         ("--device abacus", "device 'abacus' cannot be used"),
         ("--data nowhere.txt", "does not exist"),

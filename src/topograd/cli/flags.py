@@ -185,10 +185,11 @@ def check(flags: Mapping[str, Flag], argv: Sequence[str], command: str) -> None:
     too many."""
     see = f"see {command} --help"
     _check_known(flags, argv, see)
-    given = list(_given(flags, argv))
     extra: list[str] = []
     places = [name for name, flag in flags.items() if flag.positional]
-    for name, value in given:
+    for name, value in _given(flags, argv):
+        if value is None:
+            raise ConfigError(f"{name} has no value", setting=name, remedy=see)
         if not name:
             if not places:
                 extra.append(value)
@@ -200,9 +201,6 @@ def check(flags: Mapping[str, Flag], argv: Sequence[str], command: str) -> None:
     if extra:
         raise ConfigError(f"Unrecognized options: {', '.join(extra)}", remedy=see)
     typed = {word.partition("=")[0].replace("_", "-") for word in argv}
-    for name in typed - {name for name, _ in given}:
-        if name in flags and flags[name].kinds != {bool}:
-            raise ConfigError(f"{name} has no value", setting=name, remedy=see)
     for name, flag in flags.items():
         left = name in places if flag.positional else name not in typed
         if flag.default is MISSING and left and not (flag.positional and flag.many):
@@ -255,21 +253,27 @@ def _check_value(name: str, value: str, flag: Flag) -> None:
         raise ConfigError(setting=name, given=shown, allowed="a finite number")
 
 
-def _given(flags: Mapping[str, Flag], argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each value with the flag that it follows, or with "" where it follows none."""
-    name, wants = "", 0.0
+def _given(flags: Mapping[str, Flag], argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Each value with the flag that it follows, or with "" where it follows none; a flag without its value
+    with None."""
+    name, wants, first = "", 0.0, False
     for word in argv:
         if word.startswith("--") and len(word) > 2:
+            if first:
+                yield name, None
             typed, equals, value = word.partition("=")
             name = typed.replace("_", "-")
             flag = flags.get(name)
             wants = 0.0 if flag is None or flag.kinds == {bool} else math.inf if flag.many else 1.0
+            first = wants > 0 and not equals
             if equals:
                 yield name, value
                 wants = 0.0
         elif word != "--":
             yield (name if wants else ""), word
-            wants = max(0.0, wants - 1)
+            wants, first = max(0.0, wants - 1), False
+    if first:
+        yield name, None
 
 
 def completions(flags: Mapping[str, Flag], argv: Sequence[str]) -> list[str]:

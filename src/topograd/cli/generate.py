@@ -144,7 +144,7 @@ def run(argv: list[str]) -> int:
         writer.end(made)
     if made.depth == "speculate" and not made.drafted and args.depth is not None:
         note("by the run's calibration drafts do not pay on this machine; this is full depth")
-    if args.temperature is None and re.search(r"(.{4,120}?)\1\1$", made, re.DOTALL):
+    if not args.json and args.temperature is None and re.search(r"(.{4,120}?)\1\1$", made, re.DOTALL):
         note("the likeliest tokens repeat themselves; --temperature 0.8 samples instead")
     if args.html is not None:
         _write_page(args.html, model, made)
@@ -241,11 +241,12 @@ def warn_untrained(made: Generated, model: Model) -> None:
     """Say that tokens came from exits that were never trained: those of a model that was only imported."""
     from topograd.decode.retrofitted import open_exits
 
-    exits = len(model.session.plan.predicting())
-    if model.session.step == 0 and any(made.exits(exits)[:-1]) and not open_exits(model.session):
+    last = len(model.session.plan.predicting()) - 1
+    early = any(piece.exit < last and not piece.drafter for piece in made.pieces)  # drafts are verified
+    if early and model.session.step == 0 and not open_exits(model.session):
         note(
-            "these exits were never trained: the model was imported, and only its last stage learned to "
-            "predict; topograd retrofit trains heads for the others"
+            "tokens left after exits that were never trained: this model was imported, and only its last "
+            "stage learned to predict; topograd retrofit --exits trains the others"
         )
 
 

@@ -97,8 +97,9 @@ def strategy_of(
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
     raise ConfigError(
-        f"depth {depth!r} is unknown",
-        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate",
+        setting="depth",
+        given=depth,
+        allowed="full, prefix:J, path:1,3, branches:1-4*3+1-2, wand[:RULE[:NUMBER]] or speculate[:WHO[+WHO]]",
     )
 
 
@@ -208,6 +209,8 @@ def _drafter(
     if not word or not Path(word).is_dir():
         raise ConfigError(
             f"depth {depth!r} names the drafter {word!r}, which is unknown",
+            setting="depth",
+            given=depth,
             remedy="use lookup, table, draft, a number of tokens, or the folder of a smaller run",
         )
     small = session.once(("run", word), lambda: _small(session, Path(word)))
@@ -233,7 +236,12 @@ def _rule(depth: str, rest: str) -> DraftRule:
     longest, _, margin = rest.partition(":")
     count = int(_number(depth, longest, whole=True))
     if count > MAX_DRAFT:
-        raise ConfigError(f"depth {depth!r} drafts {count} tokens", remedy=f"at most {MAX_DRAFT} make sense")
+        raise ConfigError(
+            f"depth {depth!r} drafts {count} tokens",
+            setting="depth",
+            given=depth,
+            remedy=f"at most {MAX_DRAFT} make sense",
+        )
     return DraftRule(_number(depth, margin) if margin else 0.0, count)
 
 
@@ -242,4 +250,9 @@ def _number(depth: str, text: str, whole: bool = False) -> float:
         return int(text) if whole else float(text)
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"depth {depth!r} has {text!r} where {kind} belongs", remedy="see --help") from None
+        raise ConfigError(
+            f"depth {depth!r} has {text!r} where {kind} belongs",
+            setting="depth",
+            given=depth,
+            remedy="see topograd generate --help",
+        ) from None

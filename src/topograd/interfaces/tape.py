@@ -92,7 +92,7 @@ class Tape:
 
     def _take_call(self, taken: dict[str, Any]) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
-            call = dict(zip(("h", "bus", "state", "rows"), args, strict=False)) | named
+            call = dict(zip(("h", "ctx", "state", "rows"), args, strict=False)) | named
             ctx, rows = call["ctx"], call.get("rows")
             if call.get("state") is not None or ctx.positions.dim() != 1:
                 raise StackError(

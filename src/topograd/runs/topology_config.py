@@ -193,6 +193,8 @@ class TopologyConfig:
                     raise ConfigError(
                         f"{name} is {getattr(self, name)!r} and the graph is {self.graph}, which "
                         "does not use it",
+                        setting=name,
+                        given=getattr(self, name),
                         remedy="leave it out, or choose another graph",
                     )
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
@@ -229,6 +231,8 @@ class TopologyConfig:
             if not used and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}, which nothing uses",
+                    setting=name,
+                    given=getattr(self, name),
                     remedy=f"give {needs} too, or leave it out",
                 )
         if self.objectives and self.objective != "cross-entropy":
@@ -434,5 +438,5 @@ def depth_weight(stop: int, layers: int, scale: float) -> float:
 def _relay(name: str, kind: str) -> str:
     known = (*PLAIN_RELAYS, "gate", "residual-gate", "low-rank", "linear", "sigmoid")
     if kind not in known:
-        raise ConfigError(f"{name} {kind!r} is unknown", remedy=f"choose one of {', '.join(known)}")
+        raise ConfigError(setting=name, given=kind, allowed=f"one of {', '.join(known)}")
     return kind
