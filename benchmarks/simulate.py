@@ -16,7 +16,6 @@ from rich.table import Table
 
 from simulator import METHODS, Machine, Times, Work, simulate
 from topograd.cli.console import Json, note, number, out, parse, print_json
-from topograd.cli.flags import as_typed, flags_of
 from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_json
 
@@ -66,10 +65,7 @@ def run(argv: list[str]) -> int:
     """Simulate, print, draw; return the exit code."""
     asked = parse(Simulate, argv, "simulate")
     work = asked.work() if asked.bench is None else _measured(asked)
-    try:
-        results = simulate(asked.ranks, work)
-    except ConfigError as error:  # it speaks of Python's arguments
-        raise ConfigError(as_typed(str(error), flags_of(Simulate), argv)) from None
+    results = simulate(asked.ranks, work)
     if asked.figure is not None:
         from scaling import scaling_figure
 

@@ -55,7 +55,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spec(straight: Run, call: Call, tmp_path: Path) -> Path:
     """A specialist of one layer, as `attach` makes it."""
     folder = tmp_path / "spec"
-    found = call("attach", straight.folder, "--layers", 1, "--out", folder, "--json").json
+    found = call("specialist", "attach", straight.folder, "--layers", 1, "--out", folder, "--json").json
     assert found["insertion_max_abs_logit_delta"] == 0.0
     assert found["first_layer"] == 2
     return folder

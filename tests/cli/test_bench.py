@@ -85,7 +85,7 @@ def test_the_ways_fit_a_terminal() -> None:
     [
         ("--prompts 0", "topograd: --prompts is 0; it must be at least 1"),
         ("--tokens -3", "topograd: --tokens is -3; it must be at least 1"),
-        ("--rounds many", "--rounds was given 'many'; it must be a whole number"),
+        ("--rounds many", "--rounds is 'many'; it must be a whole number"),
         ("--rounds 100000", "more than 1000000 tokens would be written by each mode; ask for fewer"),
         ("--bytes 3", "too small for one window"),
         ("--bytes 20", "--bytes is 20; it must be enough for two windows"),

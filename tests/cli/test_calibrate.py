@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_work(
         ("--bytes 0", "--bytes is 0; it must be at least 1"),
         ("--bytes 3", "too small for one window"),
         ("--bytes 20", "gives 1 window of 16 tokens; calibrating needs 2"),
-        ("--bytes few", "--bytes was given 'few'; it must be a whole number"),
+        ("--bytes few", "--bytes is 'few'; it must be a whole number"),
         ("--data x", "Unrecognized options: --data"),
     ],
 )
@@ -147,7 +147,7 @@ def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: An
 def test_runs_that_cannot_be_calibrated(staged: Path, backprop: Path, call: Any) -> None:
     assert "has 1 predicting stages of 1; early exits" in call("calibrate", backprop).refusal
     assert "it does not exist" in call("calibrate", staged / "nowhere").refusal
-    assert "Missing from topograd calibrate: DIR" in call("calibrate").refusal
+    assert "MODEL is missing" in call("calibrate").refusal
 
 
 def test_a_calibration_of_other_weights_is_refused(folder: Path, call: Any) -> None:

@@ -96,5 +96,5 @@ def test_a_table_for_people(staged: Path, backprop: Path, call: Any) -> None:
 
 def test_bad_questions_are_one_line(staged: Path, call: Any, tmp_path: Path) -> None:
     assert "there is no run to compare" in call("compare").refusal
-    assert "is not a run" in call("compare", staged, tmp_path).refusal
+    assert "it has neither config.toml nor config.json" in call("compare", staged, tmp_path).refusal
     assert "Unrecognized options: --gap" in call("compare", staged, "--gap").refusal

@@ -42,7 +42,17 @@ def by_hand(base: Path, folder: Path, text: Path, weights: Weights, pool: Pool) 
 def test_the_nats_are_those_of_the_plans(
     straight: Run, call: Call, noisy: Path, chat: Path, pool: Pool
 ) -> None:
-    words = ("compose", straight.folder, "--specialists", f"{noisy}*0.5", "--data", chat, "--pool", pool)
+    words = (
+        "specialist",
+        "compose",
+        straight.folder,
+        "--specialists",
+        f"{noisy}*0.5",
+        "--data",
+        chat,
+        "--pool",
+        pool,
+    )
     found = call(*words, "--json").json
     assert found["specialists"] == {"spec": 0.5}
     (text,) = found["texts"]
@@ -55,7 +65,7 @@ def test_the_nats_are_those_of_the_plans(
 
 
 def test_it_shows_a_column_for_each_composition(straight: Run, call: Call, noisy: Path, chat: Path) -> None:
-    words = ("compose", straight.folder, "--specialists", noisy, "--data", chat, "--data", chat)
+    words = ("specialist", "compose", straight.folder, "--specialists", noisy, "--data", chat, "--data", chat)
     shown = call(*words, "--rows", 1)
     assert shown.out.startswith("nats a token")
     assert "base" in shown.out
@@ -77,4 +87,4 @@ def test_bad_input_is_one_line(
     straight: Run, call: Call, spec: Path, chat: Path, words: list[str], said: str
 ) -> None:
     given = [word.replace("SPEC", str(spec)).replace("CHAT", str(chat)) for word in words]
-    assert said in call("compose", straight.folder, *given).refusal
+    assert said in call("specialist", "compose", straight.folder, *given).refusal

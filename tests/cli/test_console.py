@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import tyro
 
 from topograd.cli.console import Folder, Json, number, parse, percent, print_json
 from topograd.errors import ConfigError
@@ -21,7 +20,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         if self.count == 13:
-            raise ConfigError("count is 13; it must be another")
+            raise ConfigError(setting="count", given=13, allowed="another")
 
 
 def test_flags_become_a_dataclass() -> None:
@@ -40,11 +39,11 @@ def asked_folder() -> Any:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], r"Missing from topograd sample: DIR Where\. \(required\); see topograd sample --help"),
-        (["x", "--count", "many"], r"^--count was given 'many'; it must be a whole number$"),
+        ([], r"^DIR is missing; see topograd sample --help$"),
+        (["x", "--count", "many"], r"^--count is 'many'; it must be a whole number$"),
         (["x", "--cuont", "3"], r"Unrecognized options: --cuont, 3 \(did you mean --count\?\); see"),
         (["x", "y"], "Unrecognized options: y; see topograd sample --help"),
-        (["x", "--count"], "Missing value for argument '--count'"),
+        (["x", "--count"], "^--count has no value; see topograd sample --help$"),
         (["x", "--count", "13"], "^--count is 13; it must be another$"),
     ],
 )
@@ -56,19 +55,6 @@ def test_what_cannot_be_read_is_one_line(
     assert "\n" not in str(caught.value)
     assert not set("│╭╰─") & set(str(caught.value))
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("frames", [True, False])
-def test_the_line_is_the_same_where_boxes_have_no_frame(
-    frames: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tyro._fmtlib, "_should_use_utf8_drawing_chars", lambda: frames)
-    with pytest.raises(
-        ConfigError, match=r"^Unrecognized options: --cuont, 3 \(did you mean --count\?\); see"
-    ):
-        parse(Sample, ["x", "--cuont", "3"], "sample")
-    with pytest.raises(ConfigError, match=r"^Missing value for argument '--count'"):
-        parse(Sample, ["x", "--count"], "sample")
 
 
 def test_help_goes_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_a_name_with_brackets_is_a_name(
         ("--data nowhere.txt", "data path 'nowhere.txt' does not exist"),
         ("--bytes 0", "--bytes is 0"),
         ("--bytes 3", "too small for one window"),
-        ("--bytes few", "--bytes was given 'few'; it must be a whole number"),
+        ("--bytes few", "--bytes is 'few'; it must be a whole number"),
         ("--from step-7", "has no checkpoint 'step-7'; it has"),
         ("--stages 3", "Unrecognized options: --stages"),
     ],
@@ -63,8 +63,8 @@ def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: An
 def test_text_that_is_too_short_and_runs_that_are_none(staged: Path, call: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     assert "is empty" in call("eval", staged, "--data", tmp_path / "empty.txt").refusal
-    assert "is not a run" in call("eval", tmp_path).refusal
-    assert "Missing from topograd eval: DIR" in call("eval").refusal
+    assert "it has neither config.toml nor config.json" in call("eval", tmp_path).refusal
+    assert "MODEL is missing" in call("eval").refusal
     copy = shutil.copytree(staged, tmp_path / "copy")
     (copy / "checkpoints" / "step-00000012" / "state.json").unlink()
     assert "resume with --from step-00000010" in call("eval", copy).refusal

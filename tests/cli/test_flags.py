@@ -1,14 +1,14 @@
-"""Flags as a person types them: their names in errors, and the words that they do not take."""
+"""Flags: their names, help and completion, the values that they do not take, and their names in errors."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 import tyro
 
 from topograd.cli.console import Folder, Json, parse
-from topograd.cli.flags import as_typed, flags_of
+from topograd.cli.flags import completions, flags_of, help_text, name_flag
 from topograd.errors import ConfigError
 from topograd.limits import REPEATS, SEED, check_numbers
 
@@ -24,9 +24,11 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.rope_base < 1:
-            raise ConfigError(f"rope_base is {self.rope_base}; it must be at least 1")
+            raise ConfigError(setting="rope_base", given=self.rope_base, allowed="at least 1")
         if self.width == 30:
-            raise ConfigError("width 30 does not split into 4 heads; choose another")
+            raise ConfigError(
+                "width 30 does not split into 4 heads", setting="width", remedy="choose another"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,40 +79,44 @@ class Sample:
     def __post_init__(self) -> None:
         check_numbers(self, seed=SEED)
         if self.seed == 13:
-            raise ConfigError(f"seed is 13 and maps {self.maps[0]}; they do not go together")
+            raise ConfigError("maps and seed do not go together", setting="seed")
 
 
 def test_every_flag_has_the_name_that_tyro_gives_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(Sample, ["--help"], "sample")
+        tyro.cli(Sample, args=["--help"])
     said = capsys.readouterr().out
     flags = flags_of(Sample)
     assert {"--model.rope-base", "--drafts", "--width", "--model.width", "--from", "--json"} <= flags.keys()
     assert "--folder" not in flags, "it has no flag"
-    for name in flags:
+    for name in (name for name, flag in flags.items() if not flag.positional):
         assert f"{name} " in said or f"{name}\n" in said, name
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--stop-after nan", "--stop-after was given 'nan'; it must be a whole number"),
-        ("--stop_after=1.5", "--stop-after was given '1.5'; it must be a whole number"),
+        ("--stop-after nan", "--stop-after is 'nan'; it must be a whole number"),
+        ("--stop_after=1.5", "--stop-after is '1.5'; it must be a whole number"),
         ("--stop-after=", "--stop-after was given nothing (''); leave the flag out, or give a value"),
         ("--seed 99999999999999999999", "--seed is 99999999999999999999; it must be below 2^63"),
         ("--seed -1", "--seed is -1; it must be at least 0"),
         ("--seed=-99999999999999999999", "--seed is -99999999999999999999; it must be below 2^63"),
-        ("--rate nan", "--rate was given 'nan'; it must be a finite number"),
-        ("--rate -inf", "--rate was given '-inf'; it must be a finite number"),
-        ("--rate 1e999", "--rate was given '1e999'; it must be a finite number"),
-        ("--rate fast", "--rate was given 'fast'; it must be a number"),
-        ("--maps 3 x 4", "--maps was given 'x'; it must be a whole number"),
-        ("--betas 0.9 inf", "--betas was given 'inf'; it must be a finite number"),
+        ("--rate nan", "--rate is 'nan'; it must be a finite number"),
+        ("--rate -inf", "--rate is '-inf'; it must be a finite number"),
+        ("--rate 1e999", "--rate is '1e999'; it must be a finite number"),
+        ("--rate fast", "--rate is 'fast'; it must be a number"),
+        ("--maps 3 x 4", "--maps is 'x'; it must be a whole number"),
+        ("--betas 0.9 inf", "--betas is 'inf'; it must be a finite number"),
         ("--model.rope-base 0", "--model.rope-base is 0.0; it must be at least 1"),
-        ("--model.rope-base q", "--model.rope-base was given 'q'; it must be a number"),
+        ("--model.rope-base q", "--model.rope-base is 'q'; it must be a number"),
         ("--model.width 30", "--model.width 30 does not split into 4 heads; choose another"),
         ("--drafts 0", "--drafts is 0; it must be at least 1"),
-        ("--seed 13", "--seed is 13 and --maps 1; they do not go together"),
+        ("--seed 13", "maps and --seed do not go together"),
+        ("--kind c", "--kind is 'c'; it must be one of a, b"),
+        ("--seed", "--seed has no value; see topograd sample --help"),
+        ("--rate --seed 1", "--rate has no value; see topograd sample --help"),
+        ("there", "Unrecognized options: there; see topograd sample --help"),
     ],
 )
 def test_errors_name_the_flag(words: str, said: str) -> None:
@@ -125,7 +131,7 @@ def test_nothing_is_refused_where_something_belongs(flag: str, empty: str) -> No
     for words in ([flag, empty], [f"{flag}={empty}"]):
         with pytest.raises(ConfigError, match=f"^{flag} was given nothing"):
             parse(Sample, ["here", *words], "sample")
-    with pytest.raises(ConfigError, match=r"^an argument was given nothing"):
+    with pytest.raises(ConfigError, match=r"^DIR was given nothing"):
         parse(Sample, [empty], "sample")
 
 
@@ -138,22 +144,76 @@ def test_what_is_right_passes() -> None:
 
 
 def test_a_number_of_five_thousand_digits_is_short_in_the_error() -> None:
-    with pytest.raises(ConfigError, match=r"^--seed was given '9{40}…'; it must be a whole number$"):
+    with pytest.raises(ConfigError, match=r"^--seed is '9{40}…'; it must be a whole number$"):
         parse(Sample, ["here", "--seed", "9" * 5000], "sample")
 
 
 @pytest.mark.parametrize(
-    ("message", "argv", "said"),
+    ("setting", "argv", "typed", "name"),
     [
-        ("width is 3; no", [], "width is 3; no"),  # two flags have that name
-        ("width is 3; no", ["--model.width", "3"], "--model.width is 3; no"),
-        ("model.width is 3; no", [], "--model.width is 3; no"),
-        ("the seed is odd", [], "the seed is odd"),
-        ("nothing is 3", [], "nothing is 3"),
+        ("width", [], False, "width"),  # two flags have that name
+        ("width", ["--model.width", "3"], True, "--model.width"),
+        ("model.width", [], False, "--model.width"),
+        ("seed", [], False, "--seed"),
+        ("seed", [], True, "seed"),  # it may be a run's own
+        ("folder", ["x"], False, "folder"),  # it has no flag
+        ("nothing", [], False, "nothing"),
+        ("", [], False, ""),
     ],
 )
-def test_only_settings_become_flags(message: str, argv: list[str], said: str) -> None:
-    assert as_typed(message, flags_of(Sample), argv) == said
+def test_a_setting_becomes_the_flag_where_it_is_clear_which(
+    setting: str, argv: list[str], typed: bool, name: str
+) -> None:
+    error = ConfigError(f"the {setting} and reseeded, {setting}", setting=setting)
+    name_flag(error, flags_of(Sample), argv, typed)
+    assert (error.setting, error.problem) == (name, f"the {name} and reseeded, {setting}")
+
+
+def test_help_shows_values_defaults_and_parts() -> None:
+    text = " ".join(help_text(Sample, "topograd sample").split())
+    assert text.startswith(
+        "usage: topograd sample DIR [OPTIONS] A verb to try. arguments: DIR Where. (required)"
+    )
+    for part in (
+        "--stop-after INT When.",
+        "--betas FLOAT FLOAT Which two. (default: 0.9 0.95)",
+        "--maps INT [INT ...] How many. (default: 1 2)",
+        "--kind {a,b} Which kind.",
+        "--seed INT Which. (default: 0)",
+        "model options: --model.rope-base FLOAT Base. (default: 10.0)",
+    ):
+        assert part in text
+    assert "None" not in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels(Sample):
+    """Two levels of help."""
+
+    COMMON: ClassVar[tuple[str, ...]] = ("--seed",)
+
+
+def test_help_in_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            parse(Levels, [word], "levels")
+        shown[word] = capsys.readouterr().out
+    assert "--seed INT" in shown["--help"]
+    assert "--rate FLOAT" not in shown["--help"]
+    more = len(flags_of(Levels)) - 2
+    assert shown["--help"].endswith(f"\n{more} more options: topograd levels --help-all\n")
+    assert "--rate FLOAT" in shown["--help-all"]
+    assert "more options" not in shown["--help-all"]
+
+
+def test_what_may_come_next() -> None:
+    flags = flags_of(Sample)
+    assert completions(flags, ["here", "--kind"]) == ["a", "b"]
+    assert completions(flags, ["--data"]) == [], "a path: the shell completes files"
+    words = completions(flags, ["here", "--loud"])
+    assert {"--kind", "--model.width", "--help"} <= set(words)
+    assert "DIR" not in words
 
 
 NUMBERS = ["0", "-1", str(10**30), "nan", "inf", "", "1e400", "0x10"]
@@ -174,7 +234,7 @@ def test_no_number_makes_a_traceback(line: str, call: Any, monkeypatch: pytest.M
     words = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
     reached: list[str] = []
-    monkeypatch.setattr("topograd.cli.main._run_verb", _parse_only(reached))
+    monkeypatch.setattr("topograd.cli.main.run_command", _parse_only(reached))
     for flag in flags:
         for number in NUMBERS:
             reached.clear()

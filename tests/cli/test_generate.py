@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_the_calibration_decides_the_default(
     staged: Path, calibrated: Path, call: Any, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(calibrated, tmp_path / "run")
-    words = ["generate", folder, "--tokens", 9, "--json"]
+    words = ["generate", folder, "--prompt", "loss", "--tokens", 9, "--json"]
     answer = call(*words).json
     assert answer["depth"] == "speculate"
     assert answer["drafts"] >= 3
@@ -130,7 +131,9 @@ def test_the_text_streams_to_a_terminal(staged: Path, call: Any) -> None:
 
 def test_seeds_temperature_top_k_and_top_p(staged: Path, call: Any) -> None:
     def text(*words: object) -> str:
-        written: str = call("generate", staged, "--tokens", 30, "--json", *words).json["text"]
+        written: str = call("generate", staged, "--prompt", "loss", "--tokens", 30, "--json", *words).json[
+            "text"
+        ]
         return written
 
     assert text() == text("--seed", 5), "the likeliest token needs no seed"
@@ -139,6 +142,9 @@ def test_seeds_temperature_top_k_and_top_p(staged: Path, call: Any) -> None:
     assert text("--temperature", 1, "--top-k", 1) == text()
     assert text("--temperature", 1, "--top-p", 1e-9) == text()
     assert text("--temperature", 1, "--top-p", 1) == text("--temperature", 1)
+    new = text("--prompt", "")
+    assert new == text("--prompt", "", "--temperature", 0.8), "a new document is sampled"
+    assert new != text("--prompt", "", "--temperature", 0)
 
 
 def test_stop_strings_end_the_text(staged: Path, call: Any) -> None:
@@ -187,7 +193,9 @@ def test_colours_on_a_terminal(calibrated: Path, call: Any, monkeypatch: pytest.
     first, last = numbers["exits"]
     assert first > 0
     legend = f"tokens that left after stage 1: {first}, stage 2: {last}\n"
-    assert call(*words, "--colour").out == plain + legend, "no terminal, no colours"
+    answer = call(*words, "--colour")
+    assert answer.out == plain + legend, "no terminal, no colours"
+    assert "--colour has no effect" in answer.err
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLORTERM", "truecolor")):
         monkeypatch.setenv(name, value)
     shown = call(*words, "--colour").out
@@ -200,16 +208,19 @@ def test_colours_on_a_terminal(calibrated: Path, call: Any, monkeypatch: pytest.
     assert call(*words, "--colour").out == plain + legend
 
 
-def test_coloured_text_is_the_text() -> None:
+def test_coloured_text_is_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system="truecolor", width=20)
+    monkeypatch.setattr(module, "out", lambda: console)
+    monkeypatch.setattr(module, "note_runtime", lambda engine: None)
+    plan = SimpleNamespace(predicting=lambda: [0, 1])
+    opened: Any = SimpleNamespace(session=SimpleNamespace(plan=plan), engine=None)
+    writer = module.Writer(module.Generate(colour=True), opened)
     pieces = ["def f(x):\n", "", "\n", "   ", "return [bold]x[/bold] :smile:  \n", "é" * 50, " ", "𝄞\n\n"]
-    colours = {"stage 1": "#7b16e7", "stage 2": "#f26a0a"}
-    show = module._coloured(console, colours)
     for place, piece in enumerate(pieces):
-        show(piece, ("stage 1", "lookup", "stage 2")[place % 3])
+        writer.show(piece, ("stage 1", "lookup", "stage 2")[place % 3])
     assert COLOUR.sub("", screen.getvalue()) == "".join(pieces)
-    assert colours["lookup"] == module.DRAFTERS[0]
+    assert writer.colours["lookup"] == module.DRAFTERS[0]
 
 
 def test_tokens_of_drafters_have_a_colour_of_their_own(
@@ -260,18 +271,18 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--stages 3", "--stages is 3; the model has 2 that predict: give 1 to 2"),
+        ("--stages 3", "--stages is 3; it must be 1 to 2"),
         ("--stages 0", "--stages is 0"),
         ("--tokens -1", "--tokens is -1"),
         ("--tokens 100001", "--tokens is 100001; it must be at least 0 and at most 100000"),
-        ("--tokens some", "--tokens was given 'some'; it must be a whole number"),
+        ("--tokens some", "--tokens is 'some'; it must be a whole number"),
         ("--temperature -1", "--temperature is -1.0; it must be finite and at least 0"),
-        ("--temperature nan", "--temperature was given 'nan'; it must be a finite number"),
-        ("--temperature inf", "--temperature was given 'inf'; it must be a finite number"),
+        ("--temperature nan", "--temperature is 'nan'; it must be a finite number"),
+        ("--temperature inf", "--temperature is 'inf'; it must be a finite number"),
         ("--top-k 0", "--top-k is 0"),
         ("--top-p 0", "--top-p is 0.0; it must be above 0 and at most 1"),
         ("--seed -1", "--seed is -1"),
-        ("--prompt", "Missing value for argument '--prompt'"),
+        ("--prompt", "--prompt has no value"),
         ("--stages 1 --depth full", "--depth and --stages are both given"),
         ("--depth deep", "--depth is 'deep'; it must be full, prefix:J"),
         ("--depth prefix:3", "exit 3 does not exist; the model has 2 stages that predict: give 1 to 2"),

@@ -86,8 +86,8 @@ def test_a_causal_model_has_and_rmsnorm_fails(call: Any, tmp_path: Path) -> None
 
 
 def test_what_cannot_be_read_is_one_line(staged: Path, call: Any, tmp_path: Path) -> None:
-    assert "is neither a run (config.toml) nor" in call("inspect", tmp_path / "nowhere").refusal
-    assert "give either the folder of a model or --series" in call("inspect").refusal
+    assert "it does not exist; give a run's folder" in call("inspect", tmp_path / "nowhere").refusal
+    assert "give either MODEL or --series" in call("inspect").refusal
     assert "give either" in call("inspect", staged, "--series", staged).refusal
     assert "--scans is 0" in call("inspect", staged, "--scans", "0").refusal
     assert "nonsense" in refusal(call("inspect", staged, "--device", "nonsense"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import topograd
-from topograd.cli.main import MOVED, VERBS
+from topograd.cli.main import ALIASES, MOVED, VERBS
 from topograd.errors import ConfigError
 
 
@@ -23,6 +23,10 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
     for verb in VERBS:
         assert f"\n  {verb} " in answer.out
     assert set(VERBS) == {
+        "chat",
+        "completion",
+        "config",
+        "specialist",
         "demo",
         "import",
         "export",
@@ -33,11 +37,6 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
         "generate",
         "calibrate",
         "retrofit",
-        "align",
-        "attach",
-        "route",
-        "compose",
-        "finetune",
         "bench",
         "report",
         "space",
@@ -53,12 +52,22 @@ def test_help_lists_every_verb(flag: str, call: Any) -> None:
 def test_without_a_verb_the_overview_is_an_error(call: Any) -> None:
     answer = call()
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith("usage: topograd VERB")
+    assert answer.err.startswith("usage: topograd COMMAND")
 
 
 def test_an_unknown_verb_is_one_line(call: Any) -> None:
-    assert "'trian' is not a verb; choose one of demo, train, eval" in call("trian").refusal
-    assert "'--jsn' is not a verb" in call("--jsn").refusal
+    assert call("trian").refusal == "topograd: 'trian' is not a command; did you mean train?\n"
+    assert "'xyzzy' is not a command; choose one of chat, generate" in call("xyzzy").refusal
+    assert "'--jsn' is not a command" in call("--jsn").refusal
+
+
+@pytest.mark.parametrize("old", ALIASES)
+def test_an_old_name_works_and_names_the_new_one(old: str, call: Any) -> None:
+    answer = call(old, "--help")
+    assert answer.code == 0
+    assert answer.err == f"topograd: {old} is now: topograd {ALIASES[old]}\n"
+    assert answer.out == call(*ALIASES[old].split(), "--help").out
+    assert answer.out.startswith(f"usage: topograd {ALIASES[old]}")
 
 
 @pytest.mark.parametrize("words", MOVED)

@@ -17,7 +17,7 @@ Call = Callable[..., Any]
 
 
 def tune(call: Call, folder: Path, chat: Path, *words: Any) -> Any:
-    return call("finetune", folder, "--data", chat, "--steps", 4, "--context", 16, *words)
+    return call("specialist", "finetune", folder, "--data", chat, "--steps", 4, "--context", 16, *words)
 
 
 def test_from_a_base_to_two_composed_specialists(
@@ -27,7 +27,7 @@ def test_from_a_base_to_two_composed_specialists(
     assert found["base_max_abs_logit_delta"] == 0.0
     assert found["steps"] == 4
     second = tmp_path / "second"
-    call("attach", straight.folder, "--out", second, "--rank", 2, "--json").json  # noqa: B018
+    call("specialist", "attach", straight.folder, "--out", second, "--rank", 2, "--json").json  # noqa: B018
     tune(call, second, chat, "--json").json  # noqa: B018
     base = straight.folder
     words = ("--prompt", "stage", "--tokens", 5, "--json")
@@ -53,8 +53,8 @@ def test_train_takes_the_chats_that_finetune_takes(
 def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat: Path) -> None:
     assert tune(call, spec, chat, "--stop-after", 2, "--json").json["finished"] is False
     assert "continue it with --resume" in tune(call, spec, chat).refusal
-    assert call("finetune", spec, "--resume", "--json").json["finished"] is True
-    assert "leave out --steps" in call("finetune", spec, "--resume", "--steps", 9).refusal
+    assert call("specialist", "finetune", spec, "--resume", "--json").json["finished"] is True
+    assert "leave out --steps" in call("specialist", "finetune", spec, "--resume", "--steps", 9).refusal
     table = tune(call, spec, chat)
     assert table.code == 0
     assert "base Δ logit" in table.out
@@ -66,24 +66,36 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["attach", "BASE", "--out", "NEW", "--layers", "0"], "--layers is 0; it must be at least 1"),
-        (["attach", "BASE", "--out", "NEW", "--rank", "2", "--whole-head"], "--rank and --whole-head"),
-        (["attach", "BASE", "--out", "NEW", "--token", "x"], "has no source"),
-        (["attach", "BASE", "--out", "SPEC"], "not an empty folder"),
-        (["attach", "SPEC", "--out", "NEW"], "is not a run"),
+        (
+            ["specialist", "attach", "BASE", "--out", "NEW", "--layers", "0"],
+            "--layers is 0; it must be at least 1",
+        ),
+        (
+            ["specialist", "attach", "BASE", "--out", "NEW", "--rank", "2", "--whole-head"],
+            "--rank and --whole-head",
+        ),
+        (["specialist", "attach", "BASE", "--out", "NEW", "--token", "x"], "has no source"),
+        (["specialist", "attach", "BASE", "--out", "SPEC"], "not an empty folder"),
+        (["specialist", "attach", "SPEC", "--out", "NEW"], "is not a run"),
         (["report", "SPEC"], "was not trained yet"),
-        (["finetune", "SPEC"], "--data is not given"),
-        (["finetune", "SPEC", "--data", "nowhere"], "--data is 'nowhere', which does not exist"),
-        (["finetune", "BASE", "--data", "nowhere"], "is no specialist"),
-        (["finetune", "SPEC", "--data", "x", "--rate", "-1"], "--rate is -1"),
-        (["finetune", "SPEC", "--data", "CHAT", "--context", "99"], "--context is 99; the base sees 16"),
+        (["specialist", "finetune", "SPEC"], "--data is not given"),
+        (
+            ["specialist", "finetune", "SPEC", "--data", "nowhere"],
+            "--data is 'nowhere', which does not exist",
+        ),
+        (["specialist", "finetune", "BASE", "--data", "nowhere"], "is no specialist"),
+        (["specialist", "finetune", "SPEC", "--data", "x", "--rate", "-1"], "--rate is -1"),
+        (
+            ["specialist", "finetune", "SPEC", "--data", "CHAT", "--context", "99"],
+            "--context is 99; the base sees 16",
+        ),
         (["generate", "BASE", "--specialists", "nowhere"], "is no specialist: it does not exist"),
         (["generate", "BASE", "--specialists", "SPEC", "--depth", "wand"], "wand is calibrated"),
         (["generate", "BASE", "--router", "SPEC"], "--specialists is not given; give A,B"),
         (["generate", "BASE", "--specialists", "SPEC", "--router", "SPEC"], "and a router is wanted"),
         (["generate", "BASE", "--specialists", "SPEC*0.5", "--router", "SPEC"], "have weights, and a router"),
-        (["finetune", "SPEC", "--data", "CHAT", "--tasks", "nowhere"], "nowhere is no folder"),
-        (["finetune", "SPEC", "--data", "CHAT", "--task-items", "0"], "--task-items is 0"),
+        (["specialist", "finetune", "SPEC", "--data", "CHAT", "--tasks", "nowhere"], "nowhere is no folder"),
+        (["specialist", "finetune", "SPEC", "--data", "CHAT", "--task-items", "0"], "--task-items is 0"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -114,10 +126,11 @@ def test_a_signal_saves_and_says_how_to_go_on(
         stopped = tune(call, spec, chat, "--json")
     assert stopped.code == INTERRUPTED
     assert (
-        f"stopped and saved at step 3 of 4; continue with: topograd finetune {spec} --resume" in stopped.err
+        f"stopped and saved at step 3 of 4; continue with: topograd specialist finetune {spec} --resume"
+        in stopped.err
     )
-    assert call("finetune", spec, "--resume", "--json").json["steps"] == 4
-    words = ("route", straight.folder, "--specialists", spec, "--data", chat, "--json", "--out")
+    assert call("specialist", "finetune", spec, "--resume", "--json").json["steps"] == 4
+    words = ("specialist", "route", straight.folder, "--specialists", spec, "--data", chat, "--json", "--out")
     whole = call(*words, tmp_path / "whole").json
     with monkeypatch.context() as patch:
         interrupt_at(patch, 9)
@@ -131,7 +144,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: Path, tmp_path: Path) -> None:
     tune(call, spec, chat, "--json").json  # noqa: B018
     base, router = straight.folder, tmp_path / "router"
-    words = ("route", base, "--specialists", spec, "--out", router)
+    words = ("specialist", "route", base, "--specialists", spec, "--out", router)
     found = call(*words, "--data", chat, "--json").json
     assert found["regret"] >= 0
     chosen = call(*words, "--prompt", "a?", "--json").json["specialists"]
@@ -149,14 +162,16 @@ def test_a_router_and_an_alignment(straight: Run, call: Call, spec: Path, chat: 
         {"spec": 1.0},
     )
     assert "give --data to train a router, or --prompt" in call(*words).refusal
-    carried = call("align", spec, "--to", base, "--out", tmp_path / "new", "--data", chat, "--json").json
+    carried = call(
+        "specialist", "align", spec, "--to", base, "--out", tmp_path / "new", "--data", chat, "--json"
+    ).json
     assert carried["kind"] == "minor"
     assert carried["nats"]["aligned"] == pytest.approx(carried["nats"]["old base with it"], rel=1e-3)
     more = ("--out", tmp_path / "more", "--data", chat, "--context", 16, "--steps", 2, "--json")
-    trained = call("align", spec, "--to", base, *more).json["nats"]
+    trained = call("specialist", "align", spec, "--to", base, *more).json["nats"]
     assert trained["aligned and trained"] < trained["trained anew"], "it had learned the text already"
     assert trained["aligned and trained"] < trained["aligned"]
     assert (
         "--steps is given and --data is not"
-        in call("align", spec, "--to", base, "--out", tmp_path / "x", "--steps", 3).refusal
+        in call("specialist", "align", spec, "--to", base, "--out", tmp_path / "x", "--steps", 3).refusal
     )

@@ -72,7 +72,7 @@ def test_help_and_a_mistyped_flag_import_nothing_heavy(verb: str, answers: dict[
             assert (answer["code"], answer["out"]) == (2, ""), words
             assert answer["err"].startswith("topograd: "), words
             assert answer["err"].count("\n") == 1, words
-            assert "--no-such-flag" in answer["err"] or "Missing" in answer["err"], "a required word"
+            assert "--no-such-flag" in answer["err"] or "missing" in answer["err"], "a required word"
 
 
 def test_looking_around_imports_nothing_heavy() -> None:
@@ -87,14 +87,14 @@ def test_looking_around_imports_nothing_heavy() -> None:
 
 
 def kinds_of(verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[type]:
-    """The dataclasses of a verb and of its sub-verbs, caught on their way to tyro."""
+    """The dataclasses of a verb and of its sub-verbs, caught where their help is made."""
     caught: list[type] = []
 
-    def cli(kind: type, **_: Any) -> None:
+    def help_text(kind: type, *_: Any, **__: Any) -> str:
         caught.append(kind)
-        raise SystemExit(0)
+        return ""
 
-    monkeypatch.setattr(console.tyro, "cli", cli)
+    monkeypatch.setattr(console, "help_text", help_text)
     capsys.readouterr()
     main([verb, "--help"])
     usage = capsys.readouterr().out

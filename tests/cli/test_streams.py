@@ -76,7 +76,7 @@ def test_what_ascii_cannot_show_is_escaped(words: list[str]) -> None:
 def test_a_name_that_is_no_unicode_is_escaped(tmp_path: Path) -> None:
     done = subprocess.run([*COMMANDS[0], "eval", b"no\xffrun"], capture_output=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"topograd: there is no run at no\\udcffrun")
+    assert done.stderr.startswith(b"topograd: there is no model at no\\udcffrun")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=["module", "script"])

@@ -100,26 +100,52 @@ def test_verbs_work_on_it(
 
 
 def test_a_conversation(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--chat", "--prompt", "read", "--tokens", "4", "--json"]
-    assert main(["generate", str(imported), *flags]) == 0
+    flags = ["--prompt", "read", "--tokens", "4", "--json"]
+    assert main(["chat", str(imported), *flags]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [message["role"] for message in answer["messages"]] == ["user", "assistant"]
+    assert answer["text"] == answer["messages"][-1]["content"]
+    assert {"tokens", "depth", "runtime", "seconds"} <= set(answer)
+    assert main(["chat", str(imported), *flags, "--system", "read read read"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["messages"][0] == {"role": "system", "content": "read read read"}
+    assert main(["generate", str(imported), "--chat", *flags]) == 0
+    old = capsys.readouterr()
+    assert json.loads(old.out)["text"] == answer["text"]
+    assert old.err == "topograd: generate --chat is now: topograd chat MODEL\n"
+
+
+def test_commands_of_a_conversation(
+    imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["/system be short", "read", "/reset", "/nonsense", "/help", "again", "/system", "/quit", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert main(["chat", str(imported), "--tokens", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    (answer, *rest) = said.out.splitlines()
+    assert not rest
+    messages = json.loads(answer)["messages"]
+    assert [message["content"] for message in messages if message["role"] != "assistant"] == ["again"]
+    assert "topograd: /nonsense is no command; /help lists them\n" in said.err
+    assert "/system TEXT" in said.err
+
+
+def test_exits_that_were_never_trained_are_named(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for depth, warned in (("prefix:1", True), ("full", False), ("speculate:2", False)):
+        assert main(["generate", str(imported), "--prompt", "read", "--tokens", "9", "--depth", depth]) == 0
+        assert ("never trained" in capsys.readouterr().err) == warned, depth
 
 
 def test_a_piped_conversation_is_one_object(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("read\nagain\n"))
-    assert main(["generate", str(imported), "--chat", "--tokens", "2", "--json"]) == 0
+    assert main(["chat", str(imported), "--tokens", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [message["role"] for message in answer["messages"]] == ["user", "assistant"] * 2
     assert {"runtime", "weights", "seconds"} <= set(answer)
-    for flags, why in [
-        (["--tokens", "-1"], "--tokens is -1"),
-        (["--html", "page.html"], "leave one of them"),
-    ]:
-        assert main(["generate", str(imported), "--chat", "--prompt", "read", *flags]) == 2
-        assert why in capsys.readouterr().err
+    assert main(["chat", str(imported), "--prompt", "read", "--tokens", "-1"]) == 2
+    assert capsys.readouterr().err.startswith("topograd: --tokens is -1; it must be at least 0")
 
 
 def test_what_transformers_keeps_beside_a_tokenizer(source: Source, tmp_path: Path) -> None:

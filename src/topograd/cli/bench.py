@@ -13,7 +13,10 @@ import tyro
 from rich.table import Table
 
 from topograd.cli.console import (
+    COMPLETE,
+    HELP,
     Json,
+    OptionalModel,
     RuntimeFlag,
     WeightsFlag,
     note,
@@ -35,8 +38,7 @@ if TYPE_CHECKING:
 class Decode:
     """Measure full depth, prefixes, early exits and speculation on held-out prompts of a run."""
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
-    """The run's folder; by default the reference model that comes with the package."""
+    model: OptionalModel = None
     settings: Annotated[DecodeSettings, tyro.conf.arg(name="")] = field(default_factory=DecodeSettings)
     runtime: RuntimeFlag = None
     weights: WeightsFlag = "float32"
@@ -47,8 +49,7 @@ class Decode:
 class Serve:
     """Measure texts of several clients at once at some depth against full depth, as the server runs them."""
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
-    """The run's folder; by default the reference model that comes with the package."""
+    model: OptionalModel = None
     settings: Annotated[ServeSettings, tyro.conf.arg(name="")] = field(default_factory=ServeSettings)
     runtime: RuntimeFlag = None
     weights: WeightsFlag = "float32"
@@ -64,21 +65,22 @@ def run(argv: list[str]) -> int:
     """Measure, print, return the exit code."""
     if argv and argv[0] in _SCRIPTS:
         return _script(_SCRIPTS[argv[0]], argv[1:])
-    if not argv or argv[0] not in (*_KINDS, "-h", "--help"):
+    if not argv or argv[0] not in (*_KINDS, *HELP, COMPLETE):
         given = repr(argv[0]) if argv else "nothing"
         raise ConfigError(
             f"{given} was given to bench", remedy=f"choose one of {', '.join((*_KINDS, *_SCRIPTS))}"
         )
-    asked = parse_one_of(_KINDS, argv, "bench")
+    args = parse_one_of(_KINDS, argv, "bench")
+    from topograd.convert.model_argument import resolve_model
     from topograd.decode.benchmark import bench_decode
     from topograd.runs.session import open_session
 
-    session = open_session(asked.folder or REFERENCE)
+    session = open_session(resolve_model(args.model or REFERENCE))
     note(f"measuring {session.run.folder}: some minutes, on a quiet machine if you can")
-    if isinstance(asked, Serve):
-        return _serve(session, asked)
-    results = bench_decode(session, asked.settings, asked.runtime, asked.weights)
-    if asked.json:
+    if isinstance(args, Serve):
+        return _serve(session, args)
+    results = bench_decode(session, args.settings, args.runtime, args.weights)
+    if args.json:
         print_json(results)
     else:
         console = out()
@@ -87,22 +89,20 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _serve(session: LoadedTextRun, asked: Serve) -> int:
+def _serve(session: LoadedTextRun, args: Serve) -> int:
     from topograd.decode.depths import engine_of
     from topograd.serve.benchmark import bench_serve
 
-    results = bench_serve(session, engine_of(session, asked.runtime, asked.weights), asked.settings)
-    if asked.json:
+    results = bench_serve(session, engine_of(session, args.runtime, args.weights), args.settings)
+    if args.json:
         print_json(results)
         return 0
-    table = Table(
-        title=f"{Path(results['run']).name}: {asked.settings.clients} clients", title_justify="left"
-    )
+    table = Table(title=f"{Path(results['run']).name}: {args.settings.clients} clients", title_justify="left")
     for column in ("depth", "tok/s", "speed", "kept", "ties", "mismatches"):
         table.add_column(column, justify="left" if column == "depth" else "right")
     table.add_row("full", number(results["full_tokens_per_second"], 0), "1.00", "", "", "")
     table.add_row(
-        asked.settings.depth,
+        args.settings.depth,
         number(results["tokens_per_second"], 0),
         number(results["speedup_over_full"], 2),
         number(results["acceptance"], 2),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
-from topograd.cli.console import Folder, Json, RuntimeFlag, note, number, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, RuntimeFlag, note, number, out, parse, print_json
 from topograd.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Calibrate:
     """Measure when a run's tokens may leave early, and which drafts pay; kept in its calibration.json."""
 
-    folder: Folder
-    """The run's folder."""
+    model: ModelArgument
     bytes: int = 200_000
     """Read at most this much held-out text, spaced evenly over it."""
     runtime: RuntimeFlag = None
@@ -36,10 +35,11 @@ class Calibrate:
 
 def run(argv: list[str]) -> int:
     """Measure, keep, print, return the exit code."""
-    asked = parse(Calibrate, argv, "calibrate")
-    if asked.bytes < 1:
-        raise ConfigError(f"--bytes is {asked.bytes}", remedy="it must be at least 1")
+    args = parse(Calibrate, argv, "calibrate")
+    if args.bytes < 1:
+        raise ConfigError(f"--bytes is {args.bytes}", remedy="it must be at least 1")
     from topograd.cli.progress import counted
+    from topograd.convert.model_argument import resolve_model
     from topograd.decode.calibration.measure import Calibration, heldout_readings
     from topograd.decode.calibration.store import store
     from topograd.decode.calibration.tune import tune
@@ -48,17 +48,17 @@ def run(argv: list[str]) -> int:
     from topograd.decode.retrofitted import has_retrofit, open_retrofit
     from topograd.runs.session import open_session
 
-    session = open_session(asked.folder)
+    session = open_session(resolve_model(args.model))
     check_exits(session.plan)
     if not os.access(session.run.folder, os.W_OK):
         raise RunError(
             f"{session.run.folder} cannot be written, so nothing can be kept there", remedy="copy it first"
         )
-    text = _text(session, asked.bytes)
+    text = _text(session, args.bytes)
     calibrating, measuring = heldout_readings(session, text, on_batch=counted("windows read")).split()
     calibration = Calibration.of(calibrating, session.step)
     note("measuring what drafts cost on this machine")
-    engine = engine_of(session, asked.runtime)
+    engine = engine_of(session, args.runtime)
     tuning = tune(engine, text, open_retrofit(session) if has_retrofit(session) else None)
     store(session, calibration, tuning)
     note(f"kept in {session.run.calibration_file}")
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
         "rules": rules(calibration, measuring),
         "tuning": _tuned(tuning),
     }
-    if asked.json:
+    if args.json:
         print_json(results)
     else:
         _show(results)

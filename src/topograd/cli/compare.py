@@ -21,19 +21,19 @@ _SAME_TEXT = ("data", "tokenizer", "eval_bytes")
 class Compare:
     """Put runs side by side; the gap is to the first backprop run, or to the first run if there is none."""
 
-    folders: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR ...]")]]
-    """The runs' folders."""
+    models: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="MODEL [MODEL ...]")]]
+    """Runs' folders, Hugging Face folders, GGUF files, hf:ORG/NAME."""
     json: Json = False
 
 
 def run(argv: list[str]) -> int:
     """Compare, print, return the exit code."""
-    asked = parse(Compare, argv, "compare")
-    if not asked.folders:
-        raise ConfigError(
-            "there is no run to compare", remedy="give the folders of some: topograd compare DIR DIR"
-        )
-    runs = [results_of(folder) for folder in asked.folders]
+    args = parse(Compare, argv, "compare")
+    if not args.models:
+        raise ConfigError("there is no run to compare", remedy="give some: topograd compare MODEL MODEL")
+    from topograd.convert.model_argument import resolve_model
+
+    runs = [results_of(resolve_model(model)) for model in args.models]
     kinds = {measure_of(results) for _, results in runs}
     if len(kinds) > 1:
         raise ConfigError(
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
         if len({getattr(config, name) for config in settings}) > 1:
             what = "accuracies" if "accuracy" in kinds else "bits per byte"
             note(f"these runs differ in {name}: their {what} were measured on different data")
-    if asked.json:
+    if args.json:
         print_json(comparison)
     else:
         out().print(_table(comparison))

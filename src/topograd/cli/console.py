@@ -1,4 +1,4 @@
-"""What the verbs share: reading flags, and writing for programs and for people.
+"""Reading flags, and writing for programs and for people: what all commands share.
 
 Results go to stdout, everything else to stderr. With --json, stdout is exactly one JSON object; a number
 that is not finite is null there, because JSON has no NaN.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 from rich.console import Console
 
-from topograd.cli.flags import Flag, as_typed, check_known, check_words, flags_of
+from topograd.cli.flags import COMPLETE, HELP, Flag, check, completions, flags_of, help_text, name_flag
 from topograd.errors import ConfigError, RunError, TopogradError
 from topograd.files import naming
 
@@ -31,6 +30,12 @@ Json = Annotated[
     tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help="Print one JSON object instead of a table.")
 ]
 Folder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+_MODEL = "A run's folder, a Hugging Face folder, a GGUF file, or hf:ORG/NAME, which is downloaded"
+ModelArgument = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL", help=f"{_MODEL}.")]
+OptionalModel = Annotated[
+    tyro.conf.Positional[Path | None],
+    tyro.conf.arg(metavar="[MODEL]", help=f"{_MODEL}; by default the model that comes with the package."),
+]
 RuntimeFlag = Annotated[
     str | None,
     tyro.conf.arg(
@@ -44,60 +49,57 @@ WeightsFlag = Annotated[
 ]
 DASH = "–"
 
-_read: tuple[Mapping[str, Flag], list[str]] = ({}, [])
-"""The flags of the verb that was read last, and the words that were given."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_NO_NUMBER = re.compile(r"Error parsing (\S+): (?:invalid literal for (int)|could not convert).*?: ('.*')")
+_last: tuple[Mapping[str, Flag], list[str]] = ({}, [])
+"""The flags of the command that was read last, and its arguments."""
 
 
 def parse(
     kind: type[T], argv: list[str], verb: str, default: T | None = None, *, program: str = "topograd"
 ) -> T:
     """The dataclass that the flags describe. What cannot be read is a ConfigError that names the flag."""
-    global _read
+    global _last
     flags, command = flags_of(kind, default), f"{program} {verb}"
-    _read = flags, argv
+    _last = flags, argv
+    if argv[-1:] == [COMPLETE]:
+        print("\n".join(completions(flags, argv[:-1])))
+        raise SystemExit(0)
+    if wanted := next((word for word in argv if word in HELP), None):
+        print(help_text(kind, command, default, everything=wanted == "--help-all"))
+        raise SystemExit(0)
+    check(flags, argv, command)
     try:
-        check_known(flags, argv)
-    except ConfigError as error:
-        raise ConfigError(str(error), remedy=f"see {command} --help") from None
-    check_words(flags, argv)
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            if default is None:
-                return tyro.cli(kind, prog=command, args=argv)
-            return tyro.cli(kind, prog=command, args=argv, default=default)
+        start = tyro.MISSING_NONPROP if default is None else default
+        with redirect_stderr(io.StringIO()):  # tyro prints a box before it ends the program
+            return tyro.cli(kind, prog=command, args=argv, default=start)
     except TopogradError as error:
-        raise type(error)(as_typed(str(error), flags, argv)) from None
+        name_flag(error, flags, argv, typed=False)
+        raise
     except (ValueError, OverflowError) as error:  # of a setting that its dataclass could not take
-        raise ConfigError(as_typed(str(error), flags, argv), remedy=f"see {command} --help") from None
+        raise ConfigError(str(error), remedy=f"see {command} --help") from None
     except SystemExit as end:
-        if not end.code:
-            raise
-        if refused := _refusal(end):
-            raise type(refused)(as_typed(str(refused), flags, argv)) from None
-        raise ConfigError(_first_paragraph(said.getvalue()), remedy=f"see {command} --help") from None
+        cause: BaseException | None = end
+        while cause is not None and not isinstance(cause, TopogradError):
+            cause = cause.__context__
+        if cause is None:
+            raise ConfigError(f"{' '.join(argv)!r} cannot be read", remedy=f"see {command} --help") from None
+        name_flag(cause, flags, argv, typed=False)
+        raise cause from None
 
 
-def in_flags(message: str) -> str:
-    """An error of the verb's work, which speaks of settings, with the flags that were typed for them."""
-    return as_typed(message, *_read, given=True)
-
-
-def _refusal(end: BaseException) -> TopogradError | None:
-    """What a dataclass said to its settings, where that is why tyro ended: its box would cut long words."""
-    cause = end.__context__
-    while cause is not None and not isinstance(cause, TopogradError):
-        cause = cause.__context__
-    return cause
+def line_of(error: TopogradError) -> str:
+    """An error of the command's work as one line, with the flag in place of the setting, if it was typed."""
+    name_flag(error, *_last, typed=True)
+    return str(error)
 
 
 def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str, *, program: str = "topograd") -> T:
     """The dataclass that the first word names, with the flags that follow it."""
     if argv and argv[0] in kinds:
         return parse(kinds[argv[0]], argv[1:], f"{verb} {argv[0]}", program=program)
-    if argv and argv[0] in ("-h", "--help"):
+    if argv == [COMPLETE]:
+        print("\n".join(kinds))
+        raise SystemExit(0)
+    if argv and argv[0] in HELP:
         print(f"usage: {program} {verb} {{{','.join(kinds)}}} ...\n")
         width = max(map(len, kinds)) + 2
         for name, kind in kinds.items():
@@ -105,21 +107,6 @@ def parse_one_of(kinds: Mapping[str, type[T]], argv: list[str], verb: str, *, pr
         raise SystemExit(0)
     given = repr(argv[0]) if argv else "nothing"
     raise ConfigError(f"{given} was given to {verb}", remedy=f"choose one of {', '.join(kinds)}")
-
-
-def _first_paragraph(box: str) -> str:
-    """What tyro's box says before its first rule, on one line, and the flag that it takes for meant.
-
-    Where the output is not UTF-8 the box has no frame: a title, a rule, then the same.
-    """
-    rows = [line.strip("│ ") for line in _COLOUR.sub("", box).splitlines()]
-    rows = rows[1:] if box.lstrip().startswith("╭") else rows[2:]
-    end = next((i for i, row in enumerate(rows) if row and not row.strip("─-╰╯")), len(rows))
-    said = " ".join(rows[:end]).rstrip(" .:")
-    if bad := _NO_NUMBER.fullmatch(said):  # of a word without a flag; `check_words` has read the others
-        return f"{bad[1]} was given {bad[3]}; it must be a {'whole ' if bad[2] else ''}number"
-    meant = re.search(r"Perhaps you meant:\s+(--\S+)", "\n".join(rows))
-    return said + (f" (did you mean {meant[1]}?)" if meant else "")
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -25,19 +25,17 @@ class Consolidate:
 
 def run(argv: list[str]) -> int:
     """Consolidate, say where, return the exit code."""
-    asked = parse(Consolidate, argv, "consolidate")
-    if asked.out is None and len(asked.folders) != 1:
+    args = parse(Consolidate, argv, "consolidate")
+    if args.out is None and len(args.folders) != 1:
         raise ConfigError(
-            f"{len(asked.folders)} folders were given", remedy="give one run, or all stages and --out DIR"
+            f"{len(args.folders)} folders were given", remedy="give one run, or all stages and --out DIR"
         )
     from topograd.parallel.consolidate import consolidate_run, consolidate_stages
 
     found = (
-        consolidate_run(asked.folders[0])
-        if asked.out is None
-        else consolidate_stages(asked.folders, asked.out)
+        consolidate_run(args.folders[0]) if args.out is None else consolidate_stages(args.folders, args.out)
     )
-    if asked.json:
+    if args.json:
         print_json(found)
     else:
         note(f"{found['run']} has step {found['step']} as one checkpoint")

@@ -57,9 +57,9 @@ class Requirement:
 
 def run(argv: list[str]) -> int:
     """Look at everything, print it, return the exit code."""
-    asked = parse(Doctor, argv, "doctor")
+    args = parse(Doctor, argv, "doctor")
     found = examine()
-    if asked.json:
+    if args.json:
         print_json(found)
     else:
         out().print(doctor_table(found))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from topograd.cli.console import Folder, Json, WeightsFlag, note, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, WeightsFlag, note, out, parse, print_json
 from topograd.errors import ConfigError
 from topograd.files import write_json
 from topograd.runs.config import TrainConfig
@@ -27,8 +27,7 @@ class Eval:
 
     `topograd eval core DIR --tasks DIR` scores it on the tasks of CORE instead."""
 
-    folder: Folder
-    """The run's folder."""
+    model: ModelArgument
     data: Path | None = None
     """Other text to read: a file, a JSONL file or a folder of them, all of it. Of a run on images: other
     pictures."""
@@ -50,14 +49,14 @@ def run(argv: list[str]) -> int:
         from topograd.cli.eval_core import run as run_core
 
         return run_core(argv[1:])
-    asked = parse(Eval, argv, "eval")
-    for flag, given in (("--bytes", asked.bytes), ("--images", asked.images)):
+    args = parse(Eval, argv, "eval")
+    for flag, given in (("--bytes", args.bytes), ("--images", args.images)):
         if given is not None and given < 1:
             raise ConfigError(f"{flag} is {given}", remedy="it must be at least 1")
-    if asked.keep_weights and asked.weights == "float32":
+    if args.keep_weights and args.weights == "float32":
         raise ConfigError("--keep-weights is for --weights int8 or int4", remedy="a run keeps its own anyway")
-    config, results = _measured(asked)
-    if asked.json:
+    config, results = _measured(args)
+    if args.json:
         print_json(results)
     else:
         from topograd.cli.results import readings_table
@@ -68,38 +67,40 @@ def run(argv: list[str]) -> int:
             each = zip(cost["bpb"], cost["float32_bpb"], cost["agreement"], strict=True)
             for k, (bpb, own, agreement) in enumerate(each, 1):
                 out().print(
-                    f"{asked.weights}, first {k} stages: BPB {bpb:.4f} for {own:.4f}, "
+                    f"{args.weights}, first {k} stages: BPB {bpb:.4f} for {own:.4f}, "
                     f"likeliest token float32's {agreement:.4f}"
                 )
     return 0
 
 
-def _measured(asked: Eval) -> tuple[TrainConfig, dict[str, Any]]:
+def _measured(args: Eval) -> tuple[TrainConfig, dict[str, Any]]:
     from topograd.cli.progress import counted
     from topograd.cli.results import measured, measured_images
+    from topograd.convert.model_argument import resolve_model
     from topograd.runs.folder import Run
     from topograd.runs.session import heldout_text, open_run, open_session, read_settings
 
-    images = read_settings(Run.open(asked.folder)).model.task == "images"
-    for flag, given, fits in (("--images", asked.images, images), ("--bytes", asked.bytes, not images)):
+    folder = resolve_model(args.model)
+    images = read_settings(Run.open(folder)).model.task == "images"
+    for flag, given, fits in (("--images", args.images, images), ("--bytes", args.bytes, not images)):
         if given is not None and not fits:
             raise ConfigError(
-                f"{flag} is {given}, and {asked.folder} was trained on {_KIND[images]}", remedy="leave it out"
+                f"{flag} is {given}, and {folder} was trained on {_KIND[images]}", remedy="leave it out"
             )
     if images:
-        if asked.weights != "float32":
+        if args.weights != "float32":
             raise ConfigError(
-                f"--weights is {asked.weights}, and {asked.folder} was trained on images",
+                f"--weights is {args.weights}, and {folder} was trained on images",
                 remedy="leave it out",
             )
-        opened = open_run(asked.folder, asked.from_)
-        return opened.config, measured_images(opened, asked.data, asked.images, counted("images read"))
-    session = open_session(asked.folder, asked.from_)
-    text = heldout_text(session, asked.data, asked.bytes)
+        opened = open_run(folder, args.from_)
+        return opened.config, measured_images(opened, args.data, args.images, counted("images read"))
+    session = open_session(folder, args.from_)
+    text = heldout_text(session, args.data, args.bytes)
     results = measured(session, text, counted("windows read"))
-    if asked.data is None and asked.from_ is None and asked.bytes is None:  # what `compare` would measure
+    if args.data is None and args.from_ is None and args.bytes is None:  # what `compare` would measure
         _keep(session, results)
-    return session.config, results | _quantised(asked, session, text)
+    return session.config, results | _quantised(args, session, text)
 
 
 def _keep(session: LoadedTextRun, results: dict[str, Any]) -> None:
@@ -112,9 +113,9 @@ def _keep(session: LoadedTextRun, results: dict[str, Any]) -> None:
             write_card(session.run)
 
 
-def _quantised(asked: Eval, session: LoadedTextRun, text: Text) -> dict[str, Any]:
+def _quantised(args: Eval, session: LoadedTextRun, text: Text) -> dict[str, Any]:
     """What the weights that are asked for cost, and whether they are kept."""
-    if asked.weights == "float32":
+    if args.weights == "float32":
         return {}
     from topograd.cli.eval_core import evaluations_folder
     from topograd.cli.progress import counted
@@ -123,14 +124,14 @@ def _quantised(asked: Eval, session: LoadedTextRun, text: Text) -> dict[str, Any
     from topograd.runtime.onnx_runtime import OnnxRuntime
     from topograd.runtime.quantize import save_weights, weights_file
 
-    engine = engine_of(session, "onnx", asked.weights)
-    cost = precision_cost(session, engine, text, counted(f"windows read in {asked.weights}"))
-    if asked.keep_weights:
+    engine = engine_of(session, "onnx", args.weights)
+    cost = precision_cost(session, engine, text, counted(f"windows read in {args.weights}"))
+    if args.keep_weights:
         assert isinstance(engine.runtime, OnnxRuntime)
-        file = weights_file(session.run.folder, asked.weights)
-        save_weights(file, engine.runtime.made, asked.weights, session.weights)
+        file = weights_file(session.run.folder, args.weights)
+        save_weights(file, engine.runtime.made, args.weights, session.weights)
         note(f"kept in {file}")
-    whole = asked.data is None and asked.from_ is None
+    whole = args.data is None and args.from_ is None
     if whole and (folder := evaluations_folder(session.run.folder)) is not None:  # for the report
-        write_json(folder / f"weights-{asked.weights}.json", {"of": session.weights, **cost})
+        write_json(folder / f"weights-{args.weights}.json", {"of": session.weights, **cost})
     return {"precision": cost}

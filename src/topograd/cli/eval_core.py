@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Folder, Json, note, number, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, note, number, out, parse, print_json
 from topograd.cli.score import depth_names, scored_model
 from topograd.files import write_json
 from topograd.limits import REPEATS, check_numbers
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Core:
     """CORE of a run: 22 tasks by 0, 3 or 10 examples each, centred by chance, at every exit from one pass."""
 
-    folder: Folder
-    """The run's folder."""
+    model: ModelArgument
     tasks: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """A folder with task files such as copa.jsonl, in it or below it."""
     only: Annotated[str | None, tyro.conf.arg(metavar="LABELS")] = None
@@ -40,8 +39,8 @@ class Core:
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3: the last exit predicts with them."""
     baselines: Literal["v1", "v2"] = "v1"
     """What accuracies are centred by: chance as in v1, or with the three labels that v2 changed."""
-    against: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Another run on the same items: which tasks are won and which lost, at full depth."""
+    against: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Another model on the same items: which tasks are won and which lost, at full depth."""
     log: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Where each item goes, as a line of JSON; by default a file in RUN/evaluation. What is there is not
     computed again."""
@@ -53,28 +52,30 @@ class Core:
 
 def run(argv: list[str]) -> int:
     """Evaluate, print, return the exit code."""
-    asked = parse(Core, argv, "eval core")
+    args = parse(Core, argv, "eval core")
     from topograd.evaluation.tasks import chosen_tasks, find_files
 
-    only = tuple(filter(None, (label.strip() for label in (asked.only or "").split(","))))
-    find_files(asked.tasks, chosen_tasks(only))  # an unknown label and a wrong folder are refused at once
+    only = tuple(filter(None, (label.strip() for label in (args.only or "").split(","))))
+    find_files(args.tasks, chosen_tasks(only))  # an unknown label and a wrong folder are refused at once
+    from topograd.convert.model_argument import resolve_model
     from topograd.evaluation.core import CoreRequest
 
-    request = CoreRequest(asked.tasks, only, asked.limit, asked.depth, added=_added(asked.specialists))
-    model, found = _evaluate(asked.folder, request, asked.log, asked.specialists)
-    answer = {"run": str(asked.folder), "steps": model.session.step, **found.as_dict(asked.baselines)}
-    answer["limit"] = asked.limit
-    answer["depths"] = depth_names(model, asked.specialists) if asked.depth is None else [asked.depth]
-    if asked.against is not None:
+    request = CoreRequest(args.tasks, only, args.limit, args.depth, added=_added(args.specialists))
+    folder = resolve_model(args.model)
+    model, found = _evaluate(folder, request, args.log, args.specialists)
+    answer = {"run": str(folder), "steps": model.session.step, **found.as_dict(args.baselines)}
+    answer["limit"] = args.limit
+    answer["depths"] = depth_names(model, args.specialists) if args.depth is None else [args.depth]
+    if args.against is not None:
         from topograd.evaluation.polarisation import polarisation
 
-        _, other = _evaluate(asked.against, replace(request, added=()), None)
-        answer["polarisation"] = {"against": str(asked.against), **polarisation(found, other)}
+        _, other = _evaluate(resolve_model(args.against), replace(request, added=()), None)
+        answer["polarisation"] = {"against": str(args.against), **polarisation(found, other)}
     _tell(answer)
-    whole = asked.depth is None and asked.specialists is None  # what the report shows of the run itself
-    if whole and (folder := evaluations_folder(asked.folder)) is not None:
-        write_json(folder / "core.json", answer | {"weights": model.session.weights})
-    if asked.json:
+    whole = args.depth is None and args.specialists is None  # what the report shows of the run itself
+    if whole and (place := evaluations_folder(folder)) is not None:
+        write_json(place / "core.json", answer | {"weights": model.session.weights})
+    if args.json:
         print_json(answer)
     else:
         _show(answer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from topograd.cli.console import Folder, Json, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, out, parse, print_json
 from topograd.errors import ConfigError
 
 
@@ -14,8 +14,7 @@ from topograd.errors import ConfigError
 class Export:
     """Write a run's model: a folder for transformers, a GGUF file for llama.cpp, or its stages as ONNX."""
 
-    folder: Folder
-    """The run's folder."""
+    model: ModelArgument
     out: Path
     """The new folder to write."""
     format: Literal["hf", "gguf", "onnx"] = "hf"
@@ -28,16 +27,17 @@ class Export:
 
 def run(argv: list[str]) -> int:
     """Export, say what was written, return the exit code."""
-    asked = parse(Export, argv, "export")
-    if asked.weights is not None and asked.format != "gguf":
+    args = parse(Export, argv, "export")
+    if args.weights is not None and args.format != "gguf":
         raise ConfigError(
-            f"--weights is {asked.weights} and --format {asked.format}, which keeps F32",
+            f"--weights is {args.weights} and --format {args.format}, which keeps F32",
             remedy="leave --weights out or use --format gguf",
         )
     from topograd.convert.export import export_model
+    from topograd.convert.model_argument import resolve_model
 
-    found = export_model(asked.folder, asked.out, asked.format, asked.weights or "F32")
-    if asked.json:
+    found = export_model(resolve_model(args.model), args.out, args.format, args.weights or "F32")
+    if args.json:
         print_json(found)
     else:
         out().print(f"{found['out']}: {', '.join(found['files'])}", soft_wrap=True)

@@ -1,21 +1,28 @@
-"""`topograd generate`: continue a text, as deep as each token needs or as deep as is asked for."""
+"""`topograd generate`: continue a text, at a fixed depth or as deep as each token needs."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.text import Text
 
-from topograd.cli.console import Json, RuntimeFlag, WeightsFlag, note, note_runtime, out, parse, print_json
-from topograd.cli.flags import as_typed, flags_of
+from topograd.cli.console import (
+    Json,
+    OptionalModel,
+    RuntimeFlag,
+    WeightsFlag,
+    note,
+    note_runtime,
+    out,
+    parse,
+    print_json,
+)
 from topograd.errors import ConfigError
 from topograd.files import write_atomic
 from topograd.pretrained import REFERENCE
@@ -23,314 +30,253 @@ from topograd.pretrained import REFERENCE
 if TYPE_CHECKING:
     from topograd.decode.model import Generated, Model, Piece
 
-Show = Callable[[str, str], None]
-"""Writes a part of the text; who wrote it is "stage 2", a drafter's name, or "" for the prompt."""
 DRAFTERS = ("#2e8b57", "#d0479e", "#008b8b")
 """Colours of drafters that are no stage, in the order in which they come; see `report/depth_text.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Continue a text with a run's model. Only the layers that a token needs are computed."""
+class Decoding:
+    """How a model writes: the flags that `generate` and `chat` share."""
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DIR]")] = None
-    """The run's folder; the model that comes with the package if not given."""
+    model: OptionalModel = None
     prompt: str = ""
     """The text to continue; nothing starts a new document."""
     tokens: int = 200
-    """How many tokens to write."""
+    """How many tokens to write, at most."""
     depth: Annotated[str | None, tyro.conf.arg(metavar="DEPTH")] = None
     """How deep each token goes; by default speculate where the calibration says that it pays, else full.
-    full: every stage
-    prefix:J: the first J of the stages that predict
-    path:1,3: some stages, skipping others
-    branches:1-4*3+1-2: several paths, pooled with weights
-    wand, wand:RULE:NUMBER: leave early, approximate
-    - flip-rate, NUMBER: share of tokens that may differ
-    - rival-gain or sum-of-bounds, NUMBER: safety factor
-    speculate: draft and verify; what full depth writes.
-    Who drafts is measured by topograd calibrate, else lookup
-    speculate:WHO+WHO: drafts by whose guess is worth most
-    - N or N:MARGIN: N tokens by the first stage, while sure
-    - lookup: what followed in the text
-    - table, draft: what topograd retrofit made
-    - FOLDER: a smaller run with the same tokenizer"""
+    - full: every stage
+    - prefix:J: the first J of the stages that predict
+    - path:1,3: some stages, skipping others
+    - branches:1-4*3+1-2: several paths, pooled with weights
+    - wand, wand:RULE:NUMBER: leave early, approximate. RULE is flip-rate (NUMBER: share of tokens that may
+    differ), rival-gain or sum-of-bounds (NUMBER: safety factor)
+    - speculate: draft and verify; what full depth writes. The drafter is the one that topograd calibrate
+    measured, else lookup
+    - speculate:WHO+WHO: these drafters, at each token the one of the highest expected gain. WHO is N or
+    N:MARGIN (N tokens by the first stage, while sure), lookup (what followed in the text), table or draft
+    (made by topograd retrofit), or the folder of a smaller run with the same tokenizer"""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A smaller run that drafts, or the folder that topograd retrofit made; by default RUN/draft."""
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that are active, as A,B or A*0.7,B*0.3; what each changes is added up."""
     router: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """What topograd route made: it chooses one of --specialists, or none, for each prompt or message."""
+    """A folder of topograd specialist route: it chooses one of --specialists, or none, for each prompt."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="J")] = None
     """The same as --depth prefix:J."""
-    temperature: float = 0.0
-    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    temperature: float | None = None
+    """0 takes the likeliest token each time; 1 samples from the model's own distribution. By default 0, and
+    0.8 for a new document, where 0 would write the same text each time and soon repeat it."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
-    """Draw among this many likeliest tokens only."""
+    """Sample among this many likeliest tokens only."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
-    """Draw among the fewest likeliest tokens that have this probability together."""
+    """Sample among the fewest likeliest tokens that have this probability together."""
     seed: int = 0
-    """Of the draws, with a temperature."""
-    chat: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Talk with an imported model, by its own template: --prompt is the first message, or each line typed."""
+    """Of the samples, with a temperature."""
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
-    """End before this text."""
+    """End before this text; may be given again."""
     colour: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Colour each token by the stage that it left after, or by who drafted it, and count them."""
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the text as a page in which each token shows the stage that it left after."""
+    """Colour each token by the stage that it left after, or by its drafter, and count them."""
     runtime: RuntimeFlag = None
     weights: WeightsFlag = "float32"
     json: Json = False
 
+    def __post_init__(self) -> None:
+        if self.depth is not None and self.stages is not None:
+            raise ConfigError(
+                "--depth and --stages are both given",
+                setting="stages",
+                remedy="--stages J is --depth prefix:J, so give one",
+            )
+        if self.router is not None and self.specialists is None:
+            raise ConfigError(
+                "--router chooses among specialists, and --specialists is not given",
+                setting="router",
+                remedy="give A,B",
+            )
+
+    def settings(self, exits: int, fallback: float = 0.0) -> dict[str, Any]:
+        """The arguments of `Model.generate`; `fallback` is the temperature where none is given."""
+        depth = self.depth
+        if self.stages is not None:
+            if not 1 <= self.stages <= exits:
+                raise ConfigError(setting="stages", given=self.stages, allowed=f"1 to {exits}, the exits")
+            depth = f"prefix:{self.stages}"
+        temperature = fallback if self.temperature is None else self.temperature
+        names = ("tokens", "top_k", "top_p", "seed", "stop", "draft")
+        given = {name: getattr(self, name) for name in names}
+        return given | {"depth": depth, "temperature": temperature}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Decoding):
+    """Continue a text. Only the layers that a token needs are computed."""
+
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the text as a page in which each token shows the stage that it left after."""
+
 
 def run(argv: list[str]) -> int:
     """Write a continuation and return the exit code."""
-    asked = parse(Generate, argv, "generate")
-    _check(asked)
-    model = _model(asked)
+    if "--chat" in argv:
+        from topograd.cli.chat import run as run_chat
+
+        note("generate --chat is now: topograd chat MODEL")
+        return run_chat([word for word in argv if word != "--chat"])
+    args = parse(Generate, argv, "generate")
+    if args.html is not None:
+        folder = args.html.parent
+        if args.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"--html {args.html} cannot be written",
+                setting="html",
+                given=args.html,
+                remedy="give a file in a folder you can write",
+            )
+    model = open_model(args)
     exits = len(model.session.plan.predicting())
-    console = out()
-    colours = _colours(console, exits) if asked.colour else {}
-    show = _coloured(console, colours) if colours else _plain
-    show = silent if asked.json else _after_runtime(show, model)
-    try:
-        if asked.chat:
-            return _chat(asked, model, show, colours)
-        made = _continue(asked, model, _depth(asked, exits), show)
-    except ConfigError as error:  # it speaks of Python's arguments
-        raise ConfigError(as_typed(str(error), flags_of(Generate), argv)) from None
-    if asked.json:
-        answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "text": str(made)}
-        print_json(answer | _active(model) | _numbers(made, exits) | _ran(model))
+    writer = Writer(args, model)
+    made = _continue(args, model, args.settings(exits, 0.0 if args.prompt else 0.8), writer)
+    if args.json:
+        answer = {"run": str(model.session.run.folder), "prompt": args.prompt, "text": str(made)}
+        print_json(answer | numbers(made, model))
     else:
-        print(flush=True)
-        if asked.colour:
-            console.print(_legend(made.pieces, exits, colours), soft_wrap=True)
-    if made.depth == "speculate" and not made.drafted and asked.depth is not None:
+        writer.end(made)
+    if made.depth == "speculate" and not made.drafted and args.depth is not None:
         note("by the run's calibration drafts do not pay on this machine; this is full depth")
-    if asked.html is not None:
-        _write_page(asked.html, model, made)
+    if not args.json and args.temperature is None and re.search(r"(.{4,120}?)\1\1$", made, re.DOTALL):
+        note("the likeliest tokens repeat themselves; --temperature 0.8 samples instead")
+    if args.html is not None:
+        _write_page(args.html, model, made)
     return 0
 
 
-def _model(asked: Generate) -> Model:
-    """The run, with the specialists that are asked for."""
-    if asked.specialists is not None:
-        base, chosen = asked.folder or REFERENCE, asked.specialists
-        if asked.router is not None:
+def open_model(args: Decoding) -> Model:
+    """The model, with the specialists that are active."""
+    if args.specialists is not None:
+        from topograd.convert.model_argument import resolve_model
+
+        base, chosen = resolve_model(args.model or REFERENCE), args.specialists
+        if args.router is not None:
             from topograd.specialists.router import open_routed
 
-            return open_routed(base, chosen, asked.router, asked.runtime, asked.weights)
+            return open_routed(base, chosen, args.router, args.runtime, args.weights)
         from topograd.specialists.model import open_composed
 
-        return open_composed(base, chosen, runtime=asked.runtime, weights=asked.weights)
+        return open_composed(base, chosen, runtime=args.runtime, weights=args.weights)
     from topograd.decode.model import load
 
-    return load(asked.folder or REFERENCE, runtime=asked.runtime, weights=asked.weights)
+    return load(args.model or REFERENCE, runtime=args.runtime, weights=args.weights)
 
 
-def _active(model: Model) -> dict[str, Any]:
-    """Which specialists wrote the last text, where there are any."""
-    weights = getattr(model, "weights", None)  # of a composition
-    return {} if weights is None else {"specialists": weights}
+class Writer:
+    """Writes a text as it comes: in colours where they are wanted and can be shown, and not with --json."""
 
+    def __init__(self, args: Decoding, model: Model) -> None:
+        self.args, self.model, self.begun = args, model, False
+        self.console, self.exits = out(), len(model.session.plan.predicting())
+        self.colours: dict[str, str] = {}
+        if args.colour and not args.json:
+            if self.console.color_system is None or self.console.no_color:
+                note("--colour has no effect: the output is no terminal with colours (--html writes a page)")
+            else:
+                from topograd.report.depth_text import stage_colour  # brings matplotlib, which takes a while
 
-def _ran(model: Model) -> dict[str, Any]:
-    return {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
+                self.colours = {f"stage {k + 1}": stage_colour(k, self.exits) for k in range(self.exits)}
 
-
-def _chat(asked: Generate, model: Model, show: Show, colours: dict[str, str]) -> int:
-    """A conversation: one answer to --prompt, or one to each line of the terminal, until it ends."""
-    from topograd.convert.chat import render_chat
-
-    template, special, encode = _spelling(model)
-    messages: list[dict[str, str]] = []
-    exits = len(model.session.plan.predicting())
-    numbers: dict[str, Any] = {}
-    for words in [asked.prompt] if asked.prompt else _typed(asked.json):
-        messages.append({"role": "user", "content": words})
-        tokens = encode(render_chat(template, messages, special_tokens=special))
-        _note_long(len(tokens), model, "conversation")
-        made = model.generate(
-            tokens,
-            asked.tokens,
-            depth=_depth(asked, exits),
-            on_piece=lambda piece: show(piece.text, writer(piece)),
-            **_sampling(asked),
-        )
-        messages.append({"role": "assistant", "content": str(made)})
-        numbers = _numbers(made, exits)
-        if not asked.json:
-            print(flush=True)
-            if asked.colour:
-                out().print(_legend(made.pieces, exits, colours), soft_wrap=True)
-    if asked.json:
-        answer = {"run": str(model.session.run.folder), "prompt": asked.prompt, "messages": messages}
-        answer |= {"text": messages[-1]["content"] if messages else ""} | _active(model)
-        print_json(answer | numbers | _ran(model))
-    return 0
-
-
-def _spelling(model: Model) -> tuple[str, dict[str, str], Callable[[str], list[int]]]:
-    """The chat template, the special tokens that it names, and what encodes its text.
-
-    Specialists on a base without a template were trained on the plain one.
-    """
-    tokenizer, pool = model.session.tokenizer, getattr(model, "pool", None)
-    if pool is not None:
-        from topograd.specialists.records import template_of
-
-        vocabulary = pool.vocabulary
-        return template_of(vocabulary), tokenizer.special_tokens, vocabulary.encode_chat
-    template = tokenizer.get_chat_template()
-    return template, tokenizer.special_tokens, partial(tokenizer.encode, kind="chat")
-
-
-def _typed(json: bool) -> Iterator[str]:
-    """Each line that is typed; a person is asked for it where that is no part of the result."""
-    asking = sys.stdin.isatty() and not json
-    while True:
-        try:
-            yield input("> " if asking else "")
-        except EOFError:
+    def show(self, text: str, who: str) -> None:
+        """Write a part of the text; `who` is "stage 2", a drafter's name, or "" for the prompt."""
+        if self.args.json:
             return
+        if not self.begun:
+            note_runtime(self.model.engine)
+        self.begun = True
+        if not self.colours:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        if who and who not in self.colours:
+            self.colours[who] = DRAFTERS[(len(self.colours) - self.exits) % len(DRAFTERS)]
+        self.console.print(Text(text, self.colours.get(who, "")), end="", soft_wrap=True)
+
+    def end(self, made: Generated) -> None:
+        """End the line; with --colour, count the tokens by stage and by drafter."""
+        if self.args.json:
+            return
+        print(flush=True)
+        if self.args.colour:
+            self.console.print(_legend(made.pieces, self.exits, self.colours), soft_wrap=True)
 
 
-def _check(asked: Generate) -> None:
-    if asked.depth is not None and asked.stages is not None:
-        raise ConfigError(
-            "--depth and --stages are both given", remedy="--stages J is --depth prefix:J, so give one"
-        )
-    if asked.router is not None and asked.specialists is None:
-        raise ConfigError(
-            "--router chooses among specialists, and --specialists is not given", remedy="give A,B"
-        )
-    if asked.html is not None and asked.chat:
-        raise ConfigError(
-            "--html shows one continuation and --chat is a conversation", remedy="leave one of them out"
-        )
-    if asked.html is not None:
-        folder = asked.html.parent
-        if asked.html.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(
-                f"--html {asked.html} cannot be written", remedy="give a file in a folder you can write"
-            )
-
-
-def _depth(asked: Generate, exits: int) -> str | None:
-    """The depth that is asked for, in the words of `depth.modes`."""
-    if asked.stages is None:
-        return asked.depth
-    if not 1 <= asked.stages <= exits:
-        raise ConfigError(
-            f"--stages is {asked.stages}", remedy=f"the model has {exits} that predict: give 1 to {exits}"
-        )
-    return f"prefix:{asked.stages}"
-
-
-def _continue(asked: Generate, model: Model, depth: str | None, show: Show) -> Generated:
+def _continue(args: Generate, model: Model, settings: dict[str, Any], writer: Writer) -> Generated:
     """Write the prompt and what follows it; nothing before it is known that all of it can be done."""
     begun = False
 
     def begin() -> None:
         nonlocal begun
         begun = True
-        _note_long(len(model.encode(asked.prompt)), model, "prompt")
-        show(asked.prompt, "")
+        note_long(len(model.encode(args.prompt)), model, "prompt")
+        writer.show(args.prompt, "")
 
     def on_piece(piece: Piece) -> None:
         if not begun:
             begin()
-        show(piece.text, writer(piece))
+        writer.show(piece.text, writer_of(piece))
 
-    made = model.generate(asked.prompt, asked.tokens, depth=depth, on_piece=on_piece, **_sampling(asked))
+    made = model.generate(args.prompt, on_piece=on_piece, **settings)
     if not begun:
         begin()
+    warn_untrained(made, model)
     return made
 
 
-def _sampling(asked: Generate) -> dict[str, Any]:
-    """How tokens are drawn and drafted, and where the text ends."""
-    names = ("temperature", "top_k", "top_p", "seed", "stop", "draft")
-    return {name: getattr(asked, name) for name in names}
-
-
-def _note_long(tokens: int, model: Model, what: str) -> None:
+def note_long(tokens: int, model: Model, what: str) -> None:
+    """Say that a prompt or conversation is longer than the model's context."""
     context = model.session.config.model.context
     if tokens > context:
         note(f"the {what} has {tokens} tokens and the model reads {context}; it sees the last of them")
 
 
-def _numbers(made: Generated, exits: int) -> dict[str, Any]:
-    """What there is to say of a text beside the text; stages are counted from 1."""
-    counts = made.exits(exits)
+def warn_untrained(made: Generated, model: Model) -> None:
+    """Say that tokens came from exits that were never trained: those of a model that was only imported."""
+    from topograd.decode.retrofitted import open_exits
+
+    last = len(model.session.plan.predicting()) - 1
+    early = any(piece.exit < last and not piece.drafter for piece in made.pieces)  # drafts are verified
+    if early and model.session.step == 0 and not open_exits(model.session):
+        note(
+            "tokens left after exits that were never trained: this model was imported, and only its last "
+            "stage learned to predict; topograd retrofit --exits trains the others"
+        )
+
+
+def numbers(made: Generated, model: Model) -> dict[str, Any]:
+    """The figures of a text, as --json prints them; stages are counted from 1."""
+    counts = made.exits(len(model.session.plan.predicting()))
     tokens = sum(counts)
-    numbers: dict[str, Any] = {"stages": made.deepest, "tokens": tokens, "depth": made.depth, "exits": counts}
-    numbers |= {"seconds": made.seconds, "tokens_per_second": tokens / made.seconds}
+    values: dict[str, Any] = {"stages": made.deepest, "tokens": tokens, "depth": made.depth, "exits": counts}
+    values |= {"seconds": made.seconds, "tokens_per_second": tokens / made.seconds}
     if made.drafted is not None and made.accepted is not None:
         share = made.accepted / made.drafted if made.drafted else None
-        numbers |= {"acceptance": share, "drafts": made.drafted, "accepted": made.accepted}
-        by = {name: {"drafts": n, "accepted": kept} for name, (n, kept) in made.by_drafter.items()}
-        numbers |= {"by_drafter": by}
-    return numbers
+        values |= {"acceptance": share, "drafts": made.drafted, "accepted": made.accepted}
+        by = {name: {"drafts": n, "accepted": accepted} for name, (n, accepted) in made.by_drafter.items()}
+        values |= {"by_drafter": by}
+    weights = getattr(model, "weights", None)  # of a composition of specialists
+    values |= {} if weights is None else {"specialists": weights}
+    return values | {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
 
 
-def writer(piece: Piece) -> str:
+def writer_of(piece: Piece) -> str:
     """Who wrote a token: the stage that it left after, or a drafter that is no stage of the model."""
     drafted = piece.drafter and not piece.drafter.startswith("stage ")
     return piece.drafter if drafted else f"stage {piece.exit + 1}"
-
-
-def silent(text: str, who: str) -> None:
-    """With --json, nothing but the one object is written."""
-
-
-def _after_runtime(show: Show, model: Model) -> Show:
-    """The same, with a line before the first text that says what runs the model."""
-    begun = False
-
-    def first(text: str, who: str) -> None:
-        nonlocal begun
-        if not begun:
-            note_runtime(model.engine)
-        begun = True
-        show(text, who)
-
-    return first
-
-
-def _plain(text: str, who: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _colours(console: Console, stages: int) -> dict[str, str]:
-    """A colour for each stage, or none where there is no terminal, or one without colours."""
-    if console.color_system is None or console.no_color:
-        return {}
-    from topograd.report.depth_text import stage_colour  # brings matplotlib, which takes a while
-
-    return {f"stage {stage + 1}": stage_colour(stage, stages) for stage in range(stages)}
-
-
-def _coloured(console: Console, colours: dict[str, str]) -> Show:
-    """Shows each part in its writer's colour; a drafter that comes first is given the next of its own."""
-    stages = len(colours)
-
-    def show(text: str, who: str) -> None:
-        if who and who not in colours:
-            colours[who] = DRAFTERS[(len(colours) - stages) % len(DRAFTERS)]
-        console.print(Text(text, colours.get(who, "")), end="", soft_wrap=True)
-
-    return show
 
 
 def _legend(pieces: list[Piece], exits: int, colours: dict[str, str]) -> Text:
     """How many tokens left after each stage, and how many drafters that are no stages wrote."""
     counts = dict.fromkeys((f"stage {k + 1}" for k in range(exits)), 0)
     for piece in pieces:
-        counts[writer(piece)] = counts.get(writer(piece), 0) + 1
+        counts[writer_of(piece)] = counts.get(writer_of(piece), 0) + 1
     each = [Text(f"{who}: {count}", colours.get(who, "")) for who, count in counts.items()]
     legend = Text("tokens that left after ").append_text(Text(", ").join(each[:exits]))
     return (

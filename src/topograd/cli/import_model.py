@@ -30,19 +30,19 @@ class Import:
 
 def run(argv: list[str]) -> int:
     """Import, say what came of it, return the exit code."""
-    asked = parse(Import, argv, "import")
+    args = parse(Import, argv, "import")
     from topograd.convert.importing import import_model
 
-    note(f"reading {asked.source}")
+    note(f"reading {args.source}")
     found = import_model(
-        asked.source, asked.out, partition=asked.partition, context=asked.context, copy=asked.copy
+        args.source, args.out, partition=args.partition, context=args.context, copy=args.copy
     )
     if not found["native"]:
         note(
             f"{found['architecture']} has no stack of its own here: transformers runs it, and every token is "
             "computed from the whole text before it"
         )
-    if asked.json:
+    if args.json:
         print_json(found)
     else:
         millions = found["parameters"] / 1e6

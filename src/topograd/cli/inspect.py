@@ -13,7 +13,8 @@ from rich.table import Table
 
 from topograd.cli.console import DASH, Json, note, out, parse, print_json
 from topograd.cli.progress import OnMore, work_progress
-from topograd.errors import ConfigError, RunError
+from topograd.errors import ConfigError
+from topograd.limits import REPEATS, check_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,11 @@ BATCH_TOKENS = 512
 class Inspect:
     """Read a model: its flat directions and why they are flat, its stream by depth, kernels, factors."""
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
-    """A run's folder, or a Hugging Face checkpoint: config.json and .safetensors."""
+    model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[MODEL]")] = None
+    """A run's folder, a Hugging Face folder (also of models that do not write text), a GGUF file, or
+    hf:ORG/NAME, which is downloaded."""
     series: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Instead of DIR: a run whose checkpoints are read one after the other, on one axis of steps."""
+    """Instead of MODEL: a run whose checkpoints are read one after the other, on one axis of steps."""
     text: Path | None = None
     """Text of your own to read it on, a file or a folder; by default the run's held-out text."""
     device: str | None = None
@@ -55,39 +57,39 @@ class Inspect:
     scans: int | None = None
     """How many directions are followed outward; by default as many as the model's size allows."""
     out: Path | None = None
-    """Where the page goes: by default geometry.html in a run, NAME-geometry.html here for a checkpoint."""
+    """Where the page goes: by default geometry.html in a run, NAME-geometry.html here for other models."""
     json: Json = False
 
     def __post_init__(self) -> None:
-        if (self.folder is None) == (self.series is None):
-            raise ConfigError("give either the folder of a model or --series with the folder of a run")
-        if self.scans is not None and self.scans < 1:
-            raise ConfigError(f"scans is {self.scans}: follow 1 direction or more")
+        if (self.model is None) == (self.series is None):
+            raise ConfigError("give either MODEL or --series with the folder of a run", setting="series")
+        check_numbers(self, scans=REPEATS)
 
 
 def run(argv: list[str]) -> int:
     """Inspect, write the page, print, return the exit code."""
-    asked = parse(Inspect, argv, "inspect")
-    if asked.series is not None:
+    args = parse(Inspect, argv, "inspect")
+    if args.series is not None:
         from topograd.cli.inspect_series import run_series
 
-        return run_series(asked)
-    assert asked.folder is not None, "the settings were checked"
+        return run_series(args)
+    assert args.model is not None, "the settings were checked"
     began = time.perf_counter()
-    ours = (asked.folder / "config.toml").is_file()
-    if not ours and not (asked.folder / "config.json").is_file():
-        raise RunError(
-            f"{asked.folder} is neither a run (config.toml) nor a Hugging Face checkpoint (config.json)",
-            remedy="give the folder of one",
-        )
-    with work_progress(f"reading {asked.folder}: batches, then directions") as on_more:
+    from topograd.convert.huggingface import local_model
+    from topograd.convert.model_argument import resolve_model
+
+    folder = local_model(args.model)
+    theirs = (folder / "config.json").is_file() and not (folder / "config.toml").is_file()
+    if not theirs:  # transformers opens more models than can be converted
+        folder = resolve_model(folder)
+    with work_progress(f"reading {args.model}: batches, then directions") as on_more:
         from topograd.report.geometry import write_geometry  # matplotlib
 
-        page, about, found = (_run_of_ours if ours else _checkpoint)(asked, asked.folder, on_more)
-    results = {"model": str(asked.folder), **about, **found.as_dict()}
+        page, about, result = (_checkpoint if theirs else _run_of_ours)(args, folder, on_more)
+    results = {"model": str(args.model), **about, **result.as_dict()}
     results["seconds"] = time.perf_counter() - began
-    results["page"] = str(write_geometry(asked.out or page, results))
-    if asked.json:
+    results["page"] = str(write_geometry(args.out or page, results))
+    if args.json:
         print_json(results)
     else:
         _show(results)
@@ -95,7 +97,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run_of_ours(
-    asked: Inspect, folder: Path, on_more: OnMore
+    args: Inspect, folder: Path, on_more: OnMore
 ) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
@@ -104,8 +106,8 @@ def _run_of_ours(
     from topograd.runs.session import open_session
 
     session = open_session(folder)
-    stack = moved(session.stack, asked)
-    batches = probe_batches(session, asked)
+    stack = moved(session.stack, args)
+    batches = probe_batches(session, args)
     last = session.plan.predicting()[-1]
 
     def outputs(model: Any, inputs: Tensor) -> Tensor:
@@ -116,27 +118,29 @@ def _run_of_ours(
         _counted(batches, on_more),
         outputs=outputs,
         generator=torch.Generator(batches[0][0].device).manual_seed(0),
-        scans=asked.scans,
+        scans=args.scans,
         on_scan=on_more,
     )
-    source = "the run's held-out text" if asked.text is None else str(asked.text)
+    source = "the run's held-out text" if args.text is None else str(args.text)
     about = {"kind": "run", "step": session.step, "text": source}
-    return folder / "geometry.html", about, found
+    page = folder / "geometry.html" if folder == args.model else Path(f"{folder.name}-geometry.html")
+    return page, about, found
 
 
 def _checkpoint(
-    asked: Inspect, folder: Path, on_more: OnMore
+    args: Inspect, folder: Path, on_more: OnMore
 ) -> tuple[Path, dict[str, Any], CheckpointReading]:
     import torch
 
     from topograd.convert import huggingface
+    from topograd.convert.card import source_name
     from topograd.geometry.checkpoint import read_checkpoint
 
     loaded = huggingface.load(folder)
     for name in loaded.fresh:
         note(f"{name} is not in the checkpoint and was made at random")
-    ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, asked.text)
-    model = moved(loaded.model, asked)
+    ids, source = huggingface.token_rows(folder, loaded.config, loaded.config.hidden_size, args.text)
+    model = moved(loaded.model, args)
     device = next(model.parameters()).device
     rows = max(1, BATCH_TOKENS // ids.shape[1])
     found = read_checkpoint(
@@ -145,21 +149,21 @@ def _checkpoint(
         "cross-entropy" if loaded.causal else None,
         outputs=loaded.hidden,
         generator=torch.Generator(device).manual_seed(0),
-        scans=asked.scans,
+        scans=args.scans,
         on_scan=on_more,
     )
     about = {"kind": loaded.config.model_type, "step": None, "text": source, "fresh": list(loaded.fresh)}
-    return Path(f"{folder.resolve().name}-geometry.html"), about, found
+    return Path(f"{source_name(folder.resolve())}-geometry.html"), about, found
 
 
-def probe_batches(session: LoadedTextRun, asked: Inspect) -> list[tuple[Tensor, Tensor]]:
+def probe_batches(session: LoadedTextRun, args: Inspect) -> list[tuple[Tensor, Tensor]]:
     """The text that a run is read on: ten tokens for each channel, so that the bottom is not the sample's."""
     from topograd.geometry.inspection import ROWS_PER_CHANNEL
     from topograd.runs.session import heldout_text
 
     tokens = max(MIN_TOKENS, ROWS_PER_CHANNEL * session.config.model.width)
     text = heldout_text(
-        session, asked.text, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context)
+        session, args.text, limit_bytes=TOKEN_BYTES * max(tokens, session.config.model.context)
     )
     return batches_of(text, next(session.stack.parameters()).device, tokens)
 
@@ -183,19 +187,19 @@ def batches_of(text: Text, device: torch.device, tokens: int) -> list[tuple[Tens
     return list(zip(inputs.split(rows), targets.split(rows), strict=True))
 
 
-def moved(model: Any, asked: Inspect) -> Any:
+def moved(model: Any, args: Inspect) -> Any:
     """The model in the type and on the device that were asked for, or one line that says why not."""
     import torch
 
     large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
-    kind = getattr(torch, asked.dtype or ("float32" if large else "float64"))
+    kind = getattr(torch, args.dtype or ("float32" if large else "float64"))
     try:
-        found = model.to(device=asked.device, dtype=kind)
+        found = model.to(device=args.device, dtype=kind)
         next(found.parameters()).double()  # directions are followed in float64
     except (RuntimeError, AssertionError, TypeError) as problem:
         reason = " ".join(str(problem).split())[:120]
         raise ConfigError(
-            f"--device {asked.device} cannot be used ({reason})", remedy="choose cpu or cuda"
+            f"--device {args.device} cannot be used ({reason})", remedy="choose cpu or cuda"
         ) from None
     return found
 

@@ -20,27 +20,27 @@ MAX_BATCHES = 6
 """Of the probe: each checkpoint is read on the same."""
 
 
-def run_series(asked: Inspect) -> int:
+def run_series(args: Inspect) -> int:
     """Read every checkpoint, write the page, print, return the exit code."""
-    assert asked.series is not None, "the settings were checked"
+    assert args.series is not None, "the settings were checked"
     began = time.perf_counter()
-    if not (asked.series / "config.toml").is_file():
+    if not (args.series / "config.toml").is_file():
         raise RunError(
-            f"{asked.series} is not a run (config.toml)", remedy="give the folder of one to --series"
+            f"{args.series} is not a run (config.toml)", remedy="give the folder of one to --series"
         )
-    results = read_series(asked, asked.series)
+    results = read_series(args, args.series)
     results["seconds"] = time.perf_counter() - began
     from topograd.report.geometry_series import write_series  # matplotlib
 
-    results["page"] = str(write_series(asked.out or asked.series / "geometry-series.html", results))
-    if asked.json:
+    results["page"] = str(write_series(args.out or args.series / "geometry-series.html", results))
+    if args.json:
         print_json(results)
     else:
         _show(results)
     return 0
 
 
-def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
+def read_series(args: Inspect, folder: Path) -> dict[str, Any]:
     """All that a series says, as JSON holds it."""
     import torch
 
@@ -62,11 +62,11 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
             def outputs(model: Any, inputs: Tensor, plan: Any = plan, last: int = last) -> Tensor:
                 return stage_logits(model, plan, last, inputs)
 
-            stack = moved(session.stack, asked)
+            stack = moved(session.stack, args)
             if reader is None:
-                reader = SeriesReader(probe_batches(session, asked)[:MAX_BATCHES], outputs, SAMPLING)
+                reader = SeriesReader(probe_batches(session, args)[:MAX_BATCHES], outputs, SAMPLING)
                 torch.manual_seed(session.config.seed)
-                fresh = moved(build_stack(session.config)[0].eval(), asked)
+                fresh = moved(build_stack(session.config)[0].eval(), args)
                 random = SeriesReader(reader.batches, outputs, None).read(fresh, 0)
             points.append(reader.read(stack, session.step))
         on_more(len(names), len(names))
@@ -80,7 +80,7 @@ def read_series(asked: Inspect, folder: Path) -> dict[str, Any]:
     phase = read_phase([point.norm for point in points], sigmas).phase if known else "undecided"
     return {
         "run": str(folder),
-        "text": "the run's held-out text" if asked.text is None else str(asked.text),
+        "text": "the run's held-out text" if args.text is None else str(args.text),
         "rank": reader.rank,
         "points": [asdict(point) for point in points],
         "random": asdict(random),

@@ -15,32 +15,44 @@ TYPE_CHECKING = False  # as typing's, which is not imported this early
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-VERBS = {
-    "demo": "train a staged model and its backprop twin, compare them, write a report",
-    "train": "train a model, or continue a run",
-    "eval": "measure a run: bits per byte, calibration, rank; `eval core`: the tasks of CORE, at every depth",
-    "score": "how likely a model finds a text behind another, token by token, at every depth",
-    "compare": "put runs side by side",
-    "calibrate": "measure when a run's tokens may leave early, and which drafts pay",
-    "generate": "continue a text with the first stages of a run, or all of them",
-    "attach": "add a specialist to a frozen run: a stage and a head of its own, in a small folder",
-    "finetune": "train a specialist on chats or text, and prove that its base did not move",
-    "compose": "measure specialists alone and together on some text",
-    "route": "learn which specialist a text wants",
-    "align": "carry a specialist to another version of its base",
-    "serve": "an OpenAI-compatible server with depth per request, and a playground",
-    "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
-    "retrofit": "give a frozen model a draft stage and a table of its own text, in a adapter",
-    "bench": "measure ways of running a model, and of training one",
-    "consolidate": "write what several processes saved as the checkpoint of one",
-    "report": "explain a run in one HTML page",
-    "export": "write a run's model for transformers or for llama.cpp",
-    "search": "choose where gradients stop: dynamic programming, soft boundaries, surgery, the Pareto front",
-    "space": "look around the space of partitions",
-    "probe": "where a model knows something, stage by stage",
-    "inspect": "read the geometry of a run or of a Hugging Face checkpoint, in one HTML page",
-    "doctor": "what is installed here, what each extra would add, and whether it works",
+GROUPS = {
+    "use a model (MODEL: a run, a Hugging Face folder, a GGUF file, hf:ORG/NAME)": {
+        "chat": "talk with a model, by its own chat template",
+        "generate": "continue a text, at full depth, an early exit, or with speculation",
+        "serve": "OpenAI-compatible server with depth per request, and a playground",
+        "score": "log-probabilities of a continuation given a context, per token and per exit",
+        "eval": "bits per byte, calibration, rank; `eval core`: the CORE benchmark at every exit",
+        "compare": "several models side by side",
+        "calibrate": "measure early-exit thresholds and which drafter is fastest",
+        "bench": "speed of decoding strategies, alone and in a server",
+    },
+    "train": {
+        "demo": "a staged model and its backprop twin, trained and compared, with a report",
+        "train": "train a model, or continue a run",
+        "report": "explain a run in one HTML page",
+        "specialist": "adapters on a frozen model: attach, finetune, compose, route, align",
+        "retrofit": "train a draft stage and exit heads for a frozen model",
+        "consolidate": "merge the checkpoint of several processes into one",
+    },
+    "convert": {
+        "import": "make a run of a Hugging Face folder or a GGUF file",
+        "export": "write a model for transformers, llama.cpp or ONNX Runtime",
+    },
+    "analyse": {
+        "inspect": "Fisher geometry of a model, in one HTML page",
+        "probe": "where a model knows something, stage by stage",
+        "search": "choose where gradients stop: dp, soft, surgery, pareto, choose",
+        "space": "the lattice of partitions",
+    },
+    "set up": {
+        "doctor": "what is installed, what each extra adds, and whether it works",
+        "config": "the settings of a training as a JSON schema, for editors",
+        "completion": "completion for bash, zsh or fish",
+    },
 }
+VERBS = {verb: words for group in GROUPS.values() for verb, words in group.items()}
+ALIASES = {name: f"specialist {name}" for name in ("attach", "finetune", "compose", "route", "align")}
+"""Commands of version 0.2, for one release."""
 MOVED = {
     "study": "python -m papers list, then python -m papers run NAME",
     "reproduce": "python -m papers reproduce",
@@ -62,11 +74,12 @@ INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb of `topograd` and return the exit code."""
-    return run_program("topograd", VERBS, _run_verb, argv, MOVED)
+    """Run one command of `topograd` and return the exit code."""
+    return run_program("topograd", VERBS, run_command, argv, MOVED, ALIASES, GROUPS)
 
 
-def _run_verb(verb: str, argv: list[str]) -> int:
+def run_command(verb: str, argv: list[str]) -> int:
+    """Run the module of a command and return the exit code."""
     import importlib
 
     module = {"import": "import_model"}.get(verb, verb)  # a word of Python's own
@@ -80,18 +93,25 @@ def run_program(
     run: Callable[[str, list[str]], int],
     argv: list[str] | None = None,
     moved: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    groups: Mapping[str, Mapping[str, str]] | None = None,
 ) -> int:
-    """Run one verb of a program by `run(verb, its words)` and return the exit code.
+    """Run one command of a program by `run(command, its arguments)` and return the exit code.
 
-    Whatever a user can cause becomes one line on stderr. `verbs` has what each does, in a line; `moved` has
-    what replaces a verb, or two words, of earlier versions.
+    Every error that a user can cause becomes one line on stderr. `verbs` says what each command does, in a
+    line; `groups` has the same under headings. `moved` names what replaces a command, or two words, that is
+    gone; `aliases` what an old name stands for.
     """
     try:
         _prepare_streams()
         if argv is None:
             sys.path.append(os.getcwd())  # for parts of the user's own, `package.module:attribute`
         given = sys.argv[1:] if argv is None else argv
-        code = _guarded(lambda: _dispatch(program, verbs, run, given, moved or {}))
+        code = _guarded(
+            lambda: _dispatch(
+                program, groups or {"": verbs}, run, _renamed(given, aliases or {}), moved or {}
+            )
+        )
         sys.stdout.flush()  # here, where a full disk can still be named
         return code
     except KeyboardInterrupt:
@@ -113,9 +133,9 @@ def _guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except TopogradError as error:
-        from topograd.cli.console import in_flags
+        from topograd.cli.console import line_of
 
-        return _fail(in_flags(str(error)))
+        return _fail(line_of(error))
     except UnicodeEncodeError as error:
         shown = ascii(error.object)[1:-1]  # the bytes that are no UTF-8, escaped
         return _fail(f"{shown} is not UTF-8 and cannot be written down; rename it")
@@ -136,16 +156,24 @@ _TOO_LARGE = ("allocate", "Storage size calculation overflowed")
 """What torch says of a tensor that does not fit."""
 
 
+def _renamed(argv: list[str], aliases: Mapping[str, str]) -> list[str]:
+    """The arguments with an old command's name replaced, and a line that says so."""
+    if not argv or argv[0] not in aliases:
+        return argv
+    print(f"topograd: {argv[0]} is now: topograd {aliases[argv[0]]}", file=sys.stderr)
+    return [*aliases[argv[0]].split(), *argv[1:]]
+
+
 def _dispatch(
     program: str,
-    verbs: Mapping[str, str],
+    groups: Mapping[str, Mapping[str, str]],
     run: Callable[[str, list[str]], int],
     argv: list[str],
     moved: Mapping[str, str],
 ) -> int:
     verb = argv[0] if argv else ""
     if verb in ("-h", "--help"):
-        print(_overview(program, verbs))
+        print(_overview(program, groups))
         return 0
     if verb == "--version":
         from importlib.metadata import version
@@ -153,21 +181,30 @@ def _dispatch(
         print(f"topograd {version('topograd')}")
         return 0
     if not verb:
-        print(_overview(program, verbs), file=sys.stderr)
+        print(_overview(program, groups), file=sys.stderr)
         return 2
     for words in (verb, " ".join(argv[:2])):
         if words in moved:
             return _fail(f"{words!r} is not installed; in a clone of the repository, run {moved[words]}")
-    if verb not in verbs:
-        return _fail(f"{verb!r} is not a verb; choose one of {', '.join(verbs)}")
+    names = [name for group in groups.values() for name in group]
+    if verb not in names:
+        import difflib
+
+        meant = difflib.get_close_matches(verb, names, n=1)
+        hint = f"did you mean {meant[0]}?" if meant else f"choose one of {', '.join(names)}"
+        return _fail(f"{verb!r} is not a command; {hint}")
     return run(verb, argv[1:])
 
 
-def _overview(program: str, verbs: Mapping[str, str]) -> str:
-    lines = [f"  {verb:12}{words}" for verb, words in verbs.items()]
-    return "\n".join(
-        [f"usage: {program} VERB ...", "", *lines, "", f"{program} VERB --help says what a verb takes."]
-    )
+def _overview(program: str, groups: Mapping[str, Mapping[str, str]]) -> str:
+    lines = [f"usage: {program} COMMAND ..."]
+    for heading, verbs in groups.items():
+        lines += [
+            "",
+            *([f"{heading}:"] if heading else []),
+            *(f"  {v:13}{words}" for v, words in verbs.items()),
+        ]
+    return "\n".join([*lines, "", f"{program} COMMAND --help lists what a command takes."])
 
 
 def _fail(message: str) -> int:

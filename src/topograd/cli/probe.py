@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Json, number, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, number, out, parse, print_json
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Question:
     """A target's rank, logit and probability behind a prompt, at every stage and along paths."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
-    """The run's folder."""
+    model: ModelArgument
     prompt: str
     """The text before the target."""
     target: str
@@ -38,50 +37,53 @@ class Question:
 
 def run(argv: list[str]) -> int:
     """Probe, print, return the exit code."""
-    asked = parse(Question, argv, "probe")
-    if not asked.target:
+    args = parse(Question, argv, "probe")
+    if not args.target:
         raise ConfigError("--target is empty", remedy="give the text that should follow")
+    from topograd.convert.model_argument import resolve_model
     from topograd.specialists.model import SpecialistPool
     from topograd.specialists.probe import probe
 
-    folders = [] if asked.specialist is None else str(asked.specialist).split(",")
-    pool = SpecialistPool.open(asked.folder, {Path(folder).resolve().name: folder for folder in folders})
+    folders = [] if args.specialist is None else str(args.specialist).split(",")
+    pool = SpecialistPool.open(
+        resolve_model(args.model), {Path(folder).resolve().name: folder for folder in folders}
+    )
     attached = pool.attached
-    prompts, target = _tokens(asked, pool)
+    prompts, target = _tokens(args, pool)
     prompt, passage = prompts[0], prompts[1] if len(prompts) > 1 else None
     found = probe(attached, prompt, target)
     if passage is not None:
         found["with_passage"] = probe(attached, passage, target)
     answer = {
-        "run": str(asked.folder),
-        "prompt": asked.prompt,
-        "target": asked.target,
+        "run": str(args.model),
+        "prompt": args.prompt,
+        "target": args.target,
         "tokens": target,
     } | found
-    if asked.json:
+    if args.json:
         print_json(answer)
         return 0
-    out().print(stages_table(f"{asked.target!r} behind {asked.prompt!r}", found))
+    out().print(stages_table(f"{args.target!r} behind {args.prompt!r}", found))
     if passage is not None:
         out().print(stages_table("with the passage in front", found["with_passage"]))
     return 0
 
 
-def _tokens(asked: Question, pool: SpecialistPool) -> tuple[list[list[int]], list[int]]:
+def _tokens(args: Question, pool: SpecialistPool) -> tuple[list[list[int]], list[int]]:
     """The prompt's tokens, those of the prompt behind the passage, and the target's, split as in a text."""
     from topograd.evaluation.texts import encode_pair
 
-    texts = [asked.prompt]
-    if asked.passage is not None:
-        texts.append(f"{asked.passage}\n{asked.prompt}")
-    if not asked.chat:
-        pairs = [encode_pair(pool.model(), text, asked.target) for text in texts]
+    texts = [args.prompt]
+    if args.passage is not None:
+        texts.append(f"{args.passage}\n{args.prompt}")
+    if not args.chat:
+        pairs = [encode_pair(pool.model(), text, args.target) for text in texts]
         return [before for before, _ in pairs], pairs[0][1]
     from topograd.specialists.records import spelled
 
     texts, encode = spelled(pool.vocabulary, texts), pool.vocabulary.encode_chat
     prompts = [encode(text) for text in texts]
-    return prompts, encode(texts[0] + asked.target)[len(prompts[0]) :] or encode(asked.target)
+    return prompts, encode(texts[0] + args.target)[len(prompts[0]) :] or encode(args.target)
 
 
 def stages_table(title: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:

@@ -28,78 +28,78 @@ class Report:
 
 def run(argv: list[str]) -> int:
     """Write the report, say where it lies, return the exit code."""
-    asked = parse(Report, argv, "report")
+    args = parse(Report, argv, "report")
     from topograd.runs.adapter import is_adapter
 
-    if is_adapter(asked.folder):
-        return _specialist(asked)
+    if is_adapter(args.folder):
+        return _specialist(args)
     from topograd.report.page import write_report  # matplotlib: only once there is something to do
     from topograd.runs.session import read_settings
 
-    if read_settings(Run.open(asked.folder)).model.task == "images":
-        return _images(asked)
-    stages, staged = _read(asked.folder)
+    if read_settings(Run.open(args.folder)).model.task == "images":
+        return _images(args)
+    stages, staged = _read(args.folder)
     backprop = None
-    if asked.against is not None:
-        others, backprop = _read(asked.against)
+    if args.against is not None:
+        others, backprop = _read(args.against)
         if stages == 1 < others:
             staged, backprop = backprop, staged
         elif others > 1:
             raise ConfigError(
-                f"{asked.folder} has {stages} stages and {asked.against} has {others}",
+                f"{args.folder} has {stages} stages and {args.against} has {others}",
                 remedy=(
                     "a report compares with backprop, a run of one stage: see topograd compare for others"
                 ),
             )
-    page = write_report(Run.open(asked.folder).report_file, staged, backprop, None)
-    if asked.json:
+    page = write_report(Run.open(args.folder).report_file, staged, backprop, None)
+    if args.json:
         names = {"staged": staged.name, "backprop": backprop.name if backprop else None}
-        print_json({"run": str(asked.folder), "report": str(page), **names})
+        print_json({"run": str(args.folder), "report": str(page), **names})
     else:
         print(page)
     return 0
 
 
-def _specialist(asked: Report) -> int:
+def _specialist(args: Report) -> int:
     """The report of a specialist: what it learned, and that its base did not move."""
     from topograd.report.specialist import write_specialist_report
     from topograd.specialists.attach import open_specialist
     from topograd.specialists.finetune import training_records
 
-    if asked.against is not None:
+    if args.against is not None:
         raise ConfigError(
-            f"{asked.folder} is a specialist, which is compared with its base alone", remedy="leave --against"
+            f"{args.folder} is a specialist, which is compared with its base alone", remedy="leave --against"
         )
-    adapter, records = open_specialist(asked.folder), training_records(asked.folder)
+    adapter, records = open_specialist(args.folder), training_records(args.folder)
     if not records:
         raise ConfigError(
-            f"{asked.folder} was not trained yet, so there is nothing to report", remedy="topograd finetune"
+            f"{args.folder} was not trained yet, so there is nothing to report", remedy="topograd finetune"
         )
-    name, base = asked.folder.resolve().name, adapter.base.folder.name
-    page = write_specialist_report(asked.folder / "report.html", name, adapter.settings, base, records)
-    if asked.json:
-        print_json({"specialist": str(asked.folder), "report": str(page)})
+    name, base = args.folder.resolve().name, adapter.base.folder.name
+    page = write_specialist_report(args.folder / "report.html", name, adapter.settings, base, records)
+    if args.json:
+        print_json({"specialist": str(args.folder), "report": str(page)})
     else:
         print(page)
     return 0
 
 
-def _images(asked: Report) -> int:
+def _images(args: Report) -> int:
     """The report of a run on images, with pictures that its stages get right and wrong."""
     from topograd.report.images import write_image_report
     from topograd.runs.session import open_run
     from topograd.training.image_examples import examples
 
-    _, data = _read(asked.folder)
-    other = None if asked.against is None else _read(asked.against)[1]
+    _, data = _read(args.folder)
+    other = None if args.against is None else _read(args.against)[1]
     if other is not None and "accuracy" not in other.evaluation:
         raise ConfigError(
-            f"{asked.against} was trained on text and {asked.folder} on images", remedy="give one on images"
+            f"{args.against} was trained on text and {args.folder} on images", remedy="give one on images"
         )
-    shown = examples(open_run(asked.folder))
-    page = write_image_report(Run.open(asked.folder).report_file, data, other, shown)
-    if asked.json:
-        print_json({"run": str(asked.folder), "report": str(page), "against": other.name if other else None})
+    shown = examples(open_run(args.folder))
+    page = write_image_report(Run.open(args.folder).report_file, data, other, shown)
+    if args.json:
+        print_json({"run": str(args.folder), "report": str(page), "against": other.name if other else None})
     else:
         print(page)
     return 0

@@ -44,28 +44,28 @@ class Retrofit:
 
 def run(argv: list[str]) -> int:
     """Write, teach, keep, print, return the exit code."""
-    asked = parse(Retrofit, argv, "retrofit")
+    args = parse(Retrofit, argv, "retrofit")
     from topograd.convert.draft_training import DraftTraining
     from topograd.convert.own_text import OwnTextConfig
     from topograd.convert.retrofit import RetrofitConfig, retrofit
     from topograd.runs.session import open_session
 
-    training = DraftTraining(epochs=asked.epochs, seed=asked.seed)
-    config = RetrofitConfig(asked.tokens, asked.vocabulary, OwnTextConfig(seed=asked.seed), training)
-    session = open_session(asked.folder)
-    rows = min(config.text.rows, max(1, -(-asked.tokens // config.text.length)))
+    training = DraftTraining(epochs=args.epochs, seed=args.seed)
+    config = RetrofitConfig(args.tokens, args.vocabulary, OwnTextConfig(seed=args.seed), training)
+    session = open_session(args.folder)
+    rows = min(config.text.rows, max(1, -(-args.tokens // config.text.length)))
     config = replace(config, text=replace(config.text, rows=rows))
     found = retrofit(
         session,
-        asked.out,
+        args.out,
         config,
-        data=asked.data,
-        text=asked.text,
-        init=asked.init,
-        exits=asked.exits,
+        data=args.data,
+        text=args.text,
+        init=args.init,
+        exits=args.exits,
         on_work=_shown(),
     )
-    if asked.json:
+    if args.json:
         print_json(found)
     else:
         _show(found)

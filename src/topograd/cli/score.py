@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.table import Table
 
-from topograd.cli.console import Folder, Json, note, note_runtime, out, parse, print_json
+from topograd.cli.console import Json, ModelArgument, note, note_runtime, out, parse, print_json
 from topograd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Score:
     """The log-probability of a text behind another: rank and logit of every token, at every exit."""
 
-    folder: Folder
-    """The run's folder."""
+    model: ModelArgument
     context: str
     """The text before; nothing starts a new document."""
     continuation: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
@@ -38,19 +37,19 @@ class Score:
 
 def run(argv: list[str]) -> int:
     """Score, print, return the exit code."""
-    asked = parse(Score, argv, "score")
-    if not asked.continuation:
+    args = parse(Score, argv, "score")
+    if not args.continuation:
         raise ConfigError(
             "--continuation is missing", remedy='give the text to score, as in --continuation " Paris"'
         )
     from topograd.evaluation.texts import score
 
-    model = scored_model(asked.folder, asked.specialists)
-    scored = score(model, asked.context, asked.continuation, asked.depth)
+    model = scored_model(args.model, args.specialists)
+    scored = score(model, args.context, args.continuation, args.depth)
     if cut := max(each.cut for each in scored):
         note(f"the context is longer than the model reads; its first {cut} tokens were left out")
-    names = depth_names(model, asked.specialists) if asked.depth is None else [asked.depth]
-    if asked.json:
+    names = depth_names(model, args.specialists) if args.depth is None else [args.depth]
+    if args.json:
         ran = {"runtime": model.engine.runtime.name, "weights": model.engine.runtime.precision}
         print_json(_answer(scored) | {"depths": names} | ran)
     else:
@@ -61,15 +60,16 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def scored_model(folder: Path, specialists: str | None) -> Model:
+def scored_model(model: Path, specialists: str | None) -> Model:
     """A run to be scored, with specialists as users write them; by torch, which is made for long prompts."""
     if specialists is not None:
+        from topograd.convert.model_argument import resolve_model
         from topograd.specialists.model import open_composed
 
-        return open_composed(folder, specialists, runtime="torch")
+        return open_composed(resolve_model(model), specialists, runtime="torch")
     from topograd.decode.model import load
 
-    return load(folder, runtime="torch")
+    return load(model, runtime="torch")
 
 
 def depth_names(model: Model, specialists: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from topograd.cli.console import Json, make_folder, note, out, parse_one_of, print_json
+from topograd.cli.console import COMPLETE, HELP, Json, make_folder, note, out, parse_one_of, print_json
 from topograd.errors import ConfigError
 from topograd.limits import BYTES, DEPTH, REPEATS, SEED, SIZE, check_numbers
 from topograd.runs.config import TrainConfig, preset
@@ -263,22 +263,22 @@ _WAYS: dict[str, type[Dp | Soft | Surgery | Pareto | Choose]] = {
 def run(argv: list[str]) -> int:
     """Search in one way and return the exit code."""
     _check_resumed(argv)
-    asked = parse_one_of(_WAYS, argv, "search")
+    args = parse_one_of(_WAYS, argv, "search")
     from topograd.cli import search_tables as tables
 
     code = 0
-    match asked:
+    match args:
         case Dp():
-            answer, table = _dp(asked), tables.dp_table
+            answer, table = _dp(args), tables.dp_table
         case Soft():
-            (answer, code), table = _searched(asked), tables.soft_table
+            (answer, code), table = _searched(args), tables.soft_table
         case Surgery():
-            (answer, code), table = _searched(asked), tables.surgery_table
+            (answer, code), table = _searched(args), tables.surgery_table
         case Pareto():
-            answer, table = _pareto(asked), tables.pareto_table
+            answer, table = _pareto(args), tables.pareto_table
         case Choose():
-            answer, table = _choose(asked), tables.choice_table
-    if asked.json:
+            answer, table = _choose(args), tables.choice_table
+    if args.json:
         print_json(answer)
     else:
         out().print(table(answer))
@@ -289,7 +289,7 @@ def _check_resumed(argv: list[str]) -> None:
     """Refuse settings for a run that has its own."""
     flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     if "--resume" in flags:
-        foreign = next((flag for flag in flags if flag not in ("--resume", "--json", "--help")), None)
+        foreign = next((flag for flag in flags if flag not in ("--resume", "--json", *HELP, COMPLETE)), None)
         if foreign is not None:
             raise ConfigError(
                 f"{foreign} cannot be given with --resume: a run keeps the settings that it began with",
@@ -297,24 +297,24 @@ def _check_resumed(argv: list[str]) -> None:
             )
 
 
-def _dp(asked: Dp) -> dict[str, Any]:
+def _dp(args: Dp) -> dict[str, Any]:
     from topograd.search.dynamic import best_partition, parse_costs, stage_counts
 
-    request = (asked.stages, asked.min_stages, asked.max_stages, asked.min_depth)
-    if asked.costs is not None:
-        assert asked.layers is not None
-        stage_counts(asked.layers, *request)
-        layers, costs = asked.layers, parse_costs(_read_costs(asked.costs), asked.layers)
+    request = (args.stages, args.min_stages, args.max_stages, args.min_depth)
+    if args.costs is not None:
+        assert args.layers is not None
+        stage_counts(args.layers, *request)
+        layers, costs = args.layers, parse_costs(_read_costs(args.costs), args.layers)
         more: dict[str, Any] = {}
     else:
-        layers, costs, more = _probed(asked)
+        layers, costs, more = _probed(args)
     found = best_partition(
         costs,
         layers,
-        stages=asked.stages,
-        min_stages=asked.min_stages,
-        max_stages=asked.max_stages,
-        min_depth=asked.min_depth,
+        stages=args.stages,
+        min_stages=args.min_stages,
+        max_stages=args.max_stages,
+        min_depth=args.min_depth,
     )
     return {"partition": list(found.composition.parts), "cost": found.cost, **more}
 
@@ -328,25 +328,25 @@ def _read_costs(file: Path) -> object:
         raise ConfigError(f"{file} is not JSON ({problem})", remedy='write {"0,1": 2.5, ...}') from None
 
 
-def _probed(asked: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:
+def _probed(args: Dp) -> tuple[int, dict[tuple[int, int], float], dict[str, Any]]:
     from topograd.cli.progress import work_progress
     from topograd.runs.session import open_session
     from topograd.search.dynamic import stage_counts
     from topograd.search.stage_costs import costs_of_run
 
-    assert asked.run is not None
-    session = open_session(asked.run)
+    assert args.run is not None
+    session = open_session(args.run)
     layers = session.config.model.layers
-    stage_counts(layers, asked.stages, asked.min_stages, asked.max_stages, asked.min_depth)
-    batches, seed = asked.batches or BATCHES, asked.seed or 0
-    with work_progress(f"probing the stages of {asked.run.name}") as on_probe:
-        costs = costs_of_run(session, batches, seed, asked.min_depth, on_probe)
+    stage_counts(layers, args.stages, args.min_stages, args.max_stages, args.min_depth)
+    batches, seed = args.batches or BATCHES, args.seed or 0
+    with work_progress(f"probing the stages of {args.run.name}") as on_probe:
+        costs = costs_of_run(session, batches, seed, args.min_depth, on_probe)
     written = {f"{a},{b}": cost for (a, b), cost in costs.items()}
     about = {"run": str(session.run.folder), "steps": session.step, "batches": batches, "seed": seed}
     return layers, costs, about | {"costs": written}
 
 
-def _searched(asked: Soft | Surgery) -> tuple[dict[str, Any], int]:
+def _searched(args: Soft | Surgery) -> tuple[dict[str, Any], int]:
     """Train a run that searches, or go on with one, and say what it found."""
     from topograd.cli.progress import say_how_to_resume, training_progress
     from topograd.cli.results import stored_results
@@ -355,26 +355,26 @@ def _searched(asked: Soft | Surgery) -> tuple[dict[str, Any], int]:
     from topograd.runs.session import read_settings
     from topograd.training.runs import resume, start
 
-    if asked.resume is None:
-        config = asked.config()
-        trainer = start(config, asked.out or fresh_folder(f"{asked.size.preset}-{asked.kind}", config))
+    if args.resume is None:
+        config = args.config()
+        trainer = start(config, args.out or fresh_folder(f"{args.size.preset}-{args.kind}", config))
         results = None
     else:
-        run = Run.open(asked.resume)
+        run = Run.open(args.resume)
         config = read_settings(run)
-        if config.search.kind != asked.kind:
+        if config.search.kind != args.kind:
             raise ConfigError(
-                f"{asked.resume} is no run of search {asked.kind}",
-                remedy=(f"continue it with: topograd train --resume {shlex.quote(str(asked.resume))}"),
+                f"{args.resume} is no run of search {args.kind}",
+                remedy=(f"continue it with: topograd train --resume {shlex.quote(str(args.resume))}"),
             )
         results = stored_results(run)
         if results is not None and results.get("finished"):
             return _outcome(run, results), 0
-        trainer = resume(asked.resume)
+        trainer = resume(args.resume)
     tokens = config.batch * config.accumulate * config.model.context
     with training_progress(trainer.task.run.folder.name, tokens) as on_step:
         results = trainer.train(on_step=on_step)
-    again = f"topograd search {asked.kind} --resume {shlex.quote(str(trainer.task.run.folder))}"
+    again = f"topograd search {args.kind} --resume {shlex.quote(str(trainer.task.run.folder))}"
     code = say_how_to_resume(results, config.steps, again)
     return _outcome(trainer.task.run, results), code
 
@@ -392,7 +392,7 @@ def _outcome(run: Run, results: dict[str, Any]) -> dict[str, Any]:
     return {**found(config, extra), **about}
 
 
-def _pareto(asked: Pareto) -> dict[str, Any]:
+def _pareto(args: Pareto) -> dict[str, Any]:
     import hashlib
 
     from topograd.exec.objectives import OBJECTIVES
@@ -402,17 +402,17 @@ def _pareto(asked: Pareto) -> dict[str, Any]:
     from topograd.search.pareto import explore
     from topograd.search.properties import named_objectives
 
-    for name in asked.objective:
+    for name in args.objective:
         OBJECTIVES.check(name)
-    config, space, objectives = asked.config(), asked.space(), named_objectives(asked.objectives)
+    config, space, objectives = args.config(), args.space(), named_objectives(args.objectives)
     if config.data is not None:
         config = replace(config, data=str(Path(config.data).absolute()))
-    make_folder(asked.out)
+    make_folder(args.out)
     base = hashlib.sha256(dump_json(config.as_dict()).encode()).hexdigest()
     train = as_runs(config, list(objectives))
-    found = explore(space, objectives, train, asked.out, asked.study, _say, base)
+    found = explore(space, objectives, train, args.out, args.study, _say, base)
     record = {"trials": [_row(tried) for tried in found], "objectives": objectives, "space": space.size}
-    page = write_pareto(asked.out / "pareto.html", record)
+    page = write_pareto(args.out / "pareto.html", record)
     note(f"page: {page.resolve()}")
     return {**record, "page": str(page)}
 
@@ -434,7 +434,7 @@ def _row(tried: Tried) -> dict[str, Any]:
     }
 
 
-def _choose(asked: Choose) -> dict[str, Any]:
+def _choose(args: Choose) -> dict[str, Any]:
     from dataclasses import asdict
 
     from topograd.cli.progress import work_progress
@@ -442,21 +442,21 @@ def _choose(asked: Choose) -> dict[str, Any]:
     from topograd.search.measured import Trained, worth
     from topograd.search.utility import deployment
 
-    if not asked.folders:
+    if not args.folders:
         raise ConfigError(
             "there is no run to choose", remedy="give folders of some: topograd search choose DIR DIR"
         )
-    weights, rows = deployment(asked.deployment), []
-    sessions = [open_session(folder) for folder in asked.folders]  # first: a bad folder costs no waiting
+    weights, rows = deployment(args.deployment), []
+    sessions = [open_session(folder) for folder in args.folders]  # first: a bad folder costs no waiting
     for name in _SAME_TEXT:
         if len({getattr(session.config, name) for session in sessions}) > 1:
             note(f"these runs differ in {name}: their bits per byte are measured on different text")
     with work_progress("measuring") as on_more:
         for done, session in enumerate(sessions, start=1):
-            found = worth(Trained.of(session, heldout_text(session)), weights, asked.properties)
+            found = worth(Trained.of(session, heldout_text(session)), weights, args.properties)
             stages = [len(planned.layers) for planned in session.plan.stages]
             about = {"run": str(session.run.folder), "partition": stages, "steps": session.step}
             rows.append({**about, "graph": session.config.topology.graph, **found.as_dict()})
             on_more(done, len(sessions))
     rows.sort(key=lambda row: row["utility"])
-    return {"deployment": asked.deployment, "weights": asdict(weights), "runs": rows}
+    return {"deployment": args.deployment, "weights": asdict(weights), "runs": rows}

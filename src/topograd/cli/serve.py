@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from topograd.cli.console import WeightsFlag, note, note_runtime, parse
+from topograd.cli.console import OptionalModel, WeightsFlag, note, note_runtime, parse
 from topograd.cli.main import INTERRUPTED
 from topograd.errors import ConfigError
 from topograd.pretrained import REFERENCE
@@ -23,8 +23,7 @@ TOKEN = "TOPOGRAD_TOKEN"
 class Serve:
     """Serve a run's model: /v1/completions, /v1/chat/completions, and a playground at the address itself."""
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DIR]")] = None
-    """The run's folder; the model that comes with the package if not given."""
+    model: OptionalModel = None
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
     """Folders of specialists that requests may switch on by name."""
     host: str = "127.0.0.1"
@@ -43,10 +42,10 @@ class Serve:
 
 def run(argv: list[str]) -> int:
     """Serve until told to stop; 0 after SIGTERM, 130 after Ctrl-C."""
-    asked = parse(Serve, argv, "serve")
-    token = asked.token or os.environ.get(TOKEN) or None
-    if not 0 <= asked.port < 2**16:
-        raise ConfigError(f"--port is {asked.port}", remedy="it must be from 0 to 65535")
+    args = parse(Serve, argv, "serve")
+    token = args.token or os.environ.get(TOKEN) or None
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port is {args.port}", remedy="it must be from 0 to 65535")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -54,17 +53,23 @@ def run(argv: list[str]) -> int:
         raise ConfigError("serving needs more packages: pip install 'topograd[serve]'") from None
     import asyncio
 
+    from topograd.convert.model_argument import resolve_model
     from topograd.serve.server import Running, bind, is_loopback, open_served
 
-    if token is None and not is_loopback(asked.host):
+    if token is None and not is_loopback(args.host):
         raise ConfigError(
-            f"--host {asked.host} can be reached from elsewhere, so clients must show a token: "
+            f"--host {args.host} can be reached from elsewhere, so clients must show a token: "
             f"set {TOKEN} or pass --token"
         )
-    with bind(asked.host, asked.port) as sock:
-        folders = [Path(part.strip()) for part in (asked.specialists or "").split(",") if part.strip()]
+    with bind(args.host, args.port) as sock:
+        folders = [Path(part.strip()) for part in (args.specialists or "").split(",") if part.strip()]
         served = open_served(
-            asked.folder or REFERENCE, asked.name, asked.limits, folders, asked.runtime, asked.weights
+            resolve_model(args.model or REFERENCE),
+            args.name,
+            args.limits,
+            folders,
+            args.runtime,
+            args.weights,
         )
         running = Running(served, sock, token)
 

@@ -115,21 +115,21 @@ _QUESTIONS: dict[str, type[Show | Join | Meet | Count | Properties]] = {
 
 def run(argv: list[str]) -> int:
     """Answer one question about the space and return the exit code."""
-    asked = parse_one_of(_QUESTIONS, argv, "space")
-    match asked:
+    args = parse_one_of(_QUESTIONS, argv, "space")
+    match args:
         case Show():
-            answer = describe(Configuration.parse(asked.partition, heads=asked.heads), asked.microbatches)
+            answer = describe(Configuration.parse(args.partition, heads=args.heads), args.microbatches)
             table = _shown(answer)
         case Join() | Meet():
-            answer = _combine(asked)
+            answer = _combine(args)
             table = _pairs([(name, _written(value)) for name, value in answer.items()])
         case Count():
-            answer = _count(asked)
+            answer = _count(args)
             table = _pairs([(name, _written(value)) for name, value in answer.items() if value is not None])
         case Properties():
-            answer = _properties(asked)
+            answer = _properties(args)
             table = _pairs(_rows(answer))
-    if asked.json:
+    if args.json:
         print_json(answer)
     else:
         out().print(table)
@@ -170,16 +170,16 @@ def describe(configuration: Configuration, microbatches: int) -> dict[str, Any]:
     }
 
 
-def _properties(asked: Properties) -> dict[str, Any]:
-    if "/" in asked.subject or Path(asked.subject).is_dir():
-        return _measured(asked)
-    if asked.new is not None or asked.limit_bytes is not None:
-        name = "new" if asked.new is not None else "limit-bytes"
+def _properties(args: Properties) -> dict[str, Any]:
+    if "/" in args.subject or Path(args.subject).is_dir():
+        return _measured(args)
+    if args.new is not None or args.limit_bytes is not None:
+        name = "new" if args.new is not None else "limit-bytes"
         raise ConfigError(
-            f"--{name} was given with {asked.subject!r}, which is no folder",
+            f"--{name} was given with {args.subject!r}, which is no folder",
             remedy="only the properties of a run are read from text",
         )
-    configuration = Configuration.parse(asked.subject, heads=asked.heads)
+    configuration = Configuration.parse(args.subject, heads=args.heads)
     plan = Plan.of(Topology.chain(configuration), configuration.composition.layers)
     return {**_named(configuration), **closed_forms(plan)}
 
@@ -196,13 +196,13 @@ def _named(configuration: Configuration) -> dict[str, Any]:
     }
 
 
-def _measured(asked: Properties) -> dict[str, Any]:
+def _measured(args: Properties) -> dict[str, Any]:
     from topograd.runs.session import heldout_text, open_session
     from topograd.search.properties import measure  # torch takes seconds to load
 
-    session = open_session(asked.subject)
-    text = heldout_text(session, limit_bytes=asked.limit_bytes)
-    new = None if asked.new is None else heldout_text(session, asked.new, asked.limit_bytes)
+    session = open_session(args.subject)
+    text = heldout_text(session, limit_bytes=args.limit_bytes)
+    new = None if args.new is None else heldout_text(session, args.new, args.limit_bytes)
     parts = [len(planned.layers) for planned in session.plan.stages]
     configuration = Configuration.parse(parts, heads=session.plan.topology.heads)
     return {
@@ -213,18 +213,18 @@ def _measured(asked: Properties) -> dict[str, Any]:
     }
 
 
-def _combine(asked: Join | Meet) -> dict[str, Any]:
-    first, second = Composition.parse(asked.first), Composition.parse(asked.second)
-    name, result = ("join", first | second) if isinstance(asked, Join) else ("meet", first & second)
+def _combine(args: Join | Meet) -> dict[str, Any]:
+    first, second = Composition.parse(args.first), Composition.parse(args.second)
+    name, result = ("join", first | second) if isinstance(args, Join) else ("meet", first & second)
     return {"first": list(first.parts), "second": list(second.parts), name: list(result.parts)}
 
 
-def _count(asked: Count) -> dict[str, Any]:
-    question = (asked.layers, asked.stages, asked.min_depth)
+def _count(args: Count) -> dict[str, Any]:
+    question = (args.layers, args.stages, args.min_depth)
     return {
-        "layers": asked.layers,
-        "stages": asked.stages,
-        "min_depth": asked.min_depth,
+        "layers": args.layers,
+        "stages": args.stages,
+        "min_depth": args.min_depth,
         "compositions": count_compositions(*question),
         "configurations": count_configurations(*question),
     }

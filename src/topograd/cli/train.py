@@ -8,11 +8,11 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from topograd.cli.console import Json, note, out, parse, print_json
+from topograd.cli.console import COMPLETE, HELP, Json, note, out, parse, print_json
 from topograd.cli.flags import flags_of
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
@@ -24,20 +24,46 @@ from topograd.runs.config import TrainConfig, preset, tuning
 if TYPE_CHECKING:
     from topograd.training.runs import RunTrainer
 
-_WITH_RESUME = ("--resume", "--from", "--stop-after", "--parallel", "--json", "--help")
+_WITH_RESUME = ("--resume", "--from", "--stop-after", "--parallel", "--json", *HELP, COMPLETE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a model, or continue a run with --resume. The preset sets every default below.
 
-    Whatever a topology can be, the [topology] table of a --config file can say; the flags below are for the
-    common cases, and win over the file. Networks on pictures have flags of their own: topograd train --task
-    images --help.
+    A --config file (topograd config schema) has every setting, and any topology as [topology]; flags
+    win over it. Networks on images have flags of their own: topograd train --task images --help.
     """
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *(
+            "--task",
+            "--preset",
+            "--config",
+            "--out",
+            "--resume",
+            "--stop-after",
+            "--json",
+            "--data",
+            "--init",
+        ),
+        *(
+            "--partition",
+            "--stage-heads",
+            "--grad-scale",
+            "--steps",
+            "--batch",
+            "--seed",
+            "--device",
+            "--bf16",
+        ),
+        *("--model.layers", "--model.width", "--model.heads", "--model.context", "--optimizer.name"),
+        *("--eval-every", "--save-every", "--lora-rank", "--parallel"),
+    )
+    """What --help shows; --help-all shows every flag."""
+
     task: Literal["text", "images"] = "text"
-    """What is learned: the next token of a text, or the class of a picture."""
+    """What is learned: the next token of a text, or the class of an image."""
     preset: Literal["tiny", "small", "base"] = "small"
     """tiny takes seconds, small about four minutes, base 14 hours on two cores."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
@@ -49,7 +75,7 @@ class Train:
     from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """With --resume: the checkpoint to continue from, instead of the newest; later ones are given up."""
     stop_after: int | None = None
-    """Stop and save after this step of the schedule; --resume goes on from there."""
+    """Stop and save after this step of the schedule; --resume continues from there."""
     parallel: Annotated[str | None, tyro.conf.arg(metavar="stages=P[,replicas=R]")] = None
     """Spread the stages over the ranks that torchrun started; docs/parallel.md has the rest."""
     json: Json = False
@@ -59,11 +85,11 @@ class Train:
 def run(argv: list[str]) -> int:
     """Train, print the results, return the exit code."""
     try:
-        asked = _read(argv)
-        if asked.stop_after is not None and asked.stop_after < 1:
-            raise ConfigError(f"--stop-after is {asked.stop_after}", remedy="it must be at least 1")
-        spread = None if asked.parallel is None else ParallelConfig.parse(asked.parallel)
-        if spread is not None and asked.resume is None and asked.out is None:
+        args = _read(argv)
+        if args.stop_after is not None and args.stop_after < 1:
+            raise ConfigError(f"--stop-after is {args.stop_after}", remedy="it must be at least 1")
+        spread = None if args.parallel is None else ParallelConfig.parse(args.parallel)
+        if spread is not None and args.resume is None and args.out is None:
             raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")
     except ConfigError:
         spread_out = any(word.partition("=")[0] == "--parallel" for word in argv)
@@ -74,21 +100,21 @@ def run(argv: list[str]) -> int:
     if spread is not None:
         from topograd.cli.train_on_ranks import train_on_ranks
 
-        return train_on_ranks(asked, spread)
+        return train_on_ranks(args, spread)
     from topograd.training.runs import resume, start
 
-    if asked.resume is not None:
-        found = finished(asked)
+    if args.resume is not None:
+        found = finished(args)
         if found is not None:
-            show(asked, *found)
+            show(args, *found)
             return 0
-        trainer = resume(asked.resume, asked.from_)
+        trainer = resume(args.resume, args.from_)
     else:
-        kind = asked.settings.model.kind
-        name = asked.preset if kind == "gpt" else getattr(asked.settings.model, "network", kind)
+        kind = args.settings.model.kind
+        name = args.preset if kind == "gpt" else getattr(args.settings.model, "network", kind)
         name = name.replace(":", ".")
-        trainer = start(asked.settings, asked.out or fresh_folder(name, asked.settings))
-    return train(asked, trainer)
+        trainer = start(args.settings, args.out or fresh_folder(name, args.settings))
+    return train(args, trainer)
 
 
 def _read(argv: list[str]) -> Train:
@@ -110,9 +136,9 @@ def _read(argv: list[str]) -> Train:
     elif "--from" in flags:
         raise ConfigError("--from names a checkpoint of the run to --resume", remedy="give that run too")
     if known.task == "images":
-        asked, settings = read_image_flags(argv)
+        args, settings = read_image_flags(argv)
         return Train(
-            task="images", out=asked.out, stop_after=asked.stop_after, json=asked.json, settings=settings
+            task="images", out=args.out, stop_after=args.stop_after, json=args.json, settings=settings
         )
     settings = preset(known.preset or Train.preset)
     if known.init is not None and known.init.strip():
@@ -131,8 +157,8 @@ def _overlaid(argv: list[str], base: Train, file: Path) -> Train:
         settings = base.settings.overlaid(values)
     except TopogradError as error:
         try:
-            asked = parse(Train, argv, "train", base)
-            return replace(asked, settings=asked.settings.overlaid(_not_typed(argv, values)))
+            args = parse(Train, argv, "train", base)
+            return replace(args, settings=args.settings.overlaid(_not_typed(argv, values)))
         except TopogradError:
             raise ConfigError(f"--config {file}: {error}") from None
     return parse(Train, argv, "train", replace(base, settings=settings))
@@ -200,22 +226,22 @@ def _numbered(folder: Path) -> Iterator[Path]:
         number += 1
 
 
-def finished(asked: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
+def finished(args: Train) -> tuple[TrainConfig, dict[str, Any]] | None:
     """Settings and results of a run that has nothing left to train; None if there is something to do."""
     from topograd.cli.results import stored_results
     from topograd.runs.folder import Run
     from topograd.runs.session import open_run
 
-    assert asked.resume is not None
-    folder = Run.open(asked.resume)
-    results = stored_results(folder) if asked.from_ is None else None
+    assert args.resume is not None
+    folder = Run.open(args.resume)
+    results = stored_results(folder) if args.from_ is None else None
     if results is None or not results.get("finished"):
         return None
-    session = open_run(asked.resume)  # says so if the weights that the results speak of are damaged
+    session = open_run(args.resume)  # says so if the weights that the results speak of are damaged
     return session.config, results
 
 
-def train(asked: Train, trainer: RunTrainer) -> int:
+def train(args: Train, trainer: RunTrainer) -> int:
     """Train with a progress bar, print the results, return the exit code."""
     from topograd.cli.progress import counted, say_how_to_resume, training_progress
     from topograd.convert.card import write_card
@@ -225,21 +251,21 @@ def train(asked: Train, trainer: RunTrainer) -> int:
         note(f"not read: {reason}")
     units, began = config.accumulate * task.source.units, trainer.step
     with training_progress(task.run.folder.name, units, task.source.unit) as on_step:
-        results = trainer.train(asked.stop_after, on_step, counted("states of frozen layers, rows"))
+        results = trainer.train(args.stop_after, on_step, counted("states of frozen layers, rows"))
     write_card(task.run)
-    show(asked, task.config, results)
+    show(args, task.config, results)
     if "halted" in results:
         stages = ", ".join(map(str, results["halted"]))
         note(f"stage {stages} broke and was halted; the others went on: see {task.run.metrics_file}")
     again = f"topograd train --resume {shlex.quote(str(task.run.folder))}"
-    return say_how_to_resume(results, config.steps, again, asked.stop_after, began)
+    return say_how_to_resume(results, config.steps, again, args.stop_after, began)
 
 
-def show(asked: Train, config: TrainConfig, results: dict[str, Any]) -> None:
+def show(args: Train, config: TrainConfig, results: dict[str, Any]) -> None:
     """Print results as JSON or as a table."""
     from topograd.cli.results import readings_table
 
-    if asked.json:
+    if args.json:
         print_json(results)
     else:
         out().print(readings_table(config, results))

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from topograd.cli.console import Json, parse
-from topograd.cli.flags import as_typed, flags_of
+from topograd.cli.flags import flags_of, name_flag
 from topograd.errors import ConfigError, TopogradError
 from topograd.nn.images.config import Activation, ImageConfig
 from topograd.runs.config import OptimizerConfig, TrainConfig
@@ -117,8 +117,9 @@ def read_image_flags(argv: list[str]) -> tuple[TrainImages, TrainConfig]:
         raise ConfigError(
             f"{foreign} is for models of text", remedy="with --task images give the settings as flags"
         )
-    asked = parse(TrainImages, argv, "train --task images")
+    args = parse(TrainImages, argv, "train --task images")
     try:
-        return asked, asked.settings()
+        return args, args.settings()
     except TopogradError as error:
-        raise type(error)(as_typed(str(error), flags_of(TrainImages), argv)) from None
+        name_flag(error, flags_of(TrainImages), argv, typed=False)
+        raise

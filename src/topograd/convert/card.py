@@ -26,6 +26,17 @@ LONGEST = 80
 _LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9._+ -]+?)[\"']?[ \t]*$", re.MULTILINE)
 
 
+def source_name(source: Path) -> str:
+    """What the model in a file or folder is called; one in huggingface_hub's cache lies in a folder that is
+    called after a commit: models--ORG--NAME/snapshots/COMMIT."""
+    if source.is_file():
+        return source.stem
+    source = source.absolute()
+    if source.parent.name == "snapshots" and source.parents[1].name.startswith("models--"):
+        return source.parents[1].name.rpartition("--")[2]
+    return source.name
+
+
 def origin_of_folder(folder: Path) -> dict[str, str | None]:
     """What a Hugging Face folder says of itself."""
     licence = None
@@ -35,7 +46,7 @@ def origin_of_folder(folder: Path) -> dict[str, str | None]:
         parts = head.split("---")
         found = _LICENCE.search(parts[1]) if head.startswith("---") and len(parts) > 2 else None
         licence = found[1][:LONGEST] if found else None
-    return {"name": folder.name[:LONGEST], "licence": licence}
+    return {"name": source_name(folder)[:LONGEST], "licence": licence}
 
 
 def origin_of_gguf(file: Path, metadata: Mapping[str, Any]) -> dict[str, str | None]:
@@ -46,7 +57,7 @@ def origin_of_gguf(file: Path, metadata: Mapping[str, Any]) -> dict[str, str | N
         plain = isinstance(value, str) and value.isprintable() and value.strip()
         return str(value)[:LONGEST] if plain else None
 
-    return {"name": text("general.name") or file.stem[:LONGEST], "licence": text("general.license")}
+    return {"name": text("general.name") or source_name(file)[:LONGEST], "licence": text("general.license")}
 
 
 def write_origin(run: Run, origin: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""A Hugging Face checkpoint from a local folder, and token ids to run it on.
+"""A Hugging Face checkpoint from a local folder or from the hub, and token ids to run it on.
 
-    config.json, *.safetensors    the model; no download, no code of the folder, no pickle
+    config.json, *.safetensors    the model; no code of the folder, no pickle
     tokenizer.json                text for it, from the embedded corpus; without one, ids are random
+    hf:ORG/NAME                   downloaded, and nothing else is
 
 A causal language model comes with its head. Of any other only the body is loaded, as it has no labels here.
 It needs the extra `hf`. Models come in float64 and in evaluation mode, on the CPU.
@@ -26,6 +27,10 @@ from topograd.errors import CheckpointError, ConfigError
 LENGTH = 128
 """Tokens of a row."""
 MIN_TOKENS = 4096
+HUB = "hf:"
+"""What a model's name on the hub is written behind."""
+HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "README.md")
+"""The files of a Hugging Face folder that are read, so these are downloaded."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
@@ -44,6 +49,28 @@ class Loaded:
         answer = model(input_ids=ids)
         found: Tensor = answer.logits if self.causal else answer.last_hidden_state
         return found
+
+
+def local_model(model: Path | str) -> Path:
+    """The path itself, or of hf:ORG/NAME the folder in huggingface_hub's cache that it was downloaded to.
+
+    HF_HOME, HF_HUB_OFFLINE and the like count as everywhere: without a network, the cache alone is searched.
+    """
+    if not str(model).startswith(HUB):
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    name = str(model).removeprefix(HUB)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
+    except Exception as problem:  # of the hub, the network or the file system, whatever its class
+        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise CheckpointError(
+            f"{model} cannot be had from the hub ({reason})",
+            setting="model",
+            given=str(model),
+            remedy=f"correct the name ({HUB}ORG/NAME), or give the folder of a copy",
+        ) from problem
 
 
 def load(folder: Path) -> Loaded:

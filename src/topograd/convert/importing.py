@@ -29,7 +29,7 @@ from torch import Tensor
 from topograd.convert.adapted import adapt_folder
 from topograd.convert.card import origin_of_folder, origin_of_gguf, write_card, write_origin
 from topograd.convert.families import config_of, is_native, load_tensors
-from topograd.convert.huggingface import without_weights
+from topograd.convert.huggingface import local_model, without_weights
 from topograd.convert.tensor_names import tensor_names
 from topograd.data.hf_tokenizer import HFTokenizer
 from topograd.errors import CheckpointError, ConfigError, DataError
@@ -73,9 +73,9 @@ def import_model(
     context: int | None = None,
     copy: bool = False,
 ) -> dict[str, Any]:
-    """Make the run `out` of the model at `source`, and say what it is."""
+    """Make the run `out` of the model at `source`, a path or hf:ORG/NAME, and say what it is."""
     began = time.perf_counter()
-    source = Path(source)
+    source = local_model(source)
     with ExitStack() as opened:
         found = _open(source, opened)
         config = _settings(found, partition, context)
@@ -105,7 +105,10 @@ def _open(source: Path, opened: ExitStack) -> Source:
     if source.is_file():
         return _open_gguf(source)
     raise CheckpointError(
-        f"there is no model at {source}", remedy="give a Hugging Face folder or a GGUF file"
+        f"there is no model at {source}",
+        setting="source",
+        given=str(source),
+        remedy="give a Hugging Face folder, a GGUF file or hf:ORG/NAME",
     )
 
 

@@ -80,18 +80,23 @@ def _hold(entry: Path) -> int:
 
 
 def prune(cache: Path) -> None:
-    """Remove entries, those first that were not used for longest, until the rest is within the limits."""
-    count = total = 0
-    for entry in _newest_first(cache / "shards"):
-        size = _size(entry)
-        too_many = count + 1 > MAX_ENTRIES or total + size > MAX_BYTES
-        if too_many and _remove(entry):
-            continue
-        count, total = count + 1, total + size
+    """Remove prepared corpora and tokenizers until the rest is within the limits."""
+    prune_entries(cache / "shards", MAX_ENTRIES, MAX_BYTES)
     for file in _newest_first(cache / "tokenizers")[MAX_TOKENIZERS:]:
         with contextlib.suppress(OSError):
             file.unlink()
     remove_abandoned((cache / "shards").glob(".*.tmp"))
+
+
+def prune_entries(folder: Path, max_entries: int, max_bytes: int) -> None:
+    """Remove entries that are not in use, the least recently used first, until the rest is within limits."""
+    count = total = 0
+    for entry in _newest_first(folder):
+        size = _size(entry)
+        too_many = count + 1 > max_entries or total + size > max_bytes
+        if too_many and _remove(entry):
+            continue
+        count, total = count + 1, total + size
 
 
 def cache_size(cache: Path) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def strategy_of(
     raise ConfigError(
         setting="depth",
         given=depth,
-        allowed="full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate",
+        allowed="full, prefix:J, path:1,3, branches:1-4*3+1-2, wand[:RULE[:NUMBER]] or speculate[:WHO[+WHO]]",
     )
 
 
@@ -207,5 +207,5 @@ def _number(depth: str, text: str, whole: bool = False) -> float:
             f"depth {depth!r} has {text!r} where {kind} belongs",
             setting="depth",
             given=depth,
-            remedy="see --help",
+            remedy="see topograd generate --help",
         ) from None

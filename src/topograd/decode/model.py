@@ -28,11 +28,14 @@ from topograd.decode.strategies import DecodeStrategy, continue_tokens
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
+from topograd.registry import Registry
 from topograd.runs.session import LoadedTextRun, heldout_text, open_session
 from topograd.training.evaluation import Evaluation, evaluate
 
 MAX_TOKENS = 100_000
 MAX_PROMPT = 1_000_000
+SOURCES: Registry[Callable[[Path | str], Path]] = Registry("model source")
+"""What finds the run of a MODEL; the entry lies in a package above, which can convert models."""
 
 
 class Piece(NamedTuple):
@@ -153,21 +156,24 @@ class Model:
 
 
 def load(
-    folder: Path | str,
+    model: Path | str,
     checkpoint: str | None = None,
     *,
     runtime: str | None = None,
     weights: str = "float32",
 ) -> Model:
-    """The run in `folder` as a model, with its newest checkpoint or the one called `checkpoint`.
+    """A model: a run's folder, a Hugging Face folder, a GGUF file or "hf:ORG/NAME".
+
+    What is no run is converted once, into a cache. Of a run, the checkpoint is the newest, or the one called
+    `checkpoint`.
 
     It writes with the faster runtime, or with torch or onnx; `weights` may be int8 or int4 there.
     """
-    return Model(open_session(folder, checkpoint), runtime, weights)
+    return Model(open_session(SOURCES["any"](model), checkpoint), runtime, weights)
 
 
 def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **settings: object) -> Generated:
-    """Continue a text with a model, or with the run in a folder; settings are those of `Model.generate`."""
+    """Continue a text with a model, or with one that `load` takes; settings are those of `Model.generate`."""
     opened = model if isinstance(model, Model) else load(model)
     return opened.generate(prompt, tokens, **settings)  # type: ignore[arg-type]
 

@@ -145,7 +145,7 @@ class GPTConfig(BlockConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown", remedy=f"choose one of {', '.join(allowed)}"
+                    setting=name, given=getattr(self, name), allowed=f"one of {', '.join(allowed)}"
                 )
         if self.architecture not in ARCHITECTURES:
             _check_mixer(self.architecture)

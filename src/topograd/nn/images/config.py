@@ -86,7 +86,7 @@ class ImageConfig(ModelSpec):
         if len(self.shape) != 3 or not all(1 <= size <= SIZE[1] for size in self.shape):
             raise StackError(setting="shape", given=self.shape, allowed="channels, height and width")
         if not all(1 <= width <= SIZE[1] for width in self.widths):
-            raise StackError(f"widths are {self.widths}", remedy=f"each must lie in 1..{SIZE[1]:.0f}")
+            raise StackError(setting="widths", given=self.widths, allowed=f"each in 1..{SIZE[1]:.0f}")
         if self.family == "mlp" and self.classes in self.widths:
             raise StackError(
                 f"widths are {self.widths} and there are {self.classes} classes: a hidden layer "
@@ -174,7 +174,10 @@ class ImageConfig(ModelSpec):
         found = _RESNET.fullmatch(self.network)
         if found and (int(found[1]) < 8 or (int(found[1]) - 2) % 6):
             raise StackError(
-                f"model {self.network!r} is unknown", remedy="a ResNet has 6n + 2 layers: resnet8, resnet20"
+                f"model {self.network!r} is unknown",
+                setting="model",
+                given=self.network,
+                remedy="a ResNet has 6n + 2 layers: resnet8, resnet20",
             )
         if not found:
             NETWORKS.check(self.network)

@@ -217,7 +217,7 @@ class TransformerConfig(BlockConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise StackError(
-                    f"{name} {getattr(self, name)!r} is unknown", remedy=f"choose one of {', '.join(allowed)}"
+                    setting=name, given=getattr(self, name), allowed=f"one of {', '.join(allowed)}"
                 )
         self._check_sizes()
         self._check_numbers()

@@ -1,0 +1,383 @@
+"""`topograd specialist`: adapters that add a stage and a head to a frozen model.
+
+attach      make one, which changes nothing yet        finetune    train it, and check the frozen base
+compose     measure several alone and together         route       learn which one a text needs
+align       move one to another version of its base
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.table import Table
+
+from topograd.cli.console import Json, note, number, out, parse_one_of, print_json
+from topograd.cli.progress import counted, say_how_to_resume, training_progress
+from topograd.errors import ConfigError
+from topograd.limits import DEPTH, SEED, SIZE, check_numbers
+from topograd.specialists.settings import FineTune
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attach:
+    """Add a stage and a head of its own behind a frozen run. It changes nothing until it is trained."""
+
+    base: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
+    """The run's folder, trained here or imported; it is referred to by hash and never changed."""
+    out: Path
+    """The specialist's folder, new or empty."""
+    layers: int = 1
+    """Layers of the new stage."""
+    rank: Annotated[int | None, tyro.conf.arg(metavar="R")] = None
+    """Rank of its own head; by default whole for a small vocabulary, 16 for one of 8192 tokens or more."""
+    whole_head: tyro.conf.FlagCreatePairsOff[bool] = False
+    """A whole head, however large the vocabulary."""
+    token: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NEW=WORD")] = ()
+    """A new special token, begun from a related word, as "<|user|>=User"; may be given again."""
+    seed: int = 0
+    """Draws what does not start at zero."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, layers=DEPTH, rank=SIZE, seed=SEED)
+        if self.rank is not None and self.whole_head:
+            raise ConfigError("--rank and --whole-head are both given", remedy="give one of them")
+
+
+def _attach(args: Attach) -> int:
+    """Attach, say what came of it, return the exit code."""
+    from topograd.runs.session import open_session
+    from topograd.specialists.attach import attach, new_specialist
+    from topograd.specialists.composition import composed
+    from topograd.specialists.preservation import Preservation
+    from topograd.specialists.tokens import NewToken
+
+    base = open_session(args.base)
+    adapter = new_specialist(
+        args.out,
+        base,
+        layers=args.layers,
+        head_rank=args.rank,
+        whole_head=args.whole_head,
+        tokens=[NewToken.parse(words) for words in args.token],
+        seed=args.seed,
+    )
+    attached = attach(base, {"new": adapter})
+    read = Preservation(base).read(attached.stack, composed(attached, {"new": 1.0}))
+    numbers = sum(tensor.numel() for tensor in adapter.tensors.values())
+    answer = {
+        "specialist": str(args.out),
+        "base": str(base.run.folder),
+        "base_weights": base.weights,
+        "layers": args.layers,
+        "first_layer": adapter.settings["first_layer"],
+        "head_rank": adapter.settings["head_rank"],
+        "parameters": numbers,
+        "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
+        "insertion_max_abs_logit_delta": read.base_max_abs_logit_delta,
+    }
+    if args.json:
+        print_json(answer)
+    else:
+        head = "a whole head" if answer["head_rank"] is None else f"a head of rank {answer['head_rank']}"
+        out().print(
+            f"{args.out}: {args.layers} layers behind layer {answer['first_layer']} of {args.base} and "
+            f"{head}, {numbers / 1e6:.2f} M parameters; logits changed by "
+            f"{answer['insertion_max_abs_logit_delta']}",
+            soft_wrap=True,
+        )
+        note(f"train it with: topograd specialist finetune {args.out} --data CHAT.jsonl")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune:
+    """Train a specialist's own stage and head. Its base is frozen; after every checkpoint that is checked."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SPEC")]
+    """The specialist's folder, made by `topograd specialist attach`."""
+    settings: Annotated[FineTune, tyro.conf.arg(name="")] = field(default_factory=FineTune)
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Continue a training that was stopped, with the settings that it began with."""
+    stop_after: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
+    """Stop at this step, as if it were interrupted."""
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the base is now, if it was moved."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigError(setting="stop_after", given=self.stop_after, allowed="at least 1")
+
+
+def _finetune(args: Finetune) -> int:
+    """Train, print what was found, return the exit code: 1 if the base moved."""
+    _check_finetune(args)
+    from topograd.specialists.finetune import FineTuning
+
+    if args.resume:
+        trainer = FineTuning.resume(args.folder, args.base)
+    else:
+        trainer = FineTuning.start(args.folder, args.settings, args.base)
+    began = trainer.step
+    with training_progress(args.folder.name) as on_step:
+        result = trainer.train(args.stop_after, on_step, counted("rows of the base's hidden states"))
+    if args.json:
+        print_json(result)
+    else:
+        out().print(preservation_table(result))
+    if not result["base_bit_identical"]:
+        return 1
+    again = f"topograd specialist finetune {shlex.quote(str(args.folder))} --resume"
+    return say_how_to_resume(result, trainer.task.schedule.steps, again, args.stop_after, began)
+
+
+def _check_finetune(args: Finetune) -> None:
+    changed = [
+        f.name for f in fields(FineTune) if getattr(args.settings, f.name) != getattr(FineTune(), f.name)
+    ]
+    if args.resume and changed:
+        raise ConfigError(
+            "--resume continues with the settings that the training began with",
+            remedy=f"leave out --{changed[0].replace('_', '-')}",
+        )
+    if not args.resume and not args.settings.data:
+        raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text, or --resume")
+
+
+def preservation_table(result: Mapping[str, Any]) -> Table:
+    """The base and the specialist at every checkpoint."""
+    title = f"{result['specialist']}: step {result['steps']}, loss {number(result['loss'], 3)}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("step", justify="right")
+    for name in ("base Δ logit", "base BPB", "base questions", "BPB with it", "questions with it"):
+        table.add_column(name, justify="right")
+    tasks = list(result["base_tasks"])
+    for name in tasks:
+        table.add_column(f"base {name}", justify="right")
+        table.add_column(f"{name} with it", justify="right")
+    for row in result["preservation"]:
+        table.add_row(
+            str(row["step"]),
+            number(row["base_max_abs_logit_delta"]),
+            number(row["base_bpb"]),
+            number(row["base_choices"], 2),
+            number(row["bpb"]),
+            number(row["choices"], 2),
+            *(number(row[which][name], 2) for name in tasks for which in ("base_tasks", "tasks")),
+        )
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compose:
+    """How well a base predicts some texts, with each specialist and with all of them. Less is better."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
+    """The run's folder."""
+    specialists: Annotated[str, tyro.conf.arg(metavar="A,B")]
+    """Folders of specialists, as A,B or A*0.7,B*0.3."""
+    data: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
+    """Chat records or text to measure on; may be given again."""
+    pool: Literal["deltas", "sum"] = "deltas"
+    """What is added up: what each specialist changes, or all their logits (a product of experts)."""
+    context: int | None = None
+    """Tokens in a row; by default 256, or as many as the base sees."""
+    rows: int = 64
+    """Rows of each text that are read."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, context=SIZE, rows=SIZE)
+
+
+def _compose(args: Compose) -> int:
+    """Measure, print, return the exit code."""
+    if not args.data:
+        raise ConfigError("--data is not given", remedy="give chat records (.jsonl) or a text to measure on")
+    from topograd.specialists.interference import default_compositions, interference
+    from topograd.specialists.model import open_composed
+    from topograd.specialists.records import rows_of
+
+    model = open_composed(args.folder, args.specialists, args.pool)
+    attached = model.pool.attached
+    texts = {}
+    for path in args.data:
+        inputs, targets = rows_of(path, attached, args.context)
+        texts[str(path)] = inputs[: args.rows], targets[: args.rows]
+    found = interference(attached, texts, default_compositions(attached, model.weights), args.pool)
+    answer = {"run": str(args.folder), "specialists": model.weights, "pool": args.pool, "texts": found}
+    if args.json:
+        print_json(answer)
+    else:
+        out().print(compositions_table(answer))
+    return 0
+
+
+def compositions_table(answer: Mapping[str, Any]) -> Table:
+    """A row for each text, a column for each composition."""
+    table = Table(title="nats a token", title_justify="left")
+    table.add_column("text", overflow="fold")
+    for name in answer["texts"][0]["nats"]:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in answer["texts"]:
+        table.add_row(row["text"], *(number(value) for value in row["nats"].values()))
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Train a router on held-out texts and write it to --out; or ask one that is there about --prompt."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="BASE")]
+    """The run's folder."""
+    specialists: Annotated[str, tyro.conf.arg(metavar="A,B")]
+    """Folders of the specialists to choose from."""
+    out: Path
+    """The router's folder: new to train one, there already to ask it."""
+    data: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
+    """Chat records or text to train and judge it on; may be given again."""
+    prompt: str | None = None
+    """Ask the router which specialist this text wants."""
+    context: int | None = None
+    """Tokens in a row; by default 256, or as many as the base sees."""
+    rows: int = 64
+    """Rows of each text that are read."""
+    seed: int = 0
+    """Draws the router's first weights."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, context=SIZE, rows=SIZE, seed=SEED)
+
+
+def _route(args: Route) -> int:
+    """Train or ask, print, return the exit code."""
+    if (args.prompt is None) == (not args.data):
+        raise ConfigError("give --data to train a router, or --prompt to ask one that is there, not both")
+    from topograd.specialists.model import SpecialistPool, open_named
+    from topograd.specialists.records import rows_of
+    from topograd.specialists.router import open_router, save_router, train_router
+
+    adapters, _ = open_named(args.specialists)
+    pool = SpecialistPool.open(args.folder, adapters)
+    answer: dict[str, Any] = {"run": str(args.folder), "router": str(args.out)}
+    if args.prompt is not None:
+        router = open_router(args.out, pool.attached, adapters)
+        chosen = router.choose(pool.attached, pool.model().encode(args.prompt))
+        answer |= {"prompt": args.prompt, "specialists": dict(chosen)}
+    else:
+        texts = [rows_of(path, pool.attached, args.context) for path in args.data]
+        work = args.out.with_name(f"{args.out.name}.work")
+        router, found = train_router(
+            pool.attached, [(i[: args.rows], t[: args.rows]) for i, t in texts], args.seed, work
+        )
+        save_router(args.out, pool.attached, adapters, router, found)
+        shutil.rmtree(work)
+        answer |= {"specialists": list(adapters), **found}
+    if args.json:
+        print_json(answer)
+    elif args.prompt is not None:
+        print(", ".join(answer["specialists"]) or "base")
+    else:
+        out().print(regret_table(answer))
+    return 0
+
+
+def regret_table(answer: Mapping[str, Any]) -> Table:
+    """The router beside the oracle and beside always the same choice."""
+    title = f"nats a token on {answer['rows']} rows that were not trained on"
+    table = Table(title=title, title_justify="left")
+    for column in ("choice", "nats"):
+        table.add_column(column, justify="right" if column == "nats" else "left")
+    table.add_row("oracle", number(answer["oracle"]))
+    table.add_row("router", number(answer["router"]))
+    for name, value in answer["always"].items():
+        table.add_row(f"always {name}", number(value))
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Align:
+    """Make a specialist of one base one of another version of it, by aligning their heads."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SPEC")]
+    """The specialist's folder."""
+    to: Annotated[Path, tyro.conf.arg(metavar="BASE")]
+    """The run that it shall belong to: the same tokenizer, layers of the same shape."""
+    out: Path
+    """The new specialist's folder."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """What it was trained on: measured before and after, and trained on for --steps."""
+    steps: int = 0
+    """Steps of training behind the alignment, on --data, and as many of a specialist that begins anew."""
+    context: int | None = None
+    """Tokens in a row of --data."""
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the specialist's own base is now, if it was moved."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, steps=(0, 10**9))
+
+
+def _align(args: Align) -> int:
+    """Carry over, measure if there is text, return the exit code."""
+    if args.steps and args.data is None:
+        raise ConfigError("--steps is given and --data is not", remedy="give the text to train on")
+    from topograd.runs.session import open_session
+    from topograd.specialists.align import carry, versions
+    from topograd.specialists.attach import open_specialist
+
+    adapter = open_specialist(args.folder)
+    old, new = adapter.open_base(args.base), open_session(args.to)
+    carried = carry(adapter, old, new, args.out)
+    answer: dict[str, Any] = {"specialist": str(args.out), "base": str(args.to), **versions(old, new)}
+    if args.data is not None:
+        from topograd.specialists.align import compared
+
+        answer["nats"] = compared(args.data, adapter, carried, old, new, args.context)
+    if args.steps:
+        from topograd.specialists.align import trained_on
+
+        assert args.data is not None
+        answer["nats"] |= trained_on(args.data, carried, new, args.steps, args.context)
+    if args.json:
+        print_json(answer)
+    else:
+        out().print(
+            f"{args.out}: carried to {args.to}, a {answer['kind']} version apart; the heads differ by "
+            f"{answer['residual']:.3f} behind the alignment",
+            soft_wrap=True,
+        )
+        for name, value in answer.get("nats", {}).items():
+            out().print(f"  {name}: {value:.4f} nats a token")
+    return 0
+
+
+_COMMANDS: dict[str, type] = {
+    "attach": Attach,
+    "finetune": Finetune,
+    "compose": Compose,
+    "route": Route,
+    "align": Align,
+}
+
+
+def run(argv: list[str]) -> int:
+    """Run one command of the group and return the exit code."""
+    args: Any = parse_one_of(_COMMANDS, argv, "specialist")
+    work: dict[type, Callable[[Any], int]] = {
+        Attach: _attach,
+        Finetune: _finetune,
+        Compose: _compose,
+        Route: _route,
+        Align: _align,
+    }
+    return work[type(args)](args)
