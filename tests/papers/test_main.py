@@ -20,7 +20,7 @@ def test_help_lists_every_verb(call: Any) -> None:
     assert answer.out.startswith("usage: python -m papers VERB ...")
     for verb in VERBS:
         assert f"\n  {verb} " in answer.out
-    assert "'study' is not a verb; choose one of list, run, reproduce, check" in call("study").refusal
+    assert "'study' is not a verb; choose one of list, run, reproduce, pages, check" in call("study").refusal
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -48,7 +48,7 @@ def test_the_module_exits_with_the_code_and_a_reader_may_leave_early() -> None:
     command = [sys.executable, "-m", "papers", "reproduce"]
     done = subprocess.run([*command, "--paper", "x"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("topograd: --paper 'x' is unknown; choose one of")
+    assert done.stderr.startswith("topograd: --paper is 'x'; it must be one of")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
