@@ -37,9 +37,22 @@ PAPERS: Mapping[str, str] = {
 STATES = ("reproduced", "corrected", "failed", "undecided", "not run")
 LEAD = (
     "*Reproduced*: ours agrees in kind, at our size. *Corrected*: something else is true than the text says. "
-    "*Failed*: ours contradicts it, at our size. *Undecided*: measured, and the interval or the design does not "
-    "decide. *Not run*: nothing here tests it."
+    "*Failed*: ours contradicts it, at our size. *Undecided*: measured, and the interval or the design does "
+    "not decide. *Not run*: nothing here tests it."
 )
+RESULTS_LEAD = """
+What was measured, newest first, failures included. A speed is a ratio of things that took turns, with
+quartiles; a quality has a 90 % interval over seeds unless the page says otherwise. A number without an
+interval is a record of one run and decides nothing. Machine of all pages: 2 cores of an AMD EPYC (AVX2, no
+bf16), 24 GiB, Python 3.11, torch 2.13 CPU, a virtual machine with ±10 % of noise in time. No GPU was used.
+Commands have today's names.
+
+This table is made from the pages' front matter by `python -m papers pages`.
+"""
+PAPERS_LEAD = """
+A test holds each number against [the page of results](../results/index.md) that it comes from and parses each
+command. These pages are made from `papers/results/` by `python -m papers pages`.
+"""
 _NUMBER = re.compile(r"\{(?:([\w-]+)\.)?(\w+)\}")
 _FRONT_MATTER = re.compile(r'^(\w+): "(.*)"$', re.MULTILINE)
 
@@ -163,36 +176,21 @@ def site_pages() -> dict[str, str]:
 
 
 def _results_index() -> str:
-    lines = [
-        "# Results",
-        "",
-        "What was measured, newest first, failures included. A speed is a ratio of things that took turns, with quartiles;",
-        "a quality has a 90 % interval over seeds unless the page says otherwise. A number without an interval is a record of",
-        "one run and decides nothing. Machine of all pages: 2 cores of an AMD EPYC (AVX2, no bf16), 24 GiB, Python 3.11,",
-        "torch 2.13 CPU, a virtual machine with ±10 % of noise in time. No GPU was used. Commands have today's names.",
-        "",
-        "This table is made from the pages' front matter by `python -m papers pages`.",
-        "",
-        "| date | page | topic | figure | command | verdict |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["# Results", RESULTS_LEAD, _record(("date", "page", "topic", "figure", "command", "verdict"))]
+    lines.append("|" + "---|" * 6)
     for page in result_pages():
         link = f"[{page.title}]({page.name})"
         cells = (page.name[:10], link, page.topic, page.figure, f"`{page.command}`", page.verdict)
         lines.append(_record(cells))
-    return "\n".join([*lines, "", *_toctree("2*"), ""])
+    return "\n".join([*lines, _toctree("2*", ":reversed:")])
 
 
 def _papers_index() -> str:
-    lines = ["# The papers, claim by claim", "", LEAD, ""]
-    lines += [
-        "A test holds each number against [the page of results](../results/index.md) that it comes from and parses"
-    ]
-    lines += ["each command. These pages are made from `papers/results/` by `python -m papers pages`.", ""]
-    lines += ["| paper | " + " | ".join(STATES) + " |", "|---|" + "---|" * len(STATES)]
+    lines = ["# The papers, claim by claim", "", LEAD, PAPERS_LEAD, _record(("paper", *STATES))]
+    lines.append("|" + "---|" * (1 + len(STATES)))
     for paper, title in PAPERS.items():
         lines.append(_record([f"[{title}]({paper}.md)", *map(str, counts(chosen(paper)).values())]))
-    return "\n".join([*lines, "", *_toctree("*"), ""])
+    return "\n".join([*lines, _toctree("*", ":titlesonly:")])
 
 
 def _paper_page(paper: str) -> str:
@@ -229,13 +227,5 @@ def _record(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _toctree(pattern: str) -> list[str]:
-    return [
-        "```{toctree}",
-        ":hidden:",
-        ":glob:",
-        ":reversed:" if pattern == "2*" else ":titlesonly:",
-        "",
-        pattern,
-        "```",
-    ]
+def _toctree(pattern: str, option: str) -> str:
+    return f"\n```{{toctree}}\n:hidden:\n:glob:\n{option}\n\n{pattern}\n```\n"

@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ class _Parsed(BaseException):
 
 
 @pytest.fixture
-def parse_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def parse_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands end as soon as their arguments were read."""
     read = tyro.cli
 
@@ -74,11 +73,10 @@ def parse_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise _Parsed
 
     monkeypatch.setattr(tyro, "cli", parse)
-    yield
 
 
 def parses(run: Any, words: list[str]) -> bool:
-    """Whether a program takes these arguments: required ones are there, flags exist, values have their types."""
+    """Whether a program takes these arguments: none is missing, flags exist, values have their types."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             run(words)
