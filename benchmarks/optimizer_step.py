@@ -16,7 +16,7 @@ quartiles shown.
 Cost: seconds. Limits: a machine is noisy; read the quartiles. Temporaries are not in the second ratio.
 On a CPU AdamW(fused=True) is some seven times faster than foreach, as it passes over memory once. DDCAdam's
 split is not fused: it passes over a covered tensor some twenty times, in pieces that fit the caches. Compiled
-by inductor it was no faster (LOG.md).
+by inductor it was no faster (docs/results).
 """
 
 from __future__ import annotations

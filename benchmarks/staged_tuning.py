@@ -235,7 +235,7 @@ def main(settings: Settings) -> None:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """As LOG.md has it."""
+    """As docs/results has it."""
     lines = [
         "| way | steps, tokens | core-minutes | learned | text | BPB by prefix | agreement by prefix "
         "| with before | full depth: largest change of a logit |",

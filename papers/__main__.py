@@ -11,6 +11,7 @@ VERBS = {
     "list": "every study: its paper, what is predicted, its presets and the minutes that they take",
     "run": "run a study, or all of them; one that was ended goes on where it was",
     "reproduce": "every claim of the papers, what came of it here, and the command that gives it",
+    "pages": "write the generated pages of docs/: the index of results, the papers, claim by claim",
     "check": "quick questions: rates of hand-set networks, optimizers on an orbit, kernels, interfaces",
 }
 

@@ -1,7 +1,7 @@
 """How large the presets of every study are, and how long they take. Needs no torch.
 
 A study has the sizes that mean something for it: the steps of a training, the width of its models, the seeds
-of its arms. Those that it lacks are refused in one line. Minutes are of one core of the machine of LOG.md,
+of its arms. Those that it lacks raise ConfigError. Minutes are of one core of the machine of docs/results,
 about, and go roughly with steps, with seeds and, where models are wide, with the square of the width.
 """
 

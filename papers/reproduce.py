@@ -1,4 +1,4 @@
-"""`python -m papers reproduce`: every claim of the papers, what came of it here, and by which command."""
+"""`python -m papers reproduce`: the claims of the papers, our finding beside each, and its command."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any, Literal
 from rich.table import Table
 
 from papers import PROGRAM
-from papers.reproduction import PAPERS, PaperClaim, chosen, counts, markdown
+from papers.reproduction import LEAD, PAPERS, PaperClaim, chosen, counts
 from topograd.cli.console import Json, make_folder, out, parse, print_json
-from topograd.errors import ConfigError, RunError
+from topograd.errors import RunError
 from topograd.files import write_atomic
 
-State = Literal["reproduced", "corrected", "failed", "open"]
-LEAD = (
-    "Reproduced: ours agrees in kind, at our size. Corrected: something else is true than the text says. "
-    "Failed: ours contradicts it, at our size. Open: not decided here; the command would go on."
-)
+State = Literal["reproduced", "corrected", "failed", "undecided", "not run"]
 COLUMNS = {"where": "where", "claim": "claim", "state": "state", "ours": "here", "command": "command"}
 
 
@@ -37,27 +33,19 @@ class Reproduce:
     """Only the claims in this state."""
     out: Path | None = None
     """A folder into which the page reproduce.html is written."""
-    markdown: bool = False
-    """Print the page in Markdown."""
     json: Json = False
-
-    def __post_init__(self) -> None:
-        if self.markdown and self.json:
-            raise ConfigError("--markdown and --json are both given", remedy="give one of them")
 
 
 def run(argv: list[str]) -> int:
     """Print the claims, and return the exit code."""
-    asked = parse(Reproduce, argv, "reproduce", program=PROGRAM)
-    some = chosen(asked.paper, asked.state)
+    args = parse(Reproduce, argv, "reproduce", program=PROGRAM)
+    some = chosen(args.paper, args.state)
     answer: dict[str, Any] = {"claims": [one.as_dict() for one in some], "counts": counts(some)}
-    if asked.out is not None:
-        make_folder(asked.out)
-        answer["page"] = str(write_page(asked.out, answer))
-    if asked.json:
+    if args.out is not None:
+        make_folder(args.out)
+        answer["page"] = str(write_page(args.out, answer))
+    if args.json:
         print_json(answer)
-    elif asked.markdown:
-        print(markdown(some), end="")
     else:
         _show(some, answer)
     return 0
@@ -87,7 +75,7 @@ def write_page(folder: Path, answer: Mapping[str, Any]) -> Path:
             parts.append(section(paper, title, table_html(table)))
     tiles = tiles_html([(state, str(number)) for state, number in answer["counts"].items()])
     try:
-        write_atomic(page, document("The papers, claim by claim", LEAD, links, parts, tiles))
+        write_atomic(page, document("The papers, claim by claim", LEAD.replace("*", ""), links, parts, tiles))
     except OSError as problem:
         reason = problem.strerror
         raise RunError(

@@ -1,6 +1,6 @@
 """What the readings of a training that groks say: phases, the fall of the test loss, warnings, verdicts.
 
-Statement. The rules were fixed before the trainings of LOG.md ran, and behind pilots of the same task.
+Statement. The rules were fixed before the trainings of docs/results ran, and behind pilots of the same task.
 
     phase          fitting: less than FITTED of the pairs to learn are right. Then by the test accuracy:
                    memorisation below LOW, transition, generalisation from HIGH on

@@ -18,7 +18,7 @@ agree for nothing. A parameter that has no gradient by either engine is an error
 Limits. A tensor of one number has no bound: its gradient is a sum that may almost cancel, and then every
 engine's rounding is large beside what is left. Targets are the inputs, to be copied, so that sums add up
 rather than cancel. The float32 promise is one about NOISE: two float32 engines differ by a part of what
-float32 itself loses in the model, and a wilder model loses more. LOG.md has what `python -m papers
+float32 itself loses in the model, and a wilder model loses more. docs/results has what `python -m papers
 check parity` measured.
 
 Source: "LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", appendix D.2 and Table 5: 20

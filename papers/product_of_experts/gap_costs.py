@@ -8,7 +8,7 @@ would cross the borders between devices for each token, in hidden states: one fo
 back where gradient crosses.
 
 Cost: about 10 steps of every arm. Limits: one machine, one thread count; the ratios of small models say
-little of large ones, where heads weigh less (LOG.md has them by width).
+little of large ones, where heads weigh less (docs/results has them by width).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def test_help_lists_every_verb(call: Any) -> None:
     assert answer.out.startswith("usage: python -m papers VERB ...")
     for verb in VERBS:
         assert f"\n  {verb} " in answer.out
-    assert "'study' is not a verb; choose one of list, run, reproduce, check" in call("study").refusal
+    assert "'study' is not a verb; choose one of list, run, reproduce, pages, check" in call("study").refusal
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

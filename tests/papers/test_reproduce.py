@@ -13,16 +13,27 @@ def test_the_contract(call: Any) -> None:
     assert len(answer["claims"]) == len(claims()) > 80
     for one in answer["claims"]:
         assert {"paper", "where", "claim", "state", "command"} <= one.keys()
-        assert one["state"] in ("reproduced", "corrected", "failed", "open")
+        assert one["state"] in ("reproduced", "corrected", "failed", "undecided", "not run")
         assert one["command"]
     assert sum(answer["counts"].values()) == len(answer["claims"])
 
 
 def test_for_people(call: Any) -> None:
-    said = call("reproduce", "--paper", "gram-metrics", "--state", "failed").out
+    said = call("reproduce", "--paper", "gram-metrics", "--state", "undecided").out
     assert "heavy-tailed" in said
-    assert "0 reproduced, 0 corrected, 1 failed, 0 open" in said
-    assert call("reproduce", "--markdown").out.startswith("# The papers, claim by claim")
+    assert "0 reproduced, 0 corrected, 0 failed, 1 undecided, 0 not run" in said
+
+
+def test_the_pages_of_the_site(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from papers import pages
+    from papers.reproduction import site_pages
+
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    written = call("pages", "--json").json["pages"]
+    assert {Path(name).relative_to(tmp_path).as_posix() for name in written} == site_pages().keys()
+    assert (tmp_path / "papers/gram-metrics.md").read_text(encoding="utf-8") == site_pages()[
+        "papers/gram-metrics.md"
+    ]
 
 
 def test_the_page(call: Any, tmp_path: Path) -> None:
@@ -36,9 +47,8 @@ def test_the_page(call: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--paper", "x"), "paper is 'x'; it must be one of product-of-experts"),
+        (("--paper", "x"), "--paper is 'x'; it must be one of product-of-experts"),
         (("--state", "maybe"), "invalid choice 'maybe'"),
-        (("--markdown", "--json"), "--markdown and --json are both given; give one of them"),
     ],
 )
 def test_bad_input_is_one_line(words: tuple[str, ...], why: str, call: Any) -> None:

@@ -47,7 +47,7 @@ from topograd.runtime.quantize import check_precision, load_weights, weights_fil
 from topograd.topology.branches import parse_branches, parse_path
 
 PRUNING_VOCAB = 8192
-"""From this vocabulary on, the last head is read for the surviving candidates only (LOG.md)."""
+"""From this vocabulary on, the last head is read for the surviving candidates only (docs/results)."""
 
 
 def engine_of(session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> Engine:

@@ -28,7 +28,7 @@ Proposition 2.8.
 Limits. Every width is the same n. The arithmetic is float32, or float64 where an input is: one product in
 bfloat16 is already wrong by 4e-3. A chain whose maps contract attenuates the adjoint geometrically, in any
 precision. On a CPU `matvec` wins for the chains that models have, and `tree` for long chains of narrow maps
-(`python benchmarks/scan.py`, LOG.md); `chunked` is for workers that each hold a chunk.
+(`python benchmarks/scan.py`, docs/results); `chunked` is for workers that each hold a chunk.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ has to use what it read for every row. On a CPU in float32 there are two layouts
     plain    (in, out), its long side contiguous: for one row, and for small matrices
     oneDNN   prepacked blocks, for 2 to 64 rows of matrices with at least 2^18 elements (2^19 if out > in)
 
-The bounds were measured (LOG.md): a oneDNN call costs about 20 µs before it computes. Elsewhere (other
+The bounds were measured (docs/results): a oneDNN call costs about 20 µs before it computes. Elsewhere (other
 devices, float64, a torch without these private operators) only the plain layout is used.
 
 Limits. A packed layer is for inference. It may share memory with its weight or hold a copy, so pack again

@@ -1,6 +1,6 @@
 """Which runtime a model is run with.
 
-By rule, what was measured to be faster (LOG.md, `benchmarks/llama_cpp.py`): ONNX Runtime wherever it can run
+By rule, what was measured to be faster (docs/results, `benchmarks/llama_cpp.py`): ONNX Runtime if it can run
 the model, since it was at every size and number of rows that was tried; torch for everything else: float64,
 other devices, layers that are not written as operators, and where onnxruntime is not installed. Weights are
 float32 unless somebody asks for less.

@@ -9,7 +9,7 @@ proved to be used, beside the work that goes on. Elsewhere nothing happens; resu
     ...                                     something takes memory for weights
     collect(added(anonymous(), before))     what is new goes to large pages, in a thread
 
-Limits: what other threads took meanwhile is collected too. Measured: `benchmarks/llama_cpp.py`, LOG.md.
+Limits: what other threads took meanwhile is collected too. Measured: `benchmarks/llama_cpp.py`, docs/results.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 | relays     | what the stack's own relays have           | AdamW      | AdamW | SGD | DDCAdam  | DDCAdam  |
 
 Kernels of convolutions are 4-D: where matrices get Muon or DDCMuon, they get AdamW or DDCAdam at 0.002. Steps
-of fixed size, as Muon's, drive an interface's message to a constant (LOG.md): relays go slowly. A head that
-is tied to the embedding counts as a head.
+of fixed size, as Muon's, drive an interface's message to a constant (docs/results): relays are slow. A head
+that is tied to the embedding counts as a head.
 
 An optimizer of your own is `make(groups, config, stack) -> {name: optimizer}`, named in the settings as
 `package.module:make` or registered in `OPTIMIZERS`. `groups` has the parameters of each group by name. The
