@@ -4,9 +4,8 @@
 
 float32 continues each prompt greedily; every other precision reads that same text (teacher-forced) and says
 which token it would have written at each place. Of the places where the two differ, the margin of float32
-between its two likeliest tokens is reported, beside the change that quantising makes to that margin everywhere
-else. A defect would change the order where the margin is many times that; a near-tie is where it is not. With
-`--gguf Q8_0`, weights rounded as llama.cpp's Q8_0 (exported, read back, run in float32) are compared too.
+between its two likeliest tokens is reported, beside the change that quantising makes to that margin
+everywhere else. A defect would change the order where the margin is many times that change. With `--gguf Q8_0`, weights rounded as llama.cpp's Q8_0 (exported, read back, run in float32) are compared too.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from topograd.decode.engine import Engine
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.exec.forward import predict
 from topograd.runs.session import LoadedTextRun, open_session
-
 
 LENGTH = 256
 """Excerpts have at most a quarter of so many tokens."""
@@ -66,7 +65,9 @@ def compared(plain: Tensor, other: Tensor) -> dict[str, Tensor]:
 
 def summary(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     """Over all places of all prompts, and over the first place of each."""
-    same, margin, change = (torch.cat([part[name] for part in parts]) for name in ("same", "margin", "change"))
+    same, margin, change = (
+        torch.cat([part[name] for part in parts]) for name in ("same", "margin", "change")
+    )
     first = torch.stack([part["same"][0] for part in parts])
     lost = margin[~same]
     return {
@@ -98,10 +99,10 @@ def main() -> None:
         texts.append((prompt + [emitted.token for emitted in written], len(prompt)))
     with tempfile.TemporaryDirectory() as place:
         engines: dict[str, Callable[[], Engine]] = {
-            name: lambda name=name: engine_of(session, "onnx", name) for name in args.weights
+            name: partial(engine_of, session, "onnx", name) for name in args.weights
         }
         for kind in args.gguf:
-            engines[kind] = lambda kind=kind: rounded(args.model, kind, Path(place))
+            engines[kind] = partial(rounded, args.model, kind, Path(place))
         results = {name: measured(plain, make(), texts) for name, make in engines.items()}
     if args.json:
         print(json.dumps(results))

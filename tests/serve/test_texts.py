@@ -57,3 +57,17 @@ def test_specialists_that_are_not_there(served: ServedModel) -> None:
     with pytest.raises(RequestError, match="1 weights for 0 specialists"):
         jobs_of(served, prompt="a", weights=[1])
     assert jobs_of(served, prompt="a", specialists=[])[0].specialists == ()
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*words: object) -> list[int]:
+        raise AssertionError("tokenised")
+
+    assert served.encode("x" * 100)
+    monkeypatch.setattr(type(served.tokenizer), "encode", forbidden)
+    for encode in (served.encode, served.encode_bare):
+        with pytest.raises(RequestError) as caught:
+            encode("x" * (served.max_text + 1))
+        assert caught.value.code == "context_length_exceeded"

@@ -29,6 +29,10 @@ OnProgress = Callable[[int], Callable[[Progress], None]]
 """For each choice of a request who hears of its progress."""
 
 
+SLACK = 4
+"""How much shorter a normaliser of a tokenizer may make a text."""
+
+
 @dataclass
 class ServedModel:
     """The model that is served, and what a request may ask of it."""
@@ -50,6 +54,8 @@ class ServedModel:
         self.stop_ids = self.tokenizer.stop_tokens
         self.depths = known_depths(session)
         """What /v1/models lists: a calibration is read here, and not while requests wait."""
+        self.max_text = SLACK * self.context * max(map(len, self.tokenizer.pieces))
+        """Bytes of a text that may fit into the context; a longer one is not tokenised to find that out."""
 
     def depth(self, asked: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
@@ -102,11 +108,21 @@ class ServedModel:
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, as the model was trained to read them."""
-        return self.model.encode(text)
+        return self.model.encode(self._bounded(text))
 
     def encode_bare(self, text: str) -> list[int]:
         """The same without what a tokenizer puts before a prompt."""
-        return self.tokenizer.encode(text, "chat")
+        return self.tokenizer.encode(self._bounded(text), "chat")
+
+    def _bounded(self, text: str) -> str:
+        if len(text.encode("utf-8", "replace")) > self.max_text:
+            raise RequestError(
+                f"this model's maximum context length is {self.context} tokens; the text has {len(text)} "
+                "characters, which cannot fit: shorten it",
+                "prompt",
+                code="context_length_exceeded",
+            )
+        return text
 
     @property
     def special_tokens(self) -> dict[str, Any]:
