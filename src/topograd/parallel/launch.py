@@ -13,7 +13,7 @@ import torch
 from topograd.errors import ParallelError, TopogradError
 from topograd.parallel.rank_task import RankTask
 from topograd.parallel.ranks import Ranks, flat_facts, wait_until_read
-from topograd.parallel.torchrun import let_the_first_speak
+from topograd.parallel.settings import wait_for_first_rank
 from topograd.runs.config import TrainConfig
 from topograd.training.runs import Make, RunTrainer, resume, start
 
@@ -61,7 +61,7 @@ def _first_then_all(
         ranks.tell("run", "")
     elif ranks.follow("run", 0, f"{what} on rank 0"):
         ranks.store.set(f"read/{ranks.rank}", "1")
-        let_the_first_speak()
+        wait_for_first_rank()
         raise SystemExit(2)
     else:
         with ranks.busy():

@@ -27,8 +27,7 @@ import torch.distributed as dist
 
 from topograd.errors import ParallelError
 from topograd.files import dump_json
-from topograd.parallel.settings import ParallelConfig
-from topograd.parallel.torchrun import let_the_first_speak
+from topograd.parallel.settings import ParallelConfig, wait_for_first_rank
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 10.0
@@ -329,7 +328,7 @@ def _refuse(rank: int, message: str) -> NoReturn:
     """One line from one rank; the others end without a word."""
     if rank == 0:
         raise ParallelError(message)
-    let_the_first_speak()
+    wait_for_first_rank()
     raise SystemExit(2)
 
 

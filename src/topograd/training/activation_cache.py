@@ -119,7 +119,7 @@ class HiddenStates:
         return StateBatch(tokens[0], tokens[1], {k: _floats(part[picked]) for k, part in self.states.items()})
 
 
-class RowStore(Protocol):
+class SequenceStore(Protocol):
     """Whatever has rows of text: `HiddenStates`, or text alone."""
 
     def __len__(self) -> int: ...
@@ -128,7 +128,7 @@ class RowStore(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainRows:
+class PlainSequences:
     """Rows of text without hidden states: what is frozen runs at every step."""
 
     inputs: Tensor
@@ -145,7 +145,7 @@ class PlainRows:
 class CachedActivationLoader(Iterator[StateBatch]):
     """Endless batches of rows; every epoch has each row once, in an order of (seed, epoch)."""
 
-    def __init__(self, store: RowStore, batch: int, seed: int = 0) -> None:
+    def __init__(self, store: SequenceStore, batch: int, seed: int = 0) -> None:
         if batch < 1 or seed < 0:
             raise ConfigError(
                 f"batch is {batch} and seed is {seed}",

@@ -37,7 +37,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
 from topograd.exec.objectives import Logits
 from topograd.files import read_json, sha256, write_atomic, write_json
-from topograd.training.activation_cache import OnRows, RowStore, StateBatch
+from topograd.training.activation_cache import OnRows, SequenceStore, StateBatch
 
 FORMAT = "topograd-teacher"
 VERSION = 1
@@ -77,7 +77,7 @@ class SparseTeacher:
 class TeacherLogitRows:
     """Rows of text, with hidden states or without, and what a teacher predicts on each."""
 
-    store: RowStore
+    store: SequenceStore
     teacher: SparseTeacher
     device: str
 
