@@ -30,7 +30,7 @@ VERBS = {
     "align": "carry a specialist to another version of its base",
     "serve": "an OpenAI-compatible server with depth per request, and a playground",
     "import": "make a run of a model from outside: a Hugging Face folder, a GGUF file",
-    "retrofit": "give a frozen model a draft stage and a table of its own text, in a adapter",
+    "retrofit": "give a frozen model a draft stage and a table of its own text, in an adapter",
     "bench": "measure ways of running a model, and of training one",
     "consolidate": "write what several processes saved as the checkpoint of one",
     "report": "explain a run in one HTML page",

@@ -1,4 +1,4 @@
-"""What the interface Jacobians say of a chain: norms, spectra, ranks, and how far a gradient reaches.
+"""Norms, spectra and ranks of interface Jacobians, and the reach of gradients.
 
 Statement. With J_k = ∂m_{k+1}/∂m_k and m̄_k = ∂L/∂m_k, for every sample,
 

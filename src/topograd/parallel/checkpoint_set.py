@@ -94,10 +94,10 @@ class IndependentStageStore(FolderStore):
             write_state(temporary, step, dict(extra), aliases_of(present(model.state_dict())))
             put_in_place(temporary, target, keep)
 
-        said = _tried(write)
-        if said:
+        problem = _tried(write)
+        if problem:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"cannot save {target} ({said})", remedy="make room and resume")
+            raise CheckpointError(f"cannot save {target} ({problem})", remedy="make room and resume")
         return target.name
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:

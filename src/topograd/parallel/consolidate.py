@@ -1,4 +1,4 @@
-"""What ranks and lone stages wrote, as the checkpoint of one process.
+"""Consolidation of the checkpoints of ranks and independent stages into one.
 
 A set of a job (`checkpoint_set.py`) is read whole anyway; here it is written again as one file of weights and
 one of optimizers. The folders of independent stages (`independent_stage.py`) become one new run: the newest

@@ -1,4 +1,4 @@
-"""Beginning a run, or going on with one, on all ranks of a job."""
+"""Start and resume of a run on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_restart() -> bool:
 
 
 def start_on_ranks(ranks: Ranks, config: TrainConfig, folder: Path) -> RunTrainer:
-    """A new run; rank 0 makes its folder, and the others open it. A restart goes on with what is there."""
+    """A new run; rank 0 makes its folder, and the others open it. A restart continues what is there."""
     make = partial(RankTask, ranks=ranks)
     if is_restart() and (folder / "config.toml").is_file():
         return resume_on_ranks(ranks, folder)
@@ -49,7 +49,7 @@ def resume_on_ranks(ranks: Ranks, folder: Path, name: str | None = None) -> RunT
 def _first_then_all(
     ranks: Ranks, first: Callable[[], RunTrainer], then: Callable[[], RunTrainer], what: str
 ) -> RunTrainer:
-    """Rank 0 goes first and says what is wrong; then the others do the same on what it has prepared."""
+    """Rank 0 first, which reports errors; then the others, on what it has prepared."""
     if ranks.first:
         try:
             with ranks.busy():

@@ -1,4 +1,4 @@
-"""Which rank runs which stages, and what that makes it send, receive, own and share.
+"""Placement of stages on ranks: what each rank sends, receives, owns and shares.
 
 Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Between two ranks only
 values go, never gradients: stages that exchange gradient, or share a layer, must lie on one rank (but for
@@ -37,7 +37,7 @@ class Layout:
     with_prior: bool = False
     """Whether objectives read the hidden states of earlier stages."""
     private: bool = False
-    """Whether the embedding is the first rank's own, because nobody else reads x0."""
+    """Whether the embedding is the first rank's own, because no other rank reads x0."""
     crossing: bool = False
     """Whether gradient crosses ranks, by a scan over bounded interfaces."""
 
@@ -95,16 +95,16 @@ class Layout:
         """The other ranks that want each port."""
         wanted: dict[EdgeOutput, set[int]] = {}
         for planned in self.plan.stages:
-            for port in self._heard(planned):
+            for port in self._inputs(planned):
                 if port.source >= 0 and self.owners[port.source] != self.owners[planned.index]:
                     wanted.setdefault(port, set()).add(self.owners[planned.index])
         return {port: tuple(sorted(ranks)) for port, ranks in wanted.items()}
 
-    def _heard(self, planned: PlannedStage) -> list[EdgeOutput]:
-        heard = [port for port, _ in planned.inputs]
+    def _inputs(self, planned: PlannedStage) -> list[EdgeOutput]:
+        inputs = [port for port, _ in planned.inputs]
         if self.with_prior:
-            heard += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
-        return heard
+            inputs += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
+        return inputs
 
     def incoming(self, stage: int, rank: int) -> list[EdgeOutput]:
         """What `rank` receives from a stage of another rank, in the order in which it is sent."""
@@ -122,8 +122,8 @@ class Layout:
 
     def embedding(self, stack: Stack) -> list[nn.Parameter]:
         """What learns and is no stage's own, where that is the first rank's alone."""
-        everybody = {id(p) for p in stage_parameters(stack, self.plan, range(len(self.owners)))}
-        return [p for p in stack.parameters() if p.requires_grad and id(p) not in everybody]
+        owned = {id(p) for p in stage_parameters(stack, self.plan, range(len(self.owners)))}
+        return [p for p in stack.parameters() if p.requires_grad and id(p) not in owned]
 
     def shared(self, stack: Stack) -> list[nn.Parameter]:
         """What several ranks use: all that is no stage's own, and heads that later ranks read too."""

@@ -282,7 +282,7 @@ class Receiver:
         while not self._closed and not self._ended:
             try:
                 group = self._join()
-            except RuntimeError:  # nobody there yet
+            except RuntimeError:  # the sender is not there yet
                 time.sleep(0.05)
                 continue
             if group is None:

@@ -1,4 +1,4 @@
-"""Training a run on several ranks: the task of one rank, and what a run's folder is to it.
+"""Training a run on several ranks: the task of one rank, and its view of the run's folder.
 
 Every rank builds the run's model whole, from its seed or from a checkpoint of any number of ranks, and then
 drops what is not its own. From then on it trains as one process does (`training/trainer.py`), with another
@@ -111,8 +111,8 @@ class RankTask(RunTask):
         super().__init__(RankRun.of(run, ranks), config, data)
         self.schedule = replace(self.schedule, save_seconds=0.0)  # clocks of ranks differ
         self.ranks = ranks
-        asked = objectives_of(self.plan, self.loop.objectives)
-        prior = any(objective.uses_prior for objective in asked)
+        objectives = objectives_of(self.plan, self.loop.objectives)
+        prior = any(objective.uses_prior for objective in objectives)
         self.layout = Layout.of(
             self.plan,
             ranks.config.stages,

@@ -1,4 +1,4 @@
-"""Regions of a bounded-interface model on ranks: exact gradients with one collective for the adjoints.
+"""Exact gradients of bounded-interface regions on ranks, with one collective for the adjoints.
 
 Statement ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Algorithms 1 and 2). Rank p has
 regions a..b. Forward, the message m (batch, n) goes from rank to rank. As soon as a rank has sent its own, it

@@ -1,4 +1,4 @@
-"""A run without what only training needs: its newest weights in bfloat16, and no optimizer.
+"""Export of a run for inference: its newest weights in bfloat16, without optimizer.
 
     python -m topograd.runs.export RUN TARGET
 

@@ -1,6 +1,6 @@
-"""A run is a folder: everything that a training left behind, readable by eye.
+"""The folder of a run.
 
-    config.toml      what was asked for; a folder without it is not a run
+    config.toml      the settings; a folder without it is not a run
     manifest.json    binds the files of the run, so that a foreign one is refused (`runs/manifest.py`)
     metrics.jsonl    one JSON object per line, appended as training goes
     checkpoints/     see `topograd.runs.checkpoint`
@@ -147,11 +147,11 @@ class Run(Workspace):
             ) from None
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        """Keep what the last training or evaluation found, with the weights that it is about."""
+        """Write the results of the last training or evaluation, with the digest of the weights."""
         self.manifest.bind(self.results_file.name, dump_json(dict(results), indent=2) + "\n")
 
     def read_results(self) -> dict[str, Any] | None:
-        """What was kept, if this run wrote it; None where there is nothing."""
+        """The stored results, if this run wrote them; None where there are none."""
         self.manifest.verify(self.results_file.name)
         results = read_json(self.results_file) if self.results_file.is_file() else None
         return results if isinstance(results, dict) else None
@@ -160,7 +160,7 @@ class Run(Workspace):
         """Whether a creation that was killed before its `config.toml` may have left this."""
         if entry in (self.checkpoints, self.figures):
             return not any(entry.iterdir())
-        begun = (self.folder / "manifest.json").exists()  # else a tokenizer.json is somebody's own
+        begun = (self.folder / "manifest.json").exists()  # else a tokenizer.json is not ours
         return (
             entry.name in ("lock", "manifest.json")
             or (begun and entry == self.tokenizer_file)

@@ -1,4 +1,4 @@
-"""The learning rate over a run: warmup, stable, warmdown.
+"""Learning-rate schedule: warmup, stable, warmdown.
 
 Statement. A run has N steps, t = 0, ..., N − 1. With W = warmup · N and D = warmdown · N (shares of the run,
 not rounded) the learning rate is multiplied by

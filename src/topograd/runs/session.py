@@ -1,4 +1,4 @@
-"""A run, opened: its settings, its model with a checkpoint's weights, its tokenizer, its held-out text.
+"""Loading a run: settings, model with a checkpoint's weights, tokenizer, held-out data.
 
 Nothing here trains: no optimizer is imported. What belongs to the run is verified on the way (`manifest.py`).
 """
@@ -53,7 +53,7 @@ class LoadedRun:
         return {}
 
     def once(self, key: object, read: Callable[[], T]) -> T:
-        """What `read` gives: read when it is first asked for, and kept as long as the run is open."""
+        """What `read` gives: read at the first call, and kept while the run is open."""
         if key not in self.remembered:
             self.remembered[key] = read()
         found: T = self.remembered[key]
@@ -68,8 +68,7 @@ class LoadedTextRun(LoadedRun):
 
 
 def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
-    """The run in `folder` with its newest checkpoint, or the one called `name`; one on pictures is
-    refused."""
+    """The text run in `folder` with its newest checkpoint, or the one called `name`."""
     run = Run.open(folder)
     if read_settings(run).model.task == "images":
         raise RunError(
@@ -114,7 +113,7 @@ def read_tokenizer(run: Run) -> Tokenizer:
 
 
 def bind_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write a run's tokenizer; an imported model's comes with what it says of special tokens and chats."""
+    """Write a run's tokenizer; an imported one has special tokens and a chat template too."""
     for name, content in tokenizer.files().items():
         run.manifest.bind(name, content)
 
@@ -205,7 +204,7 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
 
 
 def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:
-    """The pictures of the settings, and the settings with their true size, classes, mean and spread."""
+    """The images of the settings, and the settings with their true size, classes, mean and spread."""
     assert config.data is not None, "settings of images have data"
     data = read_images(config.data)
     mean, std = data.statistics()
@@ -226,7 +225,7 @@ def image_spec(config: TrainConfig) -> ImageConfig:
 
 
 def heldout_images(opened: LoadedRun, data: Path | str | None = None, most: int | None = None) -> ImageSet:
-    """The held-out pictures of a run on images, or those of another folder."""
+    """The held-out images of a run on images, or those of another folder."""
     images = image_spec(opened.config)
     assert opened.config.data is not None, "settings of images have data"
     found = read_test_images(opened.config.data if data is None else data, images.shape, images.classes)

@@ -1,9 +1,9 @@
-"""The space that a Pareto study looks through: partitions of a stack, and settings of the topology.
+"""The search space of a Pareto study: partitions of a stack, and settings of the topology.
 
 A candidate is a partition and a value for each setting, such as {"heads": "per-stage"}. A study sees it as
 L - 1 bits, one for each place where a boundary may be, and one category for each setting.
 
-    graph       chain: the parts are stages one behind the other; forest: each part is a branch from the input
+    graph       chain: the parts are stages in sequence; forest: each part is a branch from the input
     relay       what a stage makes of what it receives from the stage before
     source      what later stages receive beside it: none, embedding, or layer:N
     join        how that source is joined
@@ -12,8 +12,7 @@ L - 1 bits, one for each place where a boundary may be, and one category for eac
 
 What is mended. Bits that break a rule of the space: from the first layer on, a boundary that would leave a
 stage too short, or come after the last allowed one, is left out. Settings that have nothing to act on take
-their defaults: one stage has no graph, relay, source or join, and nobody to correct (residual); branches have
-no relay, source or join; without a source there is no join. So several proposals may mean one candidate,
+their defaults: one stage has no graph, relay, source, join or residual objective; branches have no relay, source or join; without a source there is no join. So several proposals may mean one candidate,
 and `key` tells.
 
 What is skipped. A source layer:N that no stage behind it would receive in addition: layer N lies in the last

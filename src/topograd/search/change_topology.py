@@ -1,4 +1,4 @@
-"""A partition that changes under a training: heads and optimizer state follow it.
+"""Change of the topology during training: heads and optimizer state are carried over.
 
 When a new partition replaces an old one, layers, embedding and shared head stay as they are, and so does
 their optimizer state. A stage's own head W_k starts from the old head whose stage ends nearest: the
@@ -59,7 +59,7 @@ def change_topology(task: RunTask, table: TopologyConfig, sources: Sequence[int]
 
 
 def carry_heads(stack: Stack, sources: Sequence[int]) -> Copies:
-    """Give stage k the head that stage `sources[k]` had; heads that nobody takes are dropped.
+    """Give stage k the head that stage `sources[k]` had; heads that no stage takes are dropped.
 
     A head that is taken once stays the same parameters; one that is taken again is copied. A stack whose
     stages share one head stays as it is.

@@ -1,4 +1,4 @@
-"""The cheapest partition when every stage has a cost of its own: constrained dynamic programming.
+"""The cheapest partition under a cost per stage, by constrained dynamic programming.
 
 Statement. With Q(a, b) the cost of a stage of layers a+1..b, the cheapest partition into m stages obeys
 

@@ -1,4 +1,4 @@
-"""Every configuration of a stack at once, and which of them are not dominated.
+"""Pareto fronts, and the closed-form properties of all compositions of a stack.
 
 Statement. A point p dominates q when p_i ≤ q_i for every objective i and p ≠ q: smaller is better. The front
 is what nothing dominates; equal points are all on it. The rank of a point is the number of fronts that must

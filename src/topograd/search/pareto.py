@@ -1,7 +1,7 @@
 """The Pareto front of trained configurations: a study that can be killed, resumed and shared.
 
 Statement. A study asks a sampler for candidates, trains each, and records its objectives. Training goes by
-rungs of s_1 < ... < s_R steps. At each rung but the last a candidate goes on only if it is among the best
+rungs of s_1 < ... < s_R steps. At each rung but the last a candidate continues only if it is among the best
 ⌈n/f⌉ of the n that have reached the rung, itself included; best is the lowest front, then the most room
 (`front.best_first`). That is asynchronous successive halving by steps, with fronts in place of one loss. The
 front is drawn from the candidates that reached s_R: those alone had the same budget.
@@ -10,8 +10,8 @@ What is kept where. The storage (SQLite in the study's folder, or any database b
 candidate: its values at each rung, and in the end its objectives. The folder has `trials/NUMBER/` for each
 trial, where `train` may keep checkpoints, and a lock that the working process holds.
 
-A study is of one space, some objectives and rungs, and whatever `base` says of the trainings; called again
-with others it is refused, because its numbers would not compare.
+A study is of one space, some objectives and rungs, and the settings in `base`; called again
+with others it raises, because its numbers would not compare.
 
 Resuming. A trial that was under way here and whose lock is free belonged to a process that died: it is taken
 up again before anything new is asked for. Rungs in the storage are not trained again; a rung that was under
@@ -25,7 +25,7 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 others, "Optuna: a next-generation hyperparameter optimization framework".
 Limits. Several machines share a study by URL, each with its own folder; a trial that died on one machine is
 resumed there only. The first candidates at a rung have few others to be compared with, so some that a full
-comparison would stop go on.
+comparison would stop continue.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _open(
 def _check_same(
     study: Study, config: ParetoConfig, objectives: Mapping[str, Direction], space: Space, base: str
 ) -> None:
-    """Write down what a new study is of; refuse to go on with one that is of something else."""
+    """Record the settings of a new study; raise ConfigError where a known one has others."""
     choices = {name: list(values) for name, values in space.choices.items()}
     about = {
         "objectives": dict(objectives),

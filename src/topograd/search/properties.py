@@ -1,11 +1,11 @@
-"""Properties by name: what a trained configuration is read for. Listing them needs no torch.
+"""Registry of properties of a trained configuration. Listing them needs no torch.
 
-A property is `function(trained) -> number or table`, with `trained` a `search.trained.Trained`: the stack,
+A property is `function(trained) -> number or table`, with `trained` a `search.measured.Trained`: the stack,
 its plan, held-out text, and readings that are made once (`trained.evaluation`, `trained.readings`). A name is
 one of those below, or `package.module:attribute` of your own. Numbers can be objectives of a Pareto study
 (`topograd search pareto --objectives`) and columns of a choice (`topograd search choose --properties`).
 
-A study makes an objective small unless the table below says "more"; `max:NAME` and `min:NAME` say it for any.
+A study makes an objective small unless it is in MORE; `max:NAME` and `min:NAME` set the direction of any.
 """
 
 from __future__ import annotations

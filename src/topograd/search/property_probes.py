@@ -1,4 +1,4 @@
-"""Short probes that train a copy: what a stage can learn alone, and what its learning disturbs.
+"""Short training probes on a copy: what a stage learns alone, and what that disturbs.
 
 Statement. θ the weights of a trained configuration, k its last stage with a loss (with the stages that only
 serve it: the body of a private decoder, the regions before the last), T new text:
@@ -84,8 +84,8 @@ class Specialist:
 def backwards(text: Text) -> Text:
     """The same text with every row read from its end; the targets are the same tokens."""
     inputs, targets = text.inputs.clone(), torch.full_like(text.targets, -100)
-    for row, said in enumerate(text.targets):
-        turned = said[said != -100].flip(0)
+    for row, targets in enumerate(text.targets):
+        turned = targets[targets != -100].flip(0)
         targets[row, : len(turned)] = turned
         inputs[row, 1 : len(turned)] = turned[:-1]
         inputs[row, max(len(turned), 1) :] = inputs[row, 0]
@@ -206,7 +206,7 @@ def _detached(stage: Stage, unit: set[int]) -> Stage:
 
 
 def _open(stage: Stage) -> Stage:
-    """The stage, with all gradient to what it hears."""
+    """The stage, with all gradient to its inputs."""
     return replace(stage, sources=tuple(replace(e, grad_scale=1.0) for e in stage.sources))
 
 

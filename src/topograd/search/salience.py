@@ -1,4 +1,4 @@
-"""Which boundaries of a partition press to be merged, split or moved: one validation pass.
+"""Salience of boundaries: which to merge, split or move, from one validation pass.
 
 Statement. Let z_i be the logits of h_i, the hidden state after layer i, by the head of the stage that ends
 nearest. The prediction of a partition π' under relaxed boundaries is the Log-OP of the layers, weighed by
@@ -55,7 +55,7 @@ from topograd.training.evaluation import BINS, RANK_TOKENS, activation_rank, cal
 
 @dataclass(frozen=True)
 class Measured:
-    """What one pass says of a partition and of its neighbours."""
+    """The readings of a partition and of its neighbours, from one pass."""
 
     composition: Composition
     bpb: Mapping[Composition, float]

@@ -8,7 +8,7 @@ moved. Then
     stochastic    a neighbour drawn at random replaces π with probability min(1, exp(-(J' - J)/T))
 
 Layers, optimizer state and the shared head stay; heads of new stages start from the nearest old head
-(`carry.py`). Nothing is retrained from the start, and the learning-rate schedule goes on.
+(`change_topology.py`). Nothing is retrained from the start, and the learning-rate schedule continues.
 
 Symbols. N `every`, d_min `min_depth`, K `stages`, T `temperature` in bits per byte. Cost: a step of the
 partition at each step; a pass over `eval_bytes` of held-out text every N steps.
@@ -96,7 +96,7 @@ def choose(
     config: SurgeryConfig,
     generator: np.random.Generator,
 ) -> Composition:
-    """The partition to go on with, from J of `here` and of its neighbours."""
+    """The partition to continue with, from J of `here` and of its neighbours."""
     others = [pi for pi in scores if pi != here]
     if not others:
         return here
@@ -163,7 +163,7 @@ class SurgeryTask(RunTask):
             self.run.log({"kind": "operation", **done.as_dict()})
 
     def operate(self, step: int) -> Operation:
-        """Measure, choose, and go on with what was chosen."""
+        """Measure, choose, and apply the choice."""
         here, config = partition_of(self.config), self.config.search.surgery
         near = neighbours(here, config.min_depth, config.stages)
         found = measure(self.stack, here, near, self.text)
@@ -199,7 +199,7 @@ def _operation(
 
 
 def surgery_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of a surgery run says of its boundaries."""
+    """The boundaries in a checkpoint of a surgery run."""
     return {
         "partition": list(partition_of(config).parts),
         "operations": extra["search"]["operations"],

@@ -1,4 +1,4 @@
-"""The utility J: what a configuration is worth to somebody, as one number to be made small.
+"""The utility J of a configuration, one number to be minimised.
 
 Statement.
 

@@ -1,4 +1,4 @@
-"""A stage added to a frozen base: the base stays where it is, the specialist is a small folder of its own.
+"""Specialists attached to a frozen base, each an adapter in a folder of its own.
 
     attached = attach(open_session("runs/base"), [open_specialist("runs/chat"), ...])
 
@@ -14,7 +14,7 @@ Layers have absolute indices: whatever alternates by layer is counted on from th
 specialist alike, so that one can be attached alone or beside others (appendix D.1). Specialists stand beside
 one another, each behind the base; how they predict together is `composition.py`.
 
-A specialist's folder is a adapter (`runs/adapter.py`): its tensors and the hash of its base, nothing of the
+The folder is an adapter (`runs/adapter.py`): its tensors and the hash of its base, nothing of the
 base itself. Parameters: about 12 width² a layer, and r (vocab + width) or vocab · width for the head.
 Limits: stacks with `append_layers` and a `Head` (GPT with any mixer, imported transformers).
 """
@@ -159,7 +159,7 @@ def open_specialist(folder: Path | str) -> Adapter:
 
 
 def attach(base: LoadedTextRun, specialists: Sequence[Adapter] | Mapping[str, Adapter]) -> Attached:
-    """The specialists on their base; those of another base are refused by name. Names default to folders'."""
+    """The specialists on their base; those of another base raise RunError. Names default to folders'."""
     named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
     if len(named) > MAX_SPECIALISTS:
         raise ConfigError(

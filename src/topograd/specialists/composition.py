@@ -1,4 +1,4 @@
-"""Several specialists at once: which are active and with what weight, and the plan that predicts so.
+"""Composition of specialists by weights, as a plan.
 
     z = z_base + Σ_s w_s (z_s - z_base)                                             deltas, the default
     z = z_base + Σ_s w_s z_s                                                        sum

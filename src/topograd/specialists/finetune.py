@@ -1,4 +1,4 @@
-"""Training a specialist: its own stage and head on new text, the base frozen, and proof that it did not move.
+"""Fine-tuning of a specialist: its stage and head on new text, with the base frozen and verified.
 
     trainer = FineTuning.start("runs/chat", FineTune(data="chat.jsonl", steps=200))    # or FineTuning.resume
     trainer.train()["base_max_abs_logit_delta"]                                        # 0.0
@@ -92,8 +92,8 @@ class FineTuning(Task):
         self.average = AveragedWeights(self.part, settings.average) if settings.average else None
         if self.average is not None:
             self.optimizers["average"] = self.average
-        asked = settings.tasks
-        tasks = None if asked is None else ZeroShot(self.session, asked, settings.task_items)
+        folder = settings.tasks
+        tasks = None if folder is None else ZeroShot(self.session, folder, settings.task_items)
         self.preservation = Preservation(self.session, tasks)
         self.reading: tuple[int, Reading] | None = None
         """The last reading of the base, and its step."""

@@ -1,4 +1,4 @@
-"""Specialists at work: one base in memory, any set of them switched on for each request.
+"""Generation with specialists: one base in memory, any set of them per request.
 
     pool = SpecialistPool.open("runs/base", {"chat": "runs/chat", "facts": "runs/facts"})
     pool.model({"chat": 1.0}).generate("Hello", tokens=32)             # a `Model` like any other
@@ -143,7 +143,7 @@ class ComposedModel(Model):
         depth: str | None = None,
         **settings: object,
     ) -> Generated:
-        """As `Model.generate`; the base's calibration says nothing of a composition, so full depth."""
+        """As `Model.generate`; a composition has no calibration, so full depth."""
         if depth is not None and depth.startswith("wand"):
             raise ConfigError(
                 "wand is calibrated for a base alone",
@@ -224,16 +224,16 @@ def open_composed(
 
 def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
     """Specialists as users write them, opened, and their weights; both by the names of the folders."""
-    asked = parse_specialists(specialists)
-    opened = {Path(folder).resolve().name: open_specialist(folder) for folder in asked}
-    if len(opened) < len(asked):
+    given = parse_specialists(specialists)
+    opened = {Path(folder).resolve().name: open_specialist(folder) for folder in given}
+    if len(opened) < len(given):
         raise ConfigError(
             f"specialists {specialists!r} has two folders of one name",
             setting="specialists",
             given=specialists,
             remedy="rename one",
         )
-    return opened, dict(zip(opened, asked.values(), strict=True))
+    return opened, dict(zip(opened, given.values(), strict=True))
 
 
 def _open_base(folder: Path, adapters: Sequence[Adapter]) -> LoadedTextRun:

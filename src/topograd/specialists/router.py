@@ -1,4 +1,4 @@
-"""A learned router: which specialist a text wants, from the base's own state ("Product of Experts" §10.2).
+"""A learned router over specialists, from the base's hidden state ("Product of Experts" §10.2).
 
     x = mean over the read positions of norm(h_base)     p = softmax(MLP(x)) over base and specialists
 
@@ -12,7 +12,7 @@ On rows that it was not trained on, beside always the base, always each speciali
 The hidden state is normalised, and position 0 is left out: in imported models it is thousands of times
 longer.
 
-A router is a adapter of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
+A router is an adapter of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
 prompt. Cost: the base reads the prompt once more, and two small products. Limits: it chooses once for a
 request, not for each token.
 """
@@ -119,7 +119,7 @@ def train_router(
 ) -> tuple[Router, dict[str, Any]]:
     """A router for what is attached, trained on every second row of the texts and judged on the others.
 
-    With a `work` folder a call that was stopped goes on where it was.
+    With a `work` folder a call that was stopped is resumed.
     """
     if not attached.stages:
         raise ConfigError(setting="specialists", given=[], allowed="at least one, for a router to choose")
@@ -170,7 +170,7 @@ def save_router(
     router: Router,
     found: Mapping[str, Any],
 ) -> Adapter:
-    """Write a router as a adapter that names its specialists."""
+    """Write a router as an adapter that names its specialists."""
     settings = {
         "peft_type": "TOPOGRAD_ROUTER",
         "specialists": {name: adapters[name].digest for name in attached.stages},

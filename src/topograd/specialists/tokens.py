@@ -1,4 +1,4 @@
-"""New tokens on a frozen base: special tokens that a specialist adds, each begun from related ones.
+"""New special tokens on a frozen base, initialised from related ones.
 
 A base whose vocabulary has V tokens gets the ids V, V + 1, ...: every table that is indexed by tokens (the
 embedding, the smear, value embeddings) and the shared head have one more row for each, the mean of the rows

@@ -1,11 +1,11 @@
-"""Reading a network on held-out pictures: how often each exit is right, how sure it is, what waiting costs.
+"""Evaluation on images: accuracy, loss, calibration and early exits.
 
-    accuracy   share of pictures whose largest logit is the label's: of the model (`Plan.prediction`), of
+    accuracy   share of images whose largest logit is the label's: of the model (`Plan.prediction`), of
                each exit, of each stage alone, and of three ways of pooling
     loss       mean cross-entropy of the same, nats
     ECE, r_eff, U_k    as `training/evaluation.py` has them; r_eff of the features that a stage's head reads
 
-`exit_curve` is early exit by confidence ("Product of Experts" §5.3): a picture leaves at the first stage
+`exit_curve` is early exit by confidence ("Product of Experts" §5.3): an image leaves at the first stage
 whose largest probability reaches a threshold, else at the last; accuracy against the mean share of layers
 that ran.
 
@@ -64,7 +64,7 @@ class Exits:
     accuracy: float
     depth: float
     leaving: list[float]
-    """The share of pictures that leaves at each exit."""
+    """The share of images that leaves at each exit."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,20 @@ class ImageEvaluation:
 
 @dataclass(frozen=True)
 class ImageLogits:
-    """Logits of every picture: of each predicting stage alone, of each exit, and of the model."""
+    """Logits of every image: of each predicting stage alone, of each exit, and of the model."""
 
     alone: list[Tensor]
     exits: list[Tensor]
     full: Tensor
     features: list[Tensor]
-    """Of the first pictures, what each stage's head reads."""
+    """Of the first images, what each stage's head reads."""
 
 
 @torch.no_grad()
 def image_logits(
     stack: Stack, plan: Plan, images: Tensor, on_batch: Callable[[int, int], None] | None = None
 ) -> ImageLogits:
-    """Everything that a plan says of some pictures (N, channels, height, width), in eval mode."""
+    """All logits of a plan for images (N, channels, height, width), in eval mode."""
     stages = plan.predicting()
     device = next(stack.parameters()).device
     path = Predictor(stack, plan) if plan.prediction.path is not None else None
@@ -137,21 +137,21 @@ def image_logits(
 
 
 def evaluate_images(
-    stack: Stack, plan: Plan, pictures: ImageSet, on_batch: Callable[[int, int], None] | None = None
+    stack: Stack, plan: Plan, data: ImageSet, on_batch: Callable[[int, int], None] | None = None
 ) -> ImageEvaluation:
-    """Every reading of this module. `on_batch` is called with the pictures that are done, and of how many."""
-    found, labels = image_logits(stack, plan, pictures.images, on_batch), pictures.labels
-    running = [_loss(pool(found.alone[: k + 1], "sum"), labels) for k in range(len(found.alone))]
-    bins = [confidence_bins(z, labels) for z in found.exits]
+    """Every reading of this module. `on_batch` is called with the images that are done, and of how many."""
+    logits, labels = image_logits(stack, plan, data.images, on_batch), data.labels
+    running = [_loss(pool(logits.alone[: k + 1], "sum"), labels) for k in range(len(logits.alone))]
+    bins = [confidence_bins(z, labels) for z in logits.exits]
     return ImageEvaluation(
-        accuracy=_by_prediction(found, labels, accuracy),
-        loss=_by_prediction(found, labels, _loss),
+        accuracy=_by_prediction(logits, labels, accuracy),
+        loss=_by_prediction(logits, labels, _loss),
         ece=[calibration_error(table) for table in bins],
         reliability=[reliability(table) for table in bins],
-        effective_rank=[activation_rank(f[:RANK_TOKENS]) for f in found.features],
+        effective_rank=[activation_rank(f[:RANK_TOKENS]) for f in logits.features],
         usefulness=[None, *(before - after for before, after in itertools.pairwise(running))],
-        exits=exit_curve(plan, found.exits, labels),
-        images=len(pictures),
+        exits=exit_curve(plan, logits.exits, labels),
+        images=len(data),
     )
 
 
@@ -179,7 +179,7 @@ def exit_curve(
 
 
 def leaving_stage(confidences: Tensor, threshold: float) -> Tensor:
-    """The exit (N,) at which each picture leaves, from the confidences (exits, N)."""
+    """The exit (N,) at which each image leaves, from the confidences (exits, N)."""
     sure = confidences >= threshold
     sure[-1] = True
     return sure.double().argmax(0)
@@ -196,13 +196,13 @@ def _depths(plan: Plan) -> Tensor:
 
 
 def _by_prediction(
-    found: ImageLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
+    logits: ImageLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
 ) -> ByPrediction:
-    stages = [measure(z, labels) for z in found.alone]
-    pooled = {how: measure(pool(found.alone, how), labels) for how in POOLINGS}
+    stages = [measure(z, labels) for z in logits.alone]
+    pooled = {how: measure(pool(logits.alone, how), labels) for how in POOLINGS}
     return ByPrediction(
-        prediction=measure(found.full, labels),
-        prefix=[measure(z, labels) for z in found.exits],
+        prediction=measure(logits.full, labels),
+        prefix=[measure(z, labels) for z in logits.exits],
         stages=stages,
         last=stages[-1],
         **pooled,

@@ -1,4 +1,4 @@
-"""ImageSet to look at: those that each stage gets right and wrong, and those that leave at each exit.
+"""Example images for reports: right and wrong at each stage, and leaving at each exit.
 
 Plain records, for reports. Chosen so that they say something: what a stage is surest of and wrong about, what
 it gets right and the stage before it got wrong, and what leaves at an exit, the least sure first.
@@ -16,20 +16,20 @@ from topograd.runs.session import LoadedRun, heldout_images
 from topograd.training.image_evaluation import image_logits, leaving_stage
 
 THRESHOLD = 0.9
-"""The confidence at which a picture leaves."""
-MOST = 2000
-"""ImageSet that are looked through."""
+"""The confidence at which an image leaves."""
+MAX_IMAGES = 2000
+"""Images that are looked through."""
 SHOWN = 10
-"""ImageSet of each kind."""
+"""Images of each kind."""
 
 
-def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MOST) -> dict[str, Any]:
-    """For each exit: pictures that it gets right, that it gets wrong, and that leave there at `threshold`."""
-    pictures = heldout_images(opened, most=most)
-    exits = image_logits(opened.stack, opened.plan, pictures.images).exits
+def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MAX_IMAGES) -> dict[str, Any]:
+    """For each exit: images that it gets right, that it gets wrong, and that leave there at `threshold`."""
+    data = heldout_images(opened, most=most)
+    exits = image_logits(opened.stack, opened.plan, data.images).exits
     confidence = torch.stack([z.softmax(-1).amax(-1) for z in exits])
     guess = torch.stack([z.argmax(-1) for z in exits])
-    right = guess == pictures.labels
+    right = guess == data.labels
     leaves = leaving_stage(confidence.clone(), threshold)
     stages = []
     for k in range(len(exits)):
@@ -39,7 +39,7 @@ def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MOST) 
             "wrong": _order(~right[k], -confidence[k]),
             "leaving": _order(leaves == k, confidence[k]),
         }
-        shown = {name: _records(pictures, rows, guess[k], confidence[k]) for name, rows in kinds.items()}
+        shown = {name: _records(data, rows, guess[k], confidence[k]) for name, rows in kinds.items()}
         leaving = leaves == k
         stages.append(
             {
@@ -50,7 +50,7 @@ def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MOST) 
                 "accuracy_of_leaving": right[k][leaving].double().mean().item() if leaving.any() else None,
             }
         )
-    return {"threshold": threshold, "looked_through": len(pictures), "stages": stages}
+    return {"threshold": threshold, "looked_through": len(data), "stages": stages}
 
 
 def _order(chosen: Tensor, by: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ def _order(chosen: Tensor, by: Tensor) -> Tensor:
     return rows[by[rows].argsort()][:SHOWN]
 
 
-def _records(pictures: ImageSet, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
+def _records(data: ImageSet, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
     return [
         {
-            "pixels": pictures.images[i].tolist(),
-            "label": int(pictures.labels[i]),
+            "pixels": data.images[i].tolist(),
+            "label": int(data.labels[i]),
             "guess": int(guess[i]),
             "confidence": float(confidence[i]),
         }

@@ -1,4 +1,4 @@
-"""Which optimizer takes which parameter, and at what rate.
+"""Optimizers by parameter group, and their learning rates.
 
 | group      | parameters                                 | muon+adamw | adamw | sgd | ddc-adam | ddc-muon |
 |------------|--------------------------------------------|------------|-------|-----|----------|----------|
@@ -78,7 +78,7 @@ class OptimizerSet:
         return cls({"optimizer": optimizer}, {})
 
     def set_rates(self, step: int, steps: int) -> None:
-        """Every group's rate becomes its peak times what its schedule says at `step` of `steps`."""
+        """Every group's rate becomes its peak times its schedule at `step` of `steps`."""
         for name, schedule in self.schedules.items():
             multiplier = schedule.multiplier(step, steps)
             for group in self.optimizers[name].param_groups:

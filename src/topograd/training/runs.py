@@ -1,4 +1,4 @@
-"""Runs as tasks of the trainer, and how one is started in a new folder or resumed.
+"""Run tasks of the trainer: starting a run in a new folder, and resuming one.
 
 A task of a run has batches of its text or images, a step of its loop and its evaluation. A search of
 boundaries, stages on several ranks and independent stages are runs that override the public hooks below.
@@ -301,7 +301,7 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
 
 
 def _load(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[TrainConfig, Data]:
-    """What the settings train on, and the settings with what it says of itself."""
+    """The data of the settings, and the settings with its vocabulary or shape."""
     return load_images(config) if config.model.task == "images" else load_data(config, tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""One step of training, for everybody who trains: gradients, checks, clipping, the optimizers' step.
+"""One training step: gradients, checks, clipping, the optimizers' step.
 
 What is done per group. Stages between which gradient passes are a group (`Plan.groups`). Where there are
 several, no gradient couples them, so nothing else shall: each group's gradient is clipped by its own norm,
@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor] | StateBatch
 
 @dataclass(frozen=True)
 class Step:
-    """What a step found."""
+    """The results of a step."""
 
     losses: Tensor
     """Of each stage, on the CPU; nan for a stage without one."""
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass
 class StepRunner:
-    """A model, its optimizers, and what is to be watched."""
+    """A model, its optimizers, and the settings of a step."""
 
     stack: Stack
     optimizers: OptimizerSet
@@ -197,8 +197,8 @@ class StepRunner:
             return [learning]
         own = [{id(p) for p in stage_parameters(self.stack, plan, group)} for group in groups]
         parts = [[p for p in learning if id(p) in ids] for ids in own]
-        everybody = set().union(*own)
-        return [*parts, [p for p in learning if id(p) not in everybody]]
+        owned = set().union(*own)
+        return [*parts, [p for p in learning if id(p) not in owned]]
 
     def _broken(self, plan: Plan, losses: Tensor, norms: Sequence[float]) -> list[int]:
         """The stages of the first groups whose loss or gradient is not finite: none before them broke.
