@@ -81,7 +81,7 @@ def test_a_stopped_training_goes_on(straight: Run, call: Call, spec: Path, chat:
         (["generate", "BASE", "--specialists", "SPEC", "--depth", "wand"], "wand is calibrated"),
         (["generate", "BASE", "--router", "SPEC"], "--specialists is not given; give A,B"),
         (["generate", "BASE", "--specialists", "SPEC", "--router", "SPEC"], "and a router is wanted"),
-        (["generate", "BASE", "--specialists", "SPEC*0.5", "--router", "SPEC"], "have weights, and a router"),
+        (["generate", "BASE", "--specialists", "SPEC*0.5", "--router", "SPEC"], "has weights, and a router"),
         (["finetune", "SPEC", "--data", "CHAT", "--tasks", "nowhere"], "nowhere is no folder"),
         (["finetune", "SPEC", "--data", "CHAT", "--task-items", "0"], "--task-items is 0"),
     ],

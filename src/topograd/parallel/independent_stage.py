@@ -12,10 +12,9 @@ with its own folder, log and checkpoints, and one link to each neighbour (`link.
 With lost = "wait" and a buffer that covers the outage, every stage's losses are those of a run without a
 fault, bit for bit. A stage that was away longer continues with the oldest kept step, and logs the gap.
 
-What must hold, else ConfigError is raised: a chain without gradient between stages; a head of its own for every
-stage (heads = "own"); an embedding that only the first stage reads and trains (bus = "detached", and no x0
-blended in by later layers). That nothing else is read is tried: the stage runs on an x0 of NaN.
-"""
+What must hold, else ConfigError is raised: a chain without gradient between stages; a head of its own for
+every stage (heads = "own"); an embedding that only the first stage reads and trains (bus = "detached", and no
+x0 blended in by later layers). That nothing else is read is tried: the stage runs on an x0 of NaN."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from topograd.errors import ParallelError
 from topograd.exec.forward import run_stage
 from topograd.exec.train_step import output_port
+from topograd.nn.interface import SegmentRelay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
+from topograd.topology.plan import EdgeOutput, Plan
 from topograd.training.optimizers import stage_parameters
 
 
@@ -95,16 +96,13 @@ class Layout:
         """The other ranks that want each port."""
         wanted: dict[EdgeOutput, set[int]] = {}
         for planned in self.plan.stages:
-            for port in self._inputs(planned):
+            inputs = [port for port, _ in planned.inputs]
+            if self.with_prior:
+                inputs += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
+            for port in inputs:
                 if port.source >= 0 and self.owners[port.source] != self.owners[planned.index]:
                     wanted.setdefault(port, set()).add(self.owners[planned.index])
         return {port: tuple(sorted(ranks)) for port, ranks in wanted.items()}
-
-    def _inputs(self, planned: PlannedStage) -> list[EdgeOutput]:
-        inputs = [port for port, _ in planned.inputs]
-        if self.with_prior:
-            inputs += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
-        return inputs
 
     def incoming(self, stage: int, rank: int) -> list[EdgeOutput]:
         """What `rank` receives from a stage of another rank, in the order in which it is sent."""
@@ -131,29 +129,18 @@ class Layout:
         for rank in range(self.ranks):
             for p in stage_parameters(stack, self.plan, self.stages_of(rank)):
                 users.setdefault(id(p), set()).add(rank)
-            for k in self._read_heads(rank):
-                for p in stack.head_parameters(self.plan.stages[k].head):
+            last = max(self.stages_of(rank)) if self.with_prior and self.ranks > 1 else -1
+            for k in self.plan.predicting():
+                for p in stack.head_parameters(self.plan.stages[k].head) if k <= last else ():
                     users.setdefault(id(p), set()).add(rank)
-            for port in self._sent_through(stack, rank):
-                for p in stack.learned_relays()[port.relay].parameters():
+            for port in [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]:
+                relay = stack.learned_relays().get(port.relay)
+                # a bounded interface computes at the sending end too
+                for p in relay.parameters() if isinstance(relay, SegmentRelay) else ():
                     users.setdefault(id(p), set()).add(rank)
         private = {id(p) for p in self.embedding(stack)} if self.private else set()
-        found = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
-        return [p for p in found if id(p) not in private]
-
-    def _read_heads(self, rank: int) -> list[int]:
-        if not self.with_prior or self.ranks < 2:
-            return []
-        last = max(self.stages_of(rank))
-        return [k for k in self.plan.predicting() if k <= last]
-
-    def _sent_through(self, stack: Stack, rank: int) -> list[EdgeOutput]:
-        """Ports whose relay does something of its own at the sending end: bounded interfaces."""
-        from topograd.nn.interface import SegmentRelay
-
-        own = stack.learned_relays()
-        sends = [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]
-        return [port for port in sends if isinstance(own.get(port.relay), SegmentRelay)]
+        several = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
+        return [p for p in several if id(p) not in private]
 
     def names(self, stack: Stack, rank: int) -> list[str]:
         """The state that `rank` alone keeps, by name: its parameters, and the buffers of its layers."""

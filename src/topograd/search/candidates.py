@@ -12,8 +12,9 @@ L - 1 bits, one for each place where a boundary may be, and one category for eac
 
 What is mended. Bits that break a rule of the space: from the first layer on, a boundary that would leave a
 stage too short, or come after the last allowed one, is left out. Settings that have nothing to act on take
-their defaults: one stage has no graph, relay, source, join or residual objective; branches have no relay, source or join; without a source there is no join. So several proposals may mean one candidate,
-and `key` tells.
+their defaults: one stage has no graph, relay, source, join or residual objective; branches have no relay,
+source or join; without a source there is no join. So several proposals may mean one candidate, and `key`
+tells.
 
 What is skipped. A source layer:N that no stage behind it would receive in addition: layer N lies in the last
 stage, or is what the only later stage receives anyway. Such a proposal is no candidate.

@@ -142,7 +142,7 @@ def _checked_costs(costs: Costs, layers: int, counts: range, min_depth: int) -> 
                 missing.append((a, b))
     if missing:
         a, b = missing[0]
-        more = f" and of {len(missing) - 1} more intervals" if len(missing) > 1 else ""
+        more = f" and {len(missing) - 1} more intervals" if len(missing) > 1 else ""
         raise ConfigError(
             f'costs has no "{a},{b}"{more}', setting="costs", remedy="give a cost for every possible stage"
         )

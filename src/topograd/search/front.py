@@ -151,7 +151,7 @@ def _sieve(points: Numbers) -> NDArray[np.bool_]:
     Objectives are first replaced by their ranks, so that no scale counts and sums are exact. A point of least
     sum among those left is undominated: whatever dominates it has a smaller sum and would have been met.
     """
-    ranks = np.stack([_dense_ranks(column) for column in points.T])
+    ranks = np.stack([np.unique(column, return_inverse=True)[1] for column in points.T])
     left = np.argsort(ranks.sum(0), kind="stable")
     columns = ranks[:, left]
     kept = np.zeros(len(points), dtype=bool)
@@ -163,15 +163,6 @@ def _sieve(points: Numbers) -> NDArray[np.bool_]:
         kept[left[equal]] = True
         left, columns = left[better], columns[:, better]
     return kept
-
-
-def _dense_ranks(column: Numbers) -> NDArray[np.int64]:
-    """For each entry the number of distinct smaller ones."""
-    order = np.argsort(column)
-    ordered = column[order]
-    ranks = np.empty(len(column), dtype=np.int64)
-    ranks[order] = np.cumsum(np.concatenate(([0], ordered[1:] > ordered[:-1])))
-    return ranks
 
 
 def _checked(points: Any) -> Numbers:

@@ -87,10 +87,14 @@ def explore(
     `base` stands for the settings that all trainings share.
     """
     study = _open(folder, config, objectives, space, base)
-    for number in _left_behind(study, folder):
+    import optuna
+
+    running = [t for t in _tried(study) if not t.state.is_finished()]
+    for number in [t.number for t in running if t.user_attrs.get("home") == _home(folder)]:
         with ExitStack() as stack:
-            if _claim(stack, folder, number) and not _frozen(study, number).state.is_finished():
-                _run_trial(study, _again(study, number), objectives, train, folder, config)
+            if _claim(stack, folder, number) and not (t := _frozen(study, number)).state.is_finished():
+                trial = optuna.trial.Trial(study, t._trial_id)
+                _run_trial(study, trial, objectives, train, folder, config)
     wanted = min(config.trials, space.size)
     while len(_tried(study)) < wanted:
         with ExitStack() as stack:
@@ -338,18 +342,6 @@ def _reached(trial: FrozenTrial) -> dict[int, list[float]]:
 
 def _frozen(study: Study, number: int) -> FrozenTrial:
     return study.get_trials(deepcopy=False)[number]
-
-
-def _again(study: Study, number: int) -> Trial:
-    from optuna.trial import Trial
-
-    return Trial(study, _frozen(study, number)._trial_id)
-
-
-def _left_behind(study: Study, folder: Path) -> list[int]:
-    """Trials of this folder that are still marked as running."""
-    home = _home(folder)
-    return [t.number for t in _tried(study) if not t.state.is_finished() and t.user_attrs.get("home") == home]
 
 
 def _home(folder: Path) -> str:

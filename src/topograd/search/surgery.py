@@ -38,7 +38,7 @@ from topograd.runs.folder import Run
 from topograd.runs.search_config import SurgeryConfig
 from topograd.search.change_topology import change_topology, check_searchable, nearest_heads
 from topograd.search.dynamic import stage_counts
-from topograd.search.salience import Costs, Measured, measure, merge_pressures, split_pressures, terms
+from topograd.search.salience import Costs, measure, merge_pressures, split_pressures, terms
 from topograd.search.utility import deployment, utility
 from topograd.topology.composition import Composition
 from topograd.training.runs import RunTask
@@ -166,15 +166,17 @@ class SurgeryTask(RunTask):
         """Measure, choose, and apply the choice."""
         here, config = partition_of(self.config), self.config.search.surgery
         near = neighbours(here, config.min_depth, config.stages)
-        found = measure(self.stack, here, near, self.text)
+        measured = measure(self.stack, here, near, self.text)
         costs = self._costs()
-        scores = {pi: utility(terms(found, pi, costs), costs.weights) for pi in found.bpb}
+        scores = {pi: utility(terms(measured, pi, costs), costs.weights) for pi in measured.bpb}
         generator = np.random.default_rng([self.config.seed, step])
         after = choose(here, scores, config, generator)
         if after != here:
             table = replace(self.config.topology, partition=str(after))
             change_topology(self, table, nearest_heads(here, after))
-        return _operation(step, found, costs, scores, after)
+        merge, split = merge_pressures(measured, costs), split_pressures(measured, costs)
+        gain = scores[here] - scores[after]
+        return Operation(step, here, after, scores[here], gain, merge, split, tuple(measured.usefulness))
 
     def _costs(self) -> Costs:
         model, config = self.config.model, self.config.search.surgery
@@ -187,15 +189,6 @@ class SurgeryTask(RunTask):
             min_depth=config.min_depth,
             floor=config.floor,
         )
-
-
-def _operation(
-    step: int, found: Measured, costs: Costs, scores: Mapping[Composition, float], after: Composition
-) -> Operation:
-    here = found.composition
-    merge, split = merge_pressures(found, costs), split_pressures(found, costs)
-    gain = scores[here] - scores[after]
-    return Operation(step, here, after, scores[here], gain, merge, split, tuple(found.usefulness))
 
 
 def surgery_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,11 @@ class SpecialistPool:
             name: given if isinstance(given, Adapter) else open_specialist(given)
             for name, given in specialists.items()
         }
-        session = base if isinstance(base, LoadedTextRun) else _open_base(Path(base), list(opened.values()))
+        if isinstance(base, LoadedTextRun):
+            session = base
+        else:  # at the checkpoint that the specialists belong to
+            first = next(iter(opened.values()), None)
+            session = open_session(base) if first is None else first.open_base(base)
         return cls(attach(session, opened), pool, runtime, weights)
 
     @property
@@ -234,8 +238,3 @@ def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
             remedy="rename one",
         )
     return opened, dict(zip(opened, given.values(), strict=True))
-
-
-def _open_base(folder: Path, adapters: Sequence[Adapter]) -> LoadedTextRun:
-    """The run at the checkpoint that the specialists are of; others are refused when they are attached."""
-    return adapters[0].open_base(folder) if adapters else open_session(folder)

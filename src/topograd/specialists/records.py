@@ -6,7 +6,8 @@
 
 A conversation is spelled by the base's own chat template, or by PLAIN_TEMPLATE where it has none. Its loss
 mask covers the assistant's messages and the token that ends each: the text before a message (ready for the
-answer) and the text up to its end are rendered, and the difference is learned. Of any text every token is learned.
+answer) and the text up to its end are rendered, and the difference is learned. Of any text every token is
+learned.
 
 Documents become rows by best-fit packing (`data/packing.py`); a position without a target has -100. Cost: one
 rendering for each message that is learned and one before it, 256 in a process.

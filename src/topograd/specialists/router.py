@@ -123,7 +123,11 @@ def train_router(
     """
     if not attached.stages:
         raise ConfigError(setting="specialists", given=[], allowed="at least one, for a router to choose")
-    parts = [_judged(attached, inputs, targets) for inputs, targets in texts]
+    parts = []
+    for inputs, targets in texts:
+        judged, counted = choice_losses(attached, inputs, targets)
+        half = max(inputs.shape[1] // 2, 1)
+        parts.append((features(attached, inputs[counted, :half]), judged[:, counted]))
     x, losses = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
     if len(x) < 4:
         raise ConfigError(
@@ -136,12 +140,6 @@ def train_router(
     router.scale.copy_(x[learning].std(0).clamp(min=1e-3))
     train_task(RouterTask(router, x[learning], losses[:, learning], seed), work)
     return router.requires_grad_(False), regret(router, x[~learning], losses[:, ~learning])
-
-
-def _judged(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    losses, counted = choice_losses(attached, inputs, targets)
-    half = max(inputs.shape[1] // 2, 1)
-    return features(attached, inputs[counted, :half]), losses[:, counted]
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
     trainer.train(on_step=GeometryLog(trainer.task, every=100))
 
-appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r by depth, effective ranks, the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r
-after the last layer.
+appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r by depth, effective ranks,
+the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r after the last layer.
 
 All records read the same held-out rows at the same r, `SHARE` of the rank that the stream's input has at the
 first of them: with other rows or another r each time, a model that does not change would seem to. r is kept

@@ -219,7 +219,8 @@ class Trainer(Generic[T]):
         with ExitStack() as stack:
             stack.enter_context(task.running(self.step))
             stack.enter_context(nullcontext() if self.workspace is None else self.workspace.lock())
-            self._check_unmodified()
+            if self.workspace is not None:
+                self.workspace.check_unmodified(self._known)
             interrupted = stack.enter_context(interrupts())
             task.prepare(self.step, on_rows)
             self._drop_future_checkpoints()
@@ -234,8 +235,10 @@ class Trainer(Generic[T]):
                 losses = self._one_step()
                 due = self._due(schedule.eval_every) or self.step == schedule.steps
                 reading = self._evaluate() if due else None
-                if self.step < last:
-                    self._save_if_due()
+                if self.step < last and self._due(schedule.save_every):
+                    self.save()
+                elif self.step < last and 0 < schedule.save_seconds <= time.monotonic() - self._saved:
+                    self.save(by_clock=True)
                 for callback in callbacks:
                     callback(self.step, schedule.steps, losses, reading)
             name = self.save()
@@ -272,18 +275,6 @@ class Trainer(Generic[T]):
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _save_if_due(self) -> None:
-        schedule = self.task.schedule
-        if self._due(schedule.save_every):
-            self.save()
-        elif 0 < schedule.save_seconds <= time.monotonic() - self._saved:
-            self.save(by_clock=True)
-
-    def _check_unmodified(self) -> None:
-        """Raise RunError where another process has trained since this trainer was made."""
-        if self.workspace is not None:
-            self.workspace.check_unmodified(self._known)
 
     def _drop_future_checkpoints(self) -> None:
         """Delete checkpoints, then records, of later steps. Safe to interrupt: the next resume repeats it."""
