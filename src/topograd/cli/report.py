@@ -88,7 +88,7 @@ def _images(asked: Report) -> int:
     """The report of a run on images, with pictures that its stages get right and wrong."""
     from topograd.report.images import write_image_report
     from topograd.runs.session import open_run
-    from topograd.training.image_examples import examples
+    from topograd.training.image_evaluation import examples
 
     _, data = _read(asked.folder)
     other = None if asked.against is None else _read(asked.against)[1]

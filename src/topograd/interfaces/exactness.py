@@ -56,19 +56,17 @@ def _is_exact(one: Visit, J: Tensor, way: Jacobian) -> bool:
     size = max(sizes)
     if not size < float("inf"):
         return False
-    if off <= torch.finfo(_coarsest(one.message_out)).eps ** 0.5 * size:
+    device = one.message_out.device.type
+    coarsest = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else one.message_out.dtype
+    )
+    if off <= torch.finfo(coarsest).eps ** 0.5 * size:
         return True
     layers = one.regions.plan.stages[one.region].layers
     raise StackError(
         f"the Jacobian of region {one.region + 1} (layers.{layers[0]} to layers.{layers[-1]}) is off by "
         f"{off / size:.1%} from the forward that ran: {_reason(one, way)}"
     )
-
-
-def _coarsest(message: Tensor) -> torch.dtype:
-    if torch.is_autocast_enabled(message.device.type):
-        return torch.get_autocast_dtype(message.device.type)
-    return message.dtype
 
 
 @torch.no_grad()

@@ -100,10 +100,7 @@ class Tape:
                 )
             if torch.is_autocast_enabled(ctx.x0.device.type):
                 raise StackError(
-                    "jacobian 'pullback' has no formula for bf16",
-                    setting="jacobian",
-                    given="pullback",
-                    remedy="use jacobian='loop', or leave bf16 out",
+                    setting="jacobian", given="pullback", allowed="another with bf16, such as loop"
                 )
             x0, rotary = ctx.x0.detach(), ctx.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)

@@ -52,10 +52,10 @@ class SetStore(FolderStore):
         problem = ""
         if self.ranks.first:
             problem = _tried(lambda: _begin(self.folder))
-        said = self.ranks.agree(problem, "beginning a checkpoint")
-        if not said:
-            said = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
-        if not said:
+        failure = self.ranks.agree(problem, "beginning a checkpoint")
+        if not failure:
+            failure = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
+        if not failure:
             problem = ""
             if self.ranks.first:
                 aliases = aliases_of({name: local(t) for name, t in model.state_dict().items()})
@@ -69,11 +69,11 @@ class SetStore(FolderStore):
                 self.ranks.tell(f"saved/{self.ranks.saves}", "")
             else:
                 self.ranks.follow(f"saved/{self.ranks.saves}", 0, "rank 0 finished a checkpoint")
-            said = self.ranks.agree(problem, "finishing a checkpoint")
-        if said:
+            failure = self.ranks.agree(problem, "finishing a checkpoint")
+        if failure:
             if self.ranks.first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"cannot save {target} ({said})", remedy="make room and resume")
+            raise CheckpointError(f"cannot save {target} ({failure})", remedy="make room and resume")
         return target.name
 
     def _write(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> str:

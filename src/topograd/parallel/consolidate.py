@@ -61,10 +61,10 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     stack, plan = build_stack(config)
     if len(plan.stages) != len(folders):
         raise ConfigError(
-            f"{len(folders)} folders were given and the last one's topology has {len(plan.stages)} stages",
+            f"{len(folders)} folders are given",
             setting="folders",
             given=len(folders),
-            remedy="give the folder of each stage, in order",
+            allowed=f"{len(plan.stages)}, one for each stage",
         )
     layout = Layout(plan, tuple(range(len(plan.stages))), private=True)
     optimizers = make_optimizers(stack, config.optimizer, plan).optimizers

@@ -41,11 +41,11 @@ from topograd.parallel.checkpoint_set import IndependentStageStore
 from topograd.parallel.layout import Layout, keep_own, reads_x0
 from topograd.parallel.link import Address, Arrived, Receiver, Sender
 from topograd.parallel.rank_task import check_one_process, check_whole, hand_over
-from topograd.parallel.ranks import flat_facts
 from topograd.parallel.settings import ParallelConfig
 from topograd.runs.checkpoint import CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
+from topograd.runs.manifest import flat_settings
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan
 from topograd.training.optimizers import make_optimizers, stage_parameters
@@ -215,16 +215,13 @@ class IndependentStageTask(RunTask):
                     f"{self.parallel.patience:g} s",
                     remedy="start it again, then resume this one",
                 )
-        return self._skip(step, self._arrived.step - step - 1)
-
-    def _skip(self, step: int, gap: int) -> int:
-        """Leave out the steps that were missed, and their batches."""
-        if gap > 0:
+        gap = max(self._arrived.step - step - 1, 0)  # steps that were missed, and their batches
+        if gap:
             self.missed += gap
             self.run.log({"kind": "missed", "step": step, "until": step + gap + 1})
             for _ in range(gap):
                 super().batches()
-        return max(gap, 0)
+        return gap
 
     def step(self, step: int) -> StepRecord:
         assert isinstance(self.loop, IndependentStageLoop)
@@ -267,10 +264,9 @@ def addresses(parallel: ParallelConfig) -> list[Address]:
         return [Address(given[0].host, given[0].port + k) for k in range(parallel.stages)]
     if len(given) not in (parallel.stages - 1, parallel.stages):
         raise ConfigError(
-            f"links has {len(given)} addresses and there are {parallel.stages} stages",
             setting="links",
             given=parallel.links,
-            remedy="give one for each stage, or that of stage 1 alone",
+            allowed=f"one for each of {parallel.stages} stages, or that of stage 1",
         )
     return given
 
@@ -285,7 +281,7 @@ def facts_of(config: TrainConfig, data: Data) -> dict[str, Any]:
         "steps": config.steps,
         "batch": config.batch,
         "accumulate": config.accumulate,
-        **flat_facts(shape, "model."),
+        **flat_settings(shape, "model."),
     }
     return dict(json.loads(dump_json(facts)))  # as the other end reads it
 

@@ -12,16 +12,17 @@ import torch
 
 from topograd.errors import ParallelError, TopogradError
 from topograd.parallel.rank_task import RankTask
-from topograd.parallel.ranks import Ranks, flat_facts, wait_until_read
+from topograd.parallel.ranks import Ranks, wait_until_read
 from topograd.parallel.settings import wait_for_first_rank
 from topograd.runs.config import TrainConfig
+from topograd.runs.manifest import flat_settings
 from topograd.training.runs import Make, RunTrainer, resume, start
 
 
 def facts_of(version: str, settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """What must be the same on every rank."""
     facts = {"version of topograd": version, "version of torch": torch.__version__}
-    return facts | {name: str(value) for name, value in more.items()} | flat_facts(settings)
+    return facts | {name: str(value) for name, value in more.items()} | flat_settings(settings)
 
 
 def is_restart() -> bool:

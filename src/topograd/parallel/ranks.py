@@ -330,14 +330,3 @@ def _refuse(rank: int, message: str) -> NoReturn:
         raise ParallelError(message)
     wait_for_first_rank()
     raise SystemExit(2)
-
-
-def flat_facts(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one table, so that the one that differs can be named."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flat_facts(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -54,18 +54,10 @@ class ParallelConfig:
             raise ConfigError(setting="lost", given=self.lost, allowed="wait or replay")
         if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
             raise ConfigError(
-                "an independent stage has no replicas and an exact wire",
-                setting="replicas" if self.replicas > 1 else "wire",
-                given=self.replicas if self.replicas > 1 else self.wire,
-                remedy="leave it out",
+                "an independent stage has no replicas and an exact wire", setting="stage", given=self.stage
             )
         if self.shard and self.replicas < 2:
-            raise ConfigError(
-                "shard cuts layers over the replicas of a stage",
-                setting="replicas",
-                given=self.replicas,
-                remedy="give replicas=2 or more",
-            )
+            raise ConfigError(setting="replicas", given=self.replicas, allowed="at least 2 with shard")
         if self.wire not in WIRES:
             raise ConfigError(setting="wire", given=self.wire, allowed=f"one of {', '.join(WIRES)}")
 

@@ -129,12 +129,7 @@ def create_adapter(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(
-            f"{folder} exists and is not an empty folder",
-            setting="folder",
-            given=str(folder),
-            remedy="pass another one",
-        )
+        raise RunError(setting="folder", given=folder, allowed="an empty folder, or a new one")
     content, digest = _serialized(tensors)
     config = _config(kind, base, settings, {digest: len(content)})
     folder = folder.absolute()
@@ -178,12 +173,7 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
-        raise RunError(
-            f"{folder} is no {kind or 'adapter'}: it {what}",
-            setting="folder",
-            given=str(folder),
-            remedy="give the folder it was written to",
-        )
+        raise RunError(f"{folder} is no {kind or 'adapter'}: it {what}", setting="folder", given=folder)
     config = read_json(folder / CONFIG)
     own = config.get("topograd") if isinstance(config, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
@@ -192,22 +182,14 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
         )
     if own.get("version") != VERSION:
         raise RunError(
-            f"{folder} has version {own.get('version')!r}",
-            setting="version",
-            given=own.get("version"),
-            remedy=f"this program reads version {VERSION}",
+            f"{folder} has version {own.get('version')!r}", setting="version", allowed=f"{VERSION}"
         )
     if own.get("sha256") != _digest(config):
         raise CheckpointError(
             f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
         )
     if kind is not None and own["kind"] != kind:
-        raise RunError(
-            f"{folder} is a {own['kind']}, and a {kind} is wanted",
-            setting="kind",
-            given=own["kind"],
-            remedy="give another folder",
-        )
+        raise RunError(f"{folder} is a {own['kind']}", setting="kind", given=own["kind"], allowed=f"a {kind}")
     tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
@@ -230,12 +212,7 @@ def _config(
     """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
     for key in RESERVED:
         if key in settings:
-            raise RunError(
-                f"the setting {key!r} is the adapter's own",
-                setting="settings",
-                given=key,
-                remedy="name it otherwise",
-            )
+            raise RunError(setting="settings", given=key, allowed=f"without {', '.join(RESERVED)}")
     own: dict[str, Any] = {"format": FORMAT, "version": VERSION, "kind": kind}
     own |= {"base": {"weights": base.weights, "tokenizer": base.tokenizer}, "tensors": dict(tensors)}
     config = {**settings, "base_model_name_or_path": str(base.folder), "topograd": own}

@@ -213,10 +213,7 @@ class TrainConfig:
             )
         if self.batch_parts > 1 and any(stage.every > 1 for stage in topology.stages):
             raise ConfigError(
-                "batch_parts and loss_every are both given",
-                setting="batch_parts",
-                given=self.batch_parts,
-                remedy="leave one of them out: loss_every counts tokens of the whole batch",
+                "batch_parts and loss_every are both given", setting="batch_parts", remedy="give one"
             )
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
@@ -276,10 +273,9 @@ class TrainConfig:
         for name, given in (("layer_dropout", bool(tune.layer_dropout)), ("bf16", self.bf16)):
             if given and self.topology.jacobian == "pullback":
                 raise ConfigError(
-                    f"{name} is given and jacobian is pullback, which has no formula for it",
                     setting="jacobian",
                     given="pullback",
-                    remedy="use jacobian loop",
+                    allowed=f"loop with {name}, which it has no formula for",
                 )
 
     def build_topology(self) -> Topology:

@@ -127,12 +127,7 @@ class DeltaStore:
         table = self._read()
         folder = Path(table["folder"])
         if not folder.is_dir():
-            raise CheckpointError(
-                f"the base of {self.folder} is not at {folder}",
-                setting="base",
-                given=str(folder),
-                remedy="put it back",
-            )
+            raise CheckpointError(f"the base of {self.folder} is not at {folder}", setting="base")
         run = Run.open(folder)
         names = [name for name in run.store.names() if run.store.weights(name) == table["weights"]]
         if not names:
@@ -153,8 +148,7 @@ class DeltaStore:
             raise CheckpointError(
                 f"{self.folder / NAME} has version {table.get('version')!r}",
                 setting="version",
-                given=table.get("version"),
-                remedy=f"this program reads {VERSION}",
+                allowed=f"{VERSION}",
             )
         return dict(table)
 

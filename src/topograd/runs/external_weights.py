@@ -98,8 +98,7 @@ class ExternalWeights:
             raise CheckpointError(
                 f"{self.folder / NAME} has version {described.get('version')!r}",
                 setting="version",
-                given=described.get("version"),
-                remedy=f"this program reads {VERSION}",
+                allowed=f"{VERSION}",
             )
         return described
 

@@ -40,25 +40,16 @@ class Run(Workspace):
             run.folder.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in run.folder.iterdir() if not run._is_leftover(entry))
         except OSError as problem:
-            raise RunError(
-                f"cannot make a run in {folder} ({problem.strerror})",
-                setting="folder",
-                given=str(folder),
-                remedy="pass another folder",
-            ) from None
+            raise RunError(f"cannot make a run in {folder} ({problem.strerror})", setting="folder") from None
         if run.config_file.name in foreign:
             raise RunError(
                 f"{folder} already holds a run",
                 setting="folder",
-                given=str(folder),
-                remedy="continue it with --resume or pass another folder",
+                remedy="--resume it, or pass another folder",
             )
         if foreign:
             raise RunError(
-                f"{folder} holds {foreign[0]!r} and is no run to --resume",
-                setting="folder",
-                given=str(folder),
-                remedy="pass another folder",
+                f"{folder} holds {foreign[0]!r} and is no run", setting="folder", remedy="pass another folder"
             )
         return run
 
@@ -68,18 +59,10 @@ class Run(Workspace):
         run = cls(Path(folder))
         if not run.folder.is_dir():
             what = "is a file" if run.folder.exists() else "does not exist"
-            raise RunError(
-                f"there is no run at {folder}: it {what}",
-                setting="folder",
-                given=str(folder),
-                remedy="give the folder that a training made",
-            )
+            raise RunError(f"there is no run at {folder}: it {what}", setting="folder", given=str(folder))
         if not run.config_file.is_file():
             raise RunError(
-                f"{folder} is not a run: it has no config.toml",
-                setting="folder",
-                given=str(folder),
-                remedy="give the folder that a training made",
+                f"{folder} is not a run: it has no config.toml", setting="folder", given=str(folder)
             )
         return run
 

@@ -125,7 +125,7 @@ class Manifest:
                 f"{self.path} has version {values.get('version')!r}",
                 setting="version",
                 given=values.get("version"),
-                remedy=f"this program reads version {VERSION}",
+                allowed=f"{VERSION}",
             )
         return values
 
@@ -142,7 +142,7 @@ def _difference(before: Any, path: Path) -> str:
         return "it cannot be read; "
     if not isinstance(before, Mapping):
         return ""
-    was, is_ = _flat(before), _flat(now)
+    was, is_ = flat_settings(before), flat_settings(now)
     for name in (*was, *is_):
         if was.get(name) != is_.get(name):
             now_ = f"is now {is_[name]!r}" if name in is_ else "is missing"
@@ -151,10 +151,15 @@ def _difference(before: Any, path: Path) -> str:
     return ""
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one table with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        flat |= (
+            flat_settings(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
     return flat
 
 

@@ -181,10 +181,7 @@ class TopologyConfig:
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
             raise ConfigError(
-                f"graph is {self.graph} and {own} is empty",
-                setting=own,
-                given=getattr(self, own),
-                remedy=f"give its {own}",
+                f"graph is {self.graph} and {own} is empty", setting=own, remedy=f"give its {own}"
             )
         check_exclusive(self, "grad_scale", "grad_scales", "grad_scale_schedule")
         check_exclusive(self, "grad_scales", "grad_scale_schedule")
@@ -221,10 +218,7 @@ class TopologyConfig:
                 )
         if self.objectives and self.objective != "cross-entropy":
             raise ConfigError(
-                "objective and objectives are both given",
-                setting="objective",
-                given=self.objective,
-                remedy="give one of them",
+                "objective and objectives are both given", setting="objective", remedy="give one"
             )
 
     def build(self, layers: int) -> Topology:
@@ -310,10 +304,9 @@ class TopologyConfig:
             boundaries = len(topology.stages) - 1
             if len(self.grad_scales) != boundaries:
                 raise ConfigError(
-                    f"{len(self.grad_scales)} grad_scales for {boundaries} boundaries",
                     setting="grad_scales",
                     given=self.grad_scales,
-                    remedy="give one for each",
+                    allowed=f"{boundaries}, one for each boundary",
                 )
             stages = list(topology.stages)
             for k, lam in enumerate(self.grad_scales, start=1):
@@ -349,10 +342,7 @@ class TopologyConfig:
         if self.weights:
             if len(self.weights) != len(stages):
                 raise ConfigError(
-                    f"{len(self.weights)} weights for {len(stages)} stages",
-                    setting="weights",
-                    given=self.weights,
-                    remedy="give one for each",
+                    setting="weights", given=self.weights, allowed=f"{len(stages)}, one for each stage"
                 )
             stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
         if self.depth_weights is not None:
@@ -363,20 +353,16 @@ class TopologyConfig:
         if self.loss_every:
             if len(self.loss_every) != len(stages):
                 raise ConfigError(
-                    f"{len(self.loss_every)} loss_every for {len(stages)} stages",
-                    setting="loss_every",
-                    given=self.loss_every,
-                    remedy="give one for each",
+                    setting="loss_every", given=self.loss_every, allowed=f"{len(stages)}, one for each stage"
                 )
             stages = [replace(s, every=n) for s, n in zip(stages, self.loss_every, strict=True)]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
         if self.objectives:
             if len(self.objectives) != len(learning):
                 raise ConfigError(
-                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss",
                     setting="objectives",
                     given=self.objectives,
-                    remedy="give one for each",
+                    allowed=f"{len(learning)}, one for each stage with a loss",
                 )
             for k, name in zip(learning, self.objectives, strict=True):
                 stages[k] = replace(stages[k], objective=name)
@@ -415,10 +401,7 @@ def parse_schedule(text: str) -> list[tuple[float, float]]:
         raise ConfigError(
             setting="grad_scale_schedule",
             given=text,
-            remedy=(
-                "give share:value pairs such as 0:0,0.75:1, the shares rising from 0 and "
-                "below 1, the values in [0, 1]"
-            ),
+            allowed="share:value pairs such as 0:0,0.75:1, shares rising from 0 to below 1, values in [0, 1]",
         )
     return pairs
 

@@ -90,15 +90,13 @@ class TuneConfig:
                 raise ConfigError(
                     "frozen leaves nothing to learn",
                     setting="partition",
-                    given=len(stages),
-                    remedy="give a partition with exits, such as 10,10,10",
+                    remedy="give one with exits, as 10,10",
                 )
             if topology.heads != "shared":
                 raise ConfigError(
-                    "frozen gives every exit a head of its own",
                     setting="heads",
                     given=topology.heads,
-                    remedy="leave stage-heads out",
+                    allowed="shared: frozen gives every exit a head of its own",
                 )
             stages[-1] = replace(stages[-1], frozen=True, weight=0.0)
         return replace(topology, stages=tuple(stages))

@@ -170,16 +170,16 @@ class Space:
 
 def mended_settings(settings: Settings, stages: int) -> dict[str, str]:
     """The settings with defaults in place of what has nothing to act on."""
-    found = dict(settings)
+    mended = dict(settings)
     if stages == 1:
         idle = dict(_ALONE)
-        if found.get("objective") == "residual":
-            found["objective"] = "cross-entropy"
-    elif found.get("graph") == "forest":
+        if mended.get("objective") == "residual":
+            mended["objective"] = "cross-entropy"
+    elif mended.get("graph") == "forest":
         idle = _ON_EDGES
     else:
-        idle = {"join": "identity"} if found.get("source", "none") == "none" else {}
-    return found | {name: default for name, default in idle.items() if name in found}
+        idle = {"join": "identity"} if mended.get("source", "none") == "none" else {}
+    return mended | {name: default for name, default in idle.items() if name in mended}
 
 
 def _layer(source: str) -> int | None:

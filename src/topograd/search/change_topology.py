@@ -100,10 +100,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
     table, search = config.topology, config.search.kind
     if table.graph != graph:
         raise ConfigError(
-            f"search.kind is {search} and graph is {table.graph}",
-            setting="search.kind",
-            given=search,
-            remedy=f"it must be {graph}: start with topograd search {search}",
+            setting="graph", given=table.graph, allowed=f"{graph}: start with topograd search {search}"
         )
     only = {
         "decoder": 0,
@@ -124,10 +121,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
             )
     if table.prediction not in WORDS:
         raise ConfigError(
-            f"prediction is {table.prediction!r}, which names stages",
-            setting="prediction",
-            given=table.prediction,
-            remedy=f"while boundaries are searched it must be one of {', '.join(WORDS)}",
+            setting="prediction", given=table.prediction, allowed=f"one of {', '.join(WORDS)} in a search"
         )
     if table.teacher == AVERAGE_TEACHER:
         raise ConfigError(
@@ -137,8 +131,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         )
     if config.optimizer.stages:
         raise ConfigError(
-            "optimizer.stages is given, and a search changes the stages",
             setting="optimizer.stages",
             given=config.optimizer.stages,
-            remedy="leave it out",
+            allowed="left out: a search changes stages",
         )

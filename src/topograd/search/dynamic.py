@@ -81,22 +81,12 @@ def stage_counts(
     min_depth = positive_int(min_depth, "min_depth")
     if stages is not None:
         if min_stages != 1 or max_stages is not None:
-            raise ConfigError(
-                f"stages is {stages} and a range is given too",
-                setting="stages",
-                given=stages,
-                remedy="give only one of them",
-            )
+            raise ConfigError(setting="stages", given=stages, allowed="left out where a range is given")
         min_stages = max_stages = positive_int(stages, "stages")
     least = positive_int(min_stages, "min_stages")
     most = layers if max_stages is None else positive_int(max_stages, "max_stages")
     if least > most:
-        raise ConfigError(
-            f"min_stages is {least} and max_stages is {most}",
-            setting="min_stages",
-            given=least,
-            remedy="exchange the two",
-        )
+        raise ConfigError(setting="min_stages", given=least, allowed=f"at most max_stages, which is {most}")
     if least * min_depth > layers:
         each = "" if min_depth == 1 else f" of at least {min_depth} layers each"
         raise TopologyError(

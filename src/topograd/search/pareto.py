@@ -306,12 +306,7 @@ def _goes_on(
 def _read(values: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
     missing = [name for name in objectives if name not in values]
     if missing:
-        raise ConfigError(
-            f"objective {missing[0]!r} was not measured",
-            setting="objectives",
-            given=missing[0],
-            remedy=f"measured are {', '.join(values)}",
-        )
+        raise ConfigError(setting="objectives", given=missing[0], allowed=f"measured: {', '.join(values)}")
     for name in objectives:
         if not math.isfinite(values[name]):
             raise ConfigError(setting=name, given=values[name], allowed="finite, as an objective of a study")
@@ -326,8 +321,8 @@ def _small(rows: Sequence[Sequence[float]], objectives: Mapping[str, Direction])
 
 def _tried(study: Study) -> list[FrozenTrial]:
     """The trials that have a candidate and are not repetitions."""
-    found = study.get_trials(deepcopy=False)
-    return [t for t in found if "candidate" in t.user_attrs and t.state.name != "FAIL"]
+    trials = study.get_trials(deepcopy=False)
+    return [t for t in trials if "candidate" in t.user_attrs and t.state.name != "FAIL"]
 
 
 def _candidate(trial: FrozenTrial) -> Candidate:

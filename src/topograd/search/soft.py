@@ -141,8 +141,8 @@ class SoftBoundaries:
         open_ = [*self.grad_scales(1.0).tolist(), 0.0]  # layer L always ends a stage
         costs = {(a, b): open_[b - 1] for b in range(1, self.layers + 1) for a in range(b)}
         config = self.config
-        found = best_partition(costs, self.layers, stages=config.stages, min_depth=config.min_depth)
-        return found.composition
+        best = best_partition(costs, self.layers, stages=config.stages, min_depth=config.min_depth)
+        return best.composition
 
     def state(self) -> dict[str, Any]:
         """Everything that changes, as JSON keeps it exactly."""

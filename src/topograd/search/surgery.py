@@ -118,20 +118,14 @@ class SurgeryTask(RunTask):
             raise ConfigError(
                 setting="objective",
                 given="residual",
-                allowed=(
-                    "one whose stages predict alone, such as cross-entropy: surgery reads the "
-                    "logits of each layer"
-                ),
+                allowed="one whose stages predict alone, as cross-entropy",
             )
         composition = partition_of(config)
         least = config.search.surgery.min_depth
         if min(composition.parts) < least:
             stage_counts(composition.layers, None, 1, None, least)
             raise ConfigError(
-                f"partition is {composition}, with a stage below {least} layers",
-                setting="partition",
-                given=composition,
-                remedy="begin with deeper stages or lower the least depth",
+                setting="partition", given=composition, allowed=f"of stages of at least {least} layers"
             )
         wanted = config.search.surgery.stages
         if wanted not in (None, composition.stages):

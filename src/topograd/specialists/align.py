@@ -197,13 +197,13 @@ def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:
 
 
 def _gains(layer: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    gains = {}
     for name in ("attention_norm", "mlp_norm"):
         norm = getattr(layer, name, None)
         if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), Tensor):
             gain = norm.weight.detach().double().clone()  # type: ignore[operator]
-            found[name] = 1 + gain if getattr(norm, "around_one", False) else gain
-    return found
+            gains[name] = 1 + gain if getattr(norm, "around_one", False) else gain
+    return gains
 
 
 def _carry_head(delta: nn.Module, b: Tensor, old: Tensor | float, new: Tensor | float) -> None:

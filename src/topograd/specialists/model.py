@@ -106,10 +106,7 @@ class SpecialistPool:
         """The tokens that follow each prompt, each with the specialists of its row, as one batch."""
         if len(prompts) != len(rows):
             raise ConfigError(
-                f"{len(prompts)} prompts and {len(rows)} sets of specialists",
-                setting="specialists",
-                given=len(rows),
-                remedy="give one for each",
+                setting="specialists", given=len(rows), allowed=f"{len(prompts)}, one set for each prompt"
             )
         model = self.model()
         begun = [model.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -150,10 +147,9 @@ class ComposedModel(Model):
         """As `Model.generate`; a composition has no calibration, so full depth."""
         if depth is not None and depth.startswith("wand"):
             raise ConfigError(
-                "wand is calibrated for a base alone",
                 setting="depth",
                 given=depth,
-                remedy="use another depth with specialists",
+                allowed="another with specialists: wand is calibrated for a base",
             )
         return super().generate(prompt, tokens, depth=depth or "full", **settings)  # type: ignore[arg-type]
 
@@ -176,10 +172,7 @@ class Mixed(DecodeStrategy):
         """What each sequence predicts next: (rows, vocab)."""
         if max(sequence.index for sequence in batch) >= len(self.terms):
             raise ConfigError(
-                f"specialists are given for {len(self.terms)} sequences",
-                setting="specialists",
-                given=len(self.terms),
-                remedy="give one set for each",
+                setting="specialists", given=len(self.terms), allowed="one set for each sequence"
             )
         self._run(batch)
         total: Tensor | None = None
@@ -231,10 +224,5 @@ def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
     given = parse_specialists(specialists)
     opened = {Path(folder).resolve().name: open_specialist(folder) for folder in given}
     if len(opened) < len(given):
-        raise ConfigError(
-            f"specialists {specialists!r} has two folders of one name",
-            setting="specialists",
-            given=specialists,
-            remedy="rename one",
-        )
+        raise ConfigError(setting="specialists", given=specialists, allowed="folders of different names")
     return opened, dict(zip(opened, given.values(), strict=True))

@@ -80,10 +80,7 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     whole = [*begun, *target[:-1]]
     if len(whole) > context:
         raise ConfigError(
-            f"prompt and target have {len(whole)} tokens",
-            setting="prompt",
-            given=len(whole),
-            remedy=f"the base sees {context} at most",
+            setting="prompt", given=len(whole), allowed=f"at most {context} tokens with the target"
         )
     plan, stack = attached.plan, attached.stack
     device = next(stack.parameters()).device

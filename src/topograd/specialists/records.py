@@ -272,8 +272,8 @@ def packed_records(
             after = slice(start + 1, start + count + 1)
             targets[row, column : column + count] = np.where(learned[after], stream[after], IGNORED)
             column += count
-    kept = (targets != IGNORED).any(axis=1)
-    return torch.from_numpy(inputs[kept]), torch.from_numpy(targets[kept])
+    learning = (targets != IGNORED).any(axis=1)
+    return torch.from_numpy(inputs[learning]), torch.from_numpy(targets[learning])
 
 
 def rows_of(
@@ -287,12 +287,7 @@ def rows_of(
     if not str(path).strip():
         raise ConfigError(setting="data", given=str(path), allowed="chat records or a text")
     if not Path(path).exists():
-        raise ConfigError(
-            f"data is {str(path)!r}, which does not exist",
-            setting="data",
-            given=str(path),
-            remedy="give a file or a folder",
-        )
+        raise ConfigError(setting="data", given=Path(path), allowed="a file or a folder that exists")
     most = attached.base.config.model.context
     context = context or min(CONTEXT, most)
     if context > most:

@@ -75,12 +75,12 @@ def features(attached: Attached, inputs: Tensor, batch: int = 8) -> Tensor:
     """(rows, width): the base's last state, normalised, averaged over positions but the first."""
     stage = attached.base.plan.prediction.full[-1][0]
     device = next(attached.stack.parameters()).device
-    found = []
+    means = []
     for rows in inputs.split(batch):
         h = stage_outputs(attached.stack, attached.plan, rows.to(device), [stage])[stage]
         h = F.rms_norm(h.float(), (h.shape[-1],))
-        found.append((h[:, 1:] if h.shape[1] > 1 else h).mean(1).cpu())
-    return torch.cat(found)
+        means.append((h[:, 1:] if h.shape[1] > 1 else h).mean(1).cpu())
+    return torch.cat(means)
 
 
 def choice_losses(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,10 +226,9 @@ def open_routed(
     """The base in a folder with specialists as users write them, of which a router chooses."""
     if any(weight != 1 for weight in parse_specialists(specialists).values()):
         raise ConfigError(
-            f"specialists {specialists!r} has weights, and a router chooses one of them or none",
             setting="specialists",
             given=specialists,
-            remedy="write A,B",
+            allowed="without weights: a router chooses one of them or none",
         )
     adapters, _ = open_named(specialists)
     pool = SpecialistPool.open(base, adapters, runtime=runtime, weights=weights)

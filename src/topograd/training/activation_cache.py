@@ -146,10 +146,7 @@ class CachedActivationLoader(Iterator[StateBatch]):
     def __init__(self, store: SequenceStore, batch: int, seed: int = 0) -> None:
         if batch < 1 or seed < 0:
             raise ConfigError(
-                f"batch is {batch} and seed is {seed}",
-                setting="batch" if batch < 1 else "seed",
-                given=batch if batch < 1 else seed,
-                remedy="batch must be at least 1 and seed at least 0",
+                setting="batch", given=batch, allowed=f"at least 1, and seed, which is {seed}, at least 0"
             )
         self.store, self.batch, self.seed = store, batch, seed
         self._epoch = self._row = 0
@@ -424,10 +421,9 @@ class _Writer:
         state = h.detach().to("cpu", getattr(torch, self.key["dtype"])).contiguous()
         if not state.isfinite().all():
             raise DataError(
-                f"a hidden state after layer {layer} is not finite as {self.key['dtype']}",
                 setting="dtype",
                 given=self.key["dtype"],
-                remedy="use float32",
+                allowed=f"float32: a state after layer {layer} is not finite",
             )
         bits = state.view(torch.int16) if state.dtype == torch.bfloat16 else state
         content = bits.numpy().tobytes()

@@ -9,6 +9,9 @@
 whose largest probability reaches a threshold, else at the last; accuracy against the mean share of layers
 that ran.
 
+`examples` are images for reports: what a stage is surest of and wrong about, what it gets right and the stage
+before it got wrong, and what leaves at an exit, the least sure first.
+
 One pass in eval mode: BatchNorm uses its running means. Cost: one forward, K readouts.
 """
 
@@ -28,6 +31,7 @@ from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.images.stack import ImageStack
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
+from topograd.runs.session import LoadedRun, heldout_images
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import (
     RANK_TOKENS,
@@ -41,6 +45,12 @@ from topograd.training.evaluation import (
 BATCH = 500
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)
 POOLINGS = ("sum", "mean", "shrinkage")
+THRESHOLD = 0.9
+"""The confidence at which an image leaves."""
+MAX_IMAGES = 2000
+"""Images that are looked through."""
+SHOWN = 10
+"""Images of each kind."""
 
 
 @dataclass(frozen=True)
@@ -211,3 +221,51 @@ def _by_prediction(
 
 def _loss(logits: Tensor, labels: Tensor) -> float:
     return F.cross_entropy(logits.double(), labels).item()
+
+
+def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MAX_IMAGES) -> dict[str, Any]:
+    """For each exit: images that it gets right, that it gets wrong, and that leave there at `threshold`."""
+    data = heldout_images(opened, most=most)
+    exits = image_logits(opened.stack, opened.plan, data.images).exits
+    confidence = torch.stack([z.softmax(-1).amax(-1) for z in exits])
+    guess = torch.stack([z.argmax(-1) for z in exits])
+    right = guess == data.labels
+    leaves = leaving_stage(confidence.clone(), threshold)
+    stages = []
+    for k in range(len(exits)):
+        corrected = right[k] & ~right[k - 1] if k else right[k]
+        kinds = {
+            "right": _order(corrected if corrected.any() else right[k], confidence[k]),
+            "wrong": _order(~right[k], -confidence[k]),
+            "leaving": _order(leaves == k, confidence[k]),
+        }
+        shown = {name: _records(data, rows, guess[k], confidence[k]) for name, rows in kinds.items()}
+        leaving = leaves == k
+        stages.append(
+            {
+                **shown,
+                "corrected": bool(k and corrected.any()),
+                "accuracy": right[k].double().mean().item(),
+                "share": leaving.double().mean().item(),
+                "accuracy_of_leaving": right[k][leaving].double().mean().item() if leaving.any() else None,
+            }
+        )
+    return {"threshold": threshold, "looked_through": len(data), "stages": stages}
+
+
+def _order(chosen: Tensor, by: Tensor) -> Tensor:
+    """The rows that are chosen, smallest first."""
+    rows = chosen.nonzero().flatten()
+    return rows[by[rows].argsort()][:SHOWN]
+
+
+def _records(data: ImageSet, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
+    return [
+        {
+            "pixels": data.images[i].tolist(),
+            "label": int(data.labels[i]),
+            "guess": int(guess[i]),
+            "confidence": float(confidence[i]),
+        }
+        for i in rows.tolist()
+    ]

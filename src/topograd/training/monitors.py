@@ -40,10 +40,9 @@ class GeometryLog:
             raise GeometryError(setting="every", given=every, allowed="at least 1")
         if not isinstance(task.source, TextSource):
             raise GeometryError(
-                "the residual stream of a network on images has no one width",
                 setting="geometry_every",
                 given=every,
-                remedy="leave geometry_every at 0",
+                allowed="0 for images, whose residual stream has no one width",
             )
         self._task, self._every = task, every
         inputs = task.text.inputs

@@ -279,8 +279,5 @@ def _check_parameter(parameter: Tensor) -> None:
     shape = tuple(parameter.shape)
     if len(shape) != 2 or not parameter.is_floating_point() or 0 in shape:
         raise ConfigError(
-            f"Muon was given a parameter of shape {shape} and dtype {parameter.dtype}",
-            setting="params",
-            given=shape,
-            remedy="it takes non-empty real matrices only: give this one to AdamW",
+            setting="params", given=shape, allowed="non-empty real matrices: give this one to AdamW"
         )

@@ -109,10 +109,7 @@ def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = N
         ids = {id(p) for p in stage_parameters(stack, plan, [own.stage - 1])}
         if ids & taken:
             raise ConfigError(
-                f"stage {own.stage} shares layers with another stage that has an optimizer of its own",
-                setting="optimizer.stages",
-                given=own.stage,
-                remedy="give one of them the settings",
+                setting="optimizer.stages", given=own.stage, allowed="of stages that share no layers"
             )
         taken |= ids
         _add(made, stack, _select(groups, ids), config.of_stage(own), own)

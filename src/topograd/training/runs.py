@@ -205,8 +205,8 @@ class RunTask(Task):
 
     def summary(self, checkpoint: str) -> dict[str, Any]:
         halted = [stage + 1 for stage in sorted(self.loop.halted)]
-        found = {"run": str(self.run.folder), "weights": self.run.store.weights(checkpoint)}
-        return found | ({"halted": halted} if halted else {})
+        results = {"run": str(self.run.folder), "weights": self.run.store.weights(checkpoint)}
+        return results | ({"halted": halted} if halted else {})
 
     def end(self, results: dict[str, Any]) -> None:
         self.run.write_results(results)
@@ -249,18 +249,14 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
         base = open_run(Path(config.init).absolute())
         if base.config.model.task != config.model.task:
             raise ConfigError(
-                f"init is {config.init}, a run on {base.config.model.task}",
+                f"{config.init} is a run on {base.config.model.task}",
                 setting="init",
-                given=config.init,
-                remedy=f"give one on {config.model.task}",
+                allowed=f"on {config.model.task}",
             )
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
         raise ConfigError(
-            "tokenizer is imported, and no model is",
-            setting="tokenizer",
-            given="imported",
-            remedy="give init, the run to begin with",
+            setting="tokenizer", given="imported", allowed="given with init, the run to begin with"
         )
     config, data = _load(
         config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
@@ -286,13 +282,13 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
     if saved is None and isinstance(data, Prepared):  # of an earlier version, killed before it wrote one
         bind_tokenizer(run, data.tokenizer)
     known = run.store.names()
-    found = find_checkpoint(run, name) if name is not None or known else None
-    if found is not None:
-        config = topology_at(config, run.store.extra(found))
+    checkpoint = find_checkpoint(run, name) if name is not None or known else None
+    if checkpoint is not None:
+        config = topology_at(config, run.store.extra(checkpoint))
     task = (make or TASKS[config.search.kind])(run, config, data)
     trainer = Trainer(task, task.run, known)
-    if found is not None:
-        trainer.load(found)
+    if checkpoint is not None:
+        trainer.load(checkpoint)
     elif config.init is not None:
         store = run.store
         based = store.open_base() if isinstance(store, DeltaStore) else open_run(config.init)

@@ -169,8 +169,7 @@ def _described(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
         raise RunError(
             f"{folder} holds the logits of another teacher, text or number",
             setting="folder",
-            given=str(folder),
-            remedy="give another folder, or delete it",
+            remedy="delete it",
         )
     return saved
 

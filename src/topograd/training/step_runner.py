@@ -89,15 +89,22 @@ class StepRunner:
             out = self.halted.union(newly)
             running = plan.halted(out) if out else plan
             measured, parts, norms = self._measured(running, batches)
-            losses, sizes = _on_host(measured, norms)
+            # Losses and norms to the CPU in one copy: on a device this is what a step waits for.
+            small = torch.stack([to_device(norm, measured.device) for norm in norms])
+            dtype = torch.promote_types(measured.dtype, small.dtype)
+            numbers = torch.cat((measured.to(dtype), small.to(dtype))).cpu()
+            losses, sizes = (
+                numbers[: len(measured)].to(measured.dtype),
+                tuple(numbers[len(measured) :].tolist()),
+            )
             broken = self._broken(running, losses, sizes)
             if not broken:
                 break
             if not problem:  # what breaks after it may only follow from it
                 problem = self._problem(running, broken, losses)
             self.stack.zero_grad(set_to_none=True)
-            asked = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
-            if broken == [-1] or not asked.difference(broken):
+            learning = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
+            if broken == [-1] or not learning.difference(broken):
                 raise DivergenceError(
                     f"{problem} at step {number}; nothing was changed by that step",
                     remedy="lower the learning rates and start again",
@@ -126,9 +133,9 @@ class StepRunner:
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (to_device(tensor, device) for tensor in pair)
-            kept = batch.teacher if isinstance(batch, StateBatch) else None
+            cached = batch.teacher if isinstance(batch, StateBatch) else None
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self.gradients(plan, inputs, targets, share / count, states, kept)
+                losses = self.gradients(plan, inputs, targets, share / count, states, cached)
             part = losses.detach() * share / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
@@ -173,20 +180,14 @@ class StepRunner:
         if self.parts == 1:
             return
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.stack.modules()):
-            raise ConfigError(
-                "batch_parts is given, and the model has BatchNorm",
-                setting="batch_parts",
-                given=self.parts,
-                allowed="1, the whole batch",
-            )
+            raise ConfigError(setting="batch_parts", given=self.parts, allowed="1: the model has BatchNorm")
         for planned, asked in zip(plan.stages, objectives_of(plan, self.objectives), strict=True):
             if planned.scale > 0 and hasattr(asked, "of_stage"):
                 name = planned.stage.objective
                 raise ConfigError(
-                    f"batch_parts is given, and objective {name} reads a whole batch",
                     setting="batch_parts",
                     given=self.parts,
-                    allowed="1",
+                    allowed=f"1: objective {name} reads a whole batch",
                 )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
@@ -266,14 +267,6 @@ def batch_parts(batches: Iterable[Batch], parts: int) -> Iterator[tuple[Batch, f
                 yield batch.part(rows), share
             else:
                 yield (inputs[rows], targets[rows]), share
-
-
-def _on_host(losses: Tensor, norms: Sequence[Tensor]) -> tuple[Tensor, tuple[float, ...]]:
-    """The numbers of a step on the CPU. On a device this is what a step waits for, once."""
-    small = torch.stack([to_device(norm, losses.device) for norm in norms])
-    dtype = torch.promote_types(losses.dtype, small.dtype)
-    found = torch.cat((losses.to(dtype), small.to(dtype))).cpu()
-    return found[: len(losses)].to(losses.dtype), tuple(found[len(losses) :].tolist())
 
 
 def norm_of(parameters: Sequence[nn.Parameter]) -> Tensor:
