@@ -170,7 +170,7 @@ def test_surgery_is_a_run(corpus: Path, call: Any, tmp_path: Path, monkeypatch: 
         ("soft --batch 99999999999", "--batch is 99999999999; it must be at most"),
         ("soft --data nowhere", "nowhere"),
         ("surgery --deployment moon", "invalid choice 'moon'"),
-        ("surgery --partition 1,3", "--partition is 1,3, with a stage below 2 layers"),
+        ("surgery --partition 1,3", "--partition is '1,3'; it must be of stages of at least 2 layers"),
         (
             "surgery --partition 2,2 --stages 3",
             "--stages is 3, which surgery keeps, and --partition is 2,2, of 2",

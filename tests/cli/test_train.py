@@ -203,7 +203,7 @@ def test_a_resumed_run_keeps_its_settings(flag: str, staged: Path, call: Any) ->
 
 
 def test_folders_that_are_no_runs(staged: Path, size: list[str], call: Any, tmp_path: Path) -> None:
-    assert "already holds a run; continue it with --resume" in call("train", *size, "--out", staged).refusal
+    assert "already holds a run; --resume it" in call("train", *size, "--out", staged).refusal
     assert "is not a run: it has no config.toml" in call("train", "--resume", tmp_path).refusal
     assert "it does not exist" in call("train", "--resume", tmp_path / "nowhere").refusal
     assert "has no checkpoint 'x'" in call("train", "--resume", staged, "--from", "x").refusal

@@ -125,7 +125,7 @@ class SurgeryTask(RunTask):
         if min(composition.parts) < least:
             stage_counts(composition.layers, None, 1, None, least)
             raise ConfigError(
-                setting="partition", given=composition, allowed=f"of stages of at least {least} layers"
+                setting="partition", given=str(composition), allowed=f"of stages of at least {least} layers"
             )
         wanted = config.search.surgery.stages
         if wanted not in (None, composition.stages):
