@@ -38,7 +38,7 @@ from topograd.specialists.settings import FineTune
 from topograd.timing import Spread, ratio, take_turns
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
-from topograd.training.activation_cache import CachedActivationLoader, PlainRows, layer_states
+from topograd.training.activation_cache import CachedActivationLoader, PlainSequences, layer_states
 
 CHAT = 0.16
 """Share of the positions that have a target, in chats of a question and an answer by SmolLM2's template."""
@@ -217,7 +217,7 @@ class PeftTraining:
         self.optimizer = torch.optim.AdamW(learning, lr=LORA_RATE, weight_decay=0.0)
         self.settings, self.before = tuning.settings, tuning.preservation
         self.schedule = self.settings.optimizer(tuning.session.config.optimizer)
-        rows = PlainRows(tuning.inputs, tuning.targets)
+        rows = PlainSequences(tuning.inputs, tuning.targets)
         self.loader = CachedActivationLoader(rows, self.settings.batch, self.settings.seed)
         self.step = 0
 

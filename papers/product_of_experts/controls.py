@@ -36,7 +36,7 @@ from topograd.specialists.zero_shot import ZeroShot
 from topograd.topology.dag import Edge, Stage
 from topograd.topology.plan import Plan
 from topograd.topology.prediction import Prediction
-from topograd.training.activation_cache import CachedActivationLoader, PlainRows, RowStore
+from topograd.training.activation_cache import CachedActivationLoader, PlainSequences, SequenceStore
 from topograd.training.optimizers import OptimizerSet, make_optimizers
 from topograd.training.step_runner import StepRunner
 
@@ -120,7 +120,7 @@ def train(
     inputs: Tensor,
     targets: Tensor,
     settings: FineTune,
-    store: RowStore | None = None,
+    store: SequenceStore | None = None,
     tasks: ZeroShot | None = None,
 ) -> list[dict[str, Any]]:
     """Train a control in place; the reading of the base before, and at every checkpoint."""
@@ -128,7 +128,7 @@ def train(
     corrected = any(has_lora(module) for module in attached.stack.modules())
     make = lora_optimizers if corrected else make_optimizers
     loop = StepRunner(attached.stack, make(attached.stack, schedule), clip=schedule.clip)
-    loader = CachedActivationLoader(store or PlainRows(inputs, targets), settings.batch, settings.seed)
+    loader = CachedActivationLoader(store or PlainSequences(inputs, targets), settings.batch, settings.seed)
     before = Preservation(attached.base, tasks)
     stage = attached.stages[NAME]
     rows = [_reading(attached, before, 0, stage)]

@@ -42,6 +42,32 @@ def check_numbers(settings: object, **bounds: Bounds) -> None:
         raise ConfigError(setting=name, given=value, allowed=wanted)
 
 
+def check_rules(settings: object, **rules: tuple[bool, str]) -> None:
+    """Raise ConfigError for the first setting whose rule (holds, allowed) does not hold.
+
+    >>> from types import SimpleNamespace
+    >>> check_rules(SimpleNamespace(share=2.0), share=(False, "in [0, 1]"))
+    Traceback (most recent call last):
+        ...
+    topograd.errors.ConfigError: share is 2.0; it must be in [0, 1]
+    """
+    for name, (holds, allowed) in rules.items():
+        if not holds:
+            raise ConfigError(setting=name, given=getattr(settings, name), allowed=allowed)
+
+
+def check_exclusive(settings: object, first: str, *others: str, remedy: str = "give one of them") -> None:
+    """Raise ConfigError where `first` and one of the others are both given."""
+    for other in others:
+        if getattr(settings, first) and getattr(settings, other):
+            raise ConfigError(
+                f"{first} and {other} are both given",
+                setting=first,
+                given=getattr(settings, first),
+                remedy=remedy,
+            )
+
+
 def check_total(numbers: int, choices: str) -> None:  # doctest: +ELLIPSIS
     """Refuse what needs more numbers in memory than a machine has; smaller `choices` would help.
 

@@ -77,8 +77,8 @@ def test_it_shows_a_column_for_each_composition(straight: Run, call: Call, noisy
     [
         (["--specialists", "SPEC"], "--data is not given"),
         (["--specialists", "SPEC", "--data", "nowhere"], "nowhere"),
-        (["--specialists", "SPEC*x", "--data", "CHAT"], "write them as A,B or A*0.7,B*0.3"),
-        (["--specialists", "SPEC,SPEC", "--data", "CHAT"], "twice; name each once"),
+        (["--specialists", "SPEC*x", "--data", "CHAT"], "it must be written as A,B or A*0.7,B*0.3"),
+        (["--specialists", "SPEC,SPEC", "--data", "CHAT"], "it must be names, each once"),
         (["--specialists", "SPEC", "--data", "CHAT", "--rows", "0"], "--rows is 0"),
         (["--specialists", "SPEC", "--data", "CHAT", "--context", "99"], "the base sees 16"),
     ],

@@ -112,7 +112,7 @@ def test_what_it_cannot_do_is_one_line(own: Path, tmp_path: Path, call: Any) -> 
     said = call("export", own, "--format", "onnx", "--out", tmp_path / "x").refusal
     assert "DecayStack is not written as ONNX operators" in said
     assert "DecayStack" in call("generate", own, "--runtime", "onnx", "--prompt", "a").refusal
-    assert "no place for new layers" in call("specialist", "attach", own, "--out", tmp_path / "s").refusal
+    assert "takes no new layers" in call("specialist", "attach", own, "--out", tmp_path / "s").refusal
 
 
 def test_the_command_finds_modules_below_its_folder(tmp_path: Path) -> None:

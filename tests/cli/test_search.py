@@ -42,7 +42,7 @@ def test_dp(costs: Path, call: Any) -> None:
     [
         ("--layers 12 --stages 13", "13 stages need 13 layers and there are 12; ask for at most 12 stages"),
         ("--layers 12 --stages 3 --min-depth 5", "3 stages of at least 5 layers each need 15 layers"),
-        ("--layers 13 --stages 2", 'the cost of "1,13" is missing and of 11 more'),
+        ("--layers 13 --stages 2", 'costs has no "1,13" and 11 more'),
         ("--layers 4", '"a,b" with 0 <= a < b <= 4'),
         ("--layers 0", "--layers is 0"),
         ("--layers 99999999999999999999", "--layers is 99999999999999999999; it must be below 2^63"),
@@ -64,7 +64,7 @@ def test_dp_refuses_files(tmp_path: Path, call: Any) -> None:
     bad.write_text("{")
     assert "is not JSON" in call(*words, bad).refusal
     bad.write_text("[]")
-    assert "give one JSON object" in call(*words, bad).refusal
+    assert "--costs is []; it must be one JSON object" in call(*words, bad).refusal
 
 
 def test_dp_of_a_run_probes_its_own_costs(staged: Path, call: Any, tmp_path: Path) -> None:
@@ -170,14 +170,14 @@ def test_surgery_is_a_run(corpus: Path, call: Any, tmp_path: Path, monkeypatch: 
         ("soft --batch 99999999999", "--batch is 99999999999; it must be at most"),
         ("soft --data nowhere", "nowhere"),
         ("surgery --deployment moon", "--deployment is 'moon'; it must be one of"),
-        ("surgery --partition 1,3", "--partition is 1,3, with a stage below 2 layers"),
+        ("surgery --partition 1,3", "--partition is '1,3'; it must be of stages of at least 2 layers"),
         (
             "surgery --partition 2,2 --stages 3",
             "--stages is 3, which surgery keeps, and partition is 2,2, of 2",
         ),
         ("surgery --partition 3,3", "partition 3,3 has 6 layers and the model has 4"),
         ("soft --resume nowhere", "there is no run at nowhere"),
-        ("pareto --out x --rungs 4 2", "give rising numbers of steps"),
+        ("pareto --out x --rungs 4 2", "--rungs is [4, 2]; it must be rising numbers of steps"),
         ("pareto --out x --objectives speed", "property 'speed' is unknown; choose one of bpb"),
         ("pareto --out x --objectives wand", "objective 'wand' is a table"),
         ("pareto --out x --relay rubber", "--relay is 'rubber'; it must be one of identity"),

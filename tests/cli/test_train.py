@@ -173,8 +173,8 @@ def test_each_preset_sets_the_defaults(name: str, call: Any) -> None:
         ("--partition 1,one", "part 2 is 'one'"),
         ("--model.width 15", "width 15 does not split into 2 heads"),
         ("--model.mlp-ratio nan", "--model.mlp-ratio is 'nan'; it must be a finite number"),
-        ("--optimizer.betas 2 0.5", "betas are"),
-        ("--optimizer.lr-matrix -1", "lr_matrix is -1.0"),
+        ("--optimizer.betas 2 0.5", "--optimizer.betas is (2.0, 0.5)"),
+        ("--optimizer.lr-matrix -1", "--optimizer.lr-matrix is -1.0"),
         ("--optimizer.momentum 2", "--optimizer.momentum is 2.0; it must be in 0 to below 1"),
         ("--seed 99999999999999999999", "below 2^63"),
         ("--device abacus", "device 'abacus' cannot be used"),
@@ -203,7 +203,7 @@ def test_a_resumed_run_keeps_its_settings(flag: str, staged: Path, call: Any) ->
 
 
 def test_folders_that_are_no_runs(staged: Path, size: list[str], call: Any, tmp_path: Path) -> None:
-    assert "already holds a run; continue it with --resume" in call("train", *size, "--out", staged).refusal
+    assert "already holds a run; --resume it" in call("train", *size, "--out", staged).refusal
     assert "is not a run: it has no config.toml" in call("train", "--resume", tmp_path).refusal
     assert "it does not exist" in call("train", "--resume", tmp_path / "nowhere").refusal
     assert "has no checkpoint 'x'" in call("train", "--resume", staged, "--from", "x").refusal

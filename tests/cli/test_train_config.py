@@ -138,15 +138,15 @@ def test_file_and_flags_need_fit_only_together(
         ('keep = "many"', "setting keep is 'many'; it must be a whole number"),
         ("keep = 2.5", "setting keep is 2.5"),
         ("[model]\nheads = 3", "does not split into 3 heads"),
-        ("model = 3", "setting model is 3; it must be a table"),
+        ("model = 3", "model is 3; it must be a table"),
         ("[model]\nwindows = ['a']", "setting model.windows"),
         ("[topology]\ngraph = 'ring'", "setting topology.graph is 'ring'; it must be one of chain, forest"),
         ("[topology]\ngraph = 'forest'", "branches"),
-        ("[topology]\nbranches = ['2', '2']", "the graph is chain, which does not use it"),
+        ("[topology]\nbranches = ['2', '2']", "graph is chain, which does not use it"),
         (FOREST.replace('"2", "2"', '"3", "3"'), "has 6 layers and the model has 4"),
         ("[optimizer]\nname = 'nope'", "optimizer 'nope' is unknown; choose one of muon+adamw"),
         ("[optimizer]\nlr_matrix = inf", "lr_matrix is inf"),
-        ("version = 7", "the settings have version 7"),
+        ("version = 7", "version is 7"),
         ("[topology]\nobjective = 'distillation'", "needs a teacher"),
         ("[topology]\npartition = '2,2'\nprediction = 'path:2'", "begins with stage 2"),
     ],
@@ -217,4 +217,4 @@ def test_flags_for_a_forest(tiny: list[str], call: Any, tmp_path: Path) -> None:
     results = call("train", *tiny, *words).json
     assert len(results["bpb"]["prefix"]) == 3
     refusal = call("train", *tiny, "--graph", "forest", "--partition", "2,2").refusal
-    assert "--partition is '2,2' and the graph is forest, which does not use it" in refusal
+    assert "--partition is '2,2' and --graph is forest, which does not use it" in refusal

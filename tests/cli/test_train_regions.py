@@ -81,7 +81,7 @@ def test_the_table_names_the_regions(size: list[str], call: Any, tmp_path: Path)
         ("--interface S=1,r=4", "segments S is 1; it must be at least 2"),
         ("--interface S=4,r=4,pool=max", "pool 'max' is unknown; choose one of tail, mean, cumulative"),
         ("--interface segments=4", "write it as S=8,r=8,pool=tail"),
-        ("--interface S=4,r=4 --partition 4", "is one region, so no interface joins it"),
+        ("--interface S=4,r=4 --partition 4", "it must be at least two parts, for an interface to join"),
         ("--interface S=4,r=4 --stage-heads per-stage", "with an interface it must be 'shared'"),
         ("--interface S=4,r=4 --objective residual", "with an interface it must be 'cross-entropy'"),
         ("--jacobian pullback", "--jacobian is 'pullback', which nothing uses; give backward scan"),

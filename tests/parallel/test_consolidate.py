@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from raising import refused
 from topograd.cli.consolidate import run as consolidate
 from topograd.errors import CheckpointError, ConfigError
 from topograd.files import dump_toml
@@ -41,7 +42,7 @@ def test_a_set_becomes_one_file(
 
 
 def test_what_cannot_be_consolidated_is_said(straight: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 folders were given and the last one's topology has 2 stages"):
+    with refused(ConfigError, setting="folders", given=1):
         consolidate_stages([straight.folder], tmp_path / "out")
     with pytest.raises(ConfigError, match="give one run, or all stages and --out"):
         consolidate([str(straight.folder), str(straight.folder)])
@@ -49,5 +50,5 @@ def test_what_cannot_be_consolidated_is_said(straight: Run, tmp_path: Path) -> N
     empty.write_config(straight.read_config())
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         consolidate_run(empty.folder)
-    with pytest.raises(CheckpointError, match="no step was saved by all"):
+    with refused(CheckpointError, setting="folders"):
         consolidate_stages([straight.folder, empty.folder], tmp_path / "out")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from raising import refused
 from topograd.errors import ConfigError
 from topograd.files import dump_toml
 from topograd.parallel.consolidate import consolidate_stages
@@ -179,25 +180,25 @@ def test_a_stage_is_added_to_a_running_job(stage: Any, expected: list[list[float
 
 
 REFUSED: dict[str, Any] = {
-    "head": ({"heads": "shared"}, "stages share a head that learns"),
-    "bus": ({"bus": "live"}, "trains the embedding through x0"),
-    "x0": ({"x0_blend": True}, "read x0, which the first stage changes"),
-    "gradient": ({"grad_scale": 0.5}, "sends it gradient"),
+    "head": ({"heads": "shared"}, "heads"),
+    "bus": ({"bus": "live"}, "bus"),
+    "x0": ({"x0_blend": True}, "model.x0_blend"),
+    "gradient": ({"grad_scale": 0.5}, "stage"),
     "forest": (
         {"graph": "forest", "partition": "L", "branches": ("1", "2")},
-        "hears more than the stage before",
+        "stage",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_stage_that_needs_more_of_the_others_is_refused(name: str, alone: TrainConfig) -> None:
-    changes, line = REFUSED[name]
+    changes, setting = REFUSED[name]
     blend = changes.get("x0_blend", False)
     rest = {key: value for key, value in changes.items() if key != "x0_blend"}
     config = alone.changed(model=alone.model.changed(x0_blend=blend), **rest)
     stack, plan = build_stack(config)
-    with pytest.raises(ConfigError, match=line):
+    with refused(ConfigError, setting=setting):
         check_alone(stack, plan, ParallelConfig(stages=len(plan.stages), stage=2))
 
 

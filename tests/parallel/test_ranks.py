@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from topograd.errors import ParallelError
 from topograd.parallel import ranks
-from topograd.parallel.ranks import ENVIRONMENT, flat_facts, join
+from topograd.parallel.ranks import ENVIRONMENT, join
 from topograd.parallel.settings import ParallelConfig
+from topograd.runs.manifest import flat_settings
 
 
 def test_a_stalled_rank_is_named_by_all_who_wait(launch: Any) -> None:
@@ -78,4 +79,4 @@ def test_an_environment_of_nonsense_is_one_line(
 
 
 def test_facts_are_flat() -> None:
-    assert flat_facts({"a": 1, "b": {"c": 2, "d": {"e": 3}}}) == {"a": 1, "b.c": 2, "b.d.e": 3}
+    assert flat_settings({"a": 1, "b": {"c": 2, "d": {"e": 3}}}) == {"a": 1, "b.c": 2, "b.d.e": 3}

@@ -123,7 +123,7 @@ def test_one_flipped_bit_is_refused(made: adapter.Adapter, name: str) -> None:
     ("change", "words"),
     [
         ({"format": "other"}, "was not written by topograd"),
-        ({"version": 9}, "has version 9; this program reads version 1"),
+        ({"version": 9}, "has version 9; it must be 1"),
     ],
 )
 def test_foreign_ones_are_refused(made: adapter.Adapter, change: dict[str, Any], words: str) -> None:

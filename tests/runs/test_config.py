@@ -280,9 +280,9 @@ def test_stages_with_their_own_optimizers_must_exist() -> None:
         preset("tiny", partition="2,2", optimizer=own)
     with refused(ConfigError, setting="optimizer.stages"):
         OptimizerConfig(stages=(StageOptimizer(stage=1), StageOptimizer(stage=1)))
-    with refused(ConfigError, setting="optimizer.stages.stage", given=0):
+    with refused(ConfigError, setting="stage", given=0):
         StageOptimizer(stage=0)
-    with refused(ConfigError, setting="optimizer.stages.rate"):
+    with refused(ConfigError, setting="rate"):
         StageOptimizer(stage=1, rate=math.nan)
     with pytest.raises(ConfigError, match="adam"):
         StageOptimizer(stage=1, name="adam")

@@ -182,7 +182,7 @@ def cut(run: Run, lines: int) -> None:
 
 def test_a_lost_log_is_noticed(copy: Run) -> None:
     copy.metrics_file.unlink()
-    with pytest.raises(RunError, match=LOG + ".*; restore it, or make it an empty file to go on without"):
+    with pytest.raises(RunError, match=LOG + ".*; restore it, or make it an empty file to continue without"):
         resume(copy.folder)
     open_session(copy.folder)
 
@@ -301,7 +301,7 @@ def test_an_old_run_is_adopted_from_the_command_line(copy: Run, tmp_path: Path) 
         ('{"format": "topograd-shards", "files": {}}', "is damaged, it names no files"),
         (
             '{"format": "topograd-run", "version": 9, "files": {}}',
-            "has version 9; this program reads version 1",
+            "has version 9; it must be 1",
         ),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_shared_head_stays_and_a_missing_one_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "setting"),
     [
-        ({"graph": "forest", "branches": ("2", "2")}, "search.kind"),
+        ({"graph": "forest", "branches": ("2", "2")}, "graph"),
         ({"partition": "2,2", "relay": "gate"}, "relay"),
         ({"partition": "2,2", "source": "embedding"}, "source"),
         ({"partition": "2,2", "weights": (0.0, 1.0)}, "weights"),

@@ -75,7 +75,7 @@ def test_bad_points() -> None:
         pareto_front([[1.0, float("nan")]])
     with refused(ConfigError, setting="points"):
         pareto_front([1, 2, 3])
-    with refused(ConfigError, setting="costs", given=2):
+    with refused(ConfigError, setting="costs", given=[1.0, 1.0]):
         AllCompositions.of(4, [1.0, 1.0])
     with refused(TopologyError, setting="layers", given=30):
         AllCompositions.of(30)

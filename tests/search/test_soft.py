@@ -217,7 +217,7 @@ def test_bad_settings(config: TrainConfig, tmp_path: Path) -> None:
         SoftConfig(capability=1.0)
     with refused(ConfigError, setting="travel", given=-1):
         SoftConfig(travel=-1)
-    with refused(ConfigError, setting="search.kind", given="soft"):
+    with refused(ConfigError, setting="graph", given="chain"):
         start(config.changed(search=SearchConfig(kind="soft")), tmp_path / "chain")
     assert not (tmp_path / "chain" / "config.toml").exists()
 

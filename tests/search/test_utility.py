@@ -90,7 +90,7 @@ def test_bad_input() -> None:
         Weights(head=-1)
     with refused(ConfigError, setting="grad_scales", given=1.5):
         coordination([0.0, 1.5])
-    with refused(ConfigError, setting="ranks", given=1):
+    with refused(ConfigError, setting="ranks", given=[1.0]):
         bandwidth_cost([0.0, 0.0], [1.0], 1.0)
     with refused(ConfigError, setting="costs", given=-1.0):
         coordination([0.0], [-1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raising import refused
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor, stage_outputs
 from topograd.runs.session import LoadedTextRun
@@ -57,9 +58,9 @@ def test_a_passage_in_front(attached: Attached) -> None:
 
 
 def test_what_cannot_be_asked_is_refused(attached: Attached) -> None:
-    with pytest.raises(ConfigError, match="the target is empty"):
+    with refused(ConfigError, setting="target"):
         probe(attached, [1], [])
-    with pytest.raises(ConfigError, match="unknown to the base"):
+    with refused(ConfigError, setting="tokens", given=999):
         probe(attached, [1], [999])
-    with pytest.raises(ConfigError, match="the base sees 16 at most"):
+    with refused(ConfigError, setting="prompt", given=17):
         probe(attached, [1] * 16, [2, 3])

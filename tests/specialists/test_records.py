@@ -75,8 +75,8 @@ def test_new_tokens_are_one_token_each(gpt: LoadedTextRun) -> None:
         ("[1]", "is no JSON object"),
         ({"messages": []}, "has no messages"),
         ({"messages": [{"role": "user"}]}, "message 1 must have a role and a content"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "message 1 has the role 'robot'; allowed are"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "nothing that the assistant said"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "the role of message 1 is 'robot'; it must be"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "has no message of the assistant"),
         ({"prompt": "x"}, "prompt and completion must be text"),
     ],
 )
@@ -114,7 +114,7 @@ def test_packed_rows_have_every_learned_token_once() -> None:
         for place, token in enumerate(target[:-1]):
             if token not in (-100, 0):
                 assert row[place + 1] == token, "the target is the next input"
-    with pytest.raises(DataError, match="no token of the data is learned"):
+    with refused(DataError, setting="data"):
         packed_records([Record([1, 2], [False, False])], 0, 4)
 
 

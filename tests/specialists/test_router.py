@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raising import refused
 from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import stage_outputs
 from topograd.runs.adapter import Adapter
@@ -81,16 +82,16 @@ def test_it_is_kept_and_belongs_to_its_specialists(
     other = new_specialist(tmp_path / "a", gpt, seed=9)
     with pytest.raises(RunError, match="was trained for a, b as they were"):
         open_router(tmp_path / "r", attached, {"a": other, "b": adapters["b"]})
-    with pytest.raises(RunError, match="is a specialist, and a router is wanted"):
+    with refused(RunError, setting="kind", given="specialist"):
         open_router(other.folder, attached, adapters)
-    with pytest.raises(RunError, match="is a router, and a specialist is wanted"):
+    with refused(RunError, setting="kind", given="router"):
         open_specialist(tmp_path / "r")
 
 
 def test_nothing_to_choose_is_refused(gpt: LoadedTextRun, made: tuple[Attached, dict[str, Adapter]]) -> None:
-    with pytest.raises(ConfigError, match="attach at least one"):
+    with refused(ConfigError, setting="specialists"):
         train_router(attach(gpt, []), texts())
-    with pytest.raises(ConfigError, match="give more text"):
+    with refused(ConfigError, setting="texts", given=1):
         train_router(made[0], [(i[:1], t[:1]) for i, t in texts()[:1]])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raising import refused
 from topograd.decode.model import Model
 from topograd.errors import DataError
 from topograd.evaluation.core import CoreRequest, evaluate_core
@@ -50,7 +51,7 @@ def test_it_scores_as_eval_core_does(gpt: LoadedTextRun, tasks: Path, tmp_path: 
 
 def test_a_folder_without_such_tasks_is_refused(gpt: LoadedTextRun, tasks: Path, tmp_path: Path) -> None:
     (tasks / "copa.jsonl").unlink()
-    with pytest.raises(DataError, match=r"holds no task that is asked without examples; .*copa\.jsonl"):
+    with refused(DataError, setting="tasks"):
         ZeroShot(gpt, tasks, 5)
     with pytest.raises(DataError, match="is no folder"):
         ZeroShot(gpt, tmp_path / "nowhere", 5)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from raising import refused
 from topograd.files import dump_toml
 from topograd.runs.config import OptimizerConfig, StageOptimizer, TrainConfig
 from topograd.runs.folder import Run
@@ -142,7 +143,7 @@ def test_a_teacher_that_learned_on_is_refused(config: TrainConfig, straight: Run
     chosen = settings("distillation", config, teacher)
     start(chosen, tmp_path / "run").train(stop_after=2)
     shutil.rmtree(teacher.checkpoints / "step-00000020")
-    with pytest.raises(ValueError, match=r"teacher .* has other weights than when .* was saved"):
+    with refused(ValueError, setting="teacher"):
         resume(tmp_path / "run")
     shutil.copytree(straight.checkpoints / "step-00000020", teacher.checkpoints / "step-00000020")
     resume(tmp_path / "run").train()
@@ -151,9 +152,9 @@ def test_a_teacher_that_learned_on_is_refused(config: TrainConfig, straight: Run
 def test_a_teacher_of_other_tokens_is_refused(config: TrainConfig, straight: Run, tmp_path: Path) -> None:
     chosen = settings("distillation", config, straight)
     other = replace(chosen, tokenizer="bpe", model=chosen.model.changed(vocab=270))
-    with pytest.raises(ValueError, match=r"teacher .* has another tokenizer"):
+    with refused(ValueError, setting="teacher"):
         start(other, tmp_path / "run")
     long = replace(chosen, model=chosen.model.changed(context=32))
-    with pytest.raises(ValueError, match="sees 16 tokens and the student 32; give the student a smaller"):
+    with refused(ValueError, setting="teacher"):
         start(long, tmp_path / "run")
     assert not (tmp_path / "run" / "config.toml").exists()

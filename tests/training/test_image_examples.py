@@ -2,7 +2,7 @@
 
 from topograd.runs.folder import Run
 from topograd.runs.session import open_run
-from topograd.training.image_examples import SHOWN, examples
+from topograd.training.image_evaluation import SHOWN, examples
 
 
 def test_right_wrong_and_leaving(image_run: Run) -> None:

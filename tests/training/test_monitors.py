@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
+from raising import refused
 from topograd.errors import GeometryError
 from topograd.geometry.monitors.phase import weight_norm
 from topograd.runs.config import TrainConfig
@@ -74,5 +74,5 @@ def test_an_input_that_loses_its_rank_has_no_reading(config: TrainConfig, tmp_pa
 
 
 def test_how_often_is_checked(config: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(GeometryError, match="every is 0"):
+    with refused(GeometryError, setting="every", given=0):
         GeometryLog(start(config, tmp_path / "run").task, every=0)

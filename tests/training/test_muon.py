@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from raising import refused
 from tests.oracles.muon import muon_step, newton_schulz
 from topograd.errors import ConfigError
 from topograd.training import muon as module
@@ -331,9 +332,10 @@ def test_dtype_on_a_cpu_follows_its_matrix_unit(
     ids=str,
 )
 def test_bad_settings_are_one_line(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))) as error:
+    ((setting, given),) = options.items()
+    with refused(ConfigError, setting=setting) as error:
         Muon(start(((4, 4),)), **options)
-    assert "\n" not in str(error.value)
+    assert error.value.given is given  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_bad_settings_are_one_line(options: dict[str, Any]) -> None:
 def test_what_is_not_a_real_matrix_is_refused(parameter: Tensor) -> None:
     good = start(((4, 4),))
     optimizer = Muon(good)
-    with pytest.raises(ConfigError, match="AdamW") as error:
+    with refused(ConfigError, setting="params") as error:
         optimizer.add_param_group({"params": [nn.Parameter(parameter)]})
     assert "\n" not in str(error.value)
     assert len(optimizer.param_groups) == 1

@@ -107,26 +107,31 @@ def test_what_is_no_schedule_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "setting"),
     [
-        ({"partition": "2,2", "grad_scale": 1.0, **SCHEDULED}, "grad_scale and .*_schedule are both"),
+        ({"partition": "2,2", "grad_scale": 1.0, **SCHEDULED}, "grad_scale"),
         (
             {"graph": "soft", "grad_scales": (0.5,), **SCHEDULED},
-            "the graph is soft, which does not use it",
+            "grad_scale_schedule",
         ),
-        ({"partition": "2,2", "interface": "S=8,r=8", **SCHEDULED}, "with an interface it must be None"),
-        ({"partition": "2,2", "teacher_decay": 0.5}, "give teacher average too"),
-        ({"partition": "2,2", "teacher": "average", "teacher_decay": 1.0}, "must lie in 0 to below 1"),
+        ({"partition": "2,2", "interface": "S=8,r=8", **SCHEDULED}, "grad_scale_schedule"),
+        ({"partition": "2,2", "teacher_decay": 0.5}, "teacher_decay"),
+        ({"partition": "2,2", "teacher": "average", "teacher_decay": 1.0}, "teacher_decay"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(table: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_settings_that_do_not_go_together_are_refused(table: dict[str, Any], setting: str) -> None:
+    with refused(ConfigError, setting=setting):
         TopologyConfig(**table)
 
 
-@pytest.mark.parametrize("change", [SCHEDULED, TAUGHT | {"prediction": "last"}])
-def test_a_search_refuses_them(change: dict[str, Any], short: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"boundaries are searched it must be None|a search changes"):
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [(SCHEDULED, "grad_scale_schedule"), (TAUGHT | {"prediction": "last"}, "teacher")],
+)
+def test_a_search_refuses_them(
+    change: dict[str, Any], setting: str, short: TrainConfig, tmp_path: Path
+) -> None:
+    with refused(ConfigError, setting=setting):
         start(surgery_run(short.changed(**change), SurgeryConfig(every=4, min_depth=1)), tmp_path / "run")
 
 
@@ -185,14 +190,14 @@ def test_parts_that_cannot_add_up_are_refused(
 ) -> None:
     with refused(ConfigError, setting="batch_parts", given=3):
         replace(short, batch=4, batch_parts=3)
-    with pytest.raises(ConfigError, match="batch_parts and loss_every are both given"):
+    with refused(ConfigError, setting="batch_parts", given=2):
         short.changed(batch=4, batch_parts=2, loss_every=(2, 1))
-    with pytest.raises(ConfigError, match="objective autoencoder reads a whole batch"):
+    with refused(ConfigError, setting="batch_parts", given=2):
         start(short.changed(batch=4, batch_parts=2, objective="autoencoder"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     network = image_config.model.changed(network="vgg", widths=(4, 4))
     batchnorm = image_config.changed(model=network, partition="L", batch_parts=2)
-    with pytest.raises(ConfigError, match="the model has BatchNorm"):
+    with refused(ConfigError, setting="batch_parts", given=2):
         start(batchnorm, tmp_path / "run")
 
 

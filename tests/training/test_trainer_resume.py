@@ -260,7 +260,7 @@ class Hammer:
         return result
 
 
-@pytest.mark.parametrize("at", ["_tensors_of", "_write", "put_in_place"])
+@pytest.mark.parametrize("at", ["tensors_of", "_write", "put_in_place"])
 def test_a_second_interrupt_ends_the_last_save_and_the_checkpoint_before_it_loads(
     at: str, config: TrainConfig, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,9 +353,9 @@ def test_going_back_gives_up_what_came_later_even_if_killed_at_once(straight: Ru
 
 
 def test_a_checkpoint_or_a_step_that_is_not_there(straight: Run) -> None:
-    with pytest.raises(ConfigError, match="stop-after is 0"):
+    with refused(ConfigError, setting="stop_after", given=0):
         resume(straight.folder).train(stop_after=0)
-    with pytest.raises(CheckpointError, match="no checkpoint 'step-3'; it has step-00000016, step-00000020"):
+    with refused(CheckpointError, setting="name", given="step-3"):
         resume(straight.folder, "step-3")
 
 
@@ -368,7 +368,7 @@ def test_a_changed_corpus_is_refused_and_nothing_is_lost(
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     text = corpus.read_text()
     corpus.write_text(text + " more")
-    with pytest.raises(CheckpointError, match="the corpus has changed"):
+    with refused(CheckpointError, setting="data"):
         resume(tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     corpus.write_text(text)

@@ -88,7 +88,7 @@ def _images(args: Report) -> int:
     """The report of a run on images, with pictures that its stages get right and wrong."""
     from topograd.report.images import write_image_report
     from topograd.runs.session import open_run
-    from topograd.training.image_examples import examples
+    from topograd.training.image_evaluation import examples
 
     _, data = _read(args.folder)
     other = None if args.against is None else _read(args.against)[1]

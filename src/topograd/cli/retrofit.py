@@ -1,4 +1,4 @@
-"""`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in a adapter."""
+"""`topograd retrofit`: give a frozen model a draft stage and a table of its own text, in an adapter."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from topograd.cli.flags import flags_of
 from topograd.cli.train_images import read_image_flags
 from topograd.errors import ConfigError, TopogradError
 from topograd.files import read_bytes
-from topograd.parallel.settings import ParallelConfig
-from topograd.parallel.torchrun import let_the_first_speak, speaks_for_machine
+from topograd.parallel.settings import ParallelConfig, is_first_local_rank, wait_for_first_rank
 from topograd.runs.config import TrainConfig, preset, tuning
 
 if TYPE_CHECKING:
@@ -93,9 +92,9 @@ def run(argv: list[str]) -> int:
             raise ConfigError("--parallel needs --out DIR, so that a job that is started again finds its run")
     except ConfigError:
         spread_out = any(word.partition("=")[0] == "--parallel" for word in argv)
-        if not spread_out or speaks_for_machine():
+        if not spread_out or is_first_local_rank():
             raise
-        let_the_first_speak()
+        wait_for_first_rank()
         return 2
     if spread is not None:
         from topograd.cli.train_on_ranks import train_on_ranks

@@ -11,8 +11,7 @@ from topograd.cli.console import note, print_json
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.train import Train, finished, show, train
 from topograd.errors import CheckpointError, DivergenceError
-from topograd.parallel.settings import ParallelConfig
-from topograd.parallel.torchrun import let_the_first_speak
+from topograd.parallel.settings import ParallelConfig, wait_for_first_rank
 
 if TYPE_CHECKING:
     from topograd.parallel.ranks import Ranks
@@ -37,7 +36,7 @@ def train_on_ranks(args: Train, config: ParallelConfig) -> int:
     except (DivergenceError, CheckpointError):
         if ranks.first:
             raise
-        let_the_first_speak()
+        wait_for_first_rank()
         return 2  # of all ranks alike: rank 0 says it
     finally:
         leave()

@@ -40,7 +40,7 @@ from topograd.nn.transformer.config import TransformerConfig
 from topograd.nn.transformer.stack import Transformer
 from topograd.runs.config import TrainConfig
 from topograd.runs.external_weights import NAME as WEIGHTS
-from topograd.runs.external_weights import Place, describe
+from topograd.runs.external_weights import TensorLocation, describe
 from topograd.runs.folder import Run
 from topograd.runs.session import bind_tokenizer
 from topograd.runs.topology_config import TopologyConfig
@@ -133,7 +133,7 @@ def _open_folder(folder: Path, opened: ExitStack) -> Source:
     sources = tensor_names(config, available=where)
     if any(there.read is not None for there in sources.values()):
         return Source(config, tokenizer, stack, None, origin_of_folder(folder))
-    places = {own: Place(names[where[there.name][0]], there.name) for own, there in sources.items()}
+    places = {own: TensorLocation(names[where[there.name][0]], there.name) for own, there in sources.items()}
     return Source(config, tokenizer, stack, describe(files, places), origin_of_folder(folder))
 
 

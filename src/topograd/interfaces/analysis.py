@@ -1,4 +1,4 @@
-"""What the interface Jacobians say of a chain: norms, spectra, ranks, and how far a gradient reaches.
+"""Norms, spectra and ranks of interface Jacobians, and the reach of gradients.
 
 Statement. With J_k = ∂m_{k+1}/∂m_k and m̄_k = ∂L/∂m_k, for every sample,
 
@@ -45,21 +45,21 @@ from topograd.topology.dag import Topology
 def analyse(stack: Stack, topology: Topology, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Everything of this module for one batch, as plain numbers; every `.grad` stays as it was."""
     regions = Regions.of(stack, topology)
-    found = Scan()
+    scan = Scan()
     with _gradients_kept(stack):
-        losses = train_step(stack, topology, inputs, targets, gradient=found)
-    assert found.adjoints is not None, "the scan engine shows its adjoints"
+        losses = train_step(stack, topology, inputs, targets, gradient=scan)
+    assert scan.adjoints is not None, "the scan engine shows its adjoints"
     with torch.no_grad():
         x0 = stack.embed(inputs)
         messages = regions.messages(x0, stack.layer_context(x0, inputs))
         ranks = [message_rank(m).item() for m in messages]
         spreads = [message_spread(m).item() for m in messages]
-    batch, n = found.adjoints.shape[1:]
-    none = found.adjoints.new_empty(0, batch, n, n)  # two regions have no Jacobian between interfaces
+    batch, n = scan.adjoints.shape[1:]
+    none = scan.adjoints.new_empty(0, batch, n, n)  # two regions have no Jacobian between interfaces
     return {
         "loss": losses[-1].item(),
-        **describe_jacobians(none if found.jacobians is None else found.jacobians),
-        "adjoint_norm": adjoint_norms(found.adjoints).tolist(),
+        **describe_jacobians(none if scan.jacobians is None else scan.jacobians),
+        "adjoint_norm": adjoint_norms(scan.adjoints).tolist(),
         "message_rank": ranks,
         "message_spread": spreads,
     }
@@ -108,11 +108,11 @@ def adjoint_norms(adjoints: Tensor) -> Tensor:
 @contextmanager
 def _gradients_kept(module: nn.Module) -> Iterator[None]:
     """Put every parameter's `.grad` back afterwards, the very same tensor."""
-    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in kept:
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""Whether a model of regions sees the future: the largest derivative of logits by a later input.
+"""Causality check of a model of regions: the largest derivative of logits by a later input.
 
 Statement.
 

@@ -96,10 +96,7 @@ class Scan:
             Tape(layers)
         if any(drops_layers(layer) for layer in layers):
             raise ConfigError(
-                "jacobian 'pullback' has no formula for layer dropout",
-                setting="jacobian",
-                given="pullback",
-                remedy="use 'loop', or leave one out",
+                setting="jacobian", given="pullback", allowed="another with layer dropout, such as loop"
             )
 
     @contextmanager
@@ -116,14 +113,14 @@ class Scan:
         stages = list(graph.pending.values())
         graph.pending.clear()
         early = [stage for stage in stages if stage.planned.index < self._building.stop]
-        found = [self._jacobian(stage) for stage in early if stage.planned.index > 0 and stage.leaves]
+        jacobians = [self._jacobian(stage) for stage in early if stage.planned.index > 0 and stage.leaves]
         late = self._backwards(stages[len(early) :], graph.scale)  # the first that touches `.grad`
-        behind = self.adjoint_behind(late[0] if late else None, found, early)
+        behind = self.adjoint_behind(late[0] if late else None, jacobians, early)
         if behind is None:  # nothing before the last regions learns
             return
         adjoints = behind[None]
-        if found:
-            self.jacobians = torch.stack(found)
+        if jacobians:
+            self.jacobians = torch.stack(jacobians)
             adjoints = suffix_adjoints(self.jacobians, behind, self.scan)
         self.adjoints = torch.cat((adjoints, *(one[None].to(adjoints) for one in late[1:])))
         for stage, adjoint in zip(reversed(early), adjoints.flip(0), strict=False):

@@ -1,4 +1,4 @@
-"""Whether a Jacobian is that of the forward that ran, tried in one random direction.
+"""Check of a Jacobian against the forward that ran, in one random direction.
 
 Statement. A Jacobian is built sample by sample, by running the region again (prefixes, forward mode) or by
 formulas (pullback). That is J of the forward that ran only if the region is a function of its message:
@@ -12,7 +12,7 @@ with ε the spacing of the numbers of the message, or of autocast where it is on
 Cost: one VJP for each Jacobian, about 1.1 forwards of its region. It is paid at a stack's first step, and
 again when the regions, the way to J, or what train() and eval() set have changed; never otherwise.
 Limits: what begins to be random later is not seen, nor what moves v J by less than √ε (3e-4 in float32, 0.09
-in bfloat16). `regions.py` refuses modules whose kind says enough, such as dropout, before anything runs.
+in bfloat16). `regions.py` raises for modules such as dropout before anything runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_jacobian(one: Visit, J: Tensor, way: Jacobian, trimmed: bool) -> None:
 
 
 def _is_exact(one: Visit, J: Tensor, way: Jacobian) -> bool:
-    """Whether J could be tried and holds; numbers that are not finite are somebody else's to report."""
+    """Whether J could be tried and holds; numbers that are not finite are reported elsewhere."""
     v = torch.randn(one.message_out.shape, generator=torch.Generator().manual_seed(0)).to(one.message_out)
     (expected,) = torch.autograd.grad(one.message_out, one.message_in, v, retain_graph=True)
     expected = expected.flatten(1).to(J)
@@ -56,19 +56,17 @@ def _is_exact(one: Visit, J: Tensor, way: Jacobian) -> bool:
     size = max(sizes)
     if not size < float("inf"):
         return False
-    if off <= torch.finfo(_coarsest(one.message_out)).eps ** 0.5 * size:
+    device = one.message_out.device.type
+    coarsest = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else one.message_out.dtype
+    )
+    if off <= torch.finfo(coarsest).eps ** 0.5 * size:
         return True
     layers = one.regions.plan.stages[one.region].layers
     raise StackError(
         f"the Jacobian of region {one.region + 1} (layers.{layers[0]} to layers.{layers[-1]}) is off by "
         f"{off / size:.1%} from the forward that ran: {_reason(one, way)}"
     )
-
-
-def _coarsest(message: Tensor) -> torch.dtype:
-    if torch.is_autocast_enabled(message.device.type):
-        return torch.get_autocast_dtype(message.device.type)
-    return message.dtype
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ from topograd.nn.host_numbers import send
 __all__ = ["Tape", "pullback", "record"]
 
 KEYS = 64
-"""Keys in one block of attention: fewer skip more of what nobody sees, more make larger products."""
+"""Keys in one block of attention: fewer skip more masked keys, more make larger products."""
 ROWS = 1024
 """Rows of the MLP's inner part that live at a time."""
 

@@ -1,4 +1,4 @@
-"""A stack whose regions are joined by bounded interfaces, read as a chain of maps m_k → m_{k+1}.
+"""Regions joined by bounded interfaces: a stack as a chain of maps m_k → m_{k+1}.
 
 Statement: given the canvas x0 (a function of the tokens alone), region k computes m_{k+1} = R_k(m_k) and
 nothing else leaves it ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Corollary 2.6,
@@ -73,7 +73,7 @@ class Regions:
         return self.relays[0].settings
 
     def visit(self, region: int, message: Tensor, ctx: LayerContext) -> Tensor:
-        """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that somebody reads."""
+        """m_{k+1} = R_k(m_k) of a region that is not the last, at the positions that are read."""
         planned = self.plan.stages[region]
         _, sent = run_stage(self.stack, planned, [message], ctx, lean=True)
         return sent[planned.outputs[0]]

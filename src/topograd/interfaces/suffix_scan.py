@@ -64,12 +64,7 @@ def suffix_adjoints(
             allowed=f"of shape {(batch, width)}, with Jacobians of shape {tuple(jacobians.shape)}",
         )
     if chunk is not None and (method != "chunked" or chunk < 1):
-        raise ConfigError(
-            f"chunk is {chunk} and method is {method!r}",
-            setting="chunk",
-            given=chunk,
-            allowed="at least 1, and goes with 'chunked' only",
-        )
+        raise ConfigError(setting="chunk", given=chunk, allowed="at least 1, with method 'chunked' only")
     dtype = torch.promote_types(_scan_dtype(jacobians), terminal.dtype)
     with torch.autocast(jacobians.device.type, enabled=False):
         J, row = jacobians.to(dtype), terminal.to(dtype).unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""What one forward of GPT blocks leaves for a hand-written pullback.
+"""The tape of a forward of GPT blocks, for a hand-written pullback.
 
 Hooks on the blocks' own parts keep, detached, a block's input, its queries, keys and values, the attended
 values before and after the output matrix, and the MLP's inner part. From these come the factors that all
@@ -41,7 +41,7 @@ class Desk:
         self.buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """An array with any content; whoever took `name` before has lost it."""
+        """An array with any content; an earlier array of that name is overwritten."""
         size = math.prod(shape)
         if name not in self.buffers or len(self.buffers[name]) < size:
             self.buffers[name] = torch.empty(size, dtype=self.like.dtype, device=self.like.device)
@@ -100,10 +100,7 @@ class Tape:
                 )
             if torch.is_autocast_enabled(ctx.x0.device.type):
                 raise StackError(
-                    "jacobian 'pullback' has no formula for bf16",
-                    setting="jacobian",
-                    given="pullback",
-                    remedy="use jacobian='loop', or leave bf16 out",
+                    setting="jacobian", given="pullback", allowed="another with bf16, such as loop"
                 )
             x0, rotary = ctx.x0.detach(), ctx.extras["rotary"]
             taken.update(h=call["h"].detach(), x0=x0, rotary=rotary, rows=rows)

@@ -1,1 +1,1 @@
-"""The same plan and the same executor over several processes and machines, with torch.distributed."""
+"""Training over several processes and machines with torch.distributed, by the same plan and executor."""

@@ -59,10 +59,10 @@ class SetStore(FolderStore):
         problem = ""
         if self.ranks.first:
             problem = _tried(lambda: _begin(self.folder))
-        said = self.ranks.agree(problem, "beginning a checkpoint")
-        if not said:
-            said = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
-        if not said:
+        failure = self.ranks.agree(problem, "beginning a checkpoint")
+        if not failure:
+            failure = self.ranks.agree(self._write(temporary, model, optimizers), "writing a checkpoint")
+        if not failure:
             problem = ""
             if self.ranks.first:
                 aliases = aliases_of({name: local(t) for name, t in model.state_dict().items()})
@@ -76,11 +76,11 @@ class SetStore(FolderStore):
                 self.ranks.tell(f"saved/{self.ranks.saves}", "")
             else:
                 self.ranks.follow(f"saved/{self.ranks.saves}", 0, "rank 0 finished a checkpoint")
-            said = self.ranks.agree(problem, "finishing a checkpoint")
-        if said:
+            failure = self.ranks.agree(problem, "finishing a checkpoint")
+        if failure:
             if self.ranks.first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"cannot save {target} ({said})", remedy="make room and resume")
+            raise CheckpointError(f"cannot save {target} ({failure})", remedy="make room and resume")
         return target.name
 
     def _write(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> str:
@@ -102,10 +102,10 @@ class IndependentStageStore(FolderStore):
             write_state(temporary, step, dict(extra), aliases_of(present(model.state_dict())))
             put_in_place(temporary, target, keep)
 
-        said = _tried(write)
-        if said:
+        problem = _tried(write)
+        if problem:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"cannot save {target} ({said})", remedy="make room and resume")
+            raise CheckpointError(f"cannot save {target} ({problem})", remedy="make room and resume")
         return target.name
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:

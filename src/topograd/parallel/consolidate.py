@@ -1,4 +1,4 @@
-"""What ranks and lone stages wrote, as the checkpoint of one process.
+"""Consolidation of the checkpoints of ranks and independent stages into one.
 
 A set of a job (`checkpoint_set.py`) is read whole anyway; here it is written again as one file of weights and
 one of optimizers. The folders of independent stages (`independent_stage.py`) become one new run: the newest
@@ -61,10 +61,10 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     stack, plan = build_stack(config)
     if len(plan.stages) != len(folders):
         raise ConfigError(
-            f"{len(folders)} folders were given and the last one's topology has {len(plan.stages)} stages",
+            f"{len(folders)} folders are given",
             setting="folders",
             given=len(folders),
-            remedy="give the folder of each stage, in order",
+            allowed=f"{len(plan.stages)}, one for each stage",
         )
     layout = Layout(plan, tuple(range(len(plan.stages))), private=True)
     optimizers = make_optimizers(stack, config.optimizer, plan).optimizers
@@ -74,13 +74,13 @@ def consolidate_stages(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     made = Run.create(out)
     bind_tokenizer(made, read_tokenizer(runs[0]))
     made.write_config(config.as_dict())
-    for record in _log(runs, int(name.rpartition("-")[2])):
-        made.log(record)
     step = int(name.rpartition("-")[2])
+    for record in _log(runs, step):
+        made.log(record)
     extra |= {
         "run": made.manifest.identity(),
         "metrics": made.log_mark(step),
-        "halted": _halted(stores, name),
+        "halted": sorted({k for store in stores for k in store.extra(name).get("halted", ())}),
     }
     FolderStore(made.checkpoints).save(step=step, model=stack, optimizers=optimizers, extra=extra, keep=1)
     return {"run": str(out), "step": step, "weights": FolderStore(made.checkpoints).weights(name)}
@@ -120,7 +120,3 @@ def _log(runs: Sequence[Run], step: int) -> list[dict[str, Any]]:
             if record["kind"] == "train" and record["step"] <= step:
                 found.setdefault(record["step"], [None] * len(runs))[k] = record["loss"][0]
     return [{"kind": "train", "step": number, "loss": losses} for number, losses in sorted(found.items())]
-
-
-def _halted(stores: Sequence[FolderStore], name: str) -> list[int]:
-    return sorted({k for store in stores for k in store.extra(name).get("halted", ())})

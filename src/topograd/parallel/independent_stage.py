@@ -1,21 +1,20 @@
-"""One stage of a run, trained by a process that lives and dies by itself.
+"""Independent training of one stage of a run, in a process of its own.
 
 Statement. Where stages share no parameter that learns, stage k needs nothing of the others but the output of
 stage k - 1 on the same batches ("Product of Experts" §§4.4, 8.5). So every stage is a process of its own,
 with its own folder, log and checkpoints, and one link to each neighbour (`link.py`):
 
     a stage dies       those before it train on and keep the last `buffer` steps of activations; those
-                       behind it wait, or replay the last `buffer` steps that they heard ("lost")
+                       behind it wait, or replay the last `buffer` steps that they received ("lost")
     it returns         from its own checkpoint, and is given the steps since then that are still kept
-    a stage is added   by starting one more behind the last: nobody before it notices, bit for bit
+    a stage is added   by starting one more behind the last: those before it are not affected, bit for bit
 
 With lost = "wait" and a buffer that covers the outage, every stage's losses are those of a run without a
-fault, bit for bit. A stage that was away longer goes on with the oldest step that is kept, and logs the gap.
+fault, bit for bit. A stage that was away longer continues with the oldest kept step, and logs the gap.
 
-What must hold, and is refused otherwise: a chain without gradient between stages; a head of its own for every
-stage (heads = "own"); an embedding that only the first stage reads and trains (bus = "detached", and no x0
-blended in by later layers). That nothing else is read is tried: the stage runs on an x0 of NaN.
-"""
+What must hold, else ConfigError is raised: a chain without gradient between stages; a head of its own for
+every stage (heads = "own"); an embedding that only the first stage reads and trains (bus = "detached", and no
+x0 blended in by later layers). That nothing else is read is tried: the stage runs on an x0 of NaN."""
 
 from __future__ import annotations
 
@@ -42,11 +41,11 @@ from topograd.parallel.checkpoint_set import IndependentStageStore
 from topograd.parallel.layout import Layout, keep_own, reads_x0
 from topograd.parallel.link import Address, Arrived, Receiver, Sender
 from topograd.parallel.rank_task import check_one_process, check_whole, hand_over
-from topograd.parallel.ranks import flat_facts
 from topograd.parallel.settings import ParallelConfig
 from topograd.runs.checkpoint import CheckpointStore
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
+from topograd.runs.manifest import flat_settings
 from topograd.topology.dag import EMBEDDING
 from topograd.topology.plan import EdgeOutput, Plan
 from topograd.training.optimizers import make_optimizers, stage_parameters
@@ -57,14 +56,14 @@ from topograd.training.trainer import Reading, StepRecord
 
 
 class TcpTransport:
-    """The `Transport` of an independent stage: what arrived goes in, what it says goes to its sender."""
+    """The `Transport` of an independent stage: inputs that arrived, outputs to its sender."""
 
     def __init__(self, plan: Plan, stage: int, sender: Sender | None) -> None:
         self.stages: Collection[int] = (stage,)
         self.sender = sender
         self.step = 0
         self.quiet = False
-        """Whether what the stage says is kept to itself, as in a replay."""
+        """Whether outputs are not sent, as in a replay."""
         self.waiting: deque[Tensor] = deque()
         self._input = plan.stages[stage].inputs[0][0]
         self._output = output_port(plan.stages[stage])
@@ -88,17 +87,17 @@ class IndependentStageLoop(StepRunner):
     stage: int
 
     def step(self, plan: Plan, batches: Sequence[Batch], number: int = 1) -> Step:
-        heard = list(self.transport.waiting)
+        inputs = list(self.transport.waiting)
         newly: tuple[int, ...] = ()
         if self.stage not in self.halted:
             try:
                 return super().step(plan, batches, number)
-            except DivergenceError:  # it speaks on, and learns no more
+            except DivergenceError:  # it still sends its outputs, and learns no more
                 self.halted.add(self.stage)
                 newly = (self.stage,)
-                self.transport.waiting.extend(heard)
+                self.transport.waiting.extend(inputs)
         quiet = self.transport.quiet
-        self.transport.quiet = quiet or bool(newly)  # then it has spoken already
+        self.transport.quiet = quiet or bool(newly)  # then its outputs are sent already
         self._gradients(plan.halted([self.stage]), batches, len(batches))
         self.transport.quiet = quiet
         return Step(torch.full((len(plan.stages),), float("nan")), (), newly)
@@ -141,7 +140,7 @@ class IndependentStageTask(RunTask):
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._arrived: Arrived | None = None
-        self._heard: deque[tuple[list[Batch], list[Tensor]]] = deque(maxlen=parallel.buffer)
+        self._recent: deque[tuple[list[Batch], list[Tensor]]] = deque(maxlen=parallel.buffer)
         self._spread()
 
     def _spread(self) -> None:
@@ -166,7 +165,7 @@ class IndependentStageTask(RunTask):
         finally:
             if self._sender is not None:
                 patient = self._finished and (expected or self._sender.joins)
-                # an end that is none is not waited for: whoever listens asks again
+                # an interrupted stage does not wait: the receiver asks again
                 self._sender.close(self.parallel.timeout if patient else 0.0)
             if self._receiver is not None:
                 self._receiver.close()
@@ -174,13 +173,13 @@ class IndependentStageTask(RunTask):
     def _link(self, step: int) -> None:
         """The links to the neighbours, for step `step + 1`."""
         assert isinstance(self.loop, IndependentStageLoop)
-        found, batches = addresses(self.parallel), self.config.accumulate
+        links, batches = addresses(self.parallel), self.config.accumulate
         facts, timeout = facts_of(self.config, self.data), self.parallel.timeout
-        if self.index < len(found):
-            made = Sender(found[self.index], facts, self.parallel.buffer, batches, timeout)
+        if self.index < len(links):
+            made = Sender(links[self.index], facts, self.parallel.buffer, batches, timeout)
             self._sender = self.loop.transport.sender = made
         if self.index > 0:
-            self._receiver = Receiver(found[self.index - 1], facts, step + 1, batches, timeout)
+            self._receiver = Receiver(links[self.index - 1], facts, step + 1, batches, timeout)
 
     def before_save(self, step: int) -> None:
         """Hand over what the checkpoint will not send again: a kill behind it then loses no step."""
@@ -202,7 +201,7 @@ class IndependentStageTask(RunTask):
         while self._arrived is None:
             if interrupted() or self._receiver is None:
                 return None if interrupted() else 0
-            replaying = self.parallel.lost == "replay" and self._heard and self._receiver.lost > 0
+            replaying = self.parallel.lost == "replay" and self._recent and self._receiver.lost > 0
             self._arrived = self._receiver.take(0.05 if replaying and not self._receiver.connected else 1.0)
             if self._receiver.problem:
                 raise ParallelError(f"stage {self.index + 1} does not fit the run: {self._receiver.problem}")
@@ -216,16 +215,13 @@ class IndependentStageTask(RunTask):
                     f"{self.parallel.patience:g} s",
                     remedy="start it again, then resume this one",
                 )
-        return self._skip(step, self._arrived.step - step - 1)
-
-    def _skip(self, step: int, gap: int) -> int:
-        """Leave out the steps that were missed, and their batches."""
-        if gap > 0:
+        gap = max(self._arrived.step - step - 1, 0)  # steps that were missed, and their batches
+        if gap:
             self.missed += gap
             self.run.log({"kind": "missed", "step": step, "until": step + gap + 1})
             for _ in range(gap):
                 super().batches()
-        return max(gap, 0)
+        return gap
 
     def step(self, step: int) -> StepRecord:
         assert isinstance(self.loop, IndependentStageLoop)
@@ -235,17 +231,17 @@ class IndependentStageTask(RunTask):
     def batches(self) -> list[Batch]:
         """The batches of the step that arrived, with what the stage before made of them."""
         assert isinstance(self.loop, IndependentStageLoop)
-        found = super().batches()
+        batches = super().batches()
         if self._arrived is not None:
             self.loop.transport.waiting.extend(self._arrived.values)
-            self._heard.append((found, self._arrived.values))
+            self._recent.append((batches, self._arrived.values))
             self._arrived = None
-        return found
+        return batches
 
     def _replay(self, step: int) -> None:
-        """One more step on something that was heard before; the schedule stands still."""
+        """One more step on earlier inputs; the schedule does not advance."""
         assert isinstance(self.loop, IndependentStageLoop)
-        batches, values = random.Random(self.replayed).choice(list(self._heard))
+        batches, values = random.Random(self.replayed).choice(list(self._recent))
         self.loop.transport.waiting.extend(values)
         self.loop.transport.quiet = True
         self.loop.optimizers.set_rates(step, self.config.steps)
@@ -268,10 +264,9 @@ def addresses(parallel: ParallelConfig) -> list[Address]:
         return [Address(given[0].host, given[0].port + k) for k in range(parallel.stages)]
     if len(given) not in (parallel.stages - 1, parallel.stages):
         raise ConfigError(
-            f"links has {len(given)} addresses and there are {parallel.stages} stages",
             setting="links",
             given=parallel.links,
-            remedy="give one for each stage, or that of stage 1 alone",
+            allowed=f"one for each of {parallel.stages} stages, or that of stage 1",
         )
     return given
 
@@ -286,10 +281,9 @@ def facts_of(config: TrainConfig, data: Data) -> dict[str, Any]:
         "steps": config.steps,
         "batch": config.batch,
         "accumulate": config.accumulate,
-        **flat_facts(shape, "model."),
+        **flat_settings(shape, "model."),
     }
-    said: dict[str, Any] = json.loads(dump_json(facts))  # as the other end reads it
-    return said
+    return dict(json.loads(dump_json(facts)))  # as the other end reads it
 
 
 def check_alone(stack: Stack, plan: Plan, parallel: ParallelConfig) -> None:

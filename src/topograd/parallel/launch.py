@@ -1,4 +1,4 @@
-"""Beginning a run, or going on with one, on all ranks of a job."""
+"""Start and resume of a run on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 from topograd.errors import ParallelError, TopogradError
 from topograd.parallel.rank_task import RankTask
-from topograd.parallel.ranks import Ranks, flat_facts, wait_until_read
-from topograd.parallel.torchrun import let_the_first_speak
+from topograd.parallel.ranks import Ranks, wait_until_read
+from topograd.parallel.settings import wait_for_first_rank
 from topograd.runs.config import TrainConfig
+from topograd.runs.manifest import flat_settings
 from topograd.training.runs import Make, RunTrainer, resume, start
 
 
 def facts_of(version: str, settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """What must be the same on every rank."""
     facts = {"version of topograd": version, "version of torch": torch.__version__}
-    return facts | {name: str(value) for name, value in more.items()} | flat_facts(settings)
+    return facts | {name: str(value) for name, value in more.items()} | flat_settings(settings)
 
 
 def is_restart() -> bool:
@@ -30,7 +31,7 @@ def is_restart() -> bool:
 
 
 def start_on_ranks(ranks: Ranks, config: TrainConfig, folder: Path) -> RunTrainer:
-    """A new run; rank 0 makes its folder, and the others open it. A restart goes on with what is there."""
+    """A new run; rank 0 makes its folder, and the others open it. A restart continues what is there."""
     make = partial(RankTask, ranks=ranks)
     if is_restart() and (folder / "config.toml").is_file():
         return resume_on_ranks(ranks, folder)
@@ -49,7 +50,7 @@ def resume_on_ranks(ranks: Ranks, folder: Path, name: str | None = None) -> RunT
 def _first_then_all(
     ranks: Ranks, first: Callable[[], RunTrainer], then: Callable[[], RunTrainer], what: str
 ) -> RunTrainer:
-    """Rank 0 goes first and says what is wrong; then the others do the same on what it has prepared."""
+    """Rank 0 first, which reports errors; then the others, on what it has prepared."""
     if ranks.first:
         try:
             with ranks.busy(what):
@@ -61,7 +62,7 @@ def _first_then_all(
         ranks.tell("run", "")
     elif ranks.follow("run", 0, f"{what} on rank 0"):
         ranks.store.set(f"read/{ranks.rank}", "1")
-        let_the_first_speak()
+        wait_for_first_rank()
         raise SystemExit(2)
     else:
         with ranks.busy(what):

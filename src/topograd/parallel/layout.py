@@ -1,4 +1,4 @@
-"""Which rank runs which stages, and what that makes it send, receive, own and share.
+"""Placement of stages on ranks: what each rank sends, receives, owns and shares.
 
 Statement. Stages are dealt to ranks in order, in runs as even as their layers allow. Between two ranks only
 values go, never gradients: stages that exchange gradient, or share a layer, must lie on one rank (but for
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from topograd.errors import ParallelError
 from topograd.exec.forward import run_stage
 from topograd.exec.train_step import output_port
+from topograd.nn.interface import SegmentRelay
 from topograd.nn.stack import Stack
 from topograd.topology.dag import EMBEDDING
-from topograd.topology.plan import EdgeOutput, Plan, PlannedStage
+from topograd.topology.plan import EdgeOutput, Plan
 from topograd.training.optimizers import stage_parameters
 
 
@@ -37,7 +38,7 @@ class Layout:
     with_prior: bool = False
     """Whether objectives read the hidden states of earlier stages."""
     private: bool = False
-    """Whether the embedding is the first rank's own, because nobody else reads x0."""
+    """Whether the embedding is the first rank's own, because no other rank reads x0."""
     crossing: bool = False
     """Whether gradient crosses ranks, by a scan over bounded interfaces."""
 
@@ -95,16 +96,13 @@ class Layout:
         """The other ranks that want each port."""
         wanted: dict[EdgeOutput, set[int]] = {}
         for planned in self.plan.stages:
-            for port in self._heard(planned):
+            inputs = [port for port, _ in planned.inputs]
+            if self.with_prior:
+                inputs += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
+            for port in inputs:
                 if port.source >= 0 and self.owners[port.source] != self.owners[planned.index]:
                     wanted.setdefault(port, set()).add(self.owners[planned.index])
         return {port: tuple(sorted(ranks)) for port, ranks in wanted.items()}
-
-    def _heard(self, planned: PlannedStage) -> list[EdgeOutput]:
-        heard = [port for port, _ in planned.inputs]
-        if self.with_prior:
-            heard += [output_port(p) for p in self.plan.stages[: planned.index] if p.predicts]
-        return heard
 
     def incoming(self, stage: int, rank: int) -> list[EdgeOutput]:
         """What `rank` receives from a stage of another rank, in the order in which it is sent."""
@@ -122,8 +120,8 @@ class Layout:
 
     def embedding(self, stack: Stack) -> list[nn.Parameter]:
         """What learns and is no stage's own, where that is the first rank's alone."""
-        everybody = {id(p) for p in stage_parameters(stack, self.plan, range(len(self.owners)))}
-        return [p for p in stack.parameters() if p.requires_grad and id(p) not in everybody]
+        owned = {id(p) for p in stage_parameters(stack, self.plan, range(len(self.owners)))}
+        return [p for p in stack.parameters() if p.requires_grad and id(p) not in owned]
 
     def shared(self, stack: Stack) -> list[nn.Parameter]:
         """What several ranks use: all that is no stage's own, and heads that later ranks read too."""
@@ -131,29 +129,18 @@ class Layout:
         for rank in range(self.ranks):
             for p in stage_parameters(stack, self.plan, self.stages_of(rank)):
                 users.setdefault(id(p), set()).add(rank)
-            for k in self._read_heads(rank):
-                for p in stack.head_parameters(self.plan.stages[k].head):
+            last = max(self.stages_of(rank)) if self.with_prior and self.ranks > 1 else -1
+            for k in self.plan.predicting():
+                for p in stack.head_parameters(self.plan.stages[k].head) if k <= last else ():
                     users.setdefault(id(p), set()).add(rank)
-            for port in self._sent_through(stack, rank):
-                for p in stack.learned_relays()[port.relay].parameters():
+            for port in [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]:
+                relay = stack.learned_relays().get(port.relay)
+                # a bounded interface computes at the sending end too
+                for p in relay.parameters() if isinstance(relay, SegmentRelay) else ():
                     users.setdefault(id(p), set()).add(rank)
         private = {id(p) for p in self.embedding(stack)} if self.private else set()
-        found = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
-        return [p for p in found if id(p) not in private]
-
-    def _read_heads(self, rank: int) -> list[int]:
-        if not self.with_prior or self.ranks < 2:
-            return []
-        last = max(self.stages_of(rank))
-        return [k for k in self.plan.predicting() if k <= last]
-
-    def _sent_through(self, stack: Stack, rank: int) -> list[EdgeOutput]:
-        """Ports whose relay does something of its own at the sending end: bounded interfaces."""
-        from topograd.nn.interface import SegmentRelay
-
-        own = stack.learned_relays()
-        sends = [port for k in self.stages_of(rank) for port in self.plan.stages[k].outputs]
-        return [port for port in sends if isinstance(own.get(port.relay), SegmentRelay)]
+        several = [p for p in stack.parameters() if len(users.get(id(p), (0, 1))) > 1]
+        return [p for p in several if id(p) not in private]
 
     def names(self, stack: Stack, rank: int) -> list[str]:
         """The state that `rank` alone keeps, by name: its parameters, and the buffers of its layers."""

@@ -1,18 +1,16 @@
-"""One link between two stages that live and die by themselves: a store and a process group of its own.
+"""The TCP link between two independent stages: a store and a process group of its own.
 
-The stage that sends holds the store of the link. A stage that listens asks there to be joined, and says from
-which step on; then both ends make a process group of two. When one end dies the group is thrown away, and
-whoever returns joins anew. No other link notices: there is no global store and no global group.
+The sending stage holds the store of the link. A receiver asks there to be joined, and names its first step;
+then both ends make a process group of two. When one end dies the group is dropped, and the process that
+returns joins again. No other link is affected: there is no global store and no global group.
 
-    Sender   keeps the messages of the last `buffer` steps. It hands over what the listener asks for, older
-             steps too as long as they are kept. The sender waits when a living listener is `AHEAD` messages
-             behind (a bounded queue), and goes on when there is none.
-    Receiver    receives ahead of need, up to `AHEAD` messages, and reconnects when the other end returns.
+    Sender     keeps the messages of the last `buffer` steps and sends those that the receiver asks for. It
+               waits when a living receiver is `AHEAD` messages behind (a bounded queue), and not without one.
+    Receiver   receives ahead of need, up to `AHEAD` messages, and reconnects when the other end returns.
 
-Frames: a header of int64 (what it is, step, batch, dtype, dimensions), then the tensor. An end that has
-nothing to say sends a beat every second, so that silence for `timeout` seconds means a stalled process.
-
-Everything runs on threads that only wait in torch.distributed, which lets go of the interpreter meanwhile.
+Frames: a header of int64 (kind, step, batch, dtype, dimensions), then the tensor. An idle end sends a beat
+every second, so silence for `timeout` seconds means a stalled process. Threads wait in torch.distributed,
+which releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -142,26 +140,26 @@ class Sender:
         return sum(len(kept) for s, kept in self._kept.items() if s >= step) - batch
 
     def close(self, patience: float) -> bool:
-        """Say that nothing follows, wait until it is heard, and end; False if nobody was there to hear it."""
+        """Send the end, wait until it is received, and stop; False if no receiver was there."""
         with self._changed:
-            self._ended = patience > 0  # else whoever listens finds the link gone, and waits for its return
+            self._ended = patience > 0  # else a receiver finds the link gone, and waits for its return
             self._changed.notify_all()
-            heard = self._changed.wait_for(lambda: self._closed, patience)
+            received = self._changed.wait_for(lambda: self._closed, patience)
             self._closed = True
         self._thread.join(timeout=2 * _BEAT_SECONDS)
-        return heard
+        return received
 
     def _serve(self) -> None:
         while not self._closed:
-            asked = range(self._answered, self._store.add("joins", 0))
-            number = next((n for n in reversed(asked) if self._store.check([f"join/{n}"])), None)
+            requests = range(self._answered, self._store.add("joins", 0))
+            number = next((n for n in reversed(requests) if self._store.check([f"join/{n}"])), None)
             if number is None:
                 time.sleep(0.02)
                 continue
             self._answered = number + 1
             try:
-                asked_for = json.loads(self._store.get(f"join/{number}"))
-                problem = difference(self.facts, asked_for["facts"])
+                request = json.loads(self._store.get(f"join/{number}"))
+                problem = difference(self.facts, request["facts"])
                 self._store.set(f"answer/{number}", problem)
                 if problem:
                     continue
@@ -170,7 +168,7 @@ class Sender:
                 continue
             with self._changed:
                 self.joins += 1
-                self._at = (asked_for["from"], 0)
+                self._at = (request["from"], 0)
                 self._changed.notify_all()
             with contextlib.suppress(RuntimeError):  # the listener is gone
                 self._feed(group)
@@ -182,7 +180,10 @@ class Sender:
         """Hand over messages, in order, until the end or until the listener is gone."""
         while True:
             with self._changed:
-                self._changed.wait_for(self._ready, _BEAT_SECONDS)
+                self._changed.wait_for(
+                    lambda: self._closed or self._take() is not None or (self._ended and self._exhausted()),
+                    _BEAT_SECONDS,
+                )
                 item = self._take()
                 done = item is None and self._ended and self._exhausted()
                 quit_ = self._closed
@@ -206,9 +207,6 @@ class Sender:
             with self._changed:
                 self._at = (step, batch + 1) if batch + 1 < self.batches else (step + 1, 0)
                 self._changed.notify_all()
-
-    def _ready(self) -> bool:
-        return self._closed or self._take() is not None or (self._ended and self._exhausted())
 
     def _take(self) -> tuple[int, int, Tensor] | None:
         """What goes next; steps that are no longer kept, or were never sent, are passed over."""
@@ -264,9 +262,9 @@ class Receiver:
             self._changed.wait_for(lambda: bool(self._arrived) or self._ended, seconds)
             if not self._arrived:
                 return None
-            found = self._arrived.popleft()
+            arrived = self._arrived.popleft()
             self._changed.notify_all()
-            return found
+            return arrived
 
     @property
     def ended(self) -> bool:
@@ -284,14 +282,14 @@ class Receiver:
         while not self._closed and not self._ended:
             try:
                 group = self._join()
-            except RuntimeError:  # nobody there yet
+            except RuntimeError:  # the sender is not there yet
                 time.sleep(0.05)
                 continue
             if group is None:
                 return
             self.connected = True
             try:
-                self._hear(group)
+                self._receive(group)
             except RuntimeError:  # gone
                 with self._changed:
                     self.connected = False
@@ -312,9 +310,9 @@ class Receiver:
             return None
         return _group(store, number, 1, self.timeout)
 
-    def _hear(self, group: dist.ProcessGroup) -> None:
+    def _receive(self, group: dist.ProcessGroup) -> None:
         values: list[Tensor] = []
-        limit = timedelta(seconds=self.timeout)
+        limit, room = timedelta(seconds=self.timeout), max(2, AHEAD // self.batches)
         while not self._closed:
             header = torch.zeros(_HEADER, dtype=torch.int64)
             group.recv([header], 0, 0).wait(limit)
@@ -330,12 +328,8 @@ class Receiver:
             group.recv([value], 0, 0).wait(limit)
             values = [value] if batch == 0 else [*values, value]
             if len(values) == self.batches:
-                self._deliver(Arrived(step, values))
-
-    def _deliver(self, arrived: Arrived) -> None:
-        with self._changed:
-            self._arrived.append(arrived)
-            self._next = arrived.step + 1
-            self._changed.notify_all()
-            room = max(2, AHEAD // self.batches)
-            self._changed.wait_for(lambda: len(self._arrived) < room or self._closed)
+                with self._changed:
+                    self._arrived.append(Arrived(step, values))
+                    self._next = step + 1
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: len(self._arrived) < room or self._closed)

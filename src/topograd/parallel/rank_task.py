@@ -1,4 +1,4 @@
-"""Training a run on several ranks: the task of one rank, and what a run's folder is to it.
+"""Training a run on several ranks: the task of one rank, and its view of the run's folder.
 
 Every rank builds the run's model whole, from its seed or from a checkpoint of any number of ranks, and then
 drops what is not its own. From then on it trains as one process does (`training/trainer.py`), with another
@@ -111,8 +111,8 @@ class RankTask(RunTask):
         super().__init__(RankRun.of(run, ranks), config, data)
         self.schedule = replace(self.schedule, save_seconds=0.0)  # clocks of ranks differ
         self.ranks = ranks
-        asked = objectives_of(self.plan, self.loop.objectives)
-        prior = any(map(uses_prior, asked))
+        objectives = objectives_of(self.plan, self.loop.objectives)
+        prior = any(map(uses_prior, objectives))
         self.layout = Layout.of(
             self.plan,
             ranks.config.stages,
@@ -178,10 +178,7 @@ def check_whole(config: TrainConfig) -> None:
     part = [name for name in PARTIAL if getattr(config.tune, name)]
     if part:
         raise ConfigError(
-            f"{part[0]} is given, and a run that learns only a part of another one trains in one process",
-            setting=part[0],
-            given=getattr(config.tune, part[0]),
-            remedy="leave parallel out",
+            setting=part[0], given=getattr(config.tune, part[0]), allowed="left out with --parallel"
         )
     for name, given in (
         ("grad_scale_schedule", config.topology.grad_scale_schedule is not None),
@@ -199,34 +196,19 @@ def check_whole(config: TrainConfig) -> None:
 def _check(config: TrainConfig, ranks: Ranks) -> None:
     """What cannot be trained on several ranks is refused before a folder is made."""
     if config.search.kind != "none":
-        raise ConfigError(
-            "a search changes the topology while it trains",
-            setting="search.kind",
-            given=config.search.kind,
-            remedy="run it in one process",
-        )
+        raise ConfigError(setting="search.kind", given=config.search.kind, allowed="none with --parallel")
     check_whole(config)
     if config.geometry_every:
-        raise ConfigError(
-            "geometry_every reads the residual stream of all layers",
-            setting="geometry_every",
-            given=config.geometry_every,
-            remedy="leave it out with --parallel",
-        )
+        raise ConfigError(setting="geometry_every", given=config.geometry_every, allowed="0 with --parallel")
     if config.topology.interface is not None and config.topology.backward != "scan":
         raise ConfigError(
-            "gradient crosses bounded interfaces",
-            setting="backward",
-            given=config.topology.backward,
-            remedy="give --backward scan with --parallel",
+            setting="backward", given=config.topology.backward, allowed="scan with --parallel and interfaces"
         )
     if config.accumulate % ranks.config.replicas:
         raise ConfigError(
-            f"accumulate is {config.accumulate} and {ranks.config.replicas} replicas share the "
-            "batches of a step",
             setting="accumulate",
             given=config.accumulate,
-            remedy=f"give a multiple of {ranks.config.replicas}",
+            allowed=f"a multiple of {ranks.config.replicas} replicas",
         )
     if ranks.config.shard:
         check_shards(config)
@@ -235,10 +217,9 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
     )
     if ddc and config.topology.heads != "shared":
         raise ConfigError(
-            "the ddc optimizers hold the heads of all stages together, and they would lie on several ranks",
             setting="optimizer.name",
             given=config.optimizer.name,
-            remedy="use shared heads or another optimizer with --parallel",
+            allowed="no ddc optimizer with --parallel and several heads",
         )
 
 
@@ -248,18 +229,12 @@ def check_shards(config: TrainConfig) -> None:
     others = sorted(names.difference(ELEMENTWISE))
     if others:
         raise ConfigError(
-            f"shard cuts matrices over replicas and {others[0]} needs them whole",
             setting="optimizer.name",
             given=others[0],
-            remedy=f"give --optimizer.name {' or '.join(ELEMENTWISE)}, or leave shard out",
+            allowed=f"{' or '.join(ELEMENTWISE)} with shard, which cuts matrices",
         )
     if config.topology.interface is not None:
-        raise ConfigError(
-            "shard and bounded interfaces do not go together",
-            setting="shard",
-            given=True,
-            remedy="leave shard out",
-        )
+        raise ConfigError(setting="shard", given=True, allowed="left out with bounded interfaces")
 
 
 def hand_over(whole: OptimizerSet, mine: OptimizerSet, cut: Mapping[int, nn.Parameter] | None = None) -> None:

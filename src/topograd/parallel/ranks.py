@@ -1,9 +1,9 @@
-"""The processes of one job: who is here, whether they agree, and waiting for one another with an end to it.
+"""The ranks of a job: joining, agreement on settings, and waits with a timeout.
 
 torchrun tells every process its rank and where the store of the job is. Before anything else the ranks lay
 their versions and settings side by side in that store; the first rank that differs is named, once, by rank 0,
-and all of them end. After that every wait has a timeout. A rank that gives up says so in the store, so that
-the rank which is named is the one that says nothing, and not another one that waits for it in turn.
+and all of them end. After that every wait has a timeout. A rank that gives up writes so to the store, so
+that the silent rank is named, and not another one that waits for it in turn.
 
 Ranks are counted replica by replica: rank = replica · P + place, with P the ranks that the stages are dealt
 to. On CPUs the backend is gloo, on GPUs NCCL with a GPU for each local rank. Messages between two ranks keep
@@ -28,16 +28,15 @@ import torch.distributed as dist
 
 from topograd.errors import ParallelError
 from topograd.files import dump_json
-from topograd.parallel.settings import ParallelConfig
-from topograd.parallel.torchrun import let_the_first_speak
+from topograd.parallel.settings import ParallelConfig, wait_for_first_rank
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 10.0
 """Seconds at most in which ranks that give up as well are waited for, before the silent one is named."""
 BEAT = 1.0
-"""Seconds after which a rank that works long says again that it lives."""
+"""Seconds between the signs of life of a rank that works long."""
 BEATS_PER_LINE = 20
-"""Beats after which it says so to a person too."""
+"""Signs of life for each line to a person."""
 READING = 2.0
 """Seconds at most in which rank 0 waits for the others to read why the job ends."""
 
@@ -181,7 +180,7 @@ class Ranks:
         return f"rank {troubled[0]}: {self.store.get(f'problem/{troubled[0]}').decode()}"
 
     def _blame(self, what: str, peer: int | None, error: str) -> str:
-        with suppress(RuntimeError):  # the store is gone with whoever held it
+        with suppress(RuntimeError):  # the store is gone with the rank that held it
             self.store.set(f"waited/{self.rank}", "1")
         late = any(word in error.lower() for word in ("timed out", "timeout"))
         if not late:
@@ -196,7 +195,7 @@ class Ranks:
         )
 
     def _silent(self) -> list[int]:
-        """The ranks that do not wait for anybody, and so are the ones that are waited for."""
+        """The ranks that wait for no other, and so are waited for."""
         end = time.monotonic() + GRACE
         with suppress(RuntimeError):
             while True:
@@ -293,7 +292,7 @@ def leave() -> None:
 
 
 def _compare(rank: int, world: int, store: dist.Store, facts: dict[str, Any], timeout: float) -> None:
-    """Lay the facts of all ranks side by side; rank 0 says what differs, and everybody ends."""
+    """Compare the facts of all ranks; rank 0 reports a difference, and all end."""
     store.set(str(rank), dump_json(facts))
     if rank == 0:
         verdict = ""
@@ -337,16 +336,5 @@ def _refuse(rank: int, message: str) -> NoReturn:
     """One line from one rank; the others end without a word."""
     if rank == 0:
         raise ParallelError(message)
-    let_the_first_speak()
+    wait_for_first_rank()
     raise SystemExit(2)
-
-
-def flat_facts(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one table, so that the one that differs can be named."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flat_facts(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -1,4 +1,4 @@
-"""Regions of a bounded-interface model on ranks: exact gradients with one collective for the adjoints.
+"""Exact gradients of bounded-interface regions on ranks, with one collective for the adjoints.
 
 Statement ("LBI: Parallel Scan Backpropagation via Latent Bounded Interfaces", Algorithms 1 and 2). Rank p has
 regions a..b. Forward, the message m (batch, n) goes from rank to rank. As soon as a rank has sent its own, it
@@ -53,16 +53,11 @@ class RegionScan(Scan):
                 own[..., :n] = J.to(dtype) @ own[..., :n]
             if late is not None:
                 own[..., n] = late
-            parts = self._gather(own)
+            parts = [torch.empty_like(own) for _ in range(self.ranks.config.stages)]
+            group, what = self.ranks.stage_group, "gathering the products of Jacobians"
+            self.ranks.collective(lambda: dist.all_gather(parts, own, group=group, async_op=True), what)
+            self.gathered_bytes += own.numel() * own.element_size() * (len(parts) - 1)
             row = parts[-1][..., n]
             for part in reversed(parts[self.ranks.place + 1 :]):
                 row = (row[:, None] @ part[..., :n])[:, 0]
         return row
-
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        """What every rank of this replica has, in the order of their stages."""
-        parts = [torch.empty_like(own) for _ in range(self.ranks.config.stages)]
-        group, what = self.ranks.stage_group, "gathering the products of Jacobians"
-        self.ranks.collective(lambda: dist.all_gather(parts, own, group=group, async_op=True), what)
-        self.gathered_bytes += own.numel() * own.element_size() * (len(parts) - 1)
-        return parts

@@ -1,7 +1,13 @@
-"""How a training is spread: what `--parallel` says. Nothing here needs torch, so that help comes at once."""
+"""Settings of parallel training (`--parallel`), and this process's place under torchrun. Needs no torch.
+
+torchrun starts the same command for every rank of a machine, and ends all of them when one has failed. So of
+an error that every rank finds, the first rank of a machine prints it, and the others wait until it has.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -12,6 +18,8 @@ WireKind = Literal["exact", "bf16", "int8"]
 WIRES: tuple[WireKind, ...] = ("exact", "bf16", "int8")
 RANKS: Bounds = (1, 2**16)
 TIMEOUT: Bounds = (0.1, 86_400)
+LINGER = 10.0
+"""Seconds in which the rank that prints an error is waited for; torchrun ends the others when it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +54,10 @@ class ParallelConfig:
             raise ConfigError(setting="lost", given=self.lost, allowed="wait or replay")
         if self.stage is not None and (self.replicas > 1 or self.wire != "exact"):
             raise ConfigError(
-                "an independent stage has no replicas and an exact wire",
-                setting="replicas" if self.replicas > 1 else "wire",
-                given=self.replicas if self.replicas > 1 else self.wire,
-                remedy="leave it out",
+                "an independent stage has no replicas and an exact wire", setting="stage", given=self.stage
             )
         if self.shard and self.replicas < 2:
-            raise ConfigError(
-                "shard cuts layers over the replicas of a stage",
-                setting="replicas",
-                given=self.replicas,
-                remedy="give replicas=2 or more",
-            )
+            raise ConfigError(setting="replicas", given=self.replicas, allowed="at least 2 with shard")
         if self.wire not in WIRES:
             raise ConfigError(setting="wire", given=self.wire, allowed=f"one of {', '.join(WIRES)}")
 
@@ -109,3 +109,14 @@ def _number(words: str, name: str, value: str) -> object:
         raise ConfigError(
             f"--parallel {words!r}: {name} is {value!r}", setting=name, given=value, allowed="a number"
         ) from None
+
+
+def is_first_local_rank() -> bool:
+    """Whether this process prints the errors that all ranks of the machine find."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def wait_for_first_rank() -> None:
+    """Before a rank ends without a message: under torchrun, wait for the one that prints it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(LINGER)

@@ -1,4 +1,4 @@
-"""Replicas of a stage that hold shards of its layers instead of copies: FSDP2 inside a stage.
+"""Sharding of a stage's layers over its replicas (FSDP2).
 
 Statement. R replicas of a rank have the same stages and share the batches of a step. With `shard` each of
 them keeps 1/R of every tensor of its layers, of its gradient and of its optimizer's state (`fully_shard` over

@@ -1,4 +1,4 @@
-"""One step of training where stages lie on several ranks: local gradients, and one exchange.
+"""One training step over several ranks: local gradients, and one all-reduce.
 
 What crosses ranks in a step: activations forward, batch by batch (`transport.py`), and at its end one sum
 over all ranks of a single buffer,
@@ -101,7 +101,7 @@ class StageLoop(StepRunner):
         group: torch.distributed.ProcessGroup | None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Sum the gradients over ranks, and `numbers` with them; one that nobody has stays None."""
+        """Sum the gradients over ranks, and `numbers` with them; one that no rank has stays None."""
         numbers = torch.zeros(0) if numbers is None else numbers
         flags = [float(p.grad is not None) for p in parameters]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

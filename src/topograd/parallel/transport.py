@@ -1,8 +1,8 @@
-"""Messages between ranks: activations forward, nothing back, while both ends compute.
+"""Transport of activations between ranks, overlapped with computation.
 
-A rank hands a message over as soon as it exists and goes on; a receiver asks for the next message of every
+A rank sends a message as soon as it exists and does not wait; a receiver posts the next receive of every
 port before it needs it (two at a time). A sender that is `depth` messages ahead waits: the queue is bounded.
-The first time a port speaks, a header with shape and dtype goes before it; later messages have the same.
+The first message of a port has a header with shape and dtype; later messages have the same.
 
 An activation travels as its own numbers, as bf16, or as int8 with a scale for each position:
 
@@ -91,7 +91,7 @@ class MeshTransport:
 
     def _send(self, port: EdgeOutput, value: Tensor, peer: int) -> None:
         about = (tuple(value.shape), value.dtype)
-        what = f"sending what stage {port.source + 1} says"
+        what = f"sending the output of stage {port.source + 1}"
         if port not in self._announced:
             header = torch.zeros(HEADER, dtype=torch.int64)
             header[: 2 + value.dim()] = torch.tensor([DTYPES.index(value.dtype), value.dim(), *value.shape])
@@ -155,7 +155,7 @@ def room(shape: tuple[int, ...], dtype: torch.dtype, kind: WireKind, device: tor
 
 
 def decode(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: WireKind) -> Tensor:
-    """The value again, rounded as `kind` says."""
+    """The value again, rounded according to `kind`."""
     if kind == "exact" or not dtype.is_floating_point:
         return buffer
     if kind == "bf16":

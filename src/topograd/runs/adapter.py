@@ -1,4 +1,4 @@
-"""A adapter: a small folder that adds something to a run and refers to that run by hash.
+"""Adapters: small folders that add tensors to a run and refer to it by hash.
 
     adapter_model.safetensors   what was added, and nothing of the base
     adapter_config.json         what it is: the keys that PEFT users know, and under "topograd" the identity
@@ -6,13 +6,13 @@
                                 SHA-256 of the tensors, and the digest of the file itself
     README.md                   a model card, for people; it is not read
 
-A adapter has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
+An adapter has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
 level of adapter_config.json. Opening one verifies every byte of both files; `open_base` opens the run that it
-belongs to, at the checkpoint with the right weights, and refuses every other one by name.
+belongs to, at the checkpoint with the right weights; any other run raises RunError.
 
 How a kill is survived. A new adapter is written beside its place and renamed. One that is written again goes
 as a run's manifest does: first the config, as it was, allows the new tensors beside the old; then come the
-tensors, then the new config. A kill leaves a adapter that opens: the old one, or the new tensors under the
+tensors, then the new config. A kill leaves an adapter that opens: the old one, or the new tensors under the
 old settings. So settings that say how to read the tensors must stay the same; `update` refuses others.
 
 Cost: opening reads and hashes the adapter, not the base; the base is hashed when it is opened, as ever.
@@ -51,7 +51,7 @@ RESERVED = ("topograd", "base_model_name_or_path")
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """Which run a adapter belongs to."""
+    """Which run an adapter belongs to."""
 
     folder: Path
     """Where it was; it may have been moved."""
@@ -73,7 +73,7 @@ class BaseIdentity:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A adapter that was opened and verified."""
+    """An adapter that was opened and verified."""
 
     folder: Path
     kind: str
@@ -84,7 +84,7 @@ class Adapter:
     """SHA-256 of the file of tensors: what results name it by."""
 
     def check_base(self, session: LoadedTextRun) -> None:
-        """Refuse a run that is not the base, by name."""
+        """Raise RunError for a run that is not the base."""
         problem = self.base.refusal(BaseIdentity.of(session))
         if problem:
             raise RunError(
@@ -129,12 +129,7 @@ def create_adapter(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(
-            f"{folder} exists and is not an empty folder",
-            setting="folder",
-            given=str(folder),
-            remedy="pass another one",
-        )
+        raise RunError(setting="folder", given=folder, allowed="an empty folder, or a new one")
     content, digest = _serialized(tensors)
     config = _config(kind, base, settings, {digest: len(content)})
     folder = folder.absolute()
@@ -157,7 +152,7 @@ def create_adapter(
 def update_adapter(
     adapter: Adapter, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], card: str | None = None
 ) -> Adapter:
-    """Write a adapter again: other values of the same tensors. A kill leaves one that opens."""
+    """Write an adapter again: other values of the same tensors. A kill leaves one that opens."""
     old = {name: (t.shape, t.dtype) for name, t in adapter.tensors.items()}
     if old != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
         raise RunError(f"{adapter.folder} has tensors of other names or shapes", remedy="write a new adapter")
@@ -174,16 +169,11 @@ def update_adapter(
 
 
 def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
-    """Read a adapter, if every byte of it is right and it is of the `kind` that is wanted."""
+    """Read an adapter, if every byte of it is right and it is of the `kind` that is wanted."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
-        raise RunError(
-            f"{folder} is no {kind or 'adapter'}: it {what}",
-            setting="folder",
-            given=str(folder),
-            remedy="give the folder it was written to",
-        )
+        raise RunError(f"{folder} is no {kind or 'adapter'}: it {what}", setting="folder", given=folder)
     config = read_json(folder / CONFIG)
     own = config.get("topograd") if isinstance(config, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
@@ -192,22 +182,14 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
         )
     if own.get("version") != VERSION:
         raise RunError(
-            f"{folder} has version {own.get('version')!r}",
-            setting="version",
-            given=own.get("version"),
-            remedy=f"this program reads version {VERSION}",
+            f"{folder} has version {own.get('version')!r}", setting="version", allowed=f"{VERSION}"
         )
     if own.get("sha256") != _digest(config):
         raise CheckpointError(
             f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
         )
     if kind is not None and own["kind"] != kind:
-        raise RunError(
-            f"{folder} is a {own['kind']}, and a {kind} is wanted",
-            setting="kind",
-            given=own["kind"],
-            remedy="give another folder",
-        )
+        raise RunError(f"{folder} is a {own['kind']}", setting="kind", given=own["kind"], allowed=f"a {kind}")
     tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
@@ -230,12 +212,7 @@ def _config(
     """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
     for key in RESERVED:
         if key in settings:
-            raise RunError(
-                f"the setting {key!r} is the adapter's own",
-                setting="settings",
-                given=key,
-                remedy="name it otherwise",
-            )
+            raise RunError(setting="settings", given=key, allowed=f"without {', '.join(RESERVED)}")
     own: dict[str, Any] = {"format": FORMAT, "version": VERSION, "kind": kind}
     own |= {"base": {"weights": base.weights, "tokenizer": base.tokenizer}, "tensors": dict(tensors)}
     config = {**settings, "base_model_name_or_path": str(base.folder), "topograd": own}

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, written whole or not at all, read only when every byte is right.
+"""Checkpoints of a model and its optimizers: safetensors and JSON, atomic and verified by SHA-256.
 
 One checkpoint is a folder:
 
@@ -59,7 +59,7 @@ _NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` hands back beside the model and optimizers that it filled."""
+    """What `load` returns beside the model and optimizers that it filled."""
 
     path: Path
     step: int
@@ -86,7 +86,7 @@ class CheckpointStore(Protocol):
         """Save a checkpoint, drop those that are no longer kept, and return its name."""
 
     def load(self, name: str, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
-        """Fill a model, and to go on training its optimizers, from a checkpoint that is whole."""
+        """Fill a model, and its optimizers to continue training, from a verified checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class FolderStore:
 def available(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest step first. Their contents are not read."""
     paths = sorted(path for path in folder.glob("*step-*") if _step_of(path) >= 0 and path.is_dir())
-    found = {_step_of(path): path for path in paths}  # ".old-step-" comes before "step-", which replaces it
-    return [found[step] for step in sorted(found)]
+    by_step = {_step_of(path): path for path in paths}  # "step-" comes after ".old-step-" and replaces it
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def latest(folder: Path) -> Path | None:
@@ -148,19 +148,23 @@ def save(
     Afterwards the `keep` newest up to `step` remain. Those of later steps go too: they belong to a future
     that was given up by resuming from before it, and `latest` would otherwise prefer them.
     """
-    if step < 0 or keep < 1:
-        raise ConfigError(
-            f"step is {step} and keep is {keep}",
-            setting="step",
-            given=step,
-            remedy="step must be at least 0 and keep at least 1",
-        )
+    if step < 0:
+        raise ConfigError(setting="step", given=step, allowed="at least 0")
+    if keep < 1:
+        raise ConfigError(setting="keep", given=keep, allowed="at least 1")
     target = folder / f"step-{step:08d}"
     aliases = aliases_of(weights := tensors_of(model))
     tensors: Tensors = {"rng": torch.get_rng_state()}
     if device := _cuda(model):
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
-    numbers = {name: _describe(name, model, optimizer, tensors) for name, optimizer in optimizers.items()}
+    numbers = {
+        name: {
+            "kind": type(optimizer).__name__,
+            "parameters": _parameters(model, optimizer),
+            "state_dict": _encode(optimizer.state_dict(), name, tensors),  # its tensors go into `tensors`
+        }
+        for name, optimizer in optimizers.items()
+    }
     state = {"step": step, "extra": dict(extra), "aliases": aliases, "optimizers": numbers}
     state = json.loads(dump_json(state, error=CheckpointError))  # as it will be read
     temporary = folder / f".tmp-{step}-{os.getpid()}"
@@ -177,7 +181,7 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizers: Optimizers | None = None) -> Checkpoint:
-    """Fill a model, and to go on training its optimizers and torch's generators, from a checkpoint.
+    """Fill a model, and its optimizers and torch's generators to continue training, from a checkpoint.
 
     Without `optimizers` only the model is filled, as evaluation wants it. Everything is verified before
     anything is changed; a checkpoint that is damaged or does not fit raises CheckpointError, which names
@@ -233,9 +237,9 @@ def put_in_place(temporary: Path, target: Path, keep: int) -> None:
     if old.exists():
         discard(old)
     folder = target.parent
-    kept = [path for path in available(folder) if _step_of(path) <= _step_of(target)][-keep:]
+    retained = [path for path in available(folder) if _step_of(path) <= _step_of(target)][-keep:]
     for path in available(folder):
-        if path not in kept:
+        if path not in retained:
             discard(path)
 
 
@@ -256,15 +260,6 @@ def discard(path: Path) -> None:
     trash = path.with_name(f".trash-{path.name.lstrip('.')}-{os.getpid()}")
     os.rename(path, trash)
     shutil.rmtree(trash)
-
-
-def _describe(name: str, model: nn.Module, optimizer: Optimizer, tensors: Tensors) -> State:
-    """An optimizer as JSON; its tensors go into `tensors`."""
-    return {
-        "kind": type(optimizer).__name__,
-        "parameters": _parameters(model, optimizer),
-        "state_dict": _encode(optimizer.state_dict(), name, tensors),
-    }
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -332,8 +327,9 @@ def _read(
     Changes nothing; raises Unusable.
     """
     state = read_state(path)
-    if state.get("set"):  # of the ranks of a job
-        from topograd.runs.checkpoint_set import read_set
+    ranks = state.get("set")  # saved by the ranks of a job
+    if ranks:
+        from topograd.runs.checkpoint_set import optimizer_states, read_set
 
         weights, tensors = read_set(path, state)
     else:
@@ -342,20 +338,14 @@ def _read(
     weights |= {alias: weights[name] for alias, name in state["aliases"].items()}
     saved: dict[str, State] = {}
     if optimizers is not None:
-        saved = _states_of(state, tensors, model, optimizers)
+        if ranks:
+            saved = optimizer_states(tensors, model, optimizers)
+        else:
+            _check_optimizers(state["optimizers"], model, optimizers)
+            saved = {n: _decode(state["optimizers"][n]["state_dict"], tensors) for n in optimizers}
         if tensors["rng"].shape != torch.get_rng_state().shape:
             raise Unusable("does not fit this torch (its random generator has another size)")
     return Checkpoint(path, state["step"], weights_of(state), state["extra"]), weights, tensors, saved
-
-
-def _states_of(state: State, tensors: Tensors, model: nn.Module, own: Optimizers) -> dict[str, State]:
-    """The state_dict of each optimizer, known to fit it."""
-    if state.get("set"):
-        from topograd.runs.checkpoint_set import optimizer_states
-
-        return optimizer_states(tensors, model, own)
-    _check_optimizers(state["optimizers"], model, own)
-    return {name: _decode(state["optimizers"][name]["state_dict"], tensors) for name in own}
 
 
 def weights_of(state: State) -> str:

@@ -1,7 +1,7 @@
-"""Reading a checkpoint that the ranks of a job wrote as a set of files (`parallel/checkpoint_set.py`).
+"""Checkpoints that the ranks of a job wrote as a set of files (`parallel/checkpoint_set.py`), read whole.
 
-One process reads it like any other: every file is verified, the tensors are laid together by name, and the
-optimizers' state goes to the parameter of its name, however many ranks there were.
+One process reads it like any other: every file is verified, the tensors are merged by name, and each
+optimizer's state goes to the parameter of its name, however many ranks there were.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def optimizer_parts(rest: Tensors) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _described(rest: Tensors) -> dict[str, dict[str, Any]]:
-    """What the ranks said of their optimizers, laid together."""
-    found: dict[str, dict[str, Any]] = {}
+    """The descriptions of all ranks' optimizers, merged."""
+    merged: dict[str, dict[str, Any]] = {}
     for title, tensor in sorted(rest.items()):
         if title.startswith("numbers."):
             for name, one in json.loads(bytes(tensor.tolist())).items():
-                known = found.setdefault(name, {"kind": one["kind"], "groups": [], "state": {}})
+                known = merged.setdefault(name, {"kind": one["kind"], "groups": [], "state": {}})
                 known["groups"] += one["groups"]
                 known["state"] |= one["state"]
-    return found
+    return merged
 
 
 def _state_dict(
@@ -136,18 +136,16 @@ def _state_dict(
             raise Unusable(f"does not fit optimizer {title!r} (its groups hold other parameters)")
         numbers = list(range(index, index + len(own)))
         fresh = {key: value for key, value in group.items() if key != "params"}
-        groups.append(fresh | _as_before(fresh, options[own[0]] if own else {}) | {"params": numbers})
+        # JSON has no tuples: options that are tuples become tuples again.
+        saved_options = options[own[0]].items() if own else ()
+        before = {k: tuple(v) if isinstance(fresh.get(k), tuple) else v for k, v in saved_options}
+        groups.append(fresh | before | {"params": numbers})
         for number, name in zip(numbers, own, strict=True):
             entries = saved["state"].get(name)
             if entries is not None:
                 state[number] = {k: _entry(title, k, name, v, rest) for k, v in entries.items()}
         index += len(own)
     return {"state": state, "param_groups": groups}
-
-
-def _as_before(fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as they were saved; JSON has no tuples."""
-    return {k: tuple(v) if isinstance(fresh.get(k), tuple) else v for k, v in saved.items()}
 
 
 def _entry(title: str, key: str, name: str, value: Any, rest: Tensors) -> Any:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.limits import check_rules
 from topograd.nn.config import MOST, GPTConfig, SegmentInterface
 from topograd.nn.spec import ModelSpec, read_spec
 from topograd.reading import build_dataclass
@@ -35,7 +36,7 @@ _OPTIMIZERS: Registry[Any] = Registry("optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptimizer:
-    """What one stage has of its own; None is what the others have."""
+    """The optimizer settings of one stage; None takes those of the others."""
 
     stage: int
     """Counted from 1."""
@@ -47,18 +48,10 @@ class StageOptimizer:
     floor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.stage < 1:
-            raise ConfigError(
-                setting="optimizer.stages.stage",
-                given=self.stage,
-                allowed="at least 1: stages are counted from 1",
-            )
         if self.name is not None:
             _OPTIMIZERS.check(self.name)
-        if not 0 <= self.rate < math.inf:
-            raise ConfigError(
-                setting="optimizer.stages.rate", given=self.rate, allowed="finite and at least 0"
-            )
+        stage, rate = self.stage >= 1, 0 <= self.rate < math.inf
+        check_rules(self, stage=(stage, "at least 1"), rate=(rate, "finite and at least 0"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +93,15 @@ class OptimizerConfig:
         _OPTIMIZERS.check(self.name)
         for name in ("lr_matrix", "lr_embedding", "lr_head", "lr_scalar", "lr_relay", "weight_decay"):
             rate = getattr(self, name)
-            if rate is not None and not 0 <= rate < math.inf:
-                raise ConfigError(setting=name, given=rate, allowed="finite and at least 0")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(setting="betas", given=self.betas, allowed="two numbers from 0 to below 1")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(setting="momentum", given=self.momentum, allowed="in 0 to below 1")
-        if not 1 <= self.newton_schulz_steps <= 99:
-            raise ConfigError(
-                setting="newton_schulz_steps", given=self.newton_schulz_steps, allowed="in 1..99"
-            )
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ConfigError(setting="clip", given=self.clip, allowed="positive, or be left out")
+            check_rules(self, **{name: (rate is None or 0 <= rate < math.inf, "finite and at least 0")})
+        two = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        check_rules(
+            self,
+            betas=(two, "two numbers from 0 to below 1"),
+            momentum=(0 <= self.momentum < 1, "in 0 to below 1"),
+            newton_schulz_steps=(1 <= self.newton_schulz_steps <= 99, "in 1..99"),
+            clip=(self.clip is None or 0 < self.clip < math.inf, "positive, or left out"),
+        )
         if len({own.stage for own in self.stages}) < len(self.stages):
             raise ConfigError(
                 "optimizer.stages names a stage twice", setting="optimizer.stages", remedy="give each once"
@@ -190,7 +180,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizers and their rates."""
     tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = field(default_factory=TuneConfig)
-    """What of a run that is begun with learns."""
+    """Which parameters learn, where a run begins with another one."""
     search: Annotated[SearchConfig, tyro.conf.Suppress] = field(default_factory=SearchConfig)
     """What is searched for while the weights learn."""
 
@@ -199,27 +189,15 @@ class TrainConfig:
             _check_range(name, getattr(self, name), 1)
         for name in ("eval_every", "save_every", "geometry_every"):
             _check_range(name, getattr(self, name), 0)
-        if self.batch % self.batch_parts:
-            raise ConfigError(
-                f"batch_parts is {self.batch_parts} and batch is {self.batch}",
-                setting="batch_parts",
-                given=self.batch_parts,
-                remedy="give a number that divides it",
-            )
-        if not 0 <= self.save_seconds < math.inf:
-            raise ConfigError(
-                setting="save_seconds", given=self.save_seconds, allowed="finite and at least 0"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(setting="seed", given=self.seed, allowed="at least 0 and below 2^63")
-        if self.data is not None and not self.data.strip():
-            raise ConfigError(
-                setting="data",
-                given=self.data,
-                allowed="a file or a folder, or left out for the embedded corpus",
-            )
-        if self.init is not None and not self.init.strip():
-            raise ConfigError(setting="init", given=self.init, allowed="the folder of a run, or left out")
+        data, init = self.data is None or self.data.strip(), self.init is None or self.init.strip()
+        check_rules(
+            self,
+            batch_parts=(self.batch % self.batch_parts == 0, f"a divisor of batch, which is {self.batch}"),
+            save_seconds=(0 <= self.save_seconds < math.inf, "finite and at least 0"),
+            seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+            data=(bool(data), "a file or a folder, or left out for the embedded corpus"),
+            init=(bool(init), "the folder of a run, or left out"),
+        )
         if self.model.task == "images":
             self._check_images()
         self._check_tune()
@@ -235,10 +213,7 @@ class TrainConfig:
             )
         if self.batch_parts > 1 and any(stage.every > 1 for stage in topology.stages):
             raise ConfigError(
-                "batch_parts and loss_every are both given",
-                setting="batch_parts",
-                given=self.batch_parts,
-                remedy="leave one of them out: loss_every counts tokens of the whole batch",
+                "batch_parts and loss_every are both given", setting="batch_parts", remedy="give one"
             )
         for own in self.optimizer.stages:
             if own.stage > len(topology.stages):
@@ -298,10 +273,9 @@ class TrainConfig:
         for name, given in (("layer_dropout", bool(tune.layer_dropout)), ("bf16", self.bf16)):
             if given and self.topology.jacobian == "pullback":
                 raise ConfigError(
-                    f"{name} is given and jacobian is pullback, which has no formula for it",
                     setting="jacobian",
                     given="pullback",
-                    remedy="use jacobian loop",
+                    allowed=f"loop with {name}, which it has no formula for",
                 )
 
     def build_topology(self) -> Topology:
@@ -438,7 +412,7 @@ def base() -> TrainConfig:
 
 
 def tuning(config: TrainConfig, small: bool = False) -> TrainConfig:
-    """Settings for a model that somebody else trained: AdamW at gentle rates, short rows, 200 steps.
+    """Settings for fine-tuning a trained model: AdamW at small learning rates, short sequences, 200 steps.
 
     The rates of the presets are for random weights and would undo what a trained model knows. A `small` part
     that is learned beside it (LoRA, exits) takes higher ones.

@@ -1,11 +1,11 @@
-"""A run that stands on another: what it learned is its own, everything else stays in its base.
+"""Checkpoints of a run that fine-tunes another: only the tensors that learn; the rest stays in the base.
 
     base.json        the base's folder, the SHA-256 of its weights, its tokenizer, the names of its tensors
     checkpoints/     as ever, but for the tensors that are the base's
 
 The run of a LoRA, of exits on a frozen model, or of later layers (`runs/tune_config.py`) is therefore small,
 and where nothing of the base learned, its full depth is the base's bit for bit. A base that is gone or that
-has other weights is refused by name. `apply_tuning` makes a stack that learns only what the settings say.
+has other weights raises CheckpointError. `apply_tuning` makes a stack that learns only what the settings say.
 
 Limits: the base's folder is kept as an absolute path.
 """
@@ -44,9 +44,9 @@ def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
     """Make a stack learn what the settings say and no more: adds LoRA and exits, freezes the rest."""
     learning = [planned for planned in plan.stages if not planned.stage.frozen]
     if plan.topology.heads == "per-stage":  # those that the base may have where nothing learns now
-        still = [planned.head for planned in plan.stages if planned.predicts and planned.stage.frozen]
-        stack.add_heads(still, plan.topology.head_rank)
-        for head in still:
+        frozen = [planned.head for planned in plan.stages if planned.predicts and planned.stage.frozen]
+        stack.add_heads(frozen, plan.topology.head_rank)
+        for head in frozen:
             for parameter in stack.head_parameters(head):
                 parameter.requires_grad_(False)
     if tune.frozen:
@@ -64,7 +64,7 @@ def apply_tuning(stack: Stack, plan: Plan, tune: TuneConfig) -> None:
 
 
 def bind_base(run: Run, base: LoadedRun, tokenizer: Tokenizer) -> None:
-    """Write which run this one stands on."""
+    """Write the base of a run."""
     table = {
         "format": FORMAT,
         "version": VERSION,
@@ -89,8 +89,7 @@ class DeltaStore:
     @property
     def base_weights(self) -> str:
         """SHA-256 of the base's weights."""
-        found: str = self._read()["weights"]
-        return found
+        return str(self._read()["weights"])
 
     def names(self) -> list[str]:
         return self.own.names()
@@ -128,12 +127,7 @@ class DeltaStore:
         table = self._read()
         folder = Path(table["folder"])
         if not folder.is_dir():
-            raise CheckpointError(
-                f"the base of {self.folder} is not at {folder}",
-                setting="base",
-                given=str(folder),
-                remedy="put it back",
-            )
+            raise CheckpointError(f"the base of {self.folder} is not at {folder}", setting="base")
         run = Run.open(folder)
         names = [name for name in run.store.names() if run.store.weights(name) == table["weights"]]
         if not names:
@@ -154,8 +148,7 @@ class DeltaStore:
             raise CheckpointError(
                 f"{self.folder / NAME} has version {table.get('version')!r}",
                 setting="version",
-                given=table.get("version"),
-                remedy=f"this program reads {VERSION}",
+                allowed=f"{VERSION}",
             )
         return dict(table)
 
@@ -167,17 +160,17 @@ class _OwnPart(nn.Module):
         super().__init__()
         learning = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         known = set(base)
-        self._kept = [n for n in model.state_dict() if n in learning or n not in known]
+        self._own = [n for n in model.state_dict() if n in learning or n not in known]
         self.__dict__["_model"] = model
         self.loaded: dict[str, Tensor] = {}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.__dict__["_model"].state_dict()
-        return {name: tensors[name] for name in self._kept}
+        return {name: tensors[name] for name in self._own}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        kept = set(self._kept)
-        return (pair for pair in self.__dict__["_model"].named_parameters() if pair[0] in kept)
+        own = set(self._own)
+        return (pair for pair in self.__dict__["_model"].named_parameters() if pair[0] in own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.loaded = dict(state_dict)

@@ -1,4 +1,4 @@
-"""A run without what only training needs: its newest weights in bfloat16, and no optimizer.
+"""Export of a run for inference: its newest weights in bfloat16, without optimizer.
 
     python -m topograd.runs.export RUN TARGET
 
@@ -22,12 +22,7 @@ from topograd.runs.session import open_session
 def export(source: Path, target: Path) -> Path:
     """Write the run at `source` to the folder `target`, which must not exist, and return it."""
     if target.exists():
-        raise RunError(
-            f"{target} exists already",
-            setting="target",
-            given=str(target),
-            remedy="export to another folder, or delete it",
-        )
+        raise RunError(setting="target", given=target, allowed="a new folder")
     session = open_session(source)
     results = session.run.read_results()
     run = Run.create(target)

@@ -1,4 +1,4 @@
-"""Weights that stay where they are: a run of an imported model refers to them by path, size and SHA-256.
+"""External weights: an imported model's files, referred to by path, size and SHA-256.
 
     weights.json     format, version, the files, and for each tensor of the model where it lies
 
@@ -34,14 +34,14 @@ CHECKPOINT = "imported"
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor lies: in which file, and under which name."""
 
     file: int
     name: str
 
 
-def describe(files: list[Path], places: Mapping[str, Place]) -> dict[str, Any]:
+def describe(files: list[Path], places: Mapping[str, TensorLocation]) -> dict[str, Any]:
     """The content of weights.json."""
     return {
         "format": FORMAT,
@@ -86,7 +86,7 @@ class ExternalWeights:
             )
         described = self._read()
         files = [self._verified(file) for file in described["files"]]
-        places = {key: Place(**value) for key, value in described["tensors"].items()}
+        places = {key: TensorLocation(**value) for key, value in described["tensors"].items()}
         fill(model, _tensors(files, places), str(self.folder / NAME))
         return Checkpoint(self.folder / NAME, 0, self.weights(name), {})
 
@@ -98,8 +98,7 @@ class ExternalWeights:
             raise CheckpointError(
                 f"{self.folder / NAME} has version {described.get('version')!r}",
                 setting="version",
-                given=described.get("version"),
-                remedy=f"this program reads {VERSION}",
+                allowed=f"{VERSION}",
             )
         return described
 
@@ -117,17 +116,17 @@ class ExternalWeights:
         return path
 
 
-def _tensors(files: list[Path], places: Mapping[str, Place]) -> dict[str, Tensor]:
+def _tensors(files: list[Path], places: Mapping[str, TensorLocation]) -> dict[str, Tensor]:
     """The tensors of a model, each read once from its memory-mapped file."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for index, file in enumerate(files):
         try:
             with safe_open(file, framework="pt") as opened:
                 for key, place in places.items():
                     if place.file == index:
-                        found[key] = opened.get_tensor(place.name).to(torch.float32)
+                        tensors[key] = opened.get_tensor(place.name).to(torch.float32)
         except (OSError, SafetensorError) as problem:
             raise CheckpointError(
                 f"the weights {file} cannot be read ({problem})", remedy="import again"
             ) from None
-    return found
+    return tensors

@@ -1,6 +1,6 @@
-"""A run is a folder: everything that a training left behind, readable by eye.
+"""The folder of a run.
 
-    config.toml      what was asked for; a folder without it is not a run
+    config.toml      the settings; a folder without it is not a run
     manifest.json    binds the files of the run, so that a foreign one is refused (`runs/manifest.py`)
     metrics.jsonl    one JSON object per line, appended as training goes
     checkpoints/     see `topograd.runs.checkpoint`
@@ -40,25 +40,16 @@ class Run(Workspace):
             run.folder.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in run.folder.iterdir() if not run._is_leftover(entry))
         except OSError as problem:
-            raise RunError(
-                f"cannot make a run in {folder} ({problem.strerror})",
-                setting="folder",
-                given=str(folder),
-                remedy="pass another folder",
-            ) from None
+            raise RunError(f"cannot make a run in {folder} ({problem.strerror})", setting="folder") from None
         if run.config_file.name in foreign:
             raise RunError(
                 f"{folder} already holds a run",
                 setting="folder",
-                given=str(folder),
-                remedy="continue it with --resume or pass another folder",
+                remedy="--resume it, or pass another folder",
             )
         if foreign:
             raise RunError(
-                f"{folder} holds {foreign[0]!r} and is no run to --resume",
-                setting="folder",
-                given=str(folder),
-                remedy="pass another folder",
+                f"{folder} holds {foreign[0]!r} and is no run", setting="folder", remedy="pass another folder"
             )
         return run
 
@@ -68,18 +59,10 @@ class Run(Workspace):
         run = cls(Path(folder))
         if not run.folder.is_dir():
             what = "is a file" if run.folder.exists() else "does not exist"
-            raise RunError(
-                f"there is no run at {folder}: it {what}",
-                setting="folder",
-                given=str(folder),
-                remedy="give the folder that a training made",
-            )
+            raise RunError(f"there is no run at {folder}: it {what}", setting="folder", given=str(folder))
         if not run.config_file.is_file():
             raise RunError(
-                f"{folder} is not a run: it has no config.toml",
-                setting="folder",
-                given=str(folder),
-                remedy="give the folder that a training made",
+                f"{folder} is not a run: it has no config.toml", setting="folder", given=str(folder)
             )
         return run
 
@@ -147,11 +130,11 @@ class Run(Workspace):
             ) from None
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        """Keep what the last training or evaluation found, with the weights that it is about."""
+        """Write the results of the last training or evaluation, with the digest of the weights."""
         self.manifest.bind(self.results_file.name, dump_json(dict(results), indent=2) + "\n")
 
     def read_results(self) -> dict[str, Any] | None:
-        """What was kept, if this run wrote it; None where there is nothing."""
+        """The stored results, if this run wrote them; None where there are none."""
         self.manifest.verify(self.results_file.name)
         results = read_json(self.results_file) if self.results_file.is_file() else None
         return results if isinstance(results, dict) else None
@@ -160,7 +143,7 @@ class Run(Workspace):
         """Whether a creation that was killed before its `config.toml` may have left this."""
         if entry in (self.checkpoints, self.figures):
             return not any(entry.iterdir())
-        begun = (self.folder / "manifest.json").exists()  # else a tokenizer.json is somebody's own
+        begun = (self.folder / "manifest.json").exists()  # else a tokenizer.json is not ours
         return (
             entry.name in ("lock", "manifest.json")
             or (begun and entry == self.tokenizer_file)

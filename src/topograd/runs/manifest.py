@@ -1,4 +1,4 @@
-"""The manifest of a run: one file that binds all the others, so that a foreign or damaged one is refused.
+"""The manifest of a run: SHA-256 digests of its files, so that foreign or damaged files are detected.
 
     manifest.json    format, version, the settings, and for each file of the run the SHA-256 that it may have
 
@@ -52,7 +52,7 @@ class Manifest:
     def bind(self, name: str, content: bytes | str) -> None:
         """Write a file of the run and bind it, whole or not at all."""
         content = content.encode() if isinstance(content, str) else content
-        values = self._read() if self.exists() else self._found()
+        values = self._read() if self.exists() else self._current()
         digest = hashlib.sha256(content).hexdigest()
         before = values["files"].get(name, [])
         if name == "config.toml":
@@ -63,10 +63,10 @@ class Manifest:
 
     def adopt(self) -> None:
         """Bind the files that are there, as they are: for a run that was made before version 0.2."""
-        write_json(self.path, {"format": FORMAT, "version": VERSION, **self._found()})
+        write_json(self.path, {"format": FORMAT, "version": VERSION, **self._current()})
 
-    def _found(self) -> dict[str, Any]:
-        """What a manifest says of the files that are there, as they are."""
+    def _current(self) -> dict[str, Any]:
+        """Settings and digests of the files that are there, as they are."""
         there = [name for name in (*ONCE, *IMPORTED, *AGAIN) if (self.folder / name).is_file()]
         settings = None
         if ONCE[0] in there:
@@ -79,7 +79,7 @@ class Manifest:
         return {"settings": settings, "files": {name: [sha256(self.folder / name)] for name in there}}
 
     def verify(self, name: str) -> None:
-        """Refuse a file that the run did not write.
+        """Raise RunError for a file that the run did not write.
 
         A file that is not there passes, unless it was written once and for all, and so does a run
         without a manifest.
@@ -101,14 +101,11 @@ class Manifest:
             return None
         files = self._read()["files"]
         if not all(files.get(name) for name in ONCE):
-            return self._of_images(files)
+            # A run on images has no tokenizer: the digest of its settings alone.
+            settings = self._read().get("settings")
+            bound = files.get(ONCE[0]) and isinstance(settings, Mapping) and "images" in settings
+            return hashlib.sha256(files[ONCE[0]][-1].encode()).hexdigest() if bound else None
         return hashlib.sha256("\n".join(files[name][-1] for name in ONCE).encode()).hexdigest()
-
-    def _of_images(self, files: Mapping[str, Any]) -> str | None:
-        """The digest of a run on images, which has no tokenizer: that of its settings alone."""
-        settings = self._read().get("settings")
-        bound = files.get(ONCE[0]) and isinstance(settings, Mapping) and "images" in settings
-        return hashlib.sha256(files[ONCE[0]][-1].encode()).hexdigest() if bound else None
 
     def _remedy(self, name: str, values: Mapping[str, Any]) -> str:
         if name == "config.toml":
@@ -128,7 +125,7 @@ class Manifest:
                 f"{self.path} has version {values.get('version')!r}",
                 setting="version",
                 given=values.get("version"),
-                remedy=f"this program reads version {VERSION}",
+                allowed=f"{VERSION}",
             )
         return values
 
@@ -145,7 +142,7 @@ def _difference(before: Any, path: Path) -> str:
         return "it cannot be read; "
     if not isinstance(before, Mapping):
         return ""
-    was, is_ = _flat(before), _flat(now)
+    was, is_ = flat_settings(before), flat_settings(now)
     for name in (*was, *is_):
         if was.get(name) != is_.get(name):
             now_ = f"is now {is_[name]!r}" if name in is_ else "is missing"
@@ -154,27 +151,29 @@ def _difference(before: Any, path: Path) -> str:
     return ""
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one table with dotted names."""
+    flat: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+        flat |= (
+            flat_settings(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
+    return flat
 
 
 def main(arguments: list[str]) -> None:
     """Adopt the run of an earlier version; one that is bound already is left alone."""
     if len(arguments) != 1:
         sys.exit("give one folder: python -m topograd.runs.manifest RUN")
-    found = Manifest(Path(arguments[0]))
-    if not (found.folder / ONCE[0]).is_file():
-        sys.exit(f"{found.folder} is not a run: it has no {ONCE[0]}; give the folder that a training made")
-    if found.exists():
-        sys.exit(f"{found.path} is there already; delete it if the files of the run were changed on purpose")
+    manifest = Manifest(Path(arguments[0]))
+    if not (manifest.folder / ONCE[0]).is_file():
+        sys.exit(f"{manifest.folder} is not a run: it has no {ONCE[0]}; give the folder that a training made")
+    if manifest.exists():
+        sys.exit(f"{manifest.path} is there already; delete it if the run's files were changed on purpose")
     try:
-        found.adopt()
+        manifest.adopt()
     except TopogradError as error:
         sys.exit(str(error))
 

@@ -1,4 +1,4 @@
-"""Reads `config.toml` of earlier versions into today's tables.
+"""Upgrade of `config.toml` from earlier versions.
 
 version 1   no [topology] table; alternating layers were counted from the last
 version 2   (0.2) [model] for a GPT, and beside it [imported], [adapted] or [images] for other models;

@@ -1,4 +1,4 @@
-"""The learning rate over a run: warmup, stable, warmdown.
+"""Learning-rate schedule: warmup, stable, warmdown.
 
 Statement. A run has N steps, t = 0, ..., N − 1. With W = warmup · N and D = warmdown · N (shares of the run,
 not rounded) the learning rate is multiplied by
@@ -31,19 +31,11 @@ def warmup_stable_warmdown(step: int, steps: int, warmup: float, warmdown: float
 
 def _check(step: int, steps: int, warmup: float, warmdown: float, floor: float) -> None:
     if steps < 1 or not 0 <= step < steps:
-        raise ConfigError(
-            f"step is {step} of {steps} steps",
-            setting="step",
-            given=step,
-            allowed="from 0 to steps - 1, of at least 1 step",
-        )
+        raise ConfigError(setting="step", given=step, allowed=f"from 0 to {steps - 1}, of at least 1 step")
     for name, share in (("warmup", warmup), ("warmdown", warmdown), ("floor", floor)):
         if not 0 <= share <= 1:
             raise ConfigError(setting=name, given=share, allowed="a share in [0, 1]")
     if warmup + warmdown > 1 + _ROUNDING:
         raise ConfigError(
-            f"warmup is {warmup} and warmdown is {warmdown}, together {warmup + warmdown:g} of the run",
-            setting="warmup",
-            given=warmup,
-            remedy="their sum must be at most 1",
+            setting="warmup", given=warmup, allowed=f"at most 1 together with warmdown, which is {warmdown}"
         )

@@ -1,4 +1,4 @@
-"""Settings of the searches that change a run's topology while its weights learn. Nothing here needs torch."""
+"""Settings of topology searches that run during training. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from topograd.errors import ConfigError
+from topograd.limits import check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +35,14 @@ class SoftConfig:
     """η: the worth of stages of at least `min_depth` layers; 0 looks at the losses alone."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.cold <= self.hot < math.inf:
-            raise ConfigError(
-                f"hot is {self.hot} and cold is {self.cold}",
-                setting="cold",
-                given=self.cold,
-                allowed="above 0 and at most hot",
-            )
-        if self.capability and self.min_depth < 2:
-            raise ConfigError(
-                f"capability is {self.capability} and min_depth is {self.min_depth}, which "
-                "rewards every boundary",
-                setting="min_depth",
-                given=self.min_depth,
-                remedy="set min_depth to 2 or more",
-            )
+        rewards_all = self.capability and self.min_depth < 2
+        check_rules(
+            self,
+            cold=(0 < self.cold <= self.hot < math.inf, "above 0 and at most hot, which is finite"),
+            min_depth=(not rewards_all, "at least 2 with capability: else every boundary is rewarded"),
+        )
         for name in ("travel", "multiplier_travel", "damping", "coupling", "length", "capability"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(setting=name, given=getattr(self, name), allowed="finite and at least 0")
+            check_rules(self, **{name: (0 <= getattr(self, name) < math.inf, "finite and at least 0")})
 
     def temperature(self, progress: float) -> float:
         """T at `progress` from 0 to 1."""
@@ -79,19 +69,12 @@ class SurgeryConfig:
     """r_min: a boundary where the effective rank is a smaller share of the width costs."""
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.min_depth < 1:
-            raise ConfigError(
-                f"every is {self.every}, min_depth {self.min_depth}",
-                setting="every",
-                given=self.every,
-                remedy="both must be at least 1",
-            )
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(setting="temperature", given=self.temperature, allowed="positive")
-        if self.acceptance not in ("greedy", "stochastic"):
-            raise ConfigError(setting="acceptance", given=self.acceptance, allowed="'greedy' or 'stochastic'")
-        known = ("datacenter", "on-device", "serving", "modular")
-        if self.deployment not in known:
-            raise ConfigError(
-                setting="deployment", given=self.deployment, allowed=f"one of {', '.join(known)}"
-            )
+        deployments = ("datacenter", "on-device", "serving", "modular")
+        check_rules(
+            self,
+            every=(self.every >= 1, "at least 1"),
+            min_depth=(self.min_depth >= 1, "at least 1"),
+            temperature=(0 < self.temperature < math.inf, "positive"),
+            acceptance=(self.acceptance in ("greedy", "stochastic"), "'greedy' or 'stochastic'"),
+            deployment=(self.deployment in deployments, f"one of {', '.join(deployments)}"),
+        )

@@ -1,4 +1,4 @@
-"""A run, opened: its settings, its model with a checkpoint's weights, its tokenizer, its held-out text.
+"""Loading a run: settings, model with a checkpoint's weights, tokenizer, held-out data.
 
 Nothing here trains: no optimizer is imported. What belongs to the run is verified on the way (`manifest.py`).
 """
@@ -53,7 +53,7 @@ class LoadedRun:
         return {}
 
     def once(self, key: object, read: Callable[[], T]) -> T:
-        """What `read` gives: read when it is first asked for, and kept as long as the run is open."""
+        """What `read` gives: read at the first call, and kept while the run is open."""
         if key not in self.remembered:
             self.remembered[key] = read()
         found: T = self.remembered[key]
@@ -68,16 +68,10 @@ class LoadedTextRun(LoadedRun):
 
 
 def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
-    """The run in `folder` with its newest checkpoint, or the one called `name`; one on pictures is
-    refused."""
+    """The text run in `folder` with its newest checkpoint, or the one called `name`."""
     run = Run.open(folder)
     if read_settings(run).model.task == "images":
-        raise RunError(
-            f"{folder} was trained on images, and this needs a model of text",
-            setting="folder",
-            given=str(folder),
-            remedy="topograd eval, compare and report read runs on images",
-        )
+        raise RunError(f"{folder} was trained on images", setting="folder", remedy="give a run on text")
     tokenizer = read_tokenizer(run)
     return LoadedTextRun(**vars(open_run(folder, name, tokenizer)), tokenizer=tokenizer)
 
@@ -85,8 +79,8 @@ def open_session(folder: Path | str, name: str | None = None) -> LoadedTextRun:
 def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer | None = None) -> LoadedRun:
     """The run in `folder` with its newest checkpoint, or the one called `name`, whatever its task."""
     run = Run.open(folder)
-    found = find_checkpoint(run, name)
-    config = topology_at(read_settings(run), run.store.extra(found))
+    checkpoint = find_checkpoint(run, name)
+    config = topology_at(read_settings(run), run.store.extra(checkpoint))
     if tokenizer is not None and not config.brings_tokenizer and tokenizer.vocab != config.model.vocab:
         raise RunError(
             f"{run.tokenizer_file} has {tokenizer.vocab} tokens and the model {config.model.vocab}",
@@ -95,7 +89,7 @@ def open_run(folder: Path | str, name: str | None = None, tokenizer: Tokenizer |
     for name_ in IMPORTED:
         run.manifest.verify(name_)
     stack, plan = build_stack(config, empty=True)
-    loaded = run.store.load(found, stack)
+    loaded = run.store.load(checkpoint, stack)
     check_owner(run, loaded)
     merge_lora(stack)
     stack.to(device_of(config)).eval()
@@ -114,7 +108,7 @@ def read_tokenizer(run: Run) -> Tokenizer:
 
 
 def bind_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write a run's tokenizer; an imported model's comes with what it says of special tokens and chats."""
+    """Write a run's tokenizer; an imported one has special tokens and a chat template too."""
     for name, content in tokenizer.files().items():
         run.manifest.bind(name, content)
 
@@ -150,10 +144,7 @@ def find_checkpoint(run: Run, name: str | None) -> str:
         return names[-1]
     if name not in names:
         raise CheckpointError(
-            f"{run.folder} has no checkpoint {name!r}",
-            setting="name",
-            given=name,
-            remedy=f"it has {', '.join(names)}",
+            setting="name", given=name, allowed=f"a checkpoint of the run: {', '.join(names)}"
         )
     return name
 
@@ -205,7 +196,7 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> tuple[
 
 
 def load_images(config: TrainConfig) -> tuple[TrainConfig, ImageData]:
-    """The pictures of the settings, and the settings with their true size, classes, mean and spread."""
+    """The images of the settings, and the settings with their true size, classes, mean and spread."""
     assert config.data is not None, "settings of images have data"
     data = read_images(config.data)
     mean, std = data.statistics()
@@ -217,20 +208,17 @@ def image_spec(config: TrainConfig) -> ImageConfig:
     """The spec of a run on images."""
     if config.model.task != "images":
         raise RunError(
-            f"the model, of kind {config.model.kind}, was trained on text",
-            setting="model.kind",
-            given=config.model.kind,
-            remedy="give a run on images",
+            setting="model.kind", given=config.model.kind, allowed="of images: give a run on images"
         )
     return cast(ImageConfig, config.model)
 
 
 def heldout_images(opened: LoadedRun, data: Path | str | None = None, most: int | None = None) -> ImageSet:
-    """The held-out pictures of a run on images, or those of another folder."""
-    images = image_spec(opened.config)
+    """The held-out images of a run on images, or those of another folder."""
+    spec = image_spec(opened.config)
     assert opened.config.data is not None, "settings of images have data"
-    found = read_test_images(opened.config.data if data is None else data, images.shape, images.classes)
-    return found.sample(most or images.eval_images)
+    images = read_test_images(opened.config.data if data is None else data, spec.shape, spec.classes)
+    return images.sample(most or spec.eval_images)
 
 
 def heldout_text(session: LoadedTextRun, data: Path | None = None, limit_bytes: int | None = None) -> Text:

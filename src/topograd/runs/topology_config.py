@@ -1,6 +1,6 @@
-"""The `[topology]` table of a run's settings: whatever a `Topology` can be, in words that TOML can hold.
+"""The `[topology]` table of a run's settings: every `Topology`, written in TOML.
 
-    graph = "chain"        partition = "2,2"                   stages one behind the other
+    graph = "chain"        partition = "2,2"                   stages in sequence
     graph = "forest"       branches = ["2", "1,1"]             several chains from the embedding
     graph = "cover"        intervals = [[0, 3], [2, 4]]        experts whose layers overlap
     graph = "targets"      partition = "1,1,1"                 difference target propagation
@@ -9,7 +9,7 @@
     interface = "S=8,r=8"  partition = "2,2"                   regions joined by bounded interfaces
 
 The rest applies to what the graph gives: heads, objectives, weights, grad_scales, relays, an input bus,
-private decoders. A setting that the graph does not use is refused, so that nothing is ignored silently.
+private decoders. A setting that the graph does not use raises ConfigError: nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 import tyro
 
 from topograd.errors import ConfigError, TopologyError
+from topograd.limits import check_exclusive, check_rules
 from topograd.topology.branches import predicting_plan
 from topograd.topology.configuration import Configuration
 from topograd.topology.dag import EMBEDDING, HEADLESS, PLAIN_RELAYS, Edge, Stage, Topology
@@ -31,7 +32,7 @@ from topograd.topology.plan import Plan
 HEAD_RANK = 8
 """Rank of low-rank heads where none is given."""
 OWN_TEACHER, AVERAGE_TEACHER = "self", "average"
-"""What `teacher` says where the model teaches itself, or an average of its past weights does."""
+"""Values of `teacher` for the model itself, and for an average of its past weights."""
 Graph = Literal["chain", "forest", "cover", "soft", "targets", "stages"]
 Backward = Literal["autograd", "scan", "hybrid"]
 Jacobian = Literal["loop", "batched", "forward", "pullback"]
@@ -137,61 +138,35 @@ class TopologyConfig:
     """Rows or columns of a Jacobian that are made together; batched and pullback make all, forward one."""
 
     def __post_init__(self) -> None:
-        if self.decoder < 0:
-            raise ConfigError(setting="decoder", given=self.decoder, allowed="at least 0")
-        if not 0 < self.teacher_temperature < math.inf:
-            raise ConfigError(
-                setting="teacher_temperature", given=self.teacher_temperature, allowed="above 0"
-            )
-        if self.depth_weights is not None and not 0 < self.depth_weights <= 1:
-            raise ConfigError(
-                setting="depth_weights", given=self.depth_weights, allowed="above 0 and at most at 1"
-            )
-        if self.depth_weights is not None and self.weights:
-            raise ConfigError(
-                "weights and depth_weights are both given",
-                setting="weights",
-                given=self.weights,
-                remedy="give one of them",
-            )
-        if not 0 <= self.teacher_mix <= 1:
-            raise ConfigError(setting="teacher_mix", given=self.teacher_mix, allowed="in [0, 1]")
-        for name in ("grad_scale", "source_grad_scale"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(setting=name, given=getattr(self, name), allowed="in [0, 1]")
-        if self.jacobian_chunk is not None and self.jacobian_chunk < 1:
-            raise ConfigError(setting="jacobian_chunk", given=self.jacobian_chunk, allowed="at least 1")
-        if not 0 <= self.teacher_decay < 1:
-            raise ConfigError(setting="teacher_decay", given=self.teacher_decay, allowed="in 0 to below 1")
-        if self.teacher_top < 0:
-            raise ConfigError(
-                setting="teacher_top", given=self.teacher_top, allowed="at least 1, or 0 to run it"
-            )
-        if self.teacher_top and self.teacher in (None, OWN_TEACHER, AVERAGE_TEACHER):
-            raise ConfigError(
-                f"teacher_top is {self.teacher_top}, and no other run teaches",
-                setting="teacher_top",
-                given=self.teacher_top,
-                remedy="give its folder as teacher",
-            )
-        if self.teacher is not None and not self.teacher.strip():
-            raise ConfigError(
-                setting="teacher", given=self.teacher, allowed="the folder of a run, or left out"
-            )
+        own_teacher = self.teacher in (None, OWN_TEACHER, AVERAGE_TEACHER)
+        check_rules(
+            self,
+            decoder=(self.decoder >= 0, "at least 0"),
+            teacher_temperature=(0 < self.teacher_temperature < math.inf, "above 0"),
+            depth_weights=(self.depth_weights is None or 0 < self.depth_weights <= 1, "above 0, at most 1"),
+            teacher_mix=(0 <= self.teacher_mix <= 1, "in [0, 1]"),
+            grad_scale=(0 <= self.grad_scale <= 1, "in [0, 1]"),
+            source_grad_scale=(0 <= self.source_grad_scale <= 1, "in [0, 1]"),
+            jacobian_chunk=(self.jacobian_chunk is None or self.jacobian_chunk >= 1, "at least 1"),
+            teacher_decay=(0 <= self.teacher_decay < 1, "in 0 to below 1"),
+            teacher=(self.teacher is None or bool(self.teacher.strip()), "a run's folder, or left out"),
+            graph=(self.graph in _USES, f"one of {', '.join(_USES)}"),
+        )
+        check_rules(
+            self,
+            teacher_top=(
+                self.teacher_top == 0 or (self.teacher_top > 0 and not own_teacher),
+                "0, or at least 1 with the folder of a run as teacher",
+            ),
+        )
+        check_exclusive(self, "weights", "depth_weights")
         self._check_graph()
         self._check_idle()
-        if self.backward != "autograd" and self.interface is None:
-            raise ConfigError(
-                f"backward is {self.backward}, which scans over interfaces, and there are none",
-                setting="backward",
-                given=self.backward,
-                remedy="give interface too",
-            )
+        idle_scan = self.backward != "autograd" and self.interface is None
+        check_rules(self, backward=(not idle_scan, "autograd where there is no interface to scan over"))
 
     def _check_graph(self) -> None:
         """Every setting that was changed is one that the graph uses."""
-        if self.graph not in _USES:
-            raise ConfigError(setting="graph", given=self.graph, allowed=f"one of {', '.join(_USES)}")
         mine = _USES[self.graph]
         for names in _USES.values():
             for name in names:
@@ -206,20 +181,10 @@ class TopologyConfig:
         own = mine[0]  # what the graph is made of; a chain has its partition, which is never empty
         if not getattr(self, own):
             raise ConfigError(
-                f"graph is {self.graph} and {own} is empty",
-                setting=own,
-                given=getattr(self, own),
-                remedy=f"give its {own}",
+                f"graph is {self.graph} and {own} is empty", setting=own, remedy=f"give its {own}"
             )
-        names = ("grad_scale", "grad_scales", "grad_scale_schedule")
-        given = [name for name in names if getattr(self, name)]
-        if len(given) > 1:
-            raise ConfigError(
-                f"{given[0]} and {given[1]} are both given",
-                setting=given[0],
-                given=getattr(self, given[0]),
-                remedy="give one of them",
-            )
+        check_exclusive(self, "grad_scale", "grad_scales", "grad_scale_schedule")
+        check_exclusive(self, "grad_scales", "grad_scale_schedule")
         if self.grad_scale_schedule is not None:
             parse_schedule(self.grad_scale_schedule)
         if self.interface is not None:
@@ -253,14 +218,11 @@ class TopologyConfig:
                 )
         if self.objectives and self.objective != "cross-entropy":
             raise ConfigError(
-                "objective and objectives are both given",
-                setting="objective",
-                given=self.objective,
-                remedy="give one of them",
+                "objective and objectives are both given", setting="objective", remedy="give one"
             )
 
     def build(self, layers: int) -> Topology:
-        """The stage DAG over a model of `layers` layers; private decoders need more, which it says."""
+        """The stage DAG over a model of `layers` layers; private decoders add layers."""
         try:
             topology = self._build(layers)
             predicting_plan(Plan.of(topology, topology.layers))  # refuses what could not predict
@@ -293,7 +255,7 @@ class TopologyConfig:
             relay_rank=self.relay_rank,
             bus=self.bus,
             reduction="sum" if self.graph == "targets" else self.reduction,
-            prediction=self._prediction(),
+            prediction=_prediction(self.prediction),
             reach=self.reach,
         )
         return topology.with_decoders(self.decoder) if self.decoder else topology
@@ -342,10 +304,9 @@ class TopologyConfig:
             boundaries = len(topology.stages) - 1
             if len(self.grad_scales) != boundaries:
                 raise ConfigError(
-                    f"{len(self.grad_scales)} grad_scales for {boundaries} boundaries",
                     setting="grad_scales",
                     given=self.grad_scales,
-                    remedy="give one for each",
+                    allowed=f"{boundaries}, one for each boundary",
                 )
             stages = list(topology.stages)
             for k, lam in enumerate(self.grad_scales, start=1):
@@ -381,10 +342,7 @@ class TopologyConfig:
         if self.weights:
             if len(self.weights) != len(stages):
                 raise ConfigError(
-                    f"{len(self.weights)} weights for {len(stages)} stages",
-                    setting="weights",
-                    given=self.weights,
-                    remedy="give one for each",
+                    setting="weights", given=self.weights, allowed=f"{len(stages)}, one for each stage"
                 )
             stages = [replace(s, weight=w) for s, w in zip(stages, self.weights, strict=True)]
         if self.depth_weights is not None:
@@ -395,20 +353,16 @@ class TopologyConfig:
         if self.loss_every:
             if len(self.loss_every) != len(stages):
                 raise ConfigError(
-                    f"{len(self.loss_every)} loss_every for {len(stages)} stages",
-                    setting="loss_every",
-                    given=self.loss_every,
-                    remedy="give one for each",
+                    setting="loss_every", given=self.loss_every, allowed=f"{len(stages)}, one for each stage"
                 )
             stages = [replace(s, every=n) for s, n in zip(stages, self.loss_every, strict=True)]
         learning = [k for k, stage in enumerate(stages) if stage.weight > 0]
         if self.objectives:
             if len(self.objectives) != len(learning):
                 raise ConfigError(
-                    f"{len(self.objectives)} objectives for {len(learning)} stages with a loss",
                     setting="objectives",
                     given=self.objectives,
-                    remedy="give one for each",
+                    allowed=f"{len(learning)}, one for each stage with a loss",
                 )
             for k, name in zip(learning, self.objectives, strict=True):
                 stages[k] = replace(stages[k], objective=name)
@@ -423,11 +377,12 @@ class TopologyConfig:
         stages = [replace(s, head=False) if s.objective in HEADLESS else s for s in stages]
         return replace(topology, stages=tuple(stages))
 
-    def _prediction(self) -> str | tuple[float, ...]:
-        try:
-            return tuple(float(word) for word in self.prediction.split(","))
-        except ValueError:
-            return self.prediction
+
+def _prediction(text: str) -> str | tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        return text
 
 
 def parse_schedule(text: str) -> list[tuple[float, float]]:
@@ -446,10 +401,7 @@ def parse_schedule(text: str) -> list[tuple[float, float]]:
         raise ConfigError(
             setting="grad_scale_schedule",
             given=text,
-            remedy=(
-                "give share:value pairs such as 0:0,0.75:1, the shares rising from 0 and "
-                "below 1, the values in [0, 1]"
-            ),
+            allowed="share:value pairs such as 0:0,0.75:1, shares rising from 0 to below 1, values in [0, 1]",
         )
     return pairs
 

@@ -1,4 +1,4 @@
-"""How a run that begins with another one (`train --init`) learns: all of it, or a small part beside it."""
+"""Fine-tuning settings (`train --init`): LoRA, frozen layers, exits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from topograd.errors import ConfigError
+from topograd.limits import check_exclusive, check_rules
 from topograd.topology.dag import EMBEDDING, Stage, Topology
 
 EXIT_RANK = 64
@@ -16,7 +17,7 @@ PARTIAL = ("frozen", "lora_rank", "first_layer", "only_stage")
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """What of a run that was begun with learns."""
+    """Which parameters learn, where a run begins with another one."""
 
     lora_rank: int = 0
     """Learn corrections of this rank to the layers' matrices (LoRA) instead of the matrices; 0 learns all."""
@@ -38,54 +39,25 @@ class TuneConfig:
     """How the hidden states that frozen layers compute are kept on the disk; none computes them each time."""
 
     def __post_init__(self) -> None:
-        if self.lora_rank < 0:
-            raise ConfigError(
-                setting="lora_rank", given=self.lora_rank, allowed="at least 1, or 0 for no LoRA"
-            )
-        if self.lora_alpha is not None and not self.lora_rank:
-            raise ConfigError(
-                f"lora_alpha is {self.lora_alpha}, which nothing uses",
-                setting="lora_alpha",
-                given=self.lora_alpha,
-                remedy="give lora_rank too",
-            )
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < 1e6:
-            raise ConfigError(setting="lora_alpha", given=self.lora_alpha, allowed="positive and below 1e6")
-        if self.first_layer < 0:
-            raise ConfigError(setting="first_layer", given=self.first_layer, allowed="at least 0")
-        if self.only_stage < 0:
-            raise ConfigError(
-                setting="only_stage", given=self.only_stage, allowed="at least 1, or 0 for all stages"
-            )
-        if self.only_stage and (self.first_layer or self.lora_rank):
-            other = "first_layer" if self.first_layer else "lora_rank"
-            raise ConfigError(
-                f"only_stage and {other} are both given",
-                setting="only_stage",
-                given=self.only_stage,
-                remedy="one stage learns whole, so give one",
-            )
-        if self.seq_len is not None and self.seq_len < 1:
-            raise ConfigError(setting="seq_len", given=self.seq_len, allowed="at least 1")
-        if self.exit_rank < 1:
-            raise ConfigError(setting="exit_rank", given=self.exit_rank, allowed="at least 1")
-        if not 0 <= self.layer_dropout < 1:
-            raise ConfigError(setting="layer_dropout", given=self.layer_dropout, allowed="in 0 to below 1")
-        if self.exit_rank != EXIT_RANK and not self.frozen:
-            raise ConfigError(
-                f"exit_rank is {self.exit_rank}, which nothing uses",
-                setting="exit_rank",
-                given=self.exit_rank,
-                remedy="give frozen too",
-            )
+        check_rules(
+            self,
+            lora_rank=(self.lora_rank >= 0, "at least 1, or 0 for no LoRA"),
+            lora_alpha=(self.lora_alpha is None or 0 < self.lora_alpha < 1e6, "positive and below 1e6"),
+            first_layer=(self.first_layer >= 0, "at least 0"),
+            only_stage=(self.only_stage >= 0, "at least 1, or 0 for all stages"),
+            seq_len=(self.seq_len is None or self.seq_len >= 1, "at least 1"),
+            exit_rank=(self.exit_rank >= 1, "at least 1"),
+            layer_dropout=(0 <= self.layer_dropout < 1, "in 0 to below 1"),
+        )
+        idle = "left out without {}, since nothing uses it"
+        check_rules(
+            self,
+            lora_alpha=(self.lora_alpha is None or self.lora_rank > 0, idle.format("lora_rank")),
+            exit_rank=(self.exit_rank == EXIT_RANK or self.frozen, idle.format("frozen")),
+        )
+        check_exclusive(self, "only_stage", "first_layer", "lora_rank")
         for name in ("lora_rank", "first_layer", "only_stage", "layer_dropout"):
-            if self.frozen and getattr(self, name):
-                raise ConfigError(
-                    f"frozen and {name} are both given",
-                    setting=name,
-                    given=getattr(self, name),
-                    remedy="a frozen model learns only its exits",
-                )
+            check_exclusive(self, name, "frozen", remedy="a frozen model learns only its exits")
 
     @property
     def keeps_base(self) -> bool:
@@ -104,7 +76,7 @@ class TuneConfig:
                     given=self.first_layer,
                     allowed=f"the start of a stage: {allowed or 'give a partition, as 20,10'}",
                 )
-            stages = _frozen(stages, [k for k, start in enumerate(starts) if start < self.first_layer])
+            stages = _freeze(stages, [k for k, start in enumerate(starts) if start < self.first_layer])
         if self.only_stage:
             learns = self.only_stage - 1
             if learns >= len(stages) or not stages[learns].weight:
@@ -112,35 +84,33 @@ class TuneConfig:
                 raise ConfigError(
                     setting="only_stage", given=self.only_stage, allowed=f"a stage with a loss: {allowed}"
                 )
-            stages = _frozen(stages, [k for k in range(len(stages)) if k != learns])
+            stages = _freeze(stages, [k for k in range(len(stages)) if k != learns])
         if self.frozen:
             if len(stages) < 2:
                 raise ConfigError(
                     "frozen leaves nothing to learn",
                     setting="partition",
-                    given=len(stages),
-                    remedy="give a partition with exits, such as 10,10,10",
+                    remedy="give one with exits, as 10,10",
                 )
             if topology.heads != "shared":
                 raise ConfigError(
-                    "frozen gives every exit a head of its own",
                     setting="heads",
                     given=topology.heads,
-                    remedy="leave stage-heads out",
+                    allowed="shared: frozen gives every exit a head of its own",
                 )
             stages[-1] = replace(stages[-1], frozen=True, weight=0.0)
         return replace(topology, stages=tuple(stages))
 
 
-def _frozen(stages: Sequence[Stage], still: Container[int]) -> list[Stage]:
+def _freeze(stages: Sequence[Stage], frozen: Container[int]) -> list[Stage]:
     """The stages, some of them frozen; no gradient goes to those."""
     return [
         replace(stage, frozen=True, weight=0.0)
-        if k in still
+        if k in frozen
         else replace(
             stage,
             sources=tuple(
-                replace(edge, grad_scale=0.0) if edge.source != EMBEDDING and edge.source in still else edge
+                replace(edge, grad_scale=0.0) if edge.source != EMBEDDING and edge.source in frozen else edge
                 for edge in stage.sources
             ),
         )

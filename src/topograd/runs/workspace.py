@@ -68,10 +68,7 @@ class Workspace:
             file.write(line.encode())
 
     def log_mark(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the log up to its step: its bytes and their SHA-256.
-
-        Records beyond the step belong to a future that is being given up; a rewind drops them.
-        """
+        """Size and SHA-256 of the log up to a step. Records after it are discarded on rewind."""
         content = b"".join(self._lines_up_to(step))
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -122,7 +119,7 @@ class Workspace:
         raise RunError(
             f"{self.metrics_file} is not the log that {name} was saved with: it is missing, cut "
             "or of another run",
-            remedy=f"restore it, {earlier}or make it an empty file to go on without its records",
+            remedy=f"restore it, {earlier}or make it an empty file to continue without its records",
         )
 
     def _lines_up_to(self, step: int) -> list[bytes]:

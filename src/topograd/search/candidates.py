@@ -1,9 +1,9 @@
-"""The space that a Pareto study looks through: partitions of a stack, and settings of the topology.
+"""The search space of a Pareto study: partitions of a stack, and settings of the topology.
 
 A candidate is a partition and a value for each setting, such as {"heads": "per-stage"}. A study sees it as
 L - 1 bits, one for each place where a boundary may be, and one category for each setting.
 
-    graph       chain: the parts are stages one behind the other; forest: each part is a branch from the input
+    graph       chain: the parts are stages in sequence; forest: each part is a branch from the input
     relay       what a stage makes of what it receives from the stage before
     source      what later stages receive beside it: none, embedding, or layer:N
     join        how that source is joined
@@ -12,9 +12,9 @@ L - 1 bits, one for each place where a boundary may be, and one category for eac
 
 What is mended. Bits that break a rule of the space: from the first layer on, a boundary that would leave a
 stage too short, or come after the last allowed one, is left out. Settings that have nothing to act on take
-their defaults: one stage has no graph, relay, source or join, and nobody to correct (residual); branches have
-no relay, source or join; without a source there is no join. So several proposals may mean one candidate,
-and `key` tells.
+their defaults: one stage has no graph, relay, source, join or residual objective; branches have no relay,
+source or join; without a source there is no join. So several proposals may mean one candidate, and `key`
+tells.
 
 What is skipped. A source layer:N that no stage behind it would receive in addition: layer N lies in the last
 stage, or is what the only later stage receives anyway. Such a proposal is no candidate.
@@ -170,16 +170,16 @@ class Space:
 
 def mended_settings(settings: Settings, stages: int) -> dict[str, str]:
     """The settings with defaults in place of what has nothing to act on."""
-    found = dict(settings)
+    mended = dict(settings)
     if stages == 1:
         idle = dict(_ALONE)
-        if found.get("objective") == "residual":
-            found["objective"] = "cross-entropy"
-    elif found.get("graph") == "forest":
+        if mended.get("objective") == "residual":
+            mended["objective"] = "cross-entropy"
+    elif mended.get("graph") == "forest":
         idle = _ON_EDGES
     else:
-        idle = {"join": "identity"} if found.get("source", "none") == "none" else {}
-    return found | {name: default for name, default in idle.items() if name in found}
+        idle = {"join": "identity"} if mended.get("source", "none") == "none" else {}
+    return mended | {name: default for name, default in idle.items() if name in mended}
 
 
 def _layer(source: str) -> int | None:

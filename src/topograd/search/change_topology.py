@@ -1,4 +1,4 @@
-"""A partition that changes under a training: heads and optimizer state follow it.
+"""Change of the topology during training: heads and optimizer state are carried over.
 
 When a new partition replaces an old one, layers, embedding and shared head stay as they are, and so does
 their optimizer state. A stage's own head W_k starts from the old head whose stage ends nearest: the
@@ -59,7 +59,7 @@ def change_topology(task: RunTask, table: TopologyConfig, sources: Sequence[int]
 
 
 def carry_heads(stack: Stack, sources: Sequence[int]) -> Copies:
-    """Give stage k the head that stage `sources[k]` had; heads that nobody takes are dropped.
+    """Give stage k the head that stage `sources[k]` had; heads that no stage takes are dropped.
 
     A head that is taken once stays the same parameters; one that is taken again is copied. A stack whose
     stages share one head stays as it is.
@@ -100,10 +100,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
     table, search = config.topology, config.search.kind
     if table.graph != graph:
         raise ConfigError(
-            f"search.kind is {search} and graph is {table.graph}",
-            setting="search.kind",
-            given=search,
-            remedy=f"it must be {graph}: start with topograd search {search}",
+            setting="graph", given=table.graph, allowed=f"{graph}: start with topograd search {search}"
         )
     only = {
         "decoder": 0,
@@ -124,10 +121,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
             )
     if table.prediction not in KINDS:
         raise ConfigError(
-            f"prediction is {table.prediction!r}, which names stages",
-            setting="prediction",
-            given=table.prediction,
-            remedy=f"while boundaries are searched it must be one of {', '.join(KINDS)}",
+            setting="prediction", given=table.prediction, allowed=f"one of {', '.join(WORDS)} in a search"
         )
     if table.teacher == AVERAGE_TEACHER:
         raise ConfigError(
@@ -137,8 +131,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
         )
     if config.optimizer.stages:
         raise ConfigError(
-            "optimizer.stages is given, and a search changes the stages",
             setting="optimizer.stages",
             given=config.optimizer.stages,
-            remedy="leave it out",
+            allowed="left out: a search changes stages",
         )

@@ -1,4 +1,4 @@
-"""The cheapest partition when every stage has a cost of its own: constrained dynamic programming.
+"""The cheapest partition under a cost per stage, by constrained dynamic programming.
 
 Statement. With Q(a, b) the cost of a stage of layers a+1..b, the cheapest partition into m stages obeys
 
@@ -81,22 +81,12 @@ def stage_counts(
     min_depth = positive_int(min_depth, "min_depth")
     if stages is not None:
         if min_stages != 1 or max_stages is not None:
-            raise ConfigError(
-                f"stages is {stages} and a range is given too",
-                setting="stages",
-                given=stages,
-                remedy="give only one of them",
-            )
+            raise ConfigError(setting="stages", given=stages, allowed="left out where a range is given")
         min_stages = max_stages = positive_int(stages, "stages")
     least = positive_int(min_stages, "min_stages")
     most = layers if max_stages is None else positive_int(max_stages, "max_stages")
     if least > most:
-        raise ConfigError(
-            f"min_stages is {least} and max_stages is {most}",
-            setting="min_stages",
-            given=least,
-            remedy="exchange the two",
-        )
+        raise ConfigError(setting="min_stages", given=least, allowed=f"at most max_stages, which is {most}")
     if least * min_depth > layers:
         each = "" if min_depth == 1 else f" of at least {min_depth} layers each"
         raise TopologyError(
@@ -142,7 +132,7 @@ def _checked_costs(costs: Costs, layers: int, counts: range, min_depth: int) -> 
                 missing.append((a, b))
     if missing:
         a, b = missing[0]
-        more = f" and of {len(missing) - 1} more intervals" if len(missing) > 1 else ""
+        more = f" and {len(missing) - 1} more intervals" if len(missing) > 1 else ""
         raise ConfigError(
             f'costs has no "{a},{b}"{more}', setting="costs", remedy="give a cost for every possible stage"
         )

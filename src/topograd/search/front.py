@@ -1,4 +1,4 @@
-"""Every configuration of a stack at once, and which of them are not dominated.
+"""Pareto fronts, and the closed-form properties of all compositions of a stack.
 
 Statement. A point p dominates q when p_i ≤ q_i for every objective i and p ≠ q: smaller is better. The front
 is what nothing dominates; equal points are all on it. The rank of a point is the number of fronts that must
@@ -52,12 +52,7 @@ class AllCompositions:
         layers = positive_int(layers, "layers", MAX_LAYERS)
         costs = [1.0] * (layers - 1) if costs is None else list(costs)
         if len(costs) != layers - 1:
-            raise ConfigError(
-                f"{len(costs)} costs for {layers} layers",
-                setting="costs",
-                given=len(costs),
-                remedy=f"give {layers - 1}",
-            )
+            raise ConfigError(setting="costs", given=costs, allowed=f"{layers - 1}, one for each boundary")
         codes = np.arange(2 ** (layers - 1), dtype=np.uint32)
         zero = np.zeros(len(codes), dtype=np.int16)
         stages, deepest, run = zero + 1, zero.copy(), zero + 1
@@ -140,9 +135,11 @@ def _staircase(points: Numbers) -> NDArray[np.bool_]:
     fresh = np.concatenate(([True], (x[1:] > x[:-1]) | (y[1:] > y[:-1])))
     lowest = np.minimum.accumulate(y)
     falls = np.concatenate(([True], y[1:] < lowest[:-1]))
-    kept = np.empty(len(points), dtype=bool)
-    kept[order] = falls[np.flatnonzero(fresh)[np.cumsum(fresh) - 1]]  # equal points share their first's fate
-    return kept
+    on_front = np.empty(len(points), dtype=bool)
+    on_front[order] = falls[
+        np.flatnonzero(fresh)[np.cumsum(fresh) - 1]
+    ]  # equal points share their first's fate
+    return on_front
 
 
 def _sieve(points: Numbers) -> NDArray[np.bool_]:
@@ -151,38 +148,24 @@ def _sieve(points: Numbers) -> NDArray[np.bool_]:
     Objectives are first replaced by their ranks, so that no scale counts and sums are exact. A point of least
     sum among those left is undominated: whatever dominates it has a smaller sum and would have been met.
     """
-    ranks = np.stack([_dense_ranks(column) for column in points.T])
+    ranks = np.stack([np.unique(column, return_inverse=True)[1] for column in points.T])
     left = np.argsort(ranks.sum(0), kind="stable")
     columns = ranks[:, left]
-    kept = np.zeros(len(points), dtype=bool)
+    on_front = np.zeros(len(points), dtype=bool)
     while len(left):
         better, equal = columns[0] < columns[0, 0], columns[0] == columns[0, 0]
         for column in columns[1:]:
             better |= column < column[0]
             equal &= column == column[0]
-        kept[left[equal]] = True
+        on_front[left[equal]] = True
         left, columns = left[better], columns[:, better]
-    return kept
-
-
-def _dense_ranks(column: Numbers) -> NDArray[np.int64]:
-    """For each entry the number of distinct smaller ones."""
-    order = np.argsort(column)
-    ordered = column[order]
-    ranks = np.empty(len(column), dtype=np.int64)
-    ranks[order] = np.cumsum(np.concatenate(([0], ordered[1:] > ordered[:-1])))
-    return ranks
+    return on_front
 
 
 def _checked(points: Any) -> Numbers:
     values: Numbers = np.asarray(points, dtype=np.float64)
     if values.ndim != 2 or (len(values) and not values.shape[1]):
-        raise ConfigError(
-            f"points has shape {values.shape}",
-            setting="points",
-            given=values.shape,
-            allowed="(points, objectives)",
-        )
+        raise ConfigError(setting="points", given=values.shape, allowed="of shape (points, objectives)")
     if np.isnan(values).any():
         raise ConfigError(
             "points has an objective that is not a number", setting="points", remedy="leave that point out"

@@ -1,4 +1,4 @@
-"""Trained models: what properties are read from, what each is worth, and candidates trained as runs.
+"""Trained models with their readings, and candidates trained as runs.
 
 Readings that several properties share are made once. The worth of a run is its measured J (eq. 30,
 `utility.py`). A candidate of a Pareto study is trained in its folder, resumed from it, and read as objectives
@@ -75,7 +75,7 @@ class Trained:
 
     @cached_property
     def readings(self) -> Readings:
-        """What every exit says, token by token."""
+        """The logits of every exit, token by token."""
         return exit_readings(self.stack, self.plan, self.text)
 
     @cached_property

@@ -1,7 +1,7 @@
 """The Pareto front of trained configurations: a study that can be killed, resumed and shared.
 
 Statement. A study asks a sampler for candidates, trains each, and records its objectives. Training goes by
-rungs of s_1 < ... < s_R steps. At each rung but the last a candidate goes on only if it is among the best
+rungs of s_1 < ... < s_R steps. At each rung but the last a candidate continues only if it is among the best
 ⌈n/f⌉ of the n that have reached the rung, itself included; best is the lowest front, then the most room
 (`front.best_first`). That is asynchronous successive halving by steps, with fronts in place of one loss. The
 front is drawn from the candidates that reached s_R: those alone had the same budget.
@@ -10,8 +10,8 @@ What is kept where. The storage (SQLite in the study's folder, or any database b
 candidate: its values at each rung, and in the end its objectives. The folder has `trials/NUMBER/` for each
 trial, where `train` may keep checkpoints, and a lock that the working process holds.
 
-A study is of one space, some objectives and rungs, and whatever `base` says of the trainings; called again
-with others it is refused, because its numbers would not compare.
+A study is of one space, some objectives and rungs, and the settings in `base`; called again
+with others it raises, because its numbers would not compare.
 
 Resuming. A trial that was under way here and whose lock is free belonged to a process that died: it is taken
 up again before anything new is asked for. Rungs in the storage are not trained again; a rung that was under
@@ -25,7 +25,7 @@ Source: "Stage-Partitioned Learning: A Configuration Space Between Backpropagati
 others, "Optuna: a next-generation hyperparameter optimization framework".
 Limits. Several machines share a study by URL, each with its own folder; a trial that died on one machine is
 resumed there only. The first candidates at a rung have few others to be compared with, so some that a full
-comparison would stop go on.
+comparison would stop continue.
 """
 
 from __future__ import annotations
@@ -87,10 +87,14 @@ def explore(
     `base` stands for the settings that all trainings share.
     """
     study = _open(folder, config, objectives, space, base)
-    for number in _left_behind(study, folder):
+    import optuna
+
+    running = [t for t in _tried(study) if not t.state.is_finished()]
+    for number in [t.number for t in running if t.user_attrs.get("home") == _home(folder)]:
         with ExitStack() as stack:
-            if _claim(stack, folder, number) and not _frozen(study, number).state.is_finished():
-                _run_trial(study, _again(study, number), objectives, train, folder, config)
+            if _claim(stack, folder, number) and not (t := _frozen(study, number)).state.is_finished():
+                trial = optuna.trial.Trial(study, t._trial_id)
+                _run_trial(study, trial, objectives, train, folder, config)
     wanted = min(config.trials, space.size)
     while len(_tried(study)) < wanted:
         with ExitStack() as stack:
@@ -162,7 +166,7 @@ def _open(
 def _check_same(
     study: Study, config: ParetoConfig, objectives: Mapping[str, Direction], space: Space, base: str
 ) -> None:
-    """Write down what a new study is of; refuse to go on with one that is of something else."""
+    """Record the settings of a new study; raise ConfigError where a known one has others."""
     choices = {name: list(values) for name, values in space.choices.items()}
     about = {
         "objectives": dict(objectives),
@@ -302,12 +306,7 @@ def _goes_on(
 def _read(values: Mapping[str, float], objectives: Mapping[str, Direction]) -> list[float]:
     missing = [name for name in objectives if name not in values]
     if missing:
-        raise ConfigError(
-            f"objective {missing[0]!r} was not measured",
-            setting="objectives",
-            given=missing[0],
-            remedy=f"measured are {', '.join(values)}",
-        )
+        raise ConfigError(setting="objectives", given=missing[0], allowed=f"measured: {', '.join(values)}")
     for name in objectives:
         if not math.isfinite(values[name]):
             raise ConfigError(setting=name, given=values[name], allowed="finite, as an objective of a study")
@@ -322,8 +321,8 @@ def _small(rows: Sequence[Sequence[float]], objectives: Mapping[str, Direction])
 
 def _tried(study: Study) -> list[FrozenTrial]:
     """The trials that have a candidate and are not repetitions."""
-    found = study.get_trials(deepcopy=False)
-    return [t for t in found if "candidate" in t.user_attrs and t.state.name != "FAIL"]
+    trials = study.get_trials(deepcopy=False)
+    return [t for t in trials if "candidate" in t.user_attrs and t.state.name != "FAIL"]
 
 
 def _candidate(trial: FrozenTrial) -> Candidate:
@@ -338,18 +337,6 @@ def _reached(trial: FrozenTrial) -> dict[int, list[float]]:
 
 def _frozen(study: Study, number: int) -> FrozenTrial:
     return study.get_trials(deepcopy=False)[number]
-
-
-def _again(study: Study, number: int) -> Trial:
-    from optuna.trial import Trial
-
-    return Trial(study, _frozen(study, number)._trial_id)
-
-
-def _left_behind(study: Study, folder: Path) -> list[int]:
-    """Trials of this folder that are still marked as running."""
-    home = _home(folder)
-    return [t.number for t in _tried(study) if not t.state.is_finished() and t.user_attrs.get("home") == home]
 
 
 def _home(folder: Path) -> str:

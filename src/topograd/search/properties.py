@@ -1,11 +1,11 @@
-"""Properties by name: what a trained configuration is read for. Listing them needs no torch.
+"""Registry of properties of a trained configuration. Listing them needs no torch.
 
-A property is `function(trained) -> number or table`, with `trained` a `search.trained.Trained`: the stack,
+A property is `function(trained) -> number or table`, with `trained` a `search.measured.Trained`: the stack,
 its plan, held-out text, and readings that are made once (`trained.evaluation`, `trained.readings`). A name is
 one of those below, or `package.module:attribute` of your own. Numbers can be objectives of a Pareto study
 (`topograd search pareto --objectives`) and columns of a choice (`topograd search choose --properties`).
 
-A study makes an objective small unless the table below says "more"; `max:NAME` and `min:NAME` say it for any.
+A study makes an objective small unless it is in MORE; `max:NAME` and `min:NAME` set the direction of any.
 """
 
 from __future__ import annotations
@@ -63,19 +63,9 @@ def named_objectives(words: Sequence[str]) -> dict[str, Direction]:
         PROPERTIES.check(name)
         if name in TABLES:
             numbers = ", ".join((*LESS, *MORE))
-            raise ConfigError(
-                f"objective {name!r} is a table and not a number",
-                setting="objectives",
-                given=name,
-                remedy=f"choose among {numbers}",
-            )
+            raise ConfigError(setting="objectives", given=name, allowed=f"a number, not a table: {numbers}")
         if name in found:
-            raise ConfigError(
-                f"objective {name!r} is given twice",
-                setting="objectives",
-                given=name,
-                remedy="give each once",
-            )
+            raise ConfigError(setting="objectives", given=name, allowed="given once")
         more = way == "max" if name != word else name in MORE
         found[name] = "maximize" if more else "minimize"
     if not found:
@@ -95,17 +85,12 @@ def read_properties(trained: Trained, names: Iterable[str]) -> dict[str, Any]:
 
 def read_numbers(trained: Trained, names: Iterable[str]) -> dict[str, float]:
     """Properties that must be finite numbers, as objectives are."""
-    found = read_properties(trained, names)
-    for name, value in found.items():
+    values = read_properties(trained, names)
+    for name, value in values.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
-            raise ConfigError(
-                setting=name,
-                given=value,
-                allowed="a finite number, as a property that is compared",
-                remedy="leave it out",
-            )
-    return {name: float(value) for name, value in found.items()}
+            raise ConfigError(setting=name, given=value, allowed="a finite number, or left out")
+    return {name: float(value) for name, value in values.items()}
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Short probes that train a copy: what a stage can learn alone, and what its learning disturbs.
+"""Short training probes on a copy: what a stage learns alone, and what that disturbs.
 
 Statement. θ the weights of a trained configuration, k its last stage with a loss (with the stages that only
 serve it: the body of a private decoder, the regions before the last), T new text:
@@ -84,8 +84,8 @@ class Specialist:
 def backwards(text: Text) -> Text:
     """The same text with every row read from its end; the targets are the same tokens."""
     inputs, targets = text.inputs.clone(), torch.full_like(text.targets, -100)
-    for row, said in enumerate(text.targets):
-        turned = said[said != -100].flip(0)
+    for row, original in enumerate(text.targets):
+        turned = original[original != -100].flip(0)
         targets[row, : len(turned)] = turned
         inputs[row, 1 : len(turned)] = turned[:-1]
         inputs[row, max(len(turned), 1) :] = inputs[row, 0]
@@ -112,10 +112,7 @@ def specialist(stack: Stack, plan: Plan, old: Text, new: Text) -> Specialist:
     """P11."""
     if len(new.inputs) < 2:
         raise ConfigError(
-            f"new has {len(new.inputs)} sequences",
-            setting="new",
-            given=len(new.inputs),
-            allowed="at least 2: one to learn, one to test",
+            setting="new", given=len(new.inputs), allowed="at least 2 sequences: one to learn, one to test"
         )
     lesson, exam = _halves(new)
     last, stages = _last(plan), plan.topology.stages
@@ -128,8 +125,8 @@ def specialist(stack: Stack, plan: Plan, old: Text, new: Text) -> Specialist:
     )
     pupil = _taught(stack, replace(plan.topology, stages=alone), lesson, unit)
     gain = before - _bpb(pupil, plan, exam)
-    kept = evaluate(pupil, plan, old).bpb
-    price = min(kept.prediction, *kept.prefix) - _bpb(stack, plan, old)
+    after = evaluate(pupil, plan, old).bpb
+    price = min(after.prediction, *after.prefix) - _bpb(stack, plan, old)
     if len(unit) == len(stages):
         return Specialist(gain, price, gain)
     whole = replace(plan.topology, stages=tuple(replace(_open(s), frozen=False) for s in stages))
@@ -147,14 +144,14 @@ def target_alignment(stack: Stack, plan: Plan, inputs: Tensor, targets: Tensor) 
         for k, s in enumerate(plan.topology.stages)
     )
     pupil = copy.deepcopy(stack)
-    found = []
+    losses = []
     for topology in (plan.topology, replace(plan.topology, stages=stages)):
         pupil.zero_grad(set_to_none=True)
         train_step(pupil, to_probe(topology), inputs, targets)
-        found.append([_gradient(p) for p in pupil.layers.parameters()])
+        losses.append([_gradient(p) for p in pupil.layers.parameters()])
     dot, here, there = (
         sum(float((a * b).sum()) for a, b in zip(x, y, strict=True))
-        for x, y in ((found[0], found[1]), (found[0], found[0]), (found[1], found[1]))
+        for x, y in ((losses[0], losses[1]), (losses[0], losses[0]), (losses[1], losses[1]))
     )
     size = (here * there) ** 0.5
     return dot / size if size else 0.0
@@ -206,7 +203,7 @@ def _detached(stage: Stage, unit: set[int]) -> Stage:
 
 
 def _open(stage: Stage) -> Stage:
-    """The stage, with all gradient to what it hears."""
+    """The stage, with all gradient to its inputs."""
     return replace(stage, sources=tuple(replace(e, grad_scale=1.0) for e in stage.sources))
 
 

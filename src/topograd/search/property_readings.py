@@ -107,8 +107,8 @@ def head(trained: Trained) -> float:
 
 def capability(trained: Trained) -> float:
     """U_cap, from 0 to 1."""
-    right, found = trained.accuracy, prefix(trained)
-    reached = found["within_budget"] / right[-1] if right[-1] else 0.0
+    right, exits = trained.accuracy, prefix(trained)
+    reached = exits["within_budget"] / right[-1] if right[-1] else 0.0
     stages = min(trained.evaluation.bpb.stages)
     return utility.capability(
         prefix_exit=min(reached, 1.0),
@@ -251,10 +251,7 @@ def skipped(readings: Readings, layers: Sequence[int], eps: float) -> dict[str, 
     even, odd = readings.split()
     if not len(even) or not len(odd):
         raise ConfigError(
-            "text has one sequence",
-            setting="text",
-            given=1,
-            allowed="at least 2: WAND calibrates on one and measures on another",
+            setting="text", given=1, allowed="at least 2 sequences: WAND calibrates and measures"
         )
     left = exits(odd, thresholds(Calibration.of(even, step=0), "flip-rate", eps=eps))
     ran = torch.tensor(layers, dtype=torch.float64)[left].mean().item()
@@ -316,14 +313,14 @@ def _received(
     x0 = stack.embed(inputs)
     ctx = stack.layer_context(x0, inputs)
     sent: dict[EdgeOutput, Tensor] = {}
-    found = []
+    readings = []
     for planned in plan.stages:
         ports = [port for port, _ in planned.inputs]
         messages = [x0 if port.source == EMBEDDING else sent[port] for port in ports]
         got = [stack.relay(port.relay).receive(m, ctx) for port, m in zip(ports, messages, strict=True)]
-        found.append((planned, list(zip(ports, messages, got, strict=True))))
+        readings.append((planned, list(zip(ports, messages, got, strict=True))))
         sent.update(run_stage(stack, planned, messages, ctx)[1])
-    return found
+    return readings
 
 
 def _first_rows(trained: Trained) -> tuple[Tensor, Tensor]:

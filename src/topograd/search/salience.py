@@ -1,4 +1,4 @@
-"""Which boundaries of a partition press to be merged, split or moved: one validation pass.
+"""Salience of boundaries: which to merge, split or move, from one validation pass.
 
 Statement. Let z_i be the logits of h_i, the hidden state after layer i, by the head of the stage that ends
 nearest. The prediction of a partition π' under relaxed boundaries is the Log-OP of the layers, weighed by
@@ -55,7 +55,7 @@ from topograd.training.evaluation import BINS, RANK_TOKENS, activation_rank, cal
 
 @dataclass(frozen=True)
 class Measured:
-    """What one pass says of a partition and of its neighbours."""
+    """The readings of a partition and of its neighbours, from one pass."""
 
     composition: Composition
     bpb: Mapping[Composition, float]
@@ -183,23 +183,23 @@ def terms(measured: Measured, composition: Composition, costs: Costs) -> Terms:
 def merge_pressures(measured: Measured, costs: Costs) -> dict[int, float]:
     """M_i of every boundary i whose merge was asked about (eq. 33); negative means: merge."""
     here, now = measured.composition, terms(measured, measured.composition, costs)
-    found = {}
+    pressures = {}
     for pi in measured.bpb:
         if pi.boundaries < here.boundaries:
             then = terms(measured, pi, costs)
             (i,) = here.boundaries - pi.boundaries
-            found[i] = then.bpb - now.bpb + costs.weights.coupling * (then.coupling - now.coupling)
-    return found
+            pressures[i] = then.bpb - now.bpb + costs.weights.coupling * (then.coupling - now.coupling)
+    return pressures
 
 
 def split_pressures(measured: Measured, costs: Costs) -> dict[int, float]:
     """S_i of every layer i whose split was asked about (eq. 34); positive means: split."""
     here, now, weights = measured.composition, terms(measured, measured.composition, costs), costs.weights
-    found = {}
+    pressures = {}
     for pi in measured.bpb:
         if pi.boundaries > here.boundaries:
             then = terms(measured, pi, costs)
             (i,) = pi.boundaries - here.boundaries
             gain = weights.capability * (then.capability - now.capability)
-            found[i] = gain - (then.bpb - now.bpb) - weights.head * (then.head - now.head)
-    return found
+            pressures[i] = gain - (then.bpb - now.bpb) - weights.head * (then.head - now.head)
+    return pressures

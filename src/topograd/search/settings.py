@@ -17,7 +17,7 @@ class ParetoConfig:
     rungs: tuple[int, ...] = (20, 80)
     """Steps after which candidates are compared; the last is the full budget."""
     reduction: float = 2.0
-    """f: about one in f candidates goes on at each rung."""
+    """f: about one in f candidates continues at each rung."""
     sampler_seed: int = 0
     """Of the sampler that proposes candidates."""
     name: str = "pareto"

@@ -1,4 +1,4 @@
-"""Boundaries that are learned with the weights, and harden as a temperature falls.
+"""Soft boundaries, learned with the weights and hardened by a falling temperature.
 
 Statement. λ_i = sigmoid(a_i / T) after layer i, with T falling geometrically from T_0 to T_∞. Weights θ and
 logits a descend, the multiplier μ ascends, on
@@ -118,13 +118,13 @@ class SoftBoundaries:
         """One step of a and μ, from the layers' losses (L,)."""
         config = self.config
         lam = self.grad_scales(progress).detach().requires_grad_()
-        heard = losses[:-1].detach().to(lam)
+        known = losses[:-1].detach().to(lam)
         rest = config.coupling * lam.sum() + config.length * length_penalty(
             lam, config.stages, config.min_depth
         )
         if config.capability:
             rest = rest - config.capability * expected_capability(lam, config.min_depth)
-        value = ((1 - lam) * heard).sum() + rest
+        value = ((1 - lam) * known).sum() + rest
         error = expected_boundaries(lam) - (config.stages - 1)
         (slope,) = torch.autograd.grad(value, lam)
         self.multiplier = self.ahead + slope.mean().item()
@@ -141,8 +141,8 @@ class SoftBoundaries:
         open_ = [*self.grad_scales(1.0).tolist(), 0.0]  # layer L always ends a stage
         costs = {(a, b): open_[b - 1] for b in range(1, self.layers + 1) for a in range(b)}
         config = self.config
-        found = best_partition(costs, self.layers, stages=config.stages, min_depth=config.min_depth)
-        return found.composition
+        best = best_partition(costs, self.layers, stages=config.stages, min_depth=config.min_depth)
+        return best.composition
 
     def state(self) -> dict[str, Any]:
         """Everything that changes, as JSON keeps it exactly."""
@@ -216,7 +216,7 @@ class SoftTask(RunTask):
 
 
 def soft_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of a soft run says of its boundaries; the partition is None until they harden."""
+    """The boundaries in a checkpoint of a soft run; the partition is None until they harden."""
     table = config.topology
     boundaries = SoftBoundaries((0.5,) * (config.model.layers - 1), config.search.soft, config.steps)
     boundaries.restore(extra["search"])

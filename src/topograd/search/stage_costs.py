@@ -76,10 +76,7 @@ def probe_costs(
     layers = len(stack.layers)
     if not batches or not 1 <= min_depth <= layers:
         raise ConfigError(
-            f"{len(batches)} batches and a min_depth of {min_depth} leave no probe of {layers} layers",
-            setting="min_depth",
-            given=min_depth,
-            allowed=f"from 1 to {layers}, with at least one batch",
+            setting="min_depth", given=min_depth, allowed=f"from 1 to {layers}, with at least one batch"
         )
     intervals = [(a, b) for a in range(layers) for b in range(a + min_depth, layers + 1)]
     costs = {}

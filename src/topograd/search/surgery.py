@@ -8,7 +8,7 @@ moved. Then
     stochastic    a neighbour drawn at random replaces π with probability min(1, exp(-(J' - J)/T))
 
 Layers, optimizer state and the shared head stay; heads of new stages start from the nearest old head
-(`carry.py`). Nothing is retrained from the start, and the learning-rate schedule goes on.
+(`change_topology.py`). Nothing is retrained from the start, and the learning-rate schedule continues.
 
 Symbols. N `every`, d_min `min_depth`, K `stages`, T `temperature` in bits per byte. Cost: a step of the
 partition at each step; a pass over `eval_bytes` of held-out text every N steps.
@@ -38,7 +38,7 @@ from topograd.runs.folder import Run
 from topograd.runs.search_config import SurgeryConfig
 from topograd.search.change_topology import change_topology, check_searchable, nearest_heads
 from topograd.search.dynamic import stage_counts
-from topograd.search.salience import Costs, Measured, measure, merge_pressures, split_pressures, terms
+from topograd.search.salience import Costs, measure, merge_pressures, split_pressures, terms
 from topograd.search.utility import deployment, utility
 from topograd.topology.composition import Composition
 from topograd.training.runs import RunTask
@@ -96,7 +96,7 @@ def choose(
     config: SurgeryConfig,
     generator: np.random.Generator,
 ) -> Composition:
-    """The partition to go on with, from J of `here` and of its neighbours."""
+    """The partition to continue with, from J of `here` and of its neighbours."""
     others = [pi for pi in scores if pi != here]
     if not others:
         return here
@@ -118,20 +118,14 @@ class SurgeryTask(RunTask):
             raise ConfigError(
                 setting="objective",
                 given="residual",
-                allowed=(
-                    "one whose stages predict alone, such as cross-entropy: surgery reads the "
-                    "logits of each layer"
-                ),
+                allowed="one whose stages predict alone, as cross-entropy",
             )
         composition = partition_of(config)
         least = config.search.surgery.min_depth
         if min(composition.parts) < least:
             stage_counts(composition.layers, None, 1, None, least)
             raise ConfigError(
-                f"partition is {composition}, with a stage below {least} layers",
-                setting="partition",
-                given=composition,
-                remedy="begin with deeper stages or lower the least depth",
+                setting="partition", given=str(composition), allowed=f"of stages of at least {least} layers"
             )
         wanted = config.search.surgery.stages
         if wanted not in (None, composition.stages):
@@ -163,18 +157,20 @@ class SurgeryTask(RunTask):
             self.run.log({"kind": "operation", **done.as_dict()})
 
     def operate(self, step: int) -> Operation:
-        """Measure, choose, and go on with what was chosen."""
+        """Measure, choose, and apply the choice."""
         here, config = partition_of(self.config), self.config.search.surgery
         near = neighbours(here, config.min_depth, config.stages)
-        found = measure(self.stack, here, near, self.text)
+        measured = measure(self.stack, here, near, self.text)
         costs = self._costs()
-        scores = {pi: utility(terms(found, pi, costs), costs.weights) for pi in found.bpb}
+        scores = {pi: utility(terms(measured, pi, costs), costs.weights) for pi in measured.bpb}
         generator = np.random.default_rng([self.config.seed, step])
         after = choose(here, scores, config, generator)
         if after != here:
             table = replace(self.config.topology, partition=str(after))
             change_topology(self, table, nearest_heads(here, after))
-        return _operation(step, found, costs, scores, after)
+        merge, split = merge_pressures(measured, costs), split_pressures(measured, costs)
+        gain = scores[here] - scores[after]
+        return Operation(step, here, after, scores[here], gain, merge, split, tuple(measured.usefulness))
 
     def _costs(self) -> Costs:
         model, config = self.config.model, self.config.search.surgery
@@ -189,17 +185,8 @@ class SurgeryTask(RunTask):
         )
 
 
-def _operation(
-    step: int, found: Measured, costs: Costs, scores: Mapping[Composition, float], after: Composition
-) -> Operation:
-    here = found.composition
-    merge, split = merge_pressures(found, costs), split_pressures(found, costs)
-    gain = scores[here] - scores[after]
-    return Operation(step, here, after, scores[here], gain, merge, split, tuple(found.usefulness))
-
-
 def surgery_outcome(config: TrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of a surgery run says of its boundaries."""
+    """The boundaries in a checkpoint of a surgery run."""
     return {
         "partition": list(partition_of(config).parts),
         "operations": extra["search"]["operations"],

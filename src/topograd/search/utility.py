@@ -1,4 +1,4 @@
-"""The utility J: what a configuration is worth to somebody, as one number to be made small.
+"""The utility J of a configuration, one number to be minimised.
 
 Statement.
 
@@ -194,19 +194,9 @@ def hard(composition: Composition) -> list[float]:
 def _check_grad_scales(grad_scales: Sequence[float]) -> None:
     for i, lam in enumerate(grad_scales, start=1):
         if not 0 <= lam <= 1:
-            raise ConfigError(
-                f"the grad_scale after layer {i} is {lam}",
-                setting="grad_scales",
-                given=lam,
-                allowed="in [0, 1]",
-            )
+            raise ConfigError(setting="grad_scales", given=lam, allowed=f"in [0, 1] after layer {i}")
 
 
 def _check_length(values: Sequence[float], grad_scales: Sequence[float], name: str) -> None:
     if len(values) != len(grad_scales):
-        raise ConfigError(
-            f"{len(values)} {name} for {len(grad_scales)} boundaries",
-            setting=name,
-            given=len(values),
-            remedy="give one for each layer but the last",
-        )
+        raise ConfigError(setting=name, given=values, allowed=f"{len(grad_scales)}, one for each boundary")

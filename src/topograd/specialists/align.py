@@ -1,4 +1,4 @@
-"""A specialist carried from one version of a base to the next, by aligning their heads.
+"""Transfer of a specialist to a new version of its base, by aligning their heads.
 
 "Product of Experts" §10.4: vocabulary space is the frame that two versions share. With W₁, W₂ (vocab, width)
 the heads (behind the gains of their norms), the maps that say the same thing in the other's space are least
@@ -15,7 +15,7 @@ few steps of training mend the rest. Gains of the specialist's own norms go into
 
 Minor versions (trained on, same shape) need little: A and B are near the identity. Major ones (trained anew)
 are what this is for. Limits: bases whose layers have the same shape and whose tokenizers are the same; a
-whole head is carried as W_s B. `versions` says which kind of a step it is, by the angle between the heads.
+whole head is carried as W_s B. `versions` tells minor from major, by the residual of the heads.
 """
 
 from __future__ import annotations
@@ -197,13 +197,13 @@ def _carry_layer(layer: nn.Module, a: Tensor, b: Tensor) -> None:
 
 
 def _gains(layer: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    gains = {}
     for name in ("attention_norm", "mlp_norm"):
         norm = getattr(layer, name, None)
         if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), Tensor):
             gain = norm.weight.detach().double().clone()  # type: ignore[operator]
-            found[name] = 1 + gain if getattr(norm, "around_one", False) else gain
-    return found
+            gains[name] = 1 + gain if getattr(norm, "around_one", False) else gain
+    return gains
 
 
 def _carry_head(delta: nn.Module, b: Tensor, old: Tensor | float, new: Tensor | float) -> None:

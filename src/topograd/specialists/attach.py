@@ -1,4 +1,4 @@
-"""A stage added to a frozen base: the base stays where it is, the specialist is a small folder of its own.
+"""Specialists attached to a frozen base, each an adapter in a folder of its own.
 
     attached = attach(open_session("runs/base"), [open_specialist("runs/chat"), ...])
 
@@ -14,7 +14,7 @@ Layers have absolute indices: whatever alternates by layer is counted on from th
 specialist alike, so that one can be attached alone or beside others (appendix D.1). Specialists stand beside
 one another, each behind the base; how they predict together is `composition.py`.
 
-A specialist's folder is a adapter (`runs/adapter.py`): its tensors and the hash of its base, nothing of the
+The folder is an adapter (`runs/adapter.py`): its tensors and the hash of its base, nothing of the
 base itself. Parameters: about 12 width² a layer, and r (vocab + width) or vocab · width for the head.
 Limits: stacks with `append_layers` and a `Head` (GPT with any mixer, imported transformers).
 """
@@ -131,7 +131,7 @@ def new_specialist(
     be whole. `seed` draws what does not start at zero.
     """
     rank = head_rank
-    if rank is None and not whole_head and _vocab(base) >= RANK_FROM_VOCAB:
+    if rank is None and not whole_head and base.stack.vocab >= RANK_FROM_VOCAB:
         rank = RANK
     summed = base.plan.prediction.kind == "sum"
     shape = Shape(
@@ -159,20 +159,21 @@ def open_specialist(folder: Path | str) -> Adapter:
 
 
 def attach(base: LoadedTextRun, specialists: Sequence[Adapter] | Mapping[str, Adapter]) -> Attached:
-    """The specialists on their base; those of another base are refused by name. Names default to folders'."""
+    """The specialists on their base; those of another base raise RunError. Names default to folders'."""
     named = dict(specialists) if isinstance(specialists, Mapping) else _named(specialists)
     if len(named) > MAX_SPECIALISTS:
-        raise ConfigError(
-            f"{len(named)} specialists are given",
-            setting="specialists",
-            given=len(named),
-            allowed=f"at most {MAX_SPECIALISTS}",
-        )
+        raise ConfigError(setting="specialists", given=len(named), allowed=f"at most {MAX_SPECIALISTS}")
     for adapter in named.values():
         adapter.check_base(base)
     attached = _attached(base, {name: Shape.of(adapter) for name, adapter in named.items()})
     for name, adapter in named.items():
-        _load(attached.part(name), adapter)
+        part = attached.part(name)
+        shapes = {key: tensor.shape for key, tensor in part.state_dict().items()}
+        if shapes != {key: tensor.shape for key, tensor in adapter.tensors.items()}:
+            raise CheckpointError(
+                f"{adapter.folder} does not fit what its settings say", remedy="attach a new specialist"
+            )
+        part.load_state_dict(adapter.tensors)
     return attached
 
 
@@ -182,12 +183,9 @@ def _attached(base: LoadedTextRun, shapes: Mapping[str, Shape]) -> Attached:
     for name, shape in shapes.items():
         if shape.tokens != tokens:  # ids differ, and so do the sizes of their heads
             raise ConfigError(
-                f"specialist {name!r} has other new tokens than one beside it",
-                setting="specialists",
-                given=name,
-                remedy="attach them one at a time",
+                setting="specialists", given=name, allowed="of the same new tokens as those beside it"
             )
-    vocabulary = Vocabulary(base.tokenizer, _vocab(base), tokens)
+    vocabulary = Vocabulary(base.tokenizer, base.stack.vocab, tokens)
     stack = copied(base.stack)
     with_new_rows(stack, vocabulary)
     topology = base.plan.topology
@@ -221,33 +219,14 @@ def copied(stack: Stack) -> Stack:
     return twin
 
 
-def _load(part: SpecialistPart, adapter: Adapter) -> None:
-    own = {name: tensor.shape for name, tensor in part.state_dict().items()}
-    if own != {name: tensor.shape for name, tensor in adapter.tensors.items()}:
-        raise CheckpointError(
-            f"{adapter.folder} does not fit what its settings say", remedy="attach a new specialist"
-        )
-    part.load_state_dict(adapter.tensors)
-
-
 def _named(specialists: Sequence[Adapter]) -> dict[str, Adapter]:
     named: dict[str, Adapter] = {}
     for adapter in specialists:
         name = adapter.folder.resolve().name
         if name in named:
-            raise ConfigError(
-                f"two specialists are called {name!r}",
-                setting="specialists",
-                given=name,
-                remedy="rename one of the folders",
-            )
+            raise ConfigError(setting="specialists", given=name, allowed="in folders of different names")
         named[name] = adapter
     return named
-
-
-def _vocab(base: LoadedTextRun) -> int:
-    """How many tokens the base's head knows."""
-    return base.stack.vocab
 
 
 def card(name: str, base: LoadedTextRun, shape: Shape, lines: Sequence[str] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Several specialists at once: which are active and with what weight, and the plan that predicts so.
+"""Composition of specialists by weights, as a plan.
 
     z = z_base + Σ_s w_s (z_s - z_base)                                             deltas, the default
     z = z_base + Σ_s w_s z_s                                                        sum
@@ -50,8 +50,8 @@ def composed_terms(attached: Attached, weights: Weights, pool: Pool = "deltas") 
     for name, weight in weights.items():
         own: Terms = ((attached.stages[name], 1.0),)
         _add(terms, own if pool == "sum" else alone(attached, name), weight)
-    kept = tuple((stage, weight) for stage, weight in sorted(terms.items()) if weight)
-    return kept or attached.base.plan.prediction.full
+    active = tuple((stage, weight) for stage, weight in sorted(terms.items()) if weight)
+    return active or attached.base.plan.prediction.full
 
 
 def alone(attached: Attached, name: str) -> Terms:
@@ -75,10 +75,7 @@ def check_weights(attached: Attached, weights: Weights) -> None:
             raise ConfigError(setting="specialists", given=name, allowed=f"attached: {known}")
         if not -LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT:
             raise ConfigError(
-                f"specialist {name!r} has weight {weight}",
-                setting="specialists",
-                given=weight,
-                allowed=f"within ±{LARGEST_WEIGHT:g}",
+                setting=f"specialists[{name!r}]", given=weight, allowed=f"within ±{LARGEST_WEIGHT:g}"
             )
 
 
@@ -103,18 +100,8 @@ def parse_specialists(text: str) -> dict[str, float]:
         except ValueError:
             weight = math.nan
         if not name.strip() or not math.isfinite(weight):
-            raise ConfigError(
-                f"specialists {text!r} has {part.strip()!r}",
-                setting="specialists",
-                given=text,
-                remedy="write them as A,B or A*0.7,B*0.3",
-            )
+            raise ConfigError(setting="specialists", given=text, allowed="written as A,B or A*0.7,B*0.3")
         if name.strip() in weights:
-            raise ConfigError(
-                f"specialists {text!r} names {name.strip()!r} twice",
-                setting="specialists",
-                given=text,
-                remedy="name each once",
-            )
+            raise ConfigError(setting="specialists", given=text, allowed="names, each once")
         weights[name.strip()] = weight
     return weights

@@ -1,4 +1,4 @@
-"""Training a specialist: its own stage and head on new text, the base frozen, and proof that it did not move.
+"""Fine-tuning of a specialist: its stage and head on new text, with the base frozen and verified.
 
     trainer = FineTuning.start("runs/chat", FineTune(data="chat.jsonl", steps=200))    # or FineTuning.resume
     trainer.train()["base_max_abs_logit_delta"]                                        # 0.0
@@ -45,8 +45,8 @@ from topograd.specialists.zero_shot import ZeroShot
 from topograd.training.activation_cache import (
     CachedActivationLoader,
     OnRows,
-    PlainRows,
-    RowStore,
+    PlainSequences,
+    SequenceStore,
     compute_states,
 )
 from topograd.training.averaged_weights import AveragedWeights
@@ -92,8 +92,8 @@ class FineTuning(Task):
         self.average = AveragedWeights(self.part, settings.average) if settings.average else None
         if self.average is not None:
             self.optimizers["average"] = self.average
-        asked = settings.tasks
-        tasks = None if asked is None else ZeroShot(self.session, asked, settings.task_items)
+        folder = settings.tasks
+        tasks = None if folder is None else ZeroShot(self.session, folder, settings.task_items)
         self.preservation = Preservation(self.session, tasks)
         self.reading: tuple[int, Reading] | None = None
         """The last reading of the base, and its step."""
@@ -162,13 +162,13 @@ class FineTuning(Task):
         if self.average is not None:
             self.average.connect()
 
-    def _store(self, on_rows: OnRows | None) -> RowStore:
+    def _store(self, on_rows: OnRows | None) -> SequenceStore:
         """The rows with the base's states, or without them where keeping them does not pay."""
         keep = self.settings.keep_states
         if keep is None:
             keep = self.settings.steps * self.settings.batch > 1.5 * len(self.inputs)
         if not keep or not self.attached.base_is_chain():
-            return PlainRows(self.inputs, self.targets)
+            return PlainSequences(self.inputs, self.targets)
         return compute_states(
             self.workspace.folder / "hidden-states",
             self.stack,
@@ -228,7 +228,7 @@ class FineTuning(Task):
             "loss": _loss(steps[-1]) if steps else None,
             "rows": len(self.inputs),
             "tokens": int((self.targets != -100).sum()),
-            "states_kept": self.loader is not None and not isinstance(self.loader.store, PlainRows),
+            "states_kept": self.loader is not None and not isinstance(self.loader.store, PlainSequences),
             "parameters": sum(t.numel() for t in self.adapter.tensors.values()),
             "seconds_per_step": steps[-1]["seconds"] / steps[-1]["step"] if steps else None,
             "preservation": [{k: v for k, v in r.items() if k not in ("kind", "seconds")} for r in readings],

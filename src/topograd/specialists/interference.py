@@ -1,4 +1,4 @@
-"""How well compositions predict some text: each specialist on its own text and on the others'.
+"""Interference between specialists: losses on their own text and on the others'.
 
 For a set of compositions (weights of specialists by name) and rows of text, the nats of every row's targets
 under each of them. The base and the specialists run once, whatever the number of compositions; a composition

@@ -1,4 +1,4 @@
-"""Specialists at work: one base in memory, any set of them switched on for each request.
+"""Generation with specialists: one base in memory, any set of them per request.
 
     pool = SpecialistPool.open("runs/base", {"chat": "runs/chat", "facts": "runs/facts"})
     pool.model({"chat": 1.0}).generate("Hello", tokens=32)             # a `Model` like any other
@@ -66,7 +66,11 @@ class SpecialistPool:
             name: given if isinstance(given, Adapter) else open_specialist(given)
             for name, given in specialists.items()
         }
-        session = base if isinstance(base, LoadedTextRun) else _open_base(Path(base), list(opened.values()))
+        if isinstance(base, LoadedTextRun):
+            session = base
+        else:  # at the checkpoint that the specialists belong to
+            first = next(iter(opened.values()), None)
+            session = open_session(base) if first is None else first.open_base(base)
         return cls(attach(session, opened), pool, runtime, weights)
 
     @property
@@ -102,10 +106,7 @@ class SpecialistPool:
         """The tokens that follow each prompt, each with the specialists of its row, as one batch."""
         if len(prompts) != len(rows):
             raise ConfigError(
-                f"{len(prompts)} prompts and {len(rows)} sets of specialists",
-                setting="specialists",
-                given=len(rows),
-                remedy="give one for each",
+                setting="specialists", given=len(rows), allowed=f"{len(prompts)}, one set for each prompt"
             )
         model = self.model()
         begun = [model.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -143,13 +144,12 @@ class ComposedModel(Model):
         depth: str | None = None,
         **settings: object,
     ) -> Generated:
-        """As `Model.generate`; the base's calibration says nothing of a composition, so full depth."""
+        """As `Model.generate`; a composition has no calibration, so full depth."""
         if depth is not None and depth.startswith("wand"):
             raise ConfigError(
-                "wand is calibrated for a base alone",
                 setting="depth",
                 given=depth,
-                remedy="use another depth with specialists",
+                allowed="another with specialists: wand is calibrated for a base",
             )
         return super().generate(prompt, tokens, depth=depth or "full", **settings)  # type: ignore[arg-type]
 
@@ -172,10 +172,7 @@ class Mixed(DecodeStrategy):
         """What each sequence predicts next: (rows, vocab)."""
         if max(sequence.index for sequence in batch) >= len(self.terms):
             raise ConfigError(
-                f"specialists are given for {len(self.terms)} sequences",
-                setting="specialists",
-                given=len(self.terms),
-                remedy="give one set for each",
+                setting="specialists", given=len(self.terms), allowed="one set for each sequence"
             )
         self._run(batch)
         total: Tensor | None = None
@@ -224,18 +221,8 @@ def open_composed(
 
 def open_named(specialists: str) -> tuple[dict[str, Adapter], dict[str, float]]:
     """Specialists as users write them, opened, and their weights; both by the names of the folders."""
-    asked = parse_specialists(specialists)
-    opened = {Path(folder).resolve().name: open_specialist(folder) for folder in asked}
-    if len(opened) < len(asked):
-        raise ConfigError(
-            f"specialists {specialists!r} has two folders of one name",
-            setting="specialists",
-            given=specialists,
-            remedy="rename one",
-        )
-    return opened, dict(zip(opened, asked.values(), strict=True))
-
-
-def _open_base(folder: Path, adapters: Sequence[Adapter]) -> LoadedTextRun:
-    """The run at the checkpoint that the specialists are of; others are refused when they are attached."""
-    return adapters[0].open_base(folder) if adapters else open_session(folder)
+    given = parse_specialists(specialists)
+    opened = {Path(folder).resolve().name: open_specialist(folder) for folder in given}
+    if len(opened) < len(given):
+        raise ConfigError(setting="specialists", given=specialists, allowed="folders of different names")
+    return opened, dict(zip(opened, given.values(), strict=True))

@@ -1,4 +1,4 @@
-"""Did the base move? Its logits on a probe set, compared bit for bit, and what it still knows.
+"""Preservation of a base during fine-tuning: its logits on a probe set, compared bit for bit.
 
     before = Preservation(base)                  the base by itself, before anything is trained
     before.read(stack, plan, active)             after: by the trained stack, with and without what was added
@@ -151,7 +151,7 @@ class Preservation:
         )
 
     def moved(self, logits: Tensor) -> float:
-        """Largest change of a logit of the sentences. Padding is left out: nobody reads what stands there,
+        """Largest change of a logit of the sentences. Padding is left out: it is never read,
         and a control moves it most."""
         there = self.targets != IGNORED
         return float((logits[there] - self.before[there]).abs().max())

@@ -1,4 +1,4 @@
-"""Where does a model know something? A target's rank, logit and probability at every stage and along paths.
+"""Probe of a target's rank, logit and probability at every stage and along paths.
 
     stages       each stage by its own head: the base's stages, then a specialist's
     paths        base               what the base predicts
@@ -30,8 +30,8 @@ Target = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a distribution makes of a target."""
+class TargetReading:
+    """Rank, logit and probability of a target under a distribution."""
 
     rank: int
     logit: float
@@ -41,7 +41,7 @@ class Found:
     """The likeliest token instead."""
 
     @classmethod
-    def of(cls, logits: Tensor, target: Target, pieces: Sequence[bytes]) -> Found:
+    def of(cls, logits: Tensor, target: Target, pieces: Sequence[bytes]) -> TargetReading:
         """Of the logits (n, vocab) that predict each token of the target."""
         first, logs = logits[0], logits.log_softmax(-1)
         value = first[target[0]]
@@ -67,10 +67,10 @@ def probe(
         raise ConfigError(
             setting="target", given=list(target), allowed="at least one token: the text that should follow"
         )
-    found = _readings(attached, prompt, target)
+    readings = _readings(attached, prompt, target)
     if passage is not None:
-        found["with_passage"] = _readings(attached, [*passage, *prompt], target)
-    return found
+        readings["with_passage"] = _readings(attached, [*passage, *prompt], target)
+    return readings
 
 
 @torch.no_grad()
@@ -80,10 +80,7 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     whole = [*begun, *target[:-1]]
     if len(whole) > context:
         raise ConfigError(
-            f"prompt and target have {len(whole)} tokens",
-            setting="prompt",
-            given=len(whole),
-            remedy=f"the base sees {context} at most",
+            setting="prompt", given=len(whole), allowed=f"at most {context} tokens with the target"
         )
     plan, stack = attached.plan, attached.stack
     device = next(stack.parameters()).device
@@ -97,15 +94,15 @@ def _readings(attached: Attached, prompt: Sequence[int], target: Target) -> dict
     for k in predicting:
         logits = stack.readout(ends[k], plan.stages[k].head)[0]
         place = {"stage": k + 1, "layers": plan.stages[k].stage.stop, "specialist": names.get(k)}
-        stages.append({**place, **vars(Found.of(logits, target, pieces))})
+        stages.append({**place, **vars(TargetReading.of(logits, target, pieces))})
     paths = []
     for name, terms in path_terms(attached).items():
         logits = predict(stack, plan, ends, terms)[0]
-        paths.append({"path": name, **vars(Found.of(logits, target, pieces))})
+        paths.append({"path": name, **vars(TargetReading.of(logits, target, pieces))})
     head = attached.base.plan.prediction.full[-1][0]  # the base's last head
     for name, stage in attached.stages.items():
         logits = stack.readout(ends[stage], head)[0]
-        paths.append({"path": f"base head of {name}", **vars(Found.of(logits, target, pieces))})
+        paths.append({"path": f"base head of {name}", **vars(TargetReading.of(logits, target, pieces))})
     return {"stages": stages, "paths": paths}
 
 

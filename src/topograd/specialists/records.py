@@ -1,13 +1,13 @@
-"""What a specialist is trained on: chat records with loss masks, or any text, as packed rows of tokens.
+"""Training records: chats with loss masks, or any text, as packed sequences of tokens.
 
     chat.jsonl     a line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}
     pairs.jsonl    or {"prompt": "...", "completion": "..."}: the completion alone is learned
     text           everything else that `data.corpus` reads: .txt, folders, {"text": "..."} a line
 
 A conversation is spelled by the base's own chat template, or by PLAIN_TEMPLATE where it has none. Its loss
-mask has what the assistant said, the token that ends the turn included: for each assistant's message the text
-before it (ready for the answer) and the text up to its end are rendered, and what the second has more is
-learned. Of any text every token is learned.
+mask covers the assistant's messages and the token that ends each: the text before a message (ready for the
+answer) and the text up to its end are rendered, and the difference is learned. Of any text every token is
+learned.
 
 Documents become rows by best-fit packing (`data/packing.py`); a position without a target has -100. Cost: one
 rendering for each message that is learned and one before it, 256 in a process.
@@ -44,7 +44,7 @@ PLAIN_TEMPLATE = (
 ROLES = ("system", "user", "assistant", "tool")
 MAX_BYTES = 2**30
 CONTEXT = 256
-"""Tokens in a row, where nothing else is said and the base sees as many."""
+"""Default length of a sequence, where the base's context allows it."""
 Message = dict[str, str]
 
 
@@ -58,8 +58,8 @@ class Record:
 
 def template_of(vocabulary: Vocabulary) -> str:
     """The base's own chat template, or the plain one."""
-    found = vocabulary.tokenizer.chat_template
-    return PLAIN_TEMPLATE if found is None else found
+    template = vocabulary.tokenizer.chat_template
+    return PLAIN_TEMPLATE if template is None else template
 
 
 def read_records(path: Path, vocabulary: Vocabulary, template: str | None = None) -> list[Record]:
@@ -74,7 +74,7 @@ def read_records(path: Path, vocabulary: Vocabulary, template: str | None = None
 def prepare_chats(path: Path, tokenizer: Tokenizer | None) -> Prepared | None:
     """Conversations as the data of a run, in memory; None where the file holds none.
 
-    Some are held out, as of any text. Training has a loss on what the assistant said; held-out conversations
+    Some are held out, as of any text. Training has a loss on the assistant's messages; held-out conversations
     are read whole.
     """
     lines = _chat_lines(path)
@@ -104,7 +104,7 @@ def prepare_chats(path: Path, tokenizer: Tokenizer | None) -> Prepared | None:
 
 
 def _with_separator(record: Record) -> list[bool]:
-    """The mask of a document and of the separator behind it, which ends what the assistant said."""
+    """The mask of a document and of the separator behind it, which ends its last message."""
     return [*record.learned, bool(record.learned) and record.learned[-1]]
 
 
@@ -166,7 +166,7 @@ def _masked(pairs: Sequence[tuple[str, str]], vocabulary: Vocabulary, where: str
         if not pairs[-1][1].startswith(through) or not through.startswith(before):
             raise DataError(
                 f"{where}: the chat template spells earlier messages otherwise when later ones "
-                "follow, so what the assistant said cannot be told apart",
+                "follow, so the assistant's messages cannot be located",
                 remedy="give conversations of one answer",
             )
         learned[start:stop] = [True] * (stop - start)
@@ -177,7 +177,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """The records of a JSONL file with their line numbers."""
     if path.stat().st_size > MAX_BYTES:
         raise DataError(f"{path} has more than {MAX_BYTES} bytes", remedy="give a smaller file")
-    found = []
+    records = []
     try:
         text = read_bytes(path).decode()
     except UnicodeDecodeError:
@@ -193,8 +193,8 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
             ) from None
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number} is no JSON object", remedy="mend or remove it")
-        found.append((number, record))
-    return found
+        records.append((number, record))
+    return records
 
 
 def _messages(path: Path, number: int, record: Mapping[str, Any]) -> list[Message]:
@@ -273,8 +273,8 @@ def packed_records(
             after = slice(start + 1, start + count + 1)
             targets[row, column : column + count] = np.where(learned[after], stream[after], IGNORED)
             column += count
-    kept = (targets != IGNORED).any(axis=1)
-    return torch.from_numpy(inputs[kept]), torch.from_numpy(targets[kept])
+    learning = (targets != IGNORED).any(axis=1)
+    return torch.from_numpy(inputs[learning]), torch.from_numpy(targets[learning])
 
 
 def rows_of(
@@ -288,12 +288,7 @@ def rows_of(
     if not str(path).strip():
         raise ConfigError(setting="data", given=str(path), allowed="chat records or a text")
     if not Path(path).exists():
-        raise ConfigError(
-            f"data is {str(path)!r}, which does not exist",
-            setting="data",
-            given=str(path),
-            remedy="give a file or a folder",
-        )
+        raise ConfigError(setting="data", given=Path(path), allowed="a file or a folder that exists")
     most = attached.base.config.model.context
     context = context or min(CONTEXT, most)
     if context > most:

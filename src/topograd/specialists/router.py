@@ -1,4 +1,4 @@
-"""A learned router: which specialist a text wants, from the base's own state ("Product of Experts" §10.2).
+"""A learned router over specialists, from the base's hidden state ("Product of Experts" §10.2).
 
     x = mean over the read positions of norm(h_base)     p = softmax(MLP(x)) over base and specialists
 
@@ -12,7 +12,7 @@ On rows that it was not trained on, beside always the base, always each speciali
 The hidden state is normalised, and position 0 is left out: in imported models it is thousands of times
 longer.
 
-A router is a adapter of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
+A router is an adapter of kind "router" that names its specialists by digest. `RoutedModel` asks it for each
 prompt. Cost: the base reads the prompt once more, and two small products. Limits: it chooses once for a
 request, not for each token.
 """
@@ -75,12 +75,12 @@ def features(attached: Attached, inputs: Tensor, batch: int = 8) -> Tensor:
     """(rows, width): the base's last state, normalised, averaged over positions but the first."""
     stage = attached.base.plan.prediction.full[-1][0]
     device = next(attached.stack.parameters()).device
-    found = []
+    means = []
     for rows in inputs.split(batch):
         h = stage_outputs(attached.stack, attached.plan, rows.to(device), [stage])[stage]
         h = F.rms_norm(h.float(), (h.shape[-1],))
-        found.append((h[:, 1:] if h.shape[1] > 1 else h).mean(1).cpu())
-    return torch.cat(found)
+        means.append((h[:, 1:] if h.shape[1] > 1 else h).mean(1).cpu())
+    return torch.cat(means)
 
 
 def choice_losses(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,11 +119,15 @@ def train_router(
 ) -> tuple[Router, dict[str, Any]]:
     """A router for what is attached, trained on every second row of the texts and judged on the others.
 
-    With a `work` folder a call that was stopped goes on where it was.
+    With a `work` folder a call that was stopped is resumed.
     """
     if not attached.stages:
         raise ConfigError(setting="specialists", given=[], allowed="at least one, for a router to choose")
-    parts = [_judged(attached, inputs, targets) for inputs, targets in texts]
+    parts = []
+    for inputs, targets in texts:
+        judged, counted = choice_losses(attached, inputs, targets)
+        half = max(inputs.shape[1] // 2, 1)
+        parts.append((features(attached, inputs[counted, :half]), judged[:, counted]))
     x, losses = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
     if len(x) < 4:
         raise ConfigError(
@@ -136,12 +140,6 @@ def train_router(
     router.scale.copy_(x[learning].std(0).clamp(min=1e-3))
     train_task(RouterTask(router, x[learning], losses[:, learning], seed), work)
     return router.requires_grad_(False), regret(router, x[~learning], losses[:, ~learning])
-
-
-def _judged(attached: Attached, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    losses, counted = choice_losses(attached, inputs, targets)
-    half = max(inputs.shape[1] // 2, 1)
-    return features(attached, inputs[counted, :half]), losses[:, counted]
 
 
 @torch.no_grad()
@@ -170,7 +168,7 @@ def save_router(
     router: Router,
     found: Mapping[str, Any],
 ) -> Adapter:
-    """Write a router as a adapter that names its specialists."""
+    """Write a router as an adapter that names its specialists."""
     settings = {
         "peft_type": "TOPOGRAD_ROUTER",
         "specialists": {name: adapters[name].digest for name in attached.stages},
@@ -228,10 +226,9 @@ def open_routed(
     """The base in a folder with specialists as users write them, of which a router chooses."""
     if any(weight != 1 for weight in parse_specialists(specialists).values()):
         raise ConfigError(
-            f"specialists {specialists!r} has weights, and a router chooses one of them or none",
             setting="specialists",
             given=specialists,
-            remedy="write A,B",
+            allowed="without weights: a router chooses one of them or none",
         )
     adapters, _ = open_named(specialists)
     pool = SpecialistPool.open(base, adapters, runtime=runtime, weights=weights)

@@ -1,4 +1,4 @@
-"""How a specialist is trained. Nothing here needs torch."""
+"""Settings of fine-tuning a specialist. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New tokens on a frozen base: special tokens that a specialist adds, each begun from related ones.
+"""New special tokens on a frozen base, initialised from related ones.
 
 A base whose vocabulary has V tokens gets the ids V, V + 1, ...: every table that is indexed by tokens (the
 embedding, the smear, value embeddings) and the shared head have one more row for each, the mean of the rows
@@ -41,12 +41,7 @@ class NewToken:
         """What a user writes: `<|user|>=User`."""
         text, equals, source = words.rpartition("=")
         if not equals or not text.strip() or not source:
-            raise ConfigError(
-                f"token {words!r} has no source",
-                setting="tokens",
-                given=words,
-                remedy="write the new token, =, and a related word",
-            )
+            raise ConfigError(setting="tokens", given=words, allowed="the new token, =, and a related word")
         return cls(text, source)
 
 
@@ -58,12 +53,7 @@ class Vocabulary:
         self.tokenizer, self.new, self.rows = tokenizer, tuple(new), rows
         texts = [token.text for token in self.new]
         if len(set(texts)) < len(texts) or len(texts) > MAX_TOKENS:
-            raise ConfigError(
-                f"{len(texts)} new tokens are given",
-                setting="tokens",
-                given=len(texts),
-                remedy=f"give at most {MAX_TOKENS}, each once",
-            )
+            raise ConfigError(setting="tokens", given=len(texts), allowed=f"at most {MAX_TOKENS}, each once")
         self.ids = {text: rows + i for i, text in enumerate(texts)}
         longest_first = sorted(texts, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if texts else None

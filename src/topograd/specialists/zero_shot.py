@@ -1,4 +1,4 @@
-"""Zero-shot tasks of CORE, asked again and again of a model that is being trained.
+"""Zero-shot tasks of CORE, evaluated during training.
 
     tasks = ZeroShot(base, folder, items=50)                 the files that are there, as tokens, once
     tasks.read(stack, [off, on])                             accuracy of each task, for each of the plans

@@ -1,4 +1,4 @@
-"""The hidden states of a frozen trunk, computed once and kept in files that are mapped into memory.
+"""Activation cache: hidden states of a frozen trunk, computed once into memory-mapped files.
 
 What is trained behind a frozen trunk (later stages, a draft stage, a specialist) reads h_k, the state after k
 layers, and never changes it. So an epoch needs only the layers behind k:
@@ -18,15 +18,13 @@ embeds the tokens again, which is a look-up. Layer 0 is x0, layer L is what the 
     layer-K.bin        (rows, context, width), little-endian, for each layer K
     journal.jsonl      while it is computed: rows that are done, and the digests of the files up to there
 
-A kill loses at most BLOCK_TOKENS tokens of work: the next call checks what is there against the journal and
-goes on. States of another base, other text, other layers or another type are refused by name, and so is a
-file with one changed bit. Disk is bounded: what would exceed `max_bytes`, or leave less than a tenth of the
-disk free, is refused before anything is written.
+A kill loses at most BLOCK_TOKENS tokens of work: the next call checks the files against the journal and
+continues. States of another base, text, layers or dtype raise RunError, and so does a file with one changed
+bit. Disk is bounded: more than `max_bytes`, or less than a tenth of the disk left free, raises first.
 
 Cost: one forward of the trunk, tokens * width * 4 bytes a layer in float32, half of that in bfloat16 and
-float16. Opening hashes the files once (`data.remembered`). Limits: layers follow one another, so
-stacks with relays of their own are refused; a row's states in float32 may differ from those of another batch
-size in the last bits.
+float16. Opening hashes the files once (`data/digest_cache.py`). Limits: no stacks with
+relays of their own; states in float32 may differ from those of another batch size in the last bits.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ OnRows = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Some rows of text with their hidden states."""
+    """Sequences with their hidden states."""
 
     inputs: Tensor
     """(batch, context) tokens."""
@@ -75,7 +73,7 @@ class StateBatch:
     states: dict[int, Tensor]
     """(batch, context, width) float32 by layer."""
     teacher: Logits | None = None
-    """What a teacher predicts on these rows, where that was kept."""
+    """A teacher's cached logits, where there are any."""
 
     @property
     def mask(self) -> Tensor:
@@ -83,7 +81,7 @@ class StateBatch:
         return self.targets != IGNORED
 
     def part(self, rows: slice) -> StateBatch:
-        """Some of the rows."""
+        """Some of the sequences."""
         teacher, first = self.teacher, rows.start * self.targets[0].numel()
         return StateBatch(
             self.inputs[rows],
@@ -93,13 +91,13 @@ class StateBatch:
         )
 
     def layer_context(self, stack: Stack) -> LayerContext:
-        """What the layers behind the trunk hear: x0, tokens, positions."""
+        """The context of the layers behind the trunk: x0, tokens, positions."""
         return stack.layer_context(stack.embed(self.inputs), self.inputs)
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """States on the disk, whole and verified."""
+    """Cached states on the disk, verified."""
 
     folder: Path
     key: Mapping[str, Any]
@@ -113,14 +111,14 @@ class HiddenStates:
         return len(self.inputs)
 
     def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch:
-        """These rows, read from the files."""
+        """These sequences, read from the files."""
         picked = np.asarray(chosen, dtype=np.int64)
         tokens = [torch.from_numpy(part[picked].astype(np.int64)) for part in (self.inputs, self.targets)]
         return StateBatch(tokens[0], tokens[1], {k: _floats(part[picked]) for k, part in self.states.items()})
 
 
-class RowStore(Protocol):
-    """Whatever has rows of text: `HiddenStates`, or text alone."""
+class SequenceStore(Protocol):
+    """A set of sequences: `HiddenStates`, or text alone."""
 
     def __len__(self) -> int: ...
 
@@ -128,8 +126,8 @@ class RowStore(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainRows:
-    """Rows of text without hidden states: what is frozen runs at every step."""
+class PlainSequences:
+    """Sequences without hidden states: frozen stages run at every step."""
 
     inputs: Tensor
     targets: Tensor
@@ -143,15 +141,12 @@ class PlainRows:
 
 
 class CachedActivationLoader(Iterator[StateBatch]):
-    """Endless batches of rows; every epoch has each row once, in an order of (seed, epoch)."""
+    """Endless batches; every epoch has each sequence once, in an order of (seed, epoch)."""
 
-    def __init__(self, store: RowStore, batch: int, seed: int = 0) -> None:
+    def __init__(self, store: SequenceStore, batch: int, seed: int = 0) -> None:
         if batch < 1 or seed < 0:
             raise ConfigError(
-                f"batch is {batch} and seed is {seed}",
-                setting="batch" if batch < 1 else "seed",
-                given=batch if batch < 1 else seed,
-                remedy="batch must be at least 1 and seed at least 0",
+                setting="batch", given=batch, allowed=f"at least 1, and seed, which is {seed}, at least 0"
             )
         self.store, self.batch, self.seed = store, batch, seed
         self._epoch = self._row = 0
@@ -207,12 +202,12 @@ def layer_states(stack: Stack, inputs: Tensor, layers: Sequence[int]) -> dict[in
     """The hidden states after these numbers of layers."""
     h = stack.embed(inputs)
     ctx = stack.layer_context(h, inputs)
-    found = {0: h} if 0 in layers else {}
+    states = {0: h} if 0 in layers else {}
     for i in range(max(layers)):
         h = stack.layers[i](h, ctx)
         if i + 1 in layers:
-            found[i + 1] = h
-    return found
+            states[i + 1] = h
+    return states
 
 
 def compute_states(
@@ -228,7 +223,7 @@ def compute_states(
     max_bytes: int = MAX_BYTES,
     on_rows: OnRows | None = None,
 ) -> HiddenStates:
-    """The states in `folder`: opened if they are there, gone on with if they are begun, else computed.
+    """The states in `folder`: opened if complete, continued if begun, else computed.
 
     `base` names the trunk's weights (`LoadedTextRun.weights`); whatever else changes what the layers compute
     belongs into that name. Inputs and targets are (rows, context), int64.
@@ -253,22 +248,22 @@ def compute_states(
 
 
 def open_states(folder: Path | str, key: Mapping[str, Any] | None = None) -> HiddenStates:
-    """What `compute_states` wrote, checked whole; with a `key`, refused by name where it is of another."""
+    """What `compute_states` wrote, verified; RunError where its key is not `key`."""
     folder = Path(folder)
     table = read_json(folder / NAME, RunError)
     if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
         raise RunError(
             f"{folder / NAME} does not describe hidden states of this version", remedy="delete the folder"
         )
-    found, digests = table.get("key"), table.get("sha256")
-    if not isinstance(found, dict) or not isinstance(digests, dict):
+    saved, digests = table.get("key"), table.get("sha256")
+    if not isinstance(saved, dict) or not isinstance(digests, dict):
         raise RunError(f"{folder / NAME} is damaged", remedy="delete the folder, and they are computed again")
     if key is not None:
-        _check_key(folder, found, key)
-    shape = found["rows"], found["context"], found["width"]
+        _check_key(folder, saved, key)
+    shape = saved["rows"], saved["context"], saved["width"]
     tokens = _mapped(folder, TOKENS, "<i4", (2, *shape[:2]), digests)
-    states = {k: _mapped(folder, _file(k), _bits(found["dtype"]), shape, digests) for k in found["layers"]}
-    return HiddenStates(folder, found, tokens[0], tokens[1], states)
+    states = {k: _mapped(folder, _file(k), _bits(saved["dtype"]), shape, digests) for k in saved["layers"]}
+    return HiddenStates(folder, saved, tokens[0], tokens[1], states)
 
 
 def _check(stack: Stack, inputs: Tensor, targets: Tensor, layers: Sequence[int], dtype: str) -> None:
@@ -373,25 +368,25 @@ class _Writer:
         lines = self._journal()
         if lines:
             _check_key(self.folder, lines[0], self.key)
-        kept = [json.dumps(dict(self.key))]
+        verified = [json.dumps(dict(self.key))]
         for line in lines[1:]:
             if not self._verify(line):
                 break
-            kept.append(json.dumps(line))
-        write_atomic(self.folder / JOURNAL, "".join(f"{line}\n" for line in kept))
+            verified.append(json.dumps(line))
+        write_atomic(self.folder / JOURNAL, "".join(f"{line}\n" for line in verified))
         for layer in self.key["layers"]:
             path = self.folder / _file(layer)
             path.touch()
             os.truncate(path, self.done * self._row)
 
     def _journal(self) -> list[dict[str, Any]]:
-        path, found = self.folder / JOURNAL, []
+        path, lines = self.folder / JOURNAL, []
         for line in path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else ():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except ValueError:
                 break
-        return found if all(isinstance(line, dict) for line in found) else []
+        return lines if all(isinstance(line, dict) for line in lines) else []
 
     def _verify(self, line: Mapping[str, Any]) -> bool:
         """Whether the files have the block that ends with this line; `done` and the digests then move on."""
@@ -423,15 +418,14 @@ class _Writer:
 
     def write(self, layer: int, h: Tensor) -> None:
         """Append the states of some rows."""
-        kept = h.detach().to("cpu", getattr(torch, self.key["dtype"])).contiguous()
-        if not kept.isfinite().all():
+        state = h.detach().to("cpu", getattr(torch, self.key["dtype"])).contiguous()
+        if not state.isfinite().all():
             raise DataError(
-                f"a hidden state after layer {layer} is not finite as {self.key['dtype']}",
                 setting="dtype",
                 given=self.key["dtype"],
-                remedy="use float32",
+                allowed=f"float32: a state after layer {layer} is not finite",
             )
-        bits = kept.view(torch.int16) if kept.dtype == torch.bfloat16 else kept
+        bits = state.view(torch.int16) if state.dtype == torch.bfloat16 else state
         content = bits.numpy().tobytes()
         with naming(self.folder / _file(layer)):
             self._files[layer].write(content)

@@ -1,8 +1,8 @@
-"""An exponential average of a module's weights: a teacher of the model, or what a specialist ends with.
+"""Exponential moving average of weights, as a teacher or as the final weights of a specialist.
 
     a ← d a + (1 - d) w      after every step
 
-It is an optimizer whose state is the average: so checkpoints keep it, and a resumed run goes on with it bit
+It is an optimizer whose state is the average: so checkpoints keep it, and a resumed run continues it bit
 for bit. Cost: a second copy of the parameters. Parameters that do not learn, and buffers, are the module's
 own. Source: "Mean teachers are better role models" (Tarvainen and Valpola 2017).
 """

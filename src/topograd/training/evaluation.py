@@ -1,4 +1,4 @@
-"""Reading a trained model on text: how well each stage predicts, and how.
+"""Evaluation on text: bits per byte, calibration, effective rank and usefulness of each stage.
 
     BPB       total nats of the targets / (ln 2 · bytes that they decode to): of what the model predicts
               (`Plan.prediction`), of each exit, of each stage alone, and of three ways of pooling
@@ -44,7 +44,7 @@ class BitsPerByte:
     """Bits per byte of a model's predictions; less is better."""
 
     prediction: float
-    """What the model predicts, as its plan says."""
+    """Of the plan's prediction."""
     prefix: list[float]
     """What each exit predicts."""
     stages: list[float]
@@ -138,9 +138,9 @@ def evaluate(
         counted = (targets != -100).nonzero()[:, 0]
         outputs = stage_outputs(stack, plan, inputs, stages)
         flat = {k: h.flatten(0, 1)[counted] for k, h in outputs.items()}
-        for kept, k in zip(hidden, stages, strict=True):
-            if sum(map(len, kept)) < RANK_TOKENS:
-                kept.append(flat[k])
+        for states, k in zip(hidden, stages, strict=True):
+            if sum(map(len, states)) < RANK_TOKENS:
+                states.append(flat[k])
         along = None if path is None else path.outputs(inputs)
         side = None if along is None else {k: h.flatten(0, 1)[counted] for k, h in along.items()}
         _tally_chunks(stack, plan, flat, path, side, targets[counted], tally)
@@ -202,7 +202,7 @@ def _evaluation(tally: _Tally, hidden: list[list[Tensor]], nbytes: int) -> Evalu
         bpb=bpb,
         ece=[calibration_error(table) for table in bins],
         reliability=[reliability(table) for table in bins],
-        effective_rank=[activation_rank(torch.cat(kept)[:RANK_TOKENS]) for kept in hidden],
+        effective_rank=[activation_rank(torch.cat(states)[:RANK_TOKENS]) for states in hidden],
         usefulness=[None, *((running[:-1] - running[1:]) / tokens).tolist()],
         tokens=tally.tokens,
         bytes=nbytes,

@@ -1,4 +1,4 @@
-"""New heads at the exits of a trained model, begun by least squares instead of at zero.
+"""Exit heads of a trained model, initialised by least squares.
 
 Statement. x_k is the state at an exit behind the head's norm, x_K that at the last one, W the shared matrix.
 A head of zero reads the exit as if it were the last (the logit lens). What it should read is x_K, whose best

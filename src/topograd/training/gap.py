@@ -1,4 +1,4 @@
-"""A staged run beside a backprop run of the same model: the gap, the step's time and the step's memory.
+"""Comparison of a staged run with backprop: quality gap, step time, step memory.
 
     gap = 100 (BPB_staged / BPB_backprop - 1) %, last stage against last layer
 

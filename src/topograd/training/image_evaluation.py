@@ -1,13 +1,16 @@
-"""Reading a network on held-out pictures: how often each exit is right, how sure it is, what waiting costs.
+"""Evaluation on images: accuracy, loss, calibration and early exits.
 
-    accuracy   share of pictures whose largest logit is the label's: of the model (`Plan.prediction`), of
+    accuracy   share of images whose largest logit is the label's: of the model (`Plan.prediction`), of
                each exit, of each stage alone, and of three ways of pooling
     loss       mean cross-entropy of the same, nats
     ECE, r_eff, U_k    as `training/evaluation.py` has them; r_eff of the features that a stage's head reads
 
-`exit_curve` is early exit by confidence ("Product of Experts" §5.3): a picture leaves at the first stage
+`exit_curve` is early exit by confidence ("Product of Experts" §5.3): an image leaves at the first stage
 whose largest probability reaches a threshold, else at the last; accuracy against the mean share of layers
 that ran.
+
+`examples` are images for reports: what a stage is surest of and wrong about, what it gets right and the stage
+before it got wrong, and what leaves at an exit, the least sure first.
 
 One pass in eval mode: BatchNorm uses its running means. Cost: one forward, K readouts.
 """
@@ -28,6 +31,7 @@ from topograd.exec.forward import Predictor, stage_outputs
 from topograd.nn.images.stack import ImageStack
 from topograd.nn.pooling import pool
 from topograd.nn.stack import Stack
+from topograd.runs.session import LoadedRun, heldout_images
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import (
     RANK_TOKENS,
@@ -41,6 +45,12 @@ from topograd.training.evaluation import (
 BATCH = 500
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)
 POOLINGS = ("sum", "mean", "shrinkage")
+THRESHOLD = 0.9
+"""The confidence at which an image leaves."""
+MAX_IMAGES = 2000
+"""Images that are looked through."""
+SHOWN = 10
+"""Images of each kind."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Exits:
     accuracy: float
     depth: float
     leaving: list[float]
-    """The share of pictures that leaves at each exit."""
+    """The share of images that leaves at each exit."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +106,20 @@ class ImageEvaluation:
 
 @dataclass(frozen=True)
 class ImageLogits:
-    """Logits of every picture: of each predicting stage alone, of each exit, and of the model."""
+    """Logits of every image: of each predicting stage alone, of each exit, and of the model."""
 
     alone: list[Tensor]
     exits: list[Tensor]
     full: Tensor
     features: list[Tensor]
-    """Of the first pictures, what each stage's head reads."""
+    """Of the first images, what each stage's head reads."""
 
 
 @torch.no_grad()
 def image_logits(
     stack: Stack, plan: Plan, images: Tensor, on_batch: Callable[[int, int], None] | None = None
 ) -> ImageLogits:
-    """Everything that a plan says of some pictures (N, channels, height, width), in eval mode."""
+    """All logits of a plan for images (N, channels, height, width), in eval mode."""
     stages = plan.predicting()
     device = next(stack.parameters()).device
     path = Predictor(stack, plan) if plan.prediction.path is not None else None
@@ -137,21 +147,21 @@ def image_logits(
 
 
 def evaluate_images(
-    stack: Stack, plan: Plan, pictures: ImageSet, on_batch: Callable[[int, int], None] | None = None
+    stack: Stack, plan: Plan, data: ImageSet, on_batch: Callable[[int, int], None] | None = None
 ) -> ImageEvaluation:
-    """Every reading of this module. `on_batch` is called with the pictures that are done, and of how many."""
-    found, labels = image_logits(stack, plan, pictures.images, on_batch), pictures.labels
-    running = [_loss(pool(found.alone[: k + 1], "sum"), labels) for k in range(len(found.alone))]
-    bins = [confidence_bins(z, labels) for z in found.exits]
+    """Every reading of this module. `on_batch` is called with the images that are done, and of how many."""
+    logits, labels = image_logits(stack, plan, data.images, on_batch), data.labels
+    running = [_loss(pool(logits.alone[: k + 1], "sum"), labels) for k in range(len(logits.alone))]
+    bins = [confidence_bins(z, labels) for z in logits.exits]
     return ImageEvaluation(
-        accuracy=_by_prediction(found, labels, accuracy),
-        loss=_by_prediction(found, labels, _loss),
+        accuracy=_by_prediction(logits, labels, accuracy),
+        loss=_by_prediction(logits, labels, _loss),
         ece=[calibration_error(table) for table in bins],
         reliability=[reliability(table) for table in bins],
-        effective_rank=[activation_rank(f[:RANK_TOKENS]) for f in found.features],
+        effective_rank=[activation_rank(f[:RANK_TOKENS]) for f in logits.features],
         usefulness=[None, *(before - after for before, after in itertools.pairwise(running))],
-        exits=exit_curve(plan, found.exits, labels),
-        images=len(pictures),
+        exits=exit_curve(plan, logits.exits, labels),
+        images=len(data),
     )
 
 
@@ -179,7 +189,7 @@ def exit_curve(
 
 
 def leaving_stage(confidences: Tensor, threshold: float) -> Tensor:
-    """The exit (N,) at which each picture leaves, from the confidences (exits, N)."""
+    """The exit (N,) at which each image leaves, from the confidences (exits, N)."""
     sure = confidences >= threshold
     sure[-1] = True
     return sure.double().argmax(0)
@@ -196,13 +206,13 @@ def _depths(plan: Plan) -> Tensor:
 
 
 def _by_prediction(
-    found: ImageLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
+    logits: ImageLogits, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
 ) -> ByPrediction:
-    stages = [measure(z, labels) for z in found.alone]
-    pooled = {how: measure(pool(found.alone, how), labels) for how in POOLINGS}
+    stages = [measure(z, labels) for z in logits.alone]
+    pooled = {how: measure(pool(logits.alone, how), labels) for how in POOLINGS}
     return ByPrediction(
-        prediction=measure(found.full, labels),
-        prefix=[measure(z, labels) for z in found.exits],
+        prediction=measure(logits.full, labels),
+        prefix=[measure(z, labels) for z in logits.exits],
         stages=stages,
         last=stages[-1],
         **pooled,
@@ -211,3 +221,51 @@ def _by_prediction(
 
 def _loss(logits: Tensor, labels: Tensor) -> float:
     return F.cross_entropy(logits.double(), labels).item()
+
+
+def examples(opened: LoadedRun, threshold: float = THRESHOLD, most: int = MAX_IMAGES) -> dict[str, Any]:
+    """For each exit: images that it gets right, that it gets wrong, and that leave there at `threshold`."""
+    data = heldout_images(opened, most=most)
+    exits = image_logits(opened.stack, opened.plan, data.images).exits
+    confidence = torch.stack([z.softmax(-1).amax(-1) for z in exits])
+    guess = torch.stack([z.argmax(-1) for z in exits])
+    right = guess == data.labels
+    leaves = leaving_stage(confidence.clone(), threshold)
+    stages = []
+    for k in range(len(exits)):
+        corrected = right[k] & ~right[k - 1] if k else right[k]
+        kinds = {
+            "right": _order(corrected if corrected.any() else right[k], confidence[k]),
+            "wrong": _order(~right[k], -confidence[k]),
+            "leaving": _order(leaves == k, confidence[k]),
+        }
+        shown = {name: _records(data, rows, guess[k], confidence[k]) for name, rows in kinds.items()}
+        leaving = leaves == k
+        stages.append(
+            {
+                **shown,
+                "corrected": bool(k and corrected.any()),
+                "accuracy": right[k].double().mean().item(),
+                "share": leaving.double().mean().item(),
+                "accuracy_of_leaving": right[k][leaving].double().mean().item() if leaving.any() else None,
+            }
+        )
+    return {"threshold": threshold, "looked_through": len(data), "stages": stages}
+
+
+def _order(chosen: Tensor, by: Tensor) -> Tensor:
+    """The rows that are chosen, smallest first."""
+    rows = chosen.nonzero().flatten()
+    return rows[by[rows].argsort()][:SHOWN]
+
+
+def _records(data: ImageSet, rows: Tensor, guess: Tensor, confidence: Tensor) -> list[dict[str, Any]]:
+    return [
+        {
+            "pixels": data.images[i].tolist(),
+            "label": int(data.labels[i]),
+            "guess": int(guess[i]),
+            "confidence": float(confidence[i]),
+        }
+        for i in rows.tolist()
+    ]

@@ -1,13 +1,12 @@
-"""The geometry of a training, logged beside its losses.
+"""Geometry of the residual stream, logged during training.
 
     trainer.train(on_step=GeometryLog(trainer.task, every=100))
 
-appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r of the stream by depth,
-effective ranks, the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r
-after the last layer.
+appends a record of kind "geometry" to the run's metrics each `every` steps: σ_r by depth, effective ranks,
+the weight norm, and the phase over the last `WINDOW` records. σ_min of the phase is σ_r after the last layer.
 
 All records read the same held-out rows at the same r, `SHARE` of the rank that the stream's input has at the
-first of them: with other rows or another r each time, a model that does not change would seem to. r goes on
+first of them: with other rows or another r each time, a model that does not change would seem to. r is kept
 over a resumption. Where the input's rank falls below r, the record has no σ.
 Cost: one forward pass over `POSITIONS` held-out tokens at each record (see `geometry/monitors/stream.py`).
 """
@@ -41,10 +40,9 @@ class GeometryLog:
             raise GeometryError(setting="every", given=every, allowed="at least 1")
         if not isinstance(task.source, TextSource):
             raise GeometryError(
-                "the residual stream of a network on images has no one width",
                 setting="geometry_every",
                 given=every,
-                remedy="leave geometry_every at 0",
+                allowed="0 for images, whose residual stream has no one width",
             )
         self._task, self._every = task, every
         inputs = task.text.inputs
@@ -78,16 +76,16 @@ class GeometryLog:
             stack.train(training)
 
     def _record(self, step: int) -> dict[str, Any]:
-        found = self.profile()
+        profile = self.profile()
         self._norms.append(weight_norm(self._task.stack))
-        self._sigmas.append(0.0 if found is None else found.sigma[-1])
+        self._sigmas.append(0.0 if profile is None else profile.sigma[-1])
         known = all(sigma > 0 for sigma in self._sigmas)  # one below resolution has no logarithm
         return {
             "kind": "geometry",
             "step": step,
-            "sigma": None if found is None else list(found.sigma),
+            "sigma": None if profile is None else list(profile.sigma),
             "rank": self._rank,
-            "effective_rank": None if found is None else list(found.effective_ranks),
+            "effective_rank": None if profile is None else list(profile.effective_ranks),
             "weight_norm": self._norms[-1],
             "phase": read_phase(self._norms, self._sigmas).phase if known else "undecided",
         }

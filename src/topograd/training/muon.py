@@ -208,7 +208,11 @@ class Muon(Optimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """The step of parameters of one shape, dtype and device."""
         grads = [p.grad for p in params if p.grad is not None]
-        buffers = [self._momentum_buffer(p, grad) for p, grad in zip(params, grads, strict=True)]
+        states = [self.state[p] for p in params]
+        for state, grad in zip(states, grads, strict=True):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(grad)
+        buffers = [state["momentum_buffer"] for state in states]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
 
@@ -223,12 +227,6 @@ class Muon(Optimizer):
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         steps = orthogonal.unbind(0)
         torch._foreach_add_(params, steps, alpha=-lr * adjustment(group["adjust_lr_fn"], rows, cols))
-
-    def _momentum_buffer(self, parameter: Tensor, grad: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        return state["momentum_buffer"]
 
 
 def _batches(params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -255,13 +253,15 @@ def _check_settings(group: dict[str, Any]) -> None:
     """Refuse settings outside their ranges."""
     coefficients = group["ns_coefficients"]
     three = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
+    steps = group["ns_steps"]
+    whole = isinstance(steps, int) and not isinstance(steps, bool)
     rules = (
         ("lr", _is_number(group["lr"]) and group["lr"] >= 0, "a number >= 0"),
         ("weight_decay", _is_number(group["weight_decay"]) and group["weight_decay"] >= 0, "a number >= 0"),
         ("momentum", _is_number(group["momentum"]) and 0 <= group["momentum"] < 1, "a number in [0, 1)"),
         ("nesterov", isinstance(group["nesterov"], bool), "True or False"),
         ("eps", _is_number(group["eps"]) and group["eps"] > 0, "a number > 0"),
-        ("ns_steps", _is_int(group["ns_steps"], 0, MAX_NS_STEPS), f"an integer in [0, {MAX_NS_STEPS}]"),
+        ("ns_steps", whole and 0 <= steps <= MAX_NS_STEPS, f"an integer in [0, {MAX_NS_STEPS}]"),
         ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS, " or ".join(map(repr, ADJUSTMENTS))),
         ("ns_coefficients", three and all(map(_is_number, coefficients)), "three numbers"),
     )
@@ -274,19 +274,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_int(value: object, low: int, high: int | None) -> bool:
-    if not isinstance(value, int) or isinstance(value, bool):
-        return False
-    return low <= value and (high is None or value <= high)
-
-
 def _check_parameter(parameter: Tensor) -> None:
     """Refuse what is not a real matrix."""
     shape = tuple(parameter.shape)
     if len(shape) != 2 or not parameter.is_floating_point() or 0 in shape:
         raise ConfigError(
-            f"Muon was given a parameter of shape {shape} and dtype {parameter.dtype}",
-            setting="params",
-            given=shape,
-            remedy="it takes non-empty real matrices only: give this one to AdamW",
+            setting="params", given=shape, allowed="non-empty real matrices: give this one to AdamW"
         )

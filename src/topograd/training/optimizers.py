@@ -1,4 +1,4 @@
-"""Which optimizer takes which parameter, and at what rate.
+"""Optimizers by parameter group, and their learning rates.
 
 | group      | parameters                                 | muon+adamw | adamw | sgd | ddc-adam | ddc-muon |
 |------------|--------------------------------------------|------------|-------|-----|----------|----------|
@@ -78,7 +78,7 @@ class OptimizerSet:
         return cls({"optimizer": optimizer}, {})
 
     def set_rates(self, step: int, steps: int) -> None:
-        """Every group's rate becomes its peak times what its schedule says at `step` of `steps`."""
+        """Every group's rate becomes its peak times its schedule at `step` of `steps`."""
         for name, schedule in self.schedules.items():
             multiplier = schedule.multiplier(step, steps)
             for group in self.optimizers[name].param_groups:
@@ -109,10 +109,7 @@ def make_optimizers(stack: Stack, config: OptimizerConfig, plan: Plan | None = N
         ids = {id(p) for p in stage_parameters(stack, plan, [own.stage - 1])}
         if ids & taken:
             raise ConfigError(
-                f"stage {own.stage} shares layers with another stage that has an optimizer of its own",
-                setting="optimizer.stages",
-                given=own.stage,
-                remedy="give one of them the settings",
+                setting="optimizer.stages", given=own.stage, allowed="of stages that share no layers"
             )
         taken |= ids
         _add(made, stack, _select(groups, ids), config.of_stage(own), own)

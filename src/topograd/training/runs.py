@@ -1,4 +1,4 @@
-"""Runs as tasks of the trainer, and how one is started in a new folder or resumed.
+"""Run tasks of the trainer: starting a run in a new folder, and resuming one.
 
 A task of a run has batches of its text or images, a step of its loop and its evaluation. A search of
 boundaries, stages on several ranks and independent stages are runs that override the public hooks below.
@@ -20,7 +20,7 @@ from topograd.data.image_loader import ImageLoader
 from topograd.data.images import DIGITS
 from topograd.errors import CheckpointError, ConfigError
 from topograd.exec.forward import Predictor
-from topograd.exec.objectives import objectives_of
+from topograd.exec.objectives import Distillation, objectives_of
 from topograd.nn.layer_dropout import dropout_rates
 from topograd.nn.stack import Stack
 from topograd.registry import Registry
@@ -46,12 +46,11 @@ from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
 from topograd.training.activation_cache import CachedActivationLoader, OnRows
 from topograd.training.averaged_weights import AveragedWeights
+from topograd.training.cached_batches import cached_layers, first_sequences, open_cached_loader, remove_cache
 from topograd.training.exit_heads import TOKENS, begin_exit_heads
-from topograd.training.kept_states import first_rows, kept_layers, open_kept_loader, remove_states
 from topograd.training.optimizers import make_optimizers
-from topograd.training.sources import Data, TextSource, source_of
+from topograd.training.sources import Data, Teacher, TextSource, source_of
 from topograd.training.step_runner import Batch, Step, StepRunner, engine_of
-from topograd.training.teacher import Teacher, objectives_of_config
 from topograd.training.trainer import OnStep, Reading, Schedule, StepRecord, Task, Trainer
 
 TASKS: Registry[type[RunTask]] = Registry("search", {"none": "topograd.training.runs:RunTask"})
@@ -77,6 +76,7 @@ class RunTask(Task):
         """Who gives the batches instead, where states of a frozen trunk or a teacher's logits are kept."""
         self.teacher: Teacher | None = self.source.teacher(config)
         self.stack, self.plan = build_stack(config)
+        table, rate = config.topology, config.tune.layer_dropout
         self.model = self.stack
         self.loop = StepRunner(
             self.stack,
@@ -86,8 +86,8 @@ class RunTask(Task):
             gradient=engine_of(config.topology),
             teacher=None if self.teacher is None else self.teacher.predictor,
             own_teacher=config.topology.teacher == OWN_TEACHER,
-            objectives=objectives_of_config(config),
-            dropout_rates=_dropout_rates(config, len(self.stack.layers)),
+            objectives={"distillation": Distillation(table.teacher_temperature, table.teacher_mix)},
+            dropout_rates=dropout_rates(len(self.stack.layers), rate) if rate else (),
             parts=config.batch_parts,
             recompute=config.recompute,
         )
@@ -98,7 +98,7 @@ class RunTask(Task):
         objectives_of(self.plan, self.loop.objectives)  # what cannot be asked is refused before it is a run
         self.loop.check_backward(self.plan)
         self.loop.check_parts(self.plan)
-        self._layers = kept_layers(config, self.plan)
+        self._layers = cached_layers(config, self.plan)
         masked = isinstance(data, Prepared) and data.train.learned is not None
         self.keeps_states = bool(self._layers or config.topology.teacher_top or masked)
         self._position: dict[str, Any] = self.loader.position
@@ -122,10 +122,10 @@ class RunTask(Task):
         if not self.run.manifest.exists():  # of a run that version 0.1 made
             self.run.manifest.adopt()
         if self.keeps_states and self.states is None:
-            self.states = open_kept_loader(self, self._layers, on_rows)
+            self.states = open_cached_loader(self, self._layers, on_rows)
             self.states.seek(self._position)
         if self.config.tune.keeps_base and self.config.model.task == "text" and step == 0:
-            begin_exit_heads(self.stack, self.plan, partial(first_rows, self, TOKENS))
+            begin_exit_heads(self.stack, self.plan, partial(first_sequences, self, TOKENS))
         if self.average is not None:
             self.average.connect()
 
@@ -205,13 +205,13 @@ class RunTask(Task):
 
     def summary(self, checkpoint: str) -> dict[str, Any]:
         halted = [stage + 1 for stage in sorted(self.loop.halted)]
-        found = {"run": str(self.run.folder), "weights": self.run.store.weights(checkpoint)}
-        return found | ({"halted": halted} if halted else {})
+        results = {"run": str(self.run.folder), "weights": self.run.store.weights(checkpoint)}
+        return results | ({"halted": halted} if halted else {})
 
     def end(self, results: dict[str, Any]) -> None:
         self.run.write_results(results)
         if results["finished"]:
-            remove_states(self.run.folder)
+            remove_cache(self.run.folder)
 
     def _batches(self) -> Loader | ImageLoader | CachedActivationLoader:
         return self.loader if self.states is None else self.states
@@ -220,10 +220,6 @@ class RunTask(Task):
 @lru_cache(maxsize=16)
 def _plan_at(topology: Topology, layers: int) -> Plan:
     return Plan.of(topology, layers)
-
-
-def _dropout_rates(config: TrainConfig, layers: int) -> list[float]:
-    return dropout_rates(layers, config.tune.layer_dropout) if config.tune.layer_dropout else []
 
 
 RunTrainer = Trainer[RunTask]
@@ -253,18 +249,14 @@ def _begin(run: Run, config: TrainConfig, make: Make | None) -> RunTrainer:
         base = open_run(Path(config.init).absolute())
         if base.config.model.task != config.model.task:
             raise ConfigError(
-                f"init is {config.init}, a run on {base.config.model.task}",
+                f"{config.init} is a run on {base.config.model.task}",
                 setting="init",
-                given=config.init,
-                remedy=f"give one on {config.model.task}",
+                allowed=f"on {config.model.task}",
             )
         config = replace(config, init=str(base.run.folder))
     elif config.tokenizer == "imported":
         raise ConfigError(
-            "tokenizer is imported, and no model is",
-            setting="tokenizer",
-            given="imported",
-            remedy="give init, the run to begin with",
+            setting="tokenizer", given="imported", allowed="given with init, the run to begin with"
         )
     config, data = _load(
         config, None if base is None or config.model.task == "images" else read_tokenizer(base.run)
@@ -290,13 +282,13 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
     if saved is None and isinstance(data, Prepared):  # of an earlier version, killed before it wrote one
         bind_tokenizer(run, data.tokenizer)
     known = run.store.names()
-    found = find_checkpoint(run, name) if name is not None or known else None
-    if found is not None:
-        config = topology_at(config, run.store.extra(found))
+    checkpoint = find_checkpoint(run, name) if name is not None or known else None
+    if checkpoint is not None:
+        config = topology_at(config, run.store.extra(checkpoint))
     task = (make or TASKS[config.search.kind])(run, config, data)
     trainer = Trainer(task, task.run, known)
-    if found is not None:
-        trainer.load(found)
+    if checkpoint is not None:
+        trainer.load(checkpoint)
     elif config.init is not None:
         store = run.store
         based = store.open_base() if isinstance(store, DeltaStore) else open_run(config.init)
@@ -305,7 +297,7 @@ def resume(folder: Path | str, name: str | None = None, make: Make | None = None
 
 
 def _load(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[TrainConfig, Data]:
-    """What the settings train on, and the settings with what it says of itself."""
+    """The data of the settings, and the settings with its vocabulary or shape."""
     return load_images(config) if config.model.task == "images" else load_data(config, tokenizer)
 
 

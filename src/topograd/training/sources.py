@@ -1,28 +1,52 @@
-"""What a run learns from: its batches in order, and what it is read on. Text, or pictures.
+"""Data sources of a run, text or images: batches in order, held-out data, and a teacher that fits.
 
-A run asks its source for batches, for an evaluation of the model, and for a teacher that fits. Everything
-else of a training (executor, loop, optimizers, checkpoints, the run's folder) is the same for all sources.
+Everything else of a training (executor, loop, optimizers, checkpoints, the run's folder) is the same for all
+sources. A teacher is another run, opened and frozen, whose prediction a student follows by `distillation`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from topograd.data import Loader, Prepared, Text, windows
 from topograd.data.image_loader import ImageLoader
 from topograd.data.images import ImageData
+from topograd.data.tokenizer import FILE
+from topograd.errors import ConfigError
+from topograd.exec.forward import Predictor
 from topograd.nn.stack import Stack
 from topograd.runs.config import TrainConfig
-from topograd.runs.session import image_spec
+from topograd.runs.session import LoadedRun, image_spec, open_run, open_session
+from topograd.runs.topology_config import AVERAGE_TEACHER, OWN_TEACHER
 from topograd.topology.plan import Plan
 from topograd.training.evaluation import evaluate
 from topograd.training.image_evaluation import evaluate_images
-from topograd.training.teacher import Teacher, open_image_teacher, open_teacher
 from topograd.training.trainer import Reading
 
 Data = Prepared | ImageData
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """What teaches, and which weights it has."""
+
+    predictor: Predictor
+    weights: str
+
+    @classmethod
+    def of(cls, opened: LoadedRun, device: str) -> Teacher:
+        opened.stack.to(device).requires_grad_(False)
+        return cls(Predictor(opened.stack, opened.plan), opened.weights)
+
+
+def _teacher_folder(config: TrainConfig) -> str | None:
+    """The run that teaches; None if there is none, or if the model or its average teaches."""
+    folder = config.topology.teacher
+    return None if folder in (OWN_TEACHER, AVERAGE_TEACHER) else folder
+
+
 class TextSource:
-    """Predict the next token."""
+    """Next-token prediction."""
 
     unit = "tokens"
 
@@ -37,24 +61,56 @@ class TextSource:
         return evaluate(stack, plan, self.text)
 
     def teacher(self, config: TrainConfig) -> Teacher | None:
-        return open_teacher(config, self.data.tokenizer)
+        """The run that the settings name as the teacher, if it has the student's tokens."""
+        folder = _teacher_folder(config)
+        if folder is None:
+            return None
+        session = open_session(folder)
+        if session.tokenizer.files()[FILE] != self.data.tokenizer.files()[FILE]:
+            raise ConfigError(
+                f"teacher {folder} has another tokenizer, so its logits are of other tokens",
+                setting="teacher",
+                given=folder,
+                remedy="train it and its student on the same text",
+            )
+        if session.config.model.context < config.model.context:
+            raise ConfigError(
+                f"teacher {folder} has a context of {session.config.model.context}",
+                setting="teacher",
+                given=folder,
+                remedy=f"give the student at most that, instead of {config.model.context}",
+            )
+        return Teacher.of(session, config.device)
 
 
 class ImageSource:
-    """Name the class of a picture."""
+    """Classify images."""
 
     unit = "images"
 
     def __init__(self, config: TrainConfig, data: ImageData) -> None:
         self.loader = ImageLoader(data.train, config.batch, config.seed)
-        self.pictures = data.test.sample(image_spec(config).eval_images)
+        self.images = data.test.sample(image_spec(config).eval_images)
         self.units = config.batch
 
     def evaluate(self, stack: Stack, plan: Plan) -> Reading:
-        return evaluate_images(stack, plan, self.pictures)
+        return evaluate_images(stack, plan, self.images)
 
     def teacher(self, config: TrainConfig) -> Teacher | None:
-        return open_image_teacher(config)
+        """The run that the settings name as the teacher, if it has the student's classes."""
+        folder = _teacher_folder(config)
+        if folder is None:
+            return None
+        opened, ours = open_run(folder), image_spec(config)
+        theirs = image_spec(opened.config) if opened.config.model.task == "images" else None
+        if theirs is None or (theirs.shape, theirs.classes) != (ours.shape, ours.classes):
+            raise ConfigError(
+                f"teacher {folder} was not trained on images of {ours.shape} with {ours.classes} classes",
+                setting="teacher",
+                given=folder,
+                remedy="train it and its student on the same images",
+            )
+        return Teacher.of(opened, config.device)
 
 
 Source = TextSource | ImageSource

@@ -1,4 +1,4 @@
-"""A teacher's logits, computed once and kept: the largest k of each position, and the mass of the rest.
+"""Cached teacher logits: the largest k of each position, and the mass of the rest.
 
     store = write_teacher(folder, Predictor(stack, plan), inputs, targets, name=session.weights, top=32)
     train_step(student, plan, batch.inputs, batch.targets, teacher=store.logits(rows))
@@ -12,10 +12,10 @@ item 2).
     teacher.json              format, what it is of (teacher, data, top, rows), SHA-256 of each shard
     shard-00000.safetensors   tokens (rows, time, k) int32, values (rows, time, k), rest (rows, time) float32
 
-`train --teacher RUN --teacher-top K` keeps them in the student's folder: `TeacherLogitRows` are rows of text
-with what the teacher said of them.
+`train --teacher RUN --teacher-top K` keeps them in the student's folder: `TeacherLogitRows` are sequences
+with the teacher's logits.
 
-Shards of SHARD_ROWS rows are written whole; a kill loses one, and the next call goes on behind the last.
+Shards of SHARD_ROWS rows are written whole; a kill loses one, and the next call continues after the last.
 Cost: one forward of the teacher; 8 k + 4 bytes a position instead of 4 vocab. Limits: rows are those given,
 in that order."""
 
@@ -37,7 +37,7 @@ from topograd.errors import ConfigError, RunError
 from topograd.exec.forward import Predictor
 from topograd.exec.objectives import Logits
 from topograd.files import read_json, sha256, write_atomic, write_json
-from topograd.training.activation_cache import OnRows, RowStore, StateBatch
+from topograd.training.activation_cache import OnRows, SequenceStore, StateBatch
 
 FORMAT = "topograd-teacher"
 VERSION = 1
@@ -77,7 +77,7 @@ class SparseTeacher:
 class TeacherLogitRows:
     """Rows of text, with hidden states or without, and what a teacher predicts on each."""
 
-    store: RowStore
+    store: SequenceStore
     teacher: SparseTeacher
     device: str
 
@@ -86,8 +86,8 @@ class TeacherLogitRows:
 
     def rows(self, chosen: Sequence[int] | np.ndarray) -> StateBatch:
         picked = [int(row) for row in chosen]
-        kept = self.teacher.logits(picked)
-        return replace(self.store.rows(picked), teacher=lambda where: kept(where).to(self.device))
+        logits = self.teacher.logits(picked)
+        return replace(self.store.rows(picked), teacher=lambda where: logits(where).to(self.device))
 
 
 @torch.no_grad()
@@ -102,9 +102,9 @@ def write_teacher(
     batch: int = 4,
     on_rows: OnRows | None = None,
 ) -> SparseTeacher:
-    """The teacher's logits on these rows: opened if they are there, gone on with if begun, else computed.
+    """The teacher's logits on these rows: opened if complete, continued if begun, else computed.
 
-    `name` says which weights teach (`LoadedTextRun.weights`).
+    `name` identifies the teacher's weights (`LoadedTextRun.weights`).
     """
     if top < 1:
         raise ConfigError(setting="top", given=top, allowed="at least 1")
@@ -153,7 +153,7 @@ def open_teacher_logits(folder: Path | str) -> SparseTeacher:
             raise RunError(f"{path} is damaged", remedy=f"delete {folder}, and it is computed again")
         shards.append(load_file(path))
     if sum(len(shard["rest"]) for shard in shards) != described["key"]["rows"]:
-        raise RunError(f"{folder} is not complete", remedy="call write_teacher again to go on with it")
+        raise RunError(f"{folder} is not complete", remedy="call write_teacher again to complete it")
     top = min(described["key"]["top"], described["vocab"])
     return SparseTeacher(folder, top, described["vocab"], tuple(shards))
 
@@ -162,17 +162,16 @@ def _described(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
     """What is there already, if it is of the same teacher and text."""
     if not (folder / NAME).is_file():
         return {"format": FORMAT, "version": VERSION, "key": key, "vocab": 0, "sha256": []}
-    found = read_json(folder / NAME)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
+    saved = read_json(folder / NAME)
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT or saved.get("version") != VERSION:
         raise RunError(f"{folder / NAME} does not describe a teacher's logits", remedy="give another folder")
-    if found["key"] != key:
+    if saved["key"] != key:
         raise RunError(
             f"{folder} holds the logits of another teacher, text or number",
             setting="folder",
-            given=str(folder),
-            remedy="give another folder, or delete it",
+            remedy="delete it",
         )
-    return found
+    return saved
 
 
 def _file(number: int) -> str:

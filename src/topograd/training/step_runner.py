@@ -1,4 +1,4 @@
-"""One step of training, for everybody who trains: gradients, checks, clipping, the optimizers' step.
+"""One training step: gradients, checks, clipping, the optimizers' step.
 
 What is done per group. Stages between which gradient passes are a group (`Plan.groups`). Where there are
 several, no gradient couples them, so nothing else shall: each group's gradient is clipped by its own norm,
@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor] | StateBatch
 
 @dataclass(frozen=True)
 class Step:
-    """What a step found."""
+    """The results of a step."""
 
     losses: Tensor
     """Of each stage, on the CPU; nan for a stage without one."""
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass
 class StepRunner:
-    """A model, its optimizers, and what is to be watched."""
+    """A model, its optimizers, and the settings of a step."""
 
     stack: Stack
     optimizers: OptimizerSet
@@ -89,15 +89,22 @@ class StepRunner:
             out = self.halted.union(newly)
             running = plan.halted(out) if out else plan
             measured, parts, norms = self._measured(running, batches)
-            losses, sizes = _on_host(measured, norms)
+            # Losses and norms to the CPU in one copy: on a device this is what a step waits for.
+            small = torch.stack([to_device(norm, measured.device) for norm in norms])
+            dtype = torch.promote_types(measured.dtype, small.dtype)
+            numbers = torch.cat((measured.to(dtype), small.to(dtype))).cpu()
+            losses, sizes = (
+                numbers[: len(measured)].to(measured.dtype),
+                tuple(numbers[len(measured) :].tolist()),
+            )
             broken = self._broken(running, losses, sizes)
             if not broken:
                 break
             if not problem:  # what breaks after it may only follow from it
                 problem = self._problem(running, broken, losses)
             self.stack.zero_grad(set_to_none=True)
-            asked = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
-            if broken == [-1] or not asked.difference(broken):
+            learning = {k for group in running.groups() for k in group if running.stages[k].scale > 0}
+            if broken == [-1] or not learning.difference(broken):
                 raise DivergenceError(
                     f"{problem} at step {number}; nothing was changed by that step",
                     remedy="lower the learning rates and start again",
@@ -126,9 +133,9 @@ class StepRunner:
             states = batch.states if isinstance(batch, StateBatch) else None
             pair = (batch.inputs, batch.targets) if isinstance(batch, StateBatch) else batch
             inputs, targets = (to_device(tensor, device) for tensor in pair)
-            kept = batch.teacher if isinstance(batch, StateBatch) else None
+            cached = batch.teacher if isinstance(batch, StateBatch) else None
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                losses = self.gradients(plan, inputs, targets, share / count, states, kept)
+                losses = self.gradients(plan, inputs, targets, share / count, states, cached)
             part = losses.detach() * share / count
             total = part if total is None else total + part
         assert total is not None, "a step needs a batch"
@@ -173,20 +180,14 @@ class StepRunner:
         if self.parts == 1:
             return
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.stack.modules()):
-            raise ConfigError(
-                "batch_parts is given, and the model has BatchNorm",
-                setting="batch_parts",
-                given=self.parts,
-                allowed="1, the whole batch",
-            )
+            raise ConfigError(setting="batch_parts", given=self.parts, allowed="1: the model has BatchNorm")
         for planned, asked in zip(plan.stages, objectives_of(plan, self.objectives), strict=True):
             if planned.scale > 0 and hasattr(asked, "of_stage"):
                 name = planned.stage.objective
                 raise ConfigError(
-                    f"batch_parts is given, and objective {name} reads a whole batch",
                     setting="batch_parts",
                     given=self.parts,
-                    allowed="1",
+                    allowed=f"1: objective {name} reads a whole batch",
                 )
 
     def _parts(self, plan: Plan) -> list[list[nn.Parameter]]:
@@ -197,8 +198,8 @@ class StepRunner:
             return [learning]
         own = [{id(p) for p in stage_parameters(self.stack, plan, group)} for group in groups]
         parts = [[p for p in learning if id(p) in ids] for ids in own]
-        everybody = set().union(*own)
-        return [*parts, [p for p in learning if id(p) not in everybody]]
+        owned = set().union(*own)
+        return [*parts, [p for p in learning if id(p) not in owned]]
 
     def _broken(self, plan: Plan, losses: Tensor, norms: Sequence[float]) -> list[int]:
         """The stages of the first groups whose loss or gradient is not finite: none before them broke.
@@ -266,14 +267,6 @@ def batch_parts(batches: Iterable[Batch], parts: int) -> Iterator[tuple[Batch, f
                 yield batch.part(rows), share
             else:
                 yield (inputs[rows], targets[rows]), share
-
-
-def _on_host(losses: Tensor, norms: Sequence[Tensor]) -> tuple[Tensor, tuple[float, ...]]:
-    """The numbers of a step on the CPU. On a device this is what a step waits for, once."""
-    small = torch.stack([to_device(norm, losses.device) for norm in norms])
-    dtype = torch.promote_types(losses.dtype, small.dtype)
-    found = torch.cat((losses.to(dtype), small.to(dtype))).cpu()
-    return found[: len(losses)].to(losses.dtype), tuple(found[len(losses) :].tolist())
 
 
 def norm_of(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one loop of training: steps, evaluations, checkpoints, and how it is stopped and resumed.
+"""The training loop: steps, evaluations, checkpoints, interrupts and exact resume.
 
     Trainer(task, workspace).train()
 
@@ -36,7 +36,7 @@ from topograd.training.activation_cache import OnRows
 
 
 class Reading(Protocol):
-    """What an evaluation of a model gives, whatever the task."""
+    """The result of an evaluation, of any task."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -47,7 +47,7 @@ class Reading(Protocol):
 
     @property
     def words(self) -> str:
-        """The one number to show while a training goes on."""
+        """The number to show during training."""
         ...
 
 
@@ -74,7 +74,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step says of itself."""
+    """The losses of a step, and what else is logged."""
 
     losses: list[float]
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Task:
         return {}
 
     def load_extra(self, loaded: Checkpoint) -> None:
-        """Go on with `extra_state`; raises where the checkpoint belongs to another training."""
+        """Restore `extra_state`; raises where the checkpoint belongs to another training."""
 
     def summary(self, checkpoint: str) -> dict[str, Any]:
         """What the results have beside steps, seconds and the evaluation."""
@@ -214,7 +214,7 @@ class Trainer(Generic[T]):
 
         `on_rows` sees the hidden states of a frozen trunk being computed, where there are any.
         Ctrl-C (and SIGTERM) ends after the current step in the same way; a second one ends at once.
-        `finished` in the summary says whether the schedule was run to its end.
+        `finished` in the summary is whether the schedule was run to its end.
         """
         if stop_after is not None and stop_after < 1:
             raise ConfigError(setting="stop_after", given=stop_after, allowed="at least 1")
@@ -223,7 +223,8 @@ class Trainer(Generic[T]):
         with ExitStack() as stack:
             stack.enter_context(task.running(self.step))
             stack.enter_context(nullcontext() if self.workspace is None else self.workspace.lock())
-            self._check_unmodified()
+            if self.workspace is not None:
+                self.workspace.check_unmodified(self._known)
             interrupted = stack.enter_context(interrupts())
             task.prepare(self.step, on_rows)
             self._drop_future_checkpoints()
@@ -238,8 +239,10 @@ class Trainer(Generic[T]):
                 losses = self._one_step()
                 due = self._due(schedule.eval_every) or self.step == schedule.steps
                 reading = self._evaluate() if due else None
-                if self.step < last:
-                    self._save_if_due()
+                if self.step < last and self._due(schedule.save_every):
+                    self.save()
+                elif self.step < last and 0 < schedule.save_seconds <= time.monotonic() - self._saved:
+                    self.save(by_clock=True)
                 for callback in callbacks:
                     callback(self.step, schedule.steps, losses, reading)
             name = self.save()
@@ -277,18 +280,6 @@ class Trainer(Generic[T]):
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _save_if_due(self) -> None:
-        schedule = self.task.schedule
-        if self._due(schedule.save_every):
-            self.save()
-        elif 0 < schedule.save_seconds <= time.monotonic() - self._saved:
-            self.save(by_clock=True)
-
-    def _check_unmodified(self) -> None:
-        """Refuse to go on where another process has trained since this trainer was made."""
-        if self.workspace is not None:
-            self.workspace.check_unmodified(self._known)
-
     def _drop_future_checkpoints(self) -> None:
         """Delete checkpoints, then records, of later steps. Safe to interrupt: the next resume repeats it."""
         if self.workspace is None:
@@ -307,7 +298,7 @@ class Trainer(Generic[T]):
 
 
 def train_task(task: Task, folder: Path | None, on_step: OnStep | None = None) -> None:
-    """Train a task to its end. In a folder it goes on where a training with the same `key` was stopped;
+    """Train a task to its end. In a folder it continues a training with the same `key`;
     checkpoints with another one are deleted.
 
     Ctrl-C (and SIGTERM) saves, and is then raised as KeyboardInterrupt: the caller has no result.
@@ -341,8 +332,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
 
     try:
-        heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in heard}
+        handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in handled}
     except ValueError:  # not in the main thread: signals are the caller's
         before = {}
     try:

@@ -15,7 +15,7 @@ from topograd.exec.objectives import teacher_logits
 from topograd.runs.config import TrainConfig
 from topograd.runs.folder import Run
 from topograd.runs.session import build_stack, open_session
-from topograd.training.kept_states import LOGITS, kept_layers
+from topograd.training.cached_batches import LOGITS, cached_layers
 from topograd.training.runs import start
 
 
@@ -45,7 +45,7 @@ def test_losses_are_those_of_computing_the_trunk_each_time(
 
 def test_what_is_kept(config: TrainConfig, straight: Run) -> None:
     def layers(settings: TrainConfig) -> tuple[int, ...]:
-        return kept_layers(settings, build_stack(settings)[1])
+        return cached_layers(settings, build_stack(settings)[1])
 
     assert layers(asked(config, straight, frozen=True)) == (1,)
     taught = asked(config, straight, frozen=True).changed(objective="distillation", teacher="self")
