@@ -65,6 +65,18 @@ class DecodeStrategy(ABC):
         """How many layers a token runs at most."""
         return sum(len(self.engine.plan.stages[stage].layers) for stage in self.prompt_stages)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Let the runtime make what it makes when a stage or a head first runs, for a prompt and a token."""
+        if self.engine.runtime.name == "torch":
+            return
+        batch = self.engine.start([[0, 0]])
+        for _ in range(2):
+            for stage in (*self.first_stages(), *self.last_stages()):
+                self.engine.run(batch, stage)
+                self.engine.logits(batch, stage)
+            self.engine.append(batch, [[0]])
+
     def _needed(self, after: list[int]) -> list[int]:
         """The stages that predictions after these read, and all that those read."""
         plan = self.engine.plan

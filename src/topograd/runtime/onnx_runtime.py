@@ -54,6 +54,8 @@ def shared_settings(provider: str = "cpu") -> Settings:
     if wanted not in names:
         raise ConfigError(
             f"onnxruntime has no provider {provider!r} here",
+            setting="provider",
+            given=provider,
             remedy=f"it has {', '.join(sorted(names))}: install the onnxruntime that has it",
         )
     threads = torch.get_num_threads()
@@ -132,7 +134,8 @@ class OnnxRuntime:
         problem = unsupported_reason(stack)
         if problem is not None:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
-            raise ConfigError(f"{problem}, so onnxruntime cannot run it", remedy=instead)
+            setting = "runtime" if precision == "float32" else "weights"
+            raise ConfigError(f"{problem}, so onnxruntime cannot run it", setting=setting, remedy=instead)
         self.stack, self.precision = cast("Transformer", stack), precision
         self.settings = shared_settings(provider)
         self.made = {} if made is None else made

@@ -56,12 +56,10 @@ class Quantized:
 
 def check_precision(name: str) -> Precision:
     """The precision of that name."""
-    found: Precision | None = next((each for each in get_args(Precision) if each == name), None)
-    if found is None:
-        raise ConfigError(
-            f"weights {name!r} are unknown", remedy=f"choose one of {', '.join(get_args(Precision))}"
-        )
-    return found
+    precision: Precision | None = next((each for each in get_args(Precision) if each == name), None)
+    if precision is None:
+        raise ConfigError(setting="weights", given=name, allowed=f"one of {', '.join(get_args(Precision))}")
+    return precision
 
 
 def quantize(weight: NDArray[np.float32], precision: Precision) -> Quantized:

@@ -11,8 +11,8 @@ This is Dinkelbach's rule for the largest ratio of expected tokens to expected s
 reaches, no other choice of guesses reaches more. `tune_speedup` finds s by its fixed point.
 
     looked up   as many guesses as pay, of the drafter whose guesses are worth most together
-    computed    the optimal stopping rule: with r_b the acceptance in bucket b of scores and w_b its share, the
-                most that computed guesses are worth from place m on, behind a chance c, is
+    computed    the optimal stopping rule: with r_b the acceptance in bucket b of scores and w_b its share,
+                the most that computed guesses are worth from place m on, behind a chance c, is
                 W_m(c) = max(0, Σ_b w_b max(0, c r_b - price + W_{m+1}(c r_b)) - s draft / V(R)),
                 so a guess is made where W_m(c) > 0 and kept where its own term is above 0
 
