@@ -31,6 +31,7 @@ from topograd.decode.depths import strategy_of
 from topograd.decode.lookup import NGramTable
 from topograd.decode.model import Model, load
 from topograd.decode.retrofitted import KIND, retrofit_folder, retrofit_tensors
+from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import generate_batch
 from topograd.nn.draft_stage import DraftStage
 from topograd.nn.translator import Translator
@@ -72,10 +73,13 @@ def overhead(model: Model, depth: str | None, rounds: int) -> dict[str, Any]:
     prompt = [model.session.tokenizer.separator]
     strategy = strategy_of(depth or "speculate", model.session, model.engine)
     assert model.generate(prompt, 1, depth=depth).depth == (depth or "speculate")
-    turns = {
-        "generate": lambda: model.generate(prompt, 1, depth=depth),
-        "token": lambda: generate_batch(strategy, [prompt], 1),
-    }
+
+    def token() -> None:
+        if isinstance(strategy, Speculate):
+            strategy.drafter.policy.forget()  # as `generate` does: both draft the same
+        generate_batch(strategy, [prompt], 1)
+
+    turns = {"generate": lambda: model.generate(prompt, 1, depth=depth), "token": token}
     seconds = take_turns(turns, rounds, warmup=2)
     return ratio(seconds, "generate", "token").as_dict()
 

@@ -259,3 +259,25 @@ def test_making_sessions_is_not_of_a_texts_time(
     count = len(made)
     assert model.generate("loss", 3, depth=depth).seconds == 0
     assert len(made) == count
+
+
+@pytest.mark.parametrize("depth", ["speculate:lookup", "speculate:2"])
+def test_a_second_text_makes_no_strategy_and_a_seed_writes_the_same(
+    session: LoadedTextRun, monkeypatch: pytest.MonkeyPatch, depth: str
+) -> None:
+    """Drafters keep nothing of a text that is done, so what they guess does not depend on texts before."""
+    model, made = load(session.run.folder), []
+    real = module.strategy_of
+
+    def noted(*given: Any) -> object:
+        made.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(module, "strategy_of", noted)
+    first = model.generate("loss loss loss", 30, depth=depth, temperature=1.5, seed=3)
+    for other in range(3):
+        model.generate("stage stage", 30, depth=depth, temperature=1.5, seed=other)
+    again = model.generate("loss loss loss", 30, depth=depth, temperature=1.5, seed=3)
+    assert (again, again.drafted, again.pieces) == (first, first.drafted, first.pieces)
+    assert first.drafted
+    assert len(made) == 1

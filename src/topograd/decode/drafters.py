@@ -144,6 +144,9 @@ class DraftPolicy(Protocol):
     def observe(self, name: str, promised: float, accepted: bool) -> None:
         """A guess was judged, behind accepted ones."""
 
+    def forget(self) -> None:
+        """Drop what was observed."""
+
     def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
         """Whether the drafts of a batch are verified, by the chance that each of their tokens is accepted."""
 
@@ -176,6 +179,9 @@ class FirstMatchPolicy:
 
     def observe(self, name: str, promised: float, accepted: bool) -> None:
         """It takes the first guess whatever became of others."""
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
     def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
         return True

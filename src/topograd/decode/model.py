@@ -36,6 +36,7 @@ from topograd.training.evaluation import Evaluation, evaluate
 
 MAX_TOKENS = 100_000
 MAX_PROMPT = 1_000_000
+MAX_STRATEGIES = 16
 
 
 class Piece(NamedTuple):
@@ -75,8 +76,8 @@ class Model:
 
     def __init__(self, session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> None:
         self.session, self.runtime, self.precision = session, runtime, check_precision(weights)
-        self._warm: set[tuple[str, bool, str]] = set()
-        """Depths whose sessions have been made."""
+        self._strategies: dict[tuple[str, bool, str], DecodeStrategy] = {}
+        """By depth, whether it is greedy, and draft: what they lay out is laid out once."""
 
     @cached_property
     def engine(self) -> Engine:
@@ -109,12 +110,17 @@ class Model:
         began = time.perf_counter()
         if depth is None:
             depth = default_depth(self.session) if draft is None else "speculate"
-        strategy = strategy_of(depth, self.session, engine, sampling.greedy, draft)
-        if (key := (depth, sampling.greedy, str(draft))) not in self._warm:
+        key = depth, sampling.greedy, str(draft)
+        if key not in self._strategies:
+            if len(self._strategies) == MAX_STRATEGIES:
+                self._strategies.clear()
+            self._strategies[key] = strategy_of(depth, self.session, engine, sampling.greedy, draft)
             paused = time.perf_counter()  # a runtime's sessions are made once too, when a stage first runs
-            strategy.warm_up()
-            self._warm.add(key)
+            self._strategies[key].warm_up()
             began += time.perf_counter() - paused
+        strategy = self._strategies[key]
+        if isinstance(strategy, Speculate):
+            strategy.drafter.policy.forget()  # the same seed writes the same text
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -128,6 +134,7 @@ class Model:
             pieces[-1] = last._replace(text=last.text + rest)
             if on_piece is not None:
                 on_piece(last._replace(text=rest))
+        sequence.close_drafters()
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         seconds = time.perf_counter() - began
         return _generated(stream.text, text, depth, strategy, sequence, pieces, seconds)
