@@ -1,4 +1,4 @@
-"""How fast each way of running a model is, against full depth, and how much it agrees with it.
+"""Decoding benchmark: speed of every strategy against full depth, and agreement with it.
 
 Everything is measured in one process with one engine: in each round every strategy continues the same
 held-out prompts, in an order that rotates, and a speedup is the median over rounds of the time at full depth

@@ -1,4 +1,4 @@
-"""A run as a model: text in, text out, as deep as each token needs.
+"""The model API: text in, text out, as deep as each token needs.
 
 model = load("runs/mine")
 model.generate("def ", tokens=8)                     text, as a string that knows how it came about
@@ -54,7 +54,7 @@ class Generated(str):
 
     prompt: str
     depth: str
-    """The depth that was asked for."""
+    """The depth that it was written at."""
     deepest: int
     """The last exit that may have run, counted from 1."""
     pieces: list[Piece]
@@ -261,6 +261,6 @@ def _generated(
     if isinstance(strategy, Speculate):
         made.drafted, made.accepted = tally.drafted, tally.accepted
         made.by_drafter = {name: (c.drafted, c.accepted) for name, c in tally.by.items()}
-    elif depth == "speculate":  # the calibration found that drafts do not pay here
+    elif depth == "speculate":  # the calibration says that drafts do not pay here
         made.drafted, made.accepted = 0, 0
     return made

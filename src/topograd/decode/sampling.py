@@ -1,4 +1,4 @@
-"""Drawing tokens, and verifying tokens that something cheaper has drawn.
+"""Sampling of tokens, and the acceptance rule of sampled drafts.
 
     p = softmax(z / T)     over the top_k largest logits, then over the fewest likeliest tokens whose
                            probability, among those, reaches top_p ("The Curious Case of Neural Text

@@ -118,7 +118,10 @@ class PathEnsemble(DecodeStrategy):
         for path, weight in weights.items():
             if not 0 < weight < float("inf"):
                 raise ConfigError(
-                    f"path {path_name(path)} has weight {weight}", remedy="a weight is a positive number"
+                    f"path {path_name(path)} has weight {weight}",
+                    setting="weights",
+                    given=weight,
+                    remedy="a weight is a positive number",
                 )
         self.engine, self.ends = engine.branched(list(weights))
         for path in weights:
@@ -126,6 +129,8 @@ class PathEnsemble(DecodeStrategy):
                 known = ", ".join(str(k + 1) for k in engine.exits)
                 raise ConfigError(
                     f"path {path_name(path)} ends at a stage that was not trained to predict",
+                    setting="weights",
+                    given=path_name(path),
                     remedy=f"these were: {known}",
                 )
         self.weights = list(weights.values())
@@ -147,7 +152,7 @@ class PathEnsemble(DecodeStrategy):
 
 
 Finished = Callable[[int, Emitted], bool]
-"""Whether a sequence ends with a token; asked after each token that is handed out."""
+"""Whether a sequence ends with a token; called after each token."""
 
 
 def generate_tokens(

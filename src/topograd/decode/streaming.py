@@ -1,4 +1,4 @@
-"""How close decoding comes to what memory allows, and what more rows cost.
+"""Memory bandwidth of decoding, and the relative cost of more positions.
 
 A token reads every matrix once. So tokens a second times the bytes of all matrices, over the bytes a second
 that the machine reads at all, is the share of the physical limit that one row reaches; it may exceed 1 where

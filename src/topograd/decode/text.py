@@ -1,4 +1,4 @@
-"""From tokens to the text that may be shown, as they come.
+"""Incremental detokenisation with stop strings.
 
 Tokens are byte strings, so a character of several bytes waits for the last of them. Bytes that are not UTF-8
 become U+FFFD, as in `Tokenizer.decode`; the separator becomes nothing.

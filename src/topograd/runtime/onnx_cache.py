@@ -1,4 +1,4 @@
-"""A stage's cache in ONNX Runtime, and how its sessions run new positions of any sequences.
+"""KV cache of a stage in ONNX Runtime, for new positions of any sequences.
 
 A session takes its inputs and gives its outputs in memory that was bound before. So for every shape of a run
 there is a *binding*: arrays that are bound once and filled for each run. What all stages of a run read beside
