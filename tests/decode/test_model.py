@@ -61,7 +61,7 @@ def test_each_depth_says_how_deep_it_went(model: Model) -> None:
     assert drafted.accepted is not None
     assert 0 <= drafted.accepted <= drafted.drafted
     assert sum(drafted.exits(2)) == 9
-    with pytest.raises(RunError, match="is not calibrated"):
+    with refused(RunError, setting="calibration"):
         model.generate("loss", 9, depth="wand")
 
 

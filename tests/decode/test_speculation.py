@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decoding import written
+from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode import speculation
 from topograd.decode.drafters import DraftRule
@@ -159,9 +160,9 @@ def test_a_row_that_is_finished_stops_in_the_middle_of_a_draft(
 
 def test_drafting_with_a_stage_that_cannot_is_refused(mild_engine: Engine) -> None:
     rule = DraftRule(0.0, 1)
-    with pytest.raises(ConfigError, match=r"^stage 4 is the last, so nothing is left to verify; draft with"):
+    with refused(ConfigError, setting="exit", given=4):
         Speculate(mild_engine, rule, LAST)
-    with pytest.raises(ConfigError, match="exit 5 does not exist"):
+    with refused(ConfigError, setting="exit", given=5):
         Speculate(mild_engine, rule, 4)
 
 
@@ -186,7 +187,7 @@ def test_logits_that_are_not_finite_at_a_drafted_position_are_found(
         return logits
 
     monkeypatch.setattr(engine.runtime, "readout", spoilt)
-    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+    with refused(DivergenceError, setting="logits"):
         generate_batch(Speculate(engine, DraftRule(0.0, 2)), [[1, 2]], 1, sampling)
 
 

@@ -230,5 +230,7 @@ def check_finite(best: abc.Sequence[float]) -> None:
     """Whether the largest logit of each row is a number; a NaN among the others would be the largest."""
     if not all(-float("inf") < value < float("inf") for value in best):
         raise DivergenceError(
-            "the model's logits are not finite, so it cannot write", remedy="train it again"
+            "the model's logits are not finite, so it cannot write",
+            setting="logits",
+            remedy="train it again",
         )

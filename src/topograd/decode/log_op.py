@@ -89,7 +89,7 @@ def confidence(logits: Tensor) -> Confidence:
         )
     log_p = torch.log_softmax(logits.detach().cpu().double(), dim=-1)
     if log_p.isnan().any():
-        raise DivergenceError("the logits are not finite, so nothing can be read from them")
+        raise DivergenceError("the logits are not finite, so nothing can be read from them", setting="logits")
     token = int(log_p.argmax())
     others = log_p.clone()
     others[token] = -math.inf

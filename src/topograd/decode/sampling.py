@@ -73,7 +73,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     z = logits.detach().cpu().double()
     if not z.isfinite().all():
         raise DivergenceError(
-            "the model's logits are not finite, so it cannot write", remedy="train it again"
+            "the model's logits are not finite, so it cannot write",
+            setting="logits",
+            remedy="train it again",
         )
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()
