@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decoding import tokens_of
 from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode.drafters import DraftRule
@@ -31,16 +32,6 @@ from topograd.topology.plan import Plan
 
 CONTEXT, LAST = 24, 3
 SAMPLING = Sampling(temperature=0.8, top_k=20, seed=11)
-
-
-def tokens_of(
-    strategy: DecodeStrategy,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    sampling: Sampling | None = None,
-) -> list[list[int]]:
-    rows = generate_batch(strategy, prompts, tokens, sampling)
-    return [[emitted.token for emitted in row] for row in rows]
 
 
 def close(a: Tensor, b: Tensor) -> None:

@@ -4,14 +4,14 @@ token, and sampled text has its distribution."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from decoding import written
+from decoding import tokens_of, written
 from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode import speculation
@@ -33,16 +33,6 @@ CONTEXT, LAST = 24, 3
 def expected(mild: GPT, mild_engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """Full depth, the slow way; every row passes the context."""
     return [greedy(mild, mild_engine.plan, prompt, 30, LAST, CONTEXT) for prompt in prompts]
-
-
-def tokens_of(
-    strategy: DecodeStrategy,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    sampling: Sampling | None = None,
-) -> list[list[int]]:
-    rows = generate_batch(strategy, prompts, tokens, sampling)
-    return [[emitted.token for emitted in row] for row in rows]
 
 
 @pytest.mark.parametrize("stage", range(3))
