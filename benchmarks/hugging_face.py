@@ -7,8 +7,8 @@
    through the shared norm and head, which is what `assistant_early_exit` assumes. Our drafters are those that
    calibration selects on held-out text that is not prompted; where none pays ("on" is false), drafts of 4 by
    the first stage are measured. Theirs is measured twice: as it comes, leaving after our first stage, and
-   with the fastest exit, length and confidence of a grid. That one is chosen on the prompts that are
-   measured, which flatters it.
+   with the fastest exit, length and confidence of a grid, which is chosen on the prompts that are measured,
+   and so flattered.
 
 Times are whole continuations of all prompts, the reading of the prompts included, in one process, taking
 turns. A ratio "a / b" is of speeds: above 1, a is faster. `generate` runs in inference mode and without an

@@ -5,7 +5,7 @@
 llama.cpp runs behind a pipe (`llama_worker.py`) in the Python that has llama-cpp-python; its F32 and Q8_0
 files are our own export of the run, and Q4_1 is a file of the same model (`--q4`). Every engine continues the
 same prompt greedily, one token at a time, in an order that rotates; a ratio is taken within a round. Prefill
-is one prompt of 512 tokens. The share of bandwidth is of a plain read in this process (`streaming.py`).
+is one prompt of 512 tokens. The share of bandwidth is of a plain read in this process.
 
 With --clock cpu, times are of each engine's processor, for one thread on a machine that others use too: they
 still share its memory. Before its first counted round every engine has written a text, so what is done once
@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from topograd.convert.export import export_model
+from topograd.decode.benchmark import matrix_bytes, read_bandwidth
+from topograd.decode.calibration.measure import PositionCosts, measure_positions
 from topograd.decode.depths import engine_of
 from topograd.decode.engine import Engine, likeliest
 from topograd.decode.strategies import FixedDepth, continue_tokens
-from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.runs.session import open_session
 from topograd.timing import Spread, ratio
 
@@ -108,6 +109,11 @@ def measure(turns: dict[str, Turn], rounds: int) -> dict[str, list[tuple[float, 
             if i:
                 found[name].append(seconds)
     return found
+
+
+def _relative(costs: PositionCosts) -> dict[str, float]:
+    """Seconds of several positions at once over one position's."""
+    return {str(positions): seconds / costs.full for positions, seconds in costs.verify.items()}
 
 
 def main() -> None:
@@ -213,7 +219,7 @@ def shares(
             weights: matrix_bytes(engine, session.stack) * rate[weights] / bandwidth
             for weights, engine in engines.items()
         },
-        "rows": {weights: relative_rows(row_costs(engine)) for weights, engine in engines.items()},
+        "rows": {weights: _relative(measure_positions(engine)) for weights, engine in engines.items()},
     }
 
 

@@ -5,8 +5,8 @@
 float32 continues each prompt greedily; every other precision reads that same text (teacher-forced) and says
 which token it would have written at each place. Of the places where the two differ, the margin of float32
 between its two likeliest tokens is reported, beside the change that quantising makes to that margin at all
-places. A defect would change the order where the margin is many times that change. With `--gguf Q8_0`, weights
-rounded as llama.cpp's Q8_0 (exported, read back, run in float32) are compared too.
+places. A defect would change the order where the margin is many times that change. With `--gguf Q8_0`,
+weights rounded as llama.cpp's Q8_0 (exported, read back, run in float32) are compared too.
 """
 
 from __future__ import annotations

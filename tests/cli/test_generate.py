@@ -274,7 +274,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--stages 3", "--stages is 3; it must be 1 to 2"),
         ("--stages 0", "--stages is 0"),
         ("--tokens -1", "--tokens is -1"),
-        ("--tokens 100001", "--tokens is 100001; it must be at least 0 and at most 100000"),
+        ("--tokens 100001", "--tokens is 100001; it must be a whole number, at least 0 and at most 100000"),
         ("--tokens some", "--tokens is 'some'; it must be a whole number"),
         ("--temperature -1", "--temperature is -1.0; it must be finite and at least 0"),
         ("--temperature nan", "--temperature is 'nan'; it must be a finite number"),
@@ -291,7 +291,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--depth branches:1*0", "weight"),
         ("--depth wand", "is not calibrated; run: topograd calibrate"),
         ("--depth speculate:many", "names the drafter 'many', which is unknown; use lookup"),
-        ("--stop=", "a stop string is empty"),
+        ("--stop=", "--stop is ''; it must be texts of 1 to 200 characters"),
     ],
 )
 def test_bad_questions_are_one_line(words: str, why: str, staged: Path, call: Any) -> None:

@@ -14,17 +14,26 @@ from decoding import written
 from raising import refused
 from topograd.data.windows import Text
 from topograd.decode import benchmark as bench
-from topograd.decode.benchmark import EPS, bench_decode, continued, heldout_prompts
+from topograd.decode.benchmark import (
+    EPS,
+    bench_decode,
+    continued,
+    heldout_prompts,
+    matrix_bytes,
+    read_bandwidth,
+)
 from topograd.decode.calibration import measure
 from topograd.decode.calibration.measure import PositionCosts, Readings, heldout_readings
 from topograd.decode.calibration.policy import Acceptance, ExpectedGainPolicy
 from topograd.decode.calibration.tune import DrafterSelection, Tuning
 from topograd.decode.depths import engine_of
 from topograd.decode.drafters import DraftRule
+from topograd.decode.engine import Engine
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import FixedDepth, generate_batch
 from topograd.errors import ConfigError
+from topograd.nn.gpt import GPT
 from topograd.runs.session import LoadedTextRun, heldout_text
 from topograd.topology.dag import Topology
 from topograd.topology.plan import Plan
@@ -71,6 +80,8 @@ def test_every_number_is_there(session: LoadedTextRun, results: dict[str, Any]) 
     assert results["speculate"].keys() >= {"speedup", "acceptance", "mismatches", "ties", "identical", "on"}
     assert results["sampled"].keys() >= {"speedup", "acceptance", "temperature"}
     assert results["batch"].keys() >= {"rows", "full_tokens_per_second", "speculate_speedup", "pays"}
+    sizes = results["row_costs"]["verify"]
+    assert results["rows"] == {size: seconds / sizes["1"] for size, seconds in sizes.items()}
     assert results["row_costs"].keys() == {"verify", "draft", "keep", "uneven"}
     for part in (results["full"], results["prefix"][0], results["speculate"], results["sampled"]):
         assert part["tokens_per_second"] > 0
@@ -181,9 +192,7 @@ def test_settings_below_one_are_refused(name: str) -> None:
 
 
 def test_too_much_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^more than 1000000 tokens would be written by each mode; ask for"
-    ):
+    with refused(ConfigError, setting="tokens", given=1000):
         DecodeSettings(prompts=1000, tokens=1000, rounds=2)
 
 
@@ -196,3 +205,17 @@ def test_one_stage_is_refused(session: LoadedTextRun) -> None:
     one = replace(session, plan=Plan.of(Topology.chain("2"), 2))
     with refused(ConfigError, setting="partition"):
         bench_decode(one, SETTINGS)
+
+
+def test_bytes_of_a_token() -> None:
+    gpt = GPT(layers=2, width=16, heads=2, vocab=10, context=8, kv_heads=1, mlp_ratio=2.0)
+    layer = 16 * 16 * 2 + 2 * 16 * 8 + 2 * 16 * 32  # queries and output, keys and values, the MLP
+    assert matrix_bytes(Engine(gpt, "1,1"), gpt) == 4 * (2 * layer + 10 * 16)
+
+
+def test_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = iter((0.0, 9.0, 10.0, 19.0, 20.0, 20.5, 30.0, 30.25, 40.0, 41.0))  # two to warm up, then three
+    monkeypatch.setattr("topograd.decode.benchmark.READ_BYTES", 2**16)
+    with monkeypatch.context() as patch:
+        patch.setattr("topograd.timing.time.perf_counter", lambda: next(shown))
+        assert read_bandwidth(3) == 2**16 / 0.25, "the best round"

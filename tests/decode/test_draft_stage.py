@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
+from raising import refused
 from topograd.decode.draft_stage import DraftStageDrafter
 from topograd.decode.drafters import CompositeDrafter, DraftRule
 from topograd.decode.engine import Engine
@@ -54,5 +54,5 @@ def test_drafts_are_those_of_the_unrolled_stage(mild: GPT, mild_engine: Engine) 
 
 
 def test_it_needs_a_memory(forgetful: Engine, make_gpt: Callable[..., GPT]) -> None:
-    with pytest.raises(ConfigError, match="needs a model that keeps its states"):
+    with refused(ConfigError, setting="engine"):
         DraftStageDrafter(forgetful, stage_of(make_gpt(heads_of_their_own=4)))

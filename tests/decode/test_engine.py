@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decoding import tokens_of
 from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode.drafters import DraftRule
@@ -31,16 +32,6 @@ from topograd.topology.plan import Plan
 
 CONTEXT, LAST = 24, 3
 SAMPLING = Sampling(temperature=0.8, top_k=20, seed=11)
-
-
-def tokens_of(
-    strategy: DecodeStrategy,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    sampling: Sampling | None = None,
-) -> list[list[int]]:
-    rows = generate_batch(strategy, prompts, tokens, sampling)
-    return [[emitted.token for emitted in row] for row in rows]
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -280,35 +271,33 @@ def test_an_adapted_module_writes(make_engine: Callable[..., Engine]) -> None:
 def test_what_makes_no_sense_is_refused(gpt: GPT, engine: Engine, make_engine: Callable[..., Engine]) -> None:
     nothing: list[list[list[int]]] = [[], [[]], [[1], []]]
     for empty in nothing:
-        with pytest.raises(ConfigError, match=r"^a prompt has no token; start with the document separator$"):
+        with refused(ConfigError, setting="prompts"):
             generate_batch(FixedDepth(engine), empty, 1)
     with refused(ConfigError, setting="tokens", given=-1):
         generate_batch(FixedDepth(engine), [[1]], -1)
     for stage, shown in ((4, 5), (-1, 0)):
-        message = rf"^exit {shown} does not exist; the model has 4 stages that predict: give 1 to 4$"
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError, setting="exit", given=shown):
             FixedDepth(engine, stage)
     with refused(ConfigError, setting="context", given=0):
         make_engine(gpt, context=0)
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
     assert (silent.exits, silent.last, silent.stage_of(1)) == ([0, 2, 3], 2, 2), "stage 2 is no exit"
-    with pytest.raises(ConfigError, match=r"^exit 4 does not exist; the model has 3 stages that predict"):
+    with refused(ConfigError, setting="exit", given=4):
         FixedDepth(silent, 3)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")], ids=str)
 def test_paths_without_a_positive_weight_are_refused(engine: Engine, weight: float) -> None:
-    message = rf"^path 1,3 has weight {weight}; a weight is a positive number$"
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, setting="weights") as caught:
         PathEnsemble(engine, {(0, 1): 1.0, (0, 2): weight})
+    assert repr(getattr(caught.value, "given", None)) == repr(weight)
 
 
 def test_paths_that_end_where_nothing_is_predicted_are_refused(
     gpt: GPT, make_engine: Callable[..., Engine]
 ) -> None:
     silent = make_engine(gpt, Topology.soft([0.0, 1.0, 0.0]))
-    message = r"^path 1-2 ends at a stage that was not trained to predict; these were: 1, 3, 4$"
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, setting="weights", given="1-2"):
         PathEnsemble(silent, {(0, 1, 2, 3): 1.0, (0, 1): 1.0})
     assert generate_batch(PathEnsemble(silent, {(0, 1, 2, 3): 1.0}), [[1]], 2), "it may lie on the way"
 
@@ -324,7 +313,7 @@ def test_logits_that_are_not_finite_are_refused(
     model = make_gpt()
     with torch.no_grad():
         model.head.weight[3] = value
-    with pytest.raises(DivergenceError, match=r"^the model's logits are not finite, so it cannot write"):
+    with refused(DivergenceError, setting="logits"):
         generate_batch(mode(make_engine(model)), [[1, 2]], 1)
 
 

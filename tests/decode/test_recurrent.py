@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decoding import written
+from raising import refused
 from tests.oracles.decoding import greedy
 from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Engine
@@ -92,5 +93,5 @@ def test_regions_write_what_teacher_forcing_says(
         logits = model.readout(stage_outputs(model, engine.plan, inputs, [LAST])[LAST], LAST)
         assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == row
     assert engine.exits == [LAST], "one region predicts"
-    with pytest.raises(ConfigError, match="exit 2 does not exist; the model has 1 stage"):
+    with refused(ConfigError, setting="exit", given=2):
         FixedDepth(engine, 1)

@@ -48,7 +48,7 @@ def test_what_was_kept_comes_back(session: LoadedTextRun, tmp_path: Path) -> Non
     assert not any(p.requires_grad for p in found.stage.parameters())
     wrong = {**tensors, "stage.relay.token.weight": torch.zeros(3, 3)}
     create_adapter(tmp_path / "b", kind=KIND, base=base, tensors=wrong, settings={}, card="")
-    with pytest.raises(RunError, match="does not fit its base"):
+    with refused(RunError, setting="adapter"):
         open_retrofit(session, tmp_path / "b")
     create_adapter(tmp_path / "c", kind="lora", base=base, tensors=tensors, settings={}, card="")
     with pytest.raises(RunError, match="is a lora, and a draft is wanted"):

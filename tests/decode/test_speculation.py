@@ -4,14 +4,15 @@ token, and sampled text has its distribution."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from decoding import written
+from decoding import tokens_of, written
+from raising import refused
 from tests.oracles.decoding import greedy, moved, next_logits
 from topograd.decode import speculation
 from topograd.decode.drafters import DraftRule
@@ -32,16 +33,6 @@ CONTEXT, LAST = 24, 3
 def expected(mild: GPT, mild_engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """Full depth, the slow way; every row passes the context."""
     return [greedy(mild, mild_engine.plan, prompt, 30, LAST, CONTEXT) for prompt in prompts]
-
-
-def tokens_of(
-    strategy: DecodeStrategy,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    sampling: Sampling | None = None,
-) -> list[list[int]]:
-    rows = generate_batch(strategy, prompts, tokens, sampling)
-    return [[emitted.token for emitted in row] for row in rows]
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -159,9 +150,9 @@ def test_a_row_that_is_finished_stops_in_the_middle_of_a_draft(
 
 def test_drafting_with_a_stage_that_cannot_is_refused(mild_engine: Engine) -> None:
     rule = DraftRule(0.0, 1)
-    with pytest.raises(ConfigError, match=r"^stage 4 is the last, so nothing is left to verify; draft with"):
+    with refused(ConfigError, setting="exit", given=4):
         Speculate(mild_engine, rule, LAST)
-    with pytest.raises(ConfigError, match="exit 5 does not exist"):
+    with refused(ConfigError, setting="exit", given=5):
         Speculate(mild_engine, rule, 4)
 
 
@@ -186,7 +177,7 @@ def test_logits_that_are_not_finite_at_a_drafted_position_are_found(
         return logits
 
     monkeypatch.setattr(engine.runtime, "readout", spoilt)
-    with pytest.raises(DivergenceError, match="not finite, so it cannot write"):
+    with refused(DivergenceError, setting="logits"):
         generate_batch(Speculate(engine, DraftRule(0.0, 2)), [[1, 2]], 1, sampling)
 
 

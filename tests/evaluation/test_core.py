@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raising import refused
 from tests.oracles.scoring import least_loss, token_logprobs
 from topograd.decode.model import Model
 from topograd.errors import DataError
@@ -104,7 +105,5 @@ def test_conventions_and_names() -> None:
 
 
 def test_a_folder_without_tasks_is_refused(model: Model, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"holds no file of these tasks; it should hold some such as copa.jsonl"
-    ):
+    with refused(DataError, setting="folder"):
         evaluate_core(model, CoreRequest(tmp_path, ("copa",)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from raising import refused
 from topograd.errors import RunError
 from topograd.evaluation.item_log import ItemLog
 
@@ -51,13 +50,13 @@ def test_logs_of_others_and_damaged_ones_are_refused(tmp_path: Path) -> None:
         log.write([record(0)])
     kept = path.read_bytes()
     with (
-        pytest.raises(RunError, match="is the log of other weights, tasks or settings; move it away"),
+        refused(RunError, setting="log"),
         ItemLog(path, HEADER | {"weights": "v"}),
     ):
         pass
     for rest in (b"{}\n", b"[1]\n", b"nonsense\n", b'{"task": "a", "item": 0, "correct": 1, "cut": 0}\n'):
         path.write_bytes(kept + rest)
-        with pytest.raises(RunError, match="is damaged; move it away"), ItemLog(path, HEADER):
+        with refused(RunError, setting="log"), ItemLog(path, HEADER):
             pass
     assert path.read_bytes() == kept + rest, "nothing of it was lost"
 

@@ -182,13 +182,13 @@ def test_what_cannot_be_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with refused(ConfigError, setting="start", given=0):
         TokenRow([1, 2], 0)
-    with pytest.raises(ConfigError, match="a sequence has 40 tokens and the model reads 32; cut it"):
+    with refused(ConfigError, setting="tokens", given=40):
         Scorer(engine).score([[TokenRow([1] * 40, 3)]])
     with refused(ConfigError, setting="batch_tokens", given=0):
         Scorer(engine, batch_tokens=0)
-    with pytest.raises(ConfigError, match="depth 'wand' is unknown; use full, prefix:J"):
+    with refused(ConfigError, setting="depth", given="wand"):
         Scorer(engine, "wand")
-    with pytest.raises(ConfigError, match="exit 4 does not exist"):
+    with refused(ConfigError, setting="exit", given=4):
         Scorer(engine, "prefix:4")
     assert Scorer(engine).score([]) == []
     assert Scorer(engine).score([[]]) == [[]]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("onnxruntime")
 
+from raising import refused
 from topograd.decode.agreement import is_tie
 from topograd.decode.drafters import DraftRule
 from topograd.decode.engine import Engine
@@ -208,12 +209,10 @@ def test_the_head_on_some_tokens(stack_of: Callable[[str], Stack], name: str) ->
 def test_what_cannot_be_run_is_refused(stack_of: Callable[[str], Stack]) -> None:
     assert unsupported_reason(stack_of("llama")) is None
     mamba = GPT(layers=2, width=32, heads=2, vocab=9, context=8, architecture="mamba3", ssm_state=4)
-    with pytest.raises(
-        ConfigError, match=r"Mamba3 layers are not written as ONNX operators.*--runtime torch"
-    ):
+    with refused(ConfigError, setting="runtime"):
         OnnxRuntime(mamba)
     wide = GPT(layers=2, width=32, heads=2, vocab=9, context=8).double()
-    with pytest.raises(ConfigError, match="the weights are float64 on cpu, not float32 on a CPU"):
+    with refused(ConfigError, setting="runtime"):
         OnnxRuntime(wide)
-    with pytest.raises(ConfigError, match=r"has no provider 'cuda' here; it has .*cpu"):
+    with refused(ConfigError, setting="provider", given="cuda"):
         shared_settings("cuda")

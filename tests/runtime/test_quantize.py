@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raising import refused
 from topograd.errors import ConfigError
 from topograd.runtime.quantize import BLOCK, Precision, check_precision, dequantize, quantize
 
@@ -44,5 +45,5 @@ def test_rows_and_zeros() -> None:
 
 
 def test_unknown_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match="weights 'int3' are unknown; choose one of float32, int8, int4"):
+    with refused(ConfigError, setting="weights", given="int3", allowed="one of float32, int8, int4"):
         check_precision("int3")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from topograd.decode.engine import Emitted
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Tally
-from topograd.decode.strategies import DecodeStrategy, continue_tokens
+from topograd.decode.strategies import DecodeStrategy, continue_tokens, generate_batch
 
 
 def written(
@@ -25,3 +25,14 @@ def written(
     for sequence in batch:
         tally.add(sequence.tally)
     return rows, tally
+
+
+def tokens_of(
+    strategy: DecodeStrategy,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling | None = None,
+) -> list[list[int]]:
+    """The tokens behind each prompt, as numbers."""
+    rows = generate_batch(strategy, prompts, tokens, sampling)
+    return [[emitted.token for emitted in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Comparing texts that two ways of running a model wrote.
+"""Agreement of two decoded texts: identical tokens, ties and mismatches.
 
 In float32 a position is rounded differently in another batch shape. Where the two best logits of full depth
 are closer than TIE times the largest, either may win: such a difference is a tie, every other a mismatch.

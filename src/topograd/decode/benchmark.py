@@ -1,4 +1,4 @@
-"""How fast each way of running a model is, against full depth, and how much it agrees with it.
+"""Decoding benchmark: speed of every strategy against full depth, and agreement with it.
 
 Everything is measured in one process with one engine: in each round every strategy continues the same
 held-out prompts, in an order that rotates, and a speedup is the median over rounds of the time at full depth
@@ -13,6 +13,9 @@ decoding is timed: every prompt has been read when the clock starts (but not in 
     distinct     share of distinct 4-grams in the texts: greedy text of a small model loops, which flatters
                  acceptance, so the teacher-forced acceptance stands beside it
 
+    rows         seconds of several positions at once over one position's
+    bandwidth    bytes of the matrices that a token reads, times tokens a second, over a plain read's best
+
 Limits: a few prompts, a noisy machine. Read the quartiles.
 """
 
@@ -25,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from topograd.data.windows import Text
 from topograd.decode.agreement import differences, distinct, identical, mean_exit
@@ -40,12 +44,15 @@ from topograd.decode.sequence import Tally
 from topograd.decode.settings import DecodeSettings
 from topograd.decode.speculation import Speculate
 from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens, generate_batch
-from topograd.decode.streaming import matrix_bytes, read_bandwidth, relative_rows, row_costs
 from topograd.decode.wand import Wand
 from topograd.errors import ConfigError
+from topograd.nn.stack import Stack
 from topograd.runs.session import LoadedTextRun, heldout_text
 from topograd.timing import ratio, take_turns
 
+BITS = {"float32": 32, "int8": 9, "int4": 6}
+"""Bits of a weight as each precision keeps it: int8 with a scale for 32 of them, int4 with two numbers."""
+READ_BYTES = 2**28
 WANTED_AGREEMENT = 0.999
 EPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
 WARM = 0.8
@@ -83,73 +90,55 @@ def bench_decode(
         "threads": torch.get_num_threads(),
         "settings": vars(settings),
         "full": {"tokens_per_second": rate["full"], "distinct_4grams": distinct(written["full"].texts)},
-        "prefix": _prefixes(engine, unseen, speed, rate),
+        "prefix": [
+            {
+                "stages": exit_ + 1,
+                "tokens_per_second": rate[f"prefix:{exit_ + 1}"],
+                "speedup": speed[f"prefix:{exit_ + 1}"]["median"],
+                "spread": speed[f"prefix:{exit_ + 1}"],
+                "agreement": (unseen.top[exit_] == unseen.top[-1]).double().mean().item(),
+            }
+            for exit_ in range(engine.last)
+        ],
         "wand": _wand(engine, calibration, unseen, speed, written),
         "speculate": _speculation(strategies["speculate"], text, tuning, prompts, speed, rate, written),
         "sampled": _sampled(written, seconds, rate),
         "batch": _batched(strategies["speculate"], text, settings),
         "row_costs": tuning.costs.as_dict(),
-        "rows": relative_rows(row_costs(engine)),
+        "rows": {str(m): s / tuning.costs.full for m, s in tuning.costs.verify.items()},
         "bandwidth_share": matrix_bytes(engine, session.stack) * rate["full"] / read_bandwidth(),
     }
     return {**results, "ways": ways(results)}
 
 
 def ways(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The results as rows of a table, one for each way of running; None where a column has no sense."""
+    """The results as records of a table, one for each way of running; None where a column has no sense."""
     wand, draft, warm, batch = (results[name] for name in ("wand", "speculate", "sampled", "batch"))
     full, stages = results["full"]["tokens_per_second"], len(results["prefix"]) + 1
-    name = "speculate" if draft["on"] else "speculate (off)"
-    rows = [
-        ("full", full, 1.0, 1.0, 1.0, stages, None),
+    columns = ("way", "tokens_per_second", "speedup", "agreement", "identical", "mean_stage", "acceptance")
+
+    def way(name: str, rate: float, values: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        known = {"speedup": 1.0, "agreement": 1.0, **values, **more, "way": name, "tokens_per_second": rate}
+        return {column: known.get(column) for column in columns}
+
+    def plain(name: str, rate: float, **more: Any) -> dict[str, Any]:
+        return way(name, rate, {}, mean_stage=stages, **more)
+
+    together, rate = f"{batch['rows']} rows", batch["full_tokens_per_second"]
+    faster = batch["speculate_speedup"]
+    return [
+        plain("full", full, identical=1.0),
         *(
-            (
-                f"prefix:{p['stages']}",
-                p["tokens_per_second"],
-                p["speedup"],
-                p["agreement"],
-                None,
-                p["stages"],
-                None,
-            )
+            way(f"prefix:{p['stages']}", p["tokens_per_second"], p, mean_stage=p["stages"])
             for p in results["prefix"]
         ),
-        (
-            f"wand:{wand['rule']}",
-            full * wand["speedup"],
-            *(wand[key] for key in ("speedup", "agreement", "identical", "mean_stage")),
-            None,
-        ),
-        (
-            name,
-            draft["tokens_per_second"],
-            draft["speedup"],
-            1.0,
-            *(draft[key] for key in ("identical", "mean_stage", "acceptance")),
-        ),
-        (f"full, temperature {WARM}", warm["full_tokens_per_second"], 1.0, 1.0, None, stages, None),
-        (
-            f"speculate, temperature {WARM}",
-            warm["tokens_per_second"],
-            warm["speedup"],
-            1.0,
-            None,
-            None,
-            warm["acceptance"],
-        ),
-        (f"full, {batch['rows']} rows", batch["full_tokens_per_second"], 1.0, 1.0, None, stages, None),
-        (
-            f"speculate, {batch['rows']} rows",
-            batch["full_tokens_per_second"] * batch["speculate_speedup"],
-            batch["speculate_speedup"],
-            1.0,
-            None,
-            None,
-            None,
-        ),
+        way(f"wand:{wand['rule']}", full * wand["speedup"], wand),
+        way("speculate" if draft["on"] else "speculate (off)", draft["tokens_per_second"], draft),
+        plain(f"full, temperature {WARM}", warm["full_tokens_per_second"]),
+        way(f"speculate, temperature {WARM}", warm["tokens_per_second"], warm),
+        plain(f"full, {together}", rate),
+        way(f"speculate, {together}", rate * faster, {"speedup": faster}),
     ]
-    columns = ("way", "tokens_per_second", "speedup", "agreement", "identical", "mean_stage", "acceptance")
-    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -218,21 +207,6 @@ def _strategies(
     made["full, sampled"] = FixedDepth(engine)
     made["speculate, sampled"] = speculation_of(session, engine, tuning, greedy=False)
     return made
-
-
-def _prefixes(
-    engine: Engine, unseen: Readings, speed: Mapping[str, Any], rate: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "stages": stage + 1,
-            "tokens_per_second": rate[f"prefix:{stage + 1}"],
-            "speedup": speed[f"prefix:{stage + 1}"]["median"],
-            "spread": speed[f"prefix:{stage + 1}"],
-            "agreement": (unseen.top[stage] == unseen.top[-1]).double().mean().item(),
-        }
-        for stage in range(engine.last)
-    ]
 
 
 def _wand(
@@ -333,3 +307,24 @@ def _batched(strategy: DecodeStrategy, text: Text, settings: DecodeSettings) -> 
         "spread": speedup,
         "pays": speedup["median"] > 1,
     }
+
+
+def read_bandwidth(rounds: int = 7) -> float:
+    """Bytes a second that all of torch's threads read together, at best."""
+    numbers = torch.ones(READ_BYTES // 4)
+    seconds = take_turns({"read": numbers.sum}, rounds)["read"]
+    return READ_BYTES / min(seconds)
+
+
+def matrix_bytes(engine: Engine, stack: Stack) -> float:
+    """Bytes of the matrices that one token reads at full depth; `stack` as it was trained."""
+    needed = {p.index for stage, _ in engine.plan.prediction.full for p in engine.plan.needed(stage)}
+    used = {i for k in needed for i in engine.plan.stages[k].layers}
+    count = 0
+    for i in used:
+        tables = {id(m.weight) for m in stack.layers[i].modules() if isinstance(m, nn.Embedding)}
+        count += sum(p.numel() for p in stack.layers[i].parameters() if p.dim() == 2 and id(p) not in tables)
+    for stage, _ in engine.plan.prediction.full:
+        head = stack.projection(engine.plan.stages[stage].head)
+        count += 0 if head is None else head.weight.numel()
+    return count * BITS[engine.runtime.precision] / 8

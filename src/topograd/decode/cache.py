@@ -1,4 +1,4 @@
-"""The cache of a plan: for each sequence and stage its states, and how far it has come.
+"""The decode cache of a plan: states of every sequence and stage, and watermarks of what has run.
 
 Each sequence has its tokens 0..n. A stage k has run positions 0..n_k of it, its watermark, and the stages
 that it reads have run at least as many. Everything between is pending: what the stages before it sent is
@@ -98,7 +98,11 @@ class Cache:
         """
         length = len(source) if length is None else length
         if not 0 <= length <= len(source):
-            raise StackError(f"{length} positions cannot be copied from a sequence of {len(source)}")
+            raise StackError(
+                f"{length} positions cannot be copied from a sequence of {len(source)}",
+                setting="length",
+                given=length,
+            )
         place = self._take(length + 1)
         slots = self._table.slots[place.room]
         twin = Sequence(self, place, len(self.plan.stages), sampling or source.sampling, source.index)
@@ -139,7 +143,10 @@ class Cache:
             return
         if stop > self.capacity:
             raise StackError(
-                f"a sequence would pass {self.capacity} positions", remedy="make a cache with more capacity"
+                f"a sequence would pass {self.capacity} positions",
+                setting="stop",
+                given=stop,
+                remedy="make a cache with more capacity",
             )
         self._last = self._ctx = None
         room = self._table.growth(place, stop + 1)
@@ -284,19 +291,24 @@ class Cache:
         counts = [1] * len(batch) if counts is None else counts
         for sequence, count in zip(batch, counts, strict=True):
             if sequence.marks[stage] < count:
-                raise StackError(f"stage {stage + 1} has not run that many positions", remedy="run it first")
+                raise StackError(
+                    f"stage {stage + 1} has not run that many positions",
+                    setting="counts",
+                    given=count,
+                    remedy="run it first",
+                )
         order = sorted(range(len(batch)), key=lambda i: batch[i].place.key)
         rows = [batch[i] for i in order]
         starts = [batch[i].marks[stage] - counts[i] for i in order]
         spans = self._spans(rows, starts, [counts[i] for i in order], keep=False)
         if self._embeds_arrays is not None:
-            found = torch.from_numpy(spans.read_array(self.outputs[stage]))
+            hidden = torch.from_numpy(spans.read_array(self.outputs[stage]))
         else:
-            found = spans.read(self.outputs[stage])[0]
+            hidden = spans.read(self.outputs[stage])[0]
         if order == list(range(len(batch))):
-            return found
-        parts = found.split([counts[i] for i in order])
-        back: list[Tensor] = [found] * len(batch)
+            return hidden
+        parts = hidden.split([counts[i] for i in order])
+        back: list[Tensor] = [hidden] * len(batch)
         for i, part in zip(order, parts, strict=True):
             back[i] = part
         return torch.cat(back)
@@ -305,7 +317,11 @@ class Cache:
         """Forget everything from these positions on."""
         for sequence, length in zip(batch, lengths, strict=True):
             if not 0 <= length <= len(sequence):
-                raise StackError(f"cannot go back to {length}: the sequence has {len(sequence)} positions")
+                raise StackError(
+                    f"cannot go back to {length}: the sequence has {len(sequence)} positions",
+                    setting="lengths",
+                    given=length,
+                )
         for sequence, length in zip(batch, lengths, strict=True):
             if length == len(sequence):
                 continue

@@ -1,4 +1,4 @@
-"""Depths as users write them, and the strategies that they name.
+"""Depth strings and the decode strategies that they name.
 
 full                  every stage, every token
 prefix:J              the first J of the stages that predict

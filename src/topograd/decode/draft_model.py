@@ -1,7 +1,7 @@
-"""Drafts by another model, smaller and with the same tokenizer.
+"""Draft model: another run, smaller and with the same tokenizer.
 
 It has a sequence of its own for each text: what it drafted and was accepted is not computed again, and what
-was refused is taken back. Cost: one token of the small model a draft. Source: "Fast Inference from
+was rejected is rolled back. Cost: one token of the small model a draft. Source: "Fast Inference from
 Transformers via Speculative Decoding" (Leviathan et al. 2023) §2. Limits: texts longer than the small model's
 context are not drafted; both models are in memory.
 """
@@ -46,6 +46,8 @@ class ModelDrafter:
         if small.vocab > engine.vocab:
             raise ConfigError(
                 f"the draft model {name} predicts {small.vocab} tokens and the model {engine.vocab}",
+                setting="small",
+                given=name,
                 remedy="give one with the same tokenizer",
             )
         self.small, self.name, self.rule = small, name, rule or MODEL_RULE

@@ -1,4 +1,4 @@
-"""Drafts by a draft stage (`nn/draft_stage.py`), one layer that reads the model's states a position late.
+"""Draft-stage drafter: one layer (`nn/draft_stage.py`) that reads the model's states a position late.
 
 When a round begins, the model has run all tokens of a sequence but the last. The stage reads the tokens that
 are new to it with the model's own states, as one batch, and predicts behind the last; from there it goes on
@@ -60,7 +60,9 @@ class DraftStageDrafter:
 
     def __init__(self, engine: Engine, stage: DraftStage, rule: DraftRule | None = None) -> None:
         if not engine.keeps_states:
-            raise ConfigError("a draft stage needs a model that keeps its states while it decodes")
+            raise ConfigError(
+                "a draft stage needs a model that keeps its states while it decodes", setting="engine"
+            )
         self.stage, self.rule = stage, rule or STAGE_RULE
         self.vocabulary: Tensor | None = stage.vocabulary
         self.stack = stage.stack.for_decoding()

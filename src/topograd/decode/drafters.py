@@ -1,4 +1,4 @@
-"""Drafters: what proposes the next tokens for a speculation to verify. Any proposal is safe; good ones pay.
+"""Drafters: proposals of next tokens for a speculation to verify. Any proposal is safe; good ones pay.
 
 Two kinds of proposal:
 
@@ -7,7 +7,7 @@ Two kinds of proposal:
                  stage (`draft_stage.py`), by a smaller model (`draft_model.py`)
 
 `CompositeDrafter` takes several, in order, at most one of them autoregressive. At each place of a draft a
-policy chooses: what was looked up ends the draft, a computed token is added and the policy asked again.
+policy chooses: what was looked up ends the draft, a computed token is added and the policy chooses again.
 Without a calibration the first that has a proposal is taken (`FirstMatchPolicy`); with one, what pays most by
 measured costs and acceptances (`calibration/policy.py`).
 
@@ -130,19 +130,22 @@ class DraftPolicy(Protocol):
         self,
         place: int,
         chance: float,
-        found: Mapping[str, abc.Sequence[Guess]],
+        guesses: Mapping[str, abc.Sequence[Guess]],
         computed: str | None,
-        rows: int,
+        sequences: int,
     ) -> tuple[str | None, int]:
         """Who drafts at this place of a draft, and how many tokens; (None, 0) ends the draft."""
 
     def accept(
-        self, name: str, score: float, place: int, chance: float, rows: int, computed: bool
+        self, name: str, score: float, place: int, chance: float, sequences: int, computed: bool
     ) -> float | None:
         """The chance that a draft is accepted with this guess in it, or None if it is not to be made."""
 
     def observe(self, name: str, promised: float, accepted: bool) -> None:
         """A guess was judged, behind accepted ones."""
+
+    def forget(self) -> None:
+        """Drop what was observed."""
 
     def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
         """Whether the drafts of a batch are verified, by the chance that each of their tokens is accepted."""
@@ -158,24 +161,27 @@ class FirstMatchPolicy:
         self,
         place: int,
         chance: float,
-        found: Mapping[str, abc.Sequence[Guess]],
+        guesses: Mapping[str, abc.Sequence[Guess]],
         computed: str | None,
-        rows: int,
+        sequences: int,
     ) -> tuple[str | None, int]:
         for name, rule in self.rules.items():
             if name == computed and place < rule.longest:
                 return name, 1
-            if found.get(name):
-                return name, min(len(found[name]), rule.longest)
+            if guesses.get(name):
+                return name, min(len(guesses[name]), rule.longest)
         return None, 0
 
     def accept(
-        self, name: str, score: float, place: int, chance: float, rows: int, computed: bool
+        self, name: str, score: float, place: int, chance: float, sequences: int, computed: bool
     ) -> float | None:
         return chance if score > self.rules[name].threshold else None
 
     def observe(self, name: str, promised: float, accepted: bool) -> None:
         """It takes the first guess whatever became of others."""
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
     def pays(self, chances: abc.Sequence[abc.Sequence[float]]) -> bool:
         return True
@@ -191,12 +197,16 @@ class CompositeDrafter:
         policy: DraftPolicy | None = None,
     ) -> None:
         if not drafters:
-            raise ConfigError("no drafter was given", remedy="give at least one")
+            raise ConfigError(
+                "no drafter was given", setting="drafters", given=[], remedy="give at least one"
+            )
         names = [drafter.name for drafter in drafters]
         computing = [drafter for drafter in drafters if isinstance(drafter, AutoregressiveDrafter)]
         if len(computing) > 1 or len(set(names)) < len(names):
             raise ConfigError(
                 f"the drafters are {', '.join(names)}",
+                setting="drafters",
+                given=names,
                 remedy=(
                     "give each once, and at most one that computes its drafts (a prefix, a "
                     "draft stage, a model)"
@@ -221,8 +231,7 @@ class CompositeDrafter:
             if computing is None or not alive:
                 break
             some, ahead = [batch[i] for i in alive], [drafts[i] for i in alive]
-            kept = self._compute(computing, some, ahead, len(batch))
-            for i, on in zip(alive, kept, strict=True):
+            for i, on in zip(alive, self._compute(computing, some, ahead, len(batch)), strict=True):
                 able[i] = on
         if computing is None:  # a computed token may have been drawn: to drop it then would bias the text
             chances = [list(accumulate(draft.promised, operator.mul)) for draft in drafts]
@@ -231,38 +240,38 @@ class CompositeDrafter:
         batch[0].cache.push(batch, [draft.tokens[draft.pushed :] for draft in drafts])
         return drafts
 
-    def _look(self, sequence: Sequence, draft: Draft, able: bool, rows: int) -> bool:
+    def _look(self, sequence: Sequence, draft: Draft, able: bool, sequences: int) -> bool:
         """Take what was looked up; True if a token is to be computed instead."""
         place = len(draft.tokens)
-        longest = MAX_DRAFT if rows == 1 else MAX_BATCH_DRAFT
+        longest = MAX_DRAFT if sequences == 1 else MAX_BATCH_DRAFT
         room = min(self.engine.context - len(sequence) + draft.pushed, longest)
         if place >= room:
             return False
-        found = {lookup.name: lookup.find(sequence, draft.tokens, room - place) for lookup in self.lookups}
+        guesses = {lookup.name: lookup.find(sequence, draft.tokens, room - place) for lookup in self.lookups}
         computed = self.computing.name if self.computing and able else None
-        name, count = self.policy.choose(place, draft.chance, found, computed, rows)
+        name, count = self.policy.choose(place, draft.chance, guesses, computed, sequences)
         if name is None or name == computed:
             return name is not None
-        for token, score in found[name][:count]:
-            chance = self.policy.accept(name, score, len(draft.tokens), draft.chance, rows, False)
+        for token, score in guesses[name][:count]:
+            chance = self.policy.accept(name, score, len(draft.tokens), draft.chance, sequences, False)
             if chance is None:
                 break
             draft.add(token, name, chance)
         return False
 
     def _compute(
-        self, drafter: AutoregressiveDrafter, batch: list[Sequence], drafts: list[Draft], rows: int
+        self, drafter: AutoregressiveDrafter, batch: list[Sequence], drafts: list[Draft], sequences: int
     ) -> list[bool]:
         """One token more in each sequence where the policy accepts it; where it did."""
         logits = drafter.step(batch, drafts)
         if not all(sequence.sampling.greedy for sequence in batch):
             logits = logits.cpu()  # one copy from the device either way
         scores, best = read_together(drafter.scores(logits), logits.argmax(-1))
-        kept = []
+        accepted = []
         for row, (sequence, draft) in enumerate(zip(batch, drafts, strict=True)):
             place = len(draft.tokens)
-            chance = self.policy.accept(drafter.name, scores[row], place, draft.chance, rows, True)
-            kept.append(chance is not None)
+            chance = self.policy.accept(drafter.name, scores[row], place, draft.chance, sequences, True)
+            accepted.append(chance is not None)
             if chance is None:
                 continue
             token, q = self._token(best[row]), None
@@ -270,7 +279,7 @@ class CompositeDrafter:
                 q = probabilities(logits[row], sequence.sampling)
                 token, q = self._token(draw(q, sequence.generator)), self._spread(q)
             draft.add(token, drafter.name, chance, q, drafter.exit)
-        return kept
+        return accepted
 
     @cached_property
     def _vocabulary(self) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The engine, a model made ready to decode, and the loop that generates.
+"""The decoding engine: a model laid out for decoding, with its exits and caches.
 
 A strategy (`strategies.py`, `wand.py`, `speculation.py`) decides how deep each token goes: its `step`
 writes at least one token in every sequence of a batch. All strategies share one cache, so their keys and
@@ -47,7 +47,7 @@ class Emitted:
     token: int
     exit: int
     drafter: str = field(default="", compare=False)
-    """Who drafted it; empty where the model itself predicted it."""
+    """Which drafter proposed it; empty where the model itself predicted it."""
 
 
 class Engine:
@@ -96,7 +96,10 @@ class Engine:
         names = [port.relay for planned in self.plan.stages for port in planned.outputs]
         if any(isinstance(self.stack.relay(name), CausalRelay) for name in names):
             raise ConfigError(
-                "regions that are joined by interfaces cannot be skipped", remedy="use depth full"
+                "regions that are joined by interfaces cannot be skipped",
+                setting="paths",
+                given=list(paths),
+                remedy="use depth full",
             )
         trie = branches(self.plan, paths)
         engine = copy.copy(self)
@@ -126,7 +129,9 @@ class Engine:
         Sequence r draws with the stream of a single one with seed + r.
         """
         if not prompts or not all(prompts):
-            raise ConfigError("a prompt has no token", remedy="start with the document separator")
+            raise ConfigError(
+                "a prompt has no token", setting="prompts", remedy="start with the document separator"
+            )
         cache, sampling = self.new_cache(), sampling or Sampling()
         batch = [cache.new(sampling.shifted(i), i) for i in range(len(prompts))]
         cache.push(batch, [list(prompt[-self.context :]) for prompt in prompts])
@@ -225,5 +230,7 @@ def check_finite(best: abc.Sequence[float]) -> None:
     """Whether the largest logit of each row is a number; a NaN among the others would be the largest."""
     if not all(-float("inf") < value < float("inf") for value in best):
         raise DivergenceError(
-            "the model's logits are not finite, so it cannot write", remedy="train it again"
+            "the model's logits are not finite, so it cannot write",
+            setting="logits",
+            remedy="train it again",
         )

@@ -1,4 +1,4 @@
-"""Several branches as one prediction, pooled in log space.
+"""Logarithmic opinion pool of several branches.
 
     compose     log p = Σ_b w_b log p_b / Σ_b w_b - log Z     weighted geometric mean, Log-OP   §6.5.6, eq. 7
     product     log p = Σ_b w_b z_b - log Z                   product of experts                eq. 1, 2, 10
@@ -83,11 +83,13 @@ def confidence(logits: Tensor) -> Confidence:
     if logits.dim() != 1 or len(logits) < 2:
         raise ConfigError(
             f"logits have shape {tuple(logits.shape)}",
+            setting="logits",
+            given=tuple(logits.shape),
             remedy="give those of one token, (vocab,), at least 2 long",
         )
     log_p = torch.log_softmax(logits.detach().cpu().double(), dim=-1)
     if log_p.isnan().any():
-        raise DivergenceError("the logits are not finite, so nothing can be read from them")
+        raise DivergenceError("the logits are not finite, so nothing can be read from them", setting="logits")
     token = int(log_p.argmax())
     others = log_p.clone()
     others[token] = -math.inf
@@ -104,13 +106,20 @@ def confidence(logits: Tensor) -> Confidence:
 
 def _check(branches: int, weights: Sequence[float]) -> None:
     if branches == 0:
-        raise ConfigError("no branch was given", remedy="pooling needs at least one")
+        raise ConfigError(
+            "no branch was given", setting="logits", given=[], remedy="pooling needs at least one"
+        )
     if len(weights) != branches:
         raise ConfigError(
-            f"{len(weights)} weights for {branches} branches", remedy="give one weight per branch"
+            f"{len(weights)} weights for {branches} branches",
+            setting="weights",
+            given=list(weights),
+            remedy="give one weight per branch",
         )
     if not all(0 <= w < math.inf for w in weights) or not 0 < sum(weights) < math.inf:
         raise ConfigError(
             f"weights {list(weights)} cannot be used",
+            setting="weights",
+            given=list(weights),
             remedy="give finite ones of at least 0, one of them positive",
         )

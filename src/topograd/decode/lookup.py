@@ -1,4 +1,4 @@
-"""Drafts that are looked up: in the text so far, and in a table of what the model wrote before.
+"""Lookup drafters: n-grams of the text so far, and a table of the model's own text.
 
     TextLookup      the tokens behind the newest earlier place of the text's last n tokens, n large if it can
     TableLookup     the likeliest token behind the last n tokens in a text that was counted, then the next
@@ -80,7 +80,10 @@ class TextLookup:
     def __init__(self, tokens: int = LOOKUP_TOKENS, longest: int = LONGEST_MATCH) -> None:
         if tokens < 1 or longest < 1:
             raise ConfigError(
-                f"a lookup has tokens {tokens} and longest {longest}", remedy="both are at least 1"
+                f"a lookup has tokens {tokens} and longest {longest}",
+                setting="tokens" if tokens < 1 else "longest",
+                given=min(tokens, longest),
+                remedy="both are at least 1",
             )
         self.rule, self.longest = DraftRule(0.0, tokens), longest
 
@@ -102,7 +105,11 @@ class NGramTable:
         self, keys: NDArray[np.uint64], tokens: NDArray[np.int32], shares: NDArray[np.float32]
     ) -> None:
         if not len(keys) == len(tokens) == len(shares):
-            raise DataError(f"a table has {len(keys)} keys, {len(tokens)} tokens and {len(shares)} shares")
+            raise DataError(
+                f"a table has {len(keys)} keys, {len(tokens)} tokens and {len(shares)} shares",
+                setting="keys",
+                given=len(keys),
+            )
         self.keys, self.tokens, self.shares = keys, tokens, shares
 
     @classmethod
@@ -129,7 +136,7 @@ class NGramTable:
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a adapter keeps."""
+        """What an adapter keeps."""
         keys = torch.from_numpy(self.keys.view(np.int64))
         return {
             "table.keys": keys,
@@ -170,8 +177,8 @@ def _counted(
     totals = np.bincount(inverse, weights=counts, minlength=len(totals_of))
     order = np.lexsort((-counts, inverse))
     best = order[np.searchsorted(inverse[order], np.arange(len(totals_of)))]
-    kept = counts[best] >= least
-    best, totals = best[kept], totals[kept]
+    often = counts[best] >= least
+    best, totals = best[often], totals[often]
     return pairs[best, 0], pairs[best, 1], counts[best] / (totals + 1)
 
 
@@ -187,11 +194,11 @@ class TableLookup:
         """Nothing is kept of a sequence."""
 
     def find(self, sequence: Sequence, ahead: abc.Sequence[int], count: int) -> list[Guess]:
-        end, found = [*sequence.tokens[-ORDERS[0] :], *ahead], list[Guess]()
+        end, guesses = [*sequence.tokens[-ORDERS[0] :], *ahead], list[Guess]()
         for _ in range(min(count, self.rule.longest)):
             guess = self.table.find(end)
             if guess is None:
                 break
-            found.append(guess)
+            guesses.append(guess)
             end.append(guess[0])
-        return found
+        return guesses

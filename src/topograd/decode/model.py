@@ -1,4 +1,4 @@
-"""A run as a model: text in, text out, as deep as each token needs.
+"""The model API: text in, text out, as deep as each token needs.
 
 model = load("runs/mine")
 model.generate("def ", tokens=8)                     text, as a string that knows how it came about
@@ -9,9 +9,11 @@ model.evaluate()                                     bits per byte and the rest,
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,18 +26,20 @@ from topograd.decode.engine import Engine
 from topograd.decode.sampling import Sampling
 from topograd.decode.sequence import Sequence as TokenSequence
 from topograd.decode.speculation import Speculate
-from topograd.decode.strategies import DecodeStrategy, continue_tokens
+from topograd.decode.strategies import DecodeStrategy, FixedDepth, continue_tokens
 from topograd.decode.text import TextStream
 from topograd.errors import ConfigError
 from topograd.exec.forward import Predictor
 from topograd.registry import Registry
 from topograd.runs.session import LoadedTextRun, heldout_text, open_session
+from topograd.runtime.quantize import check_precision
 from topograd.training.evaluation import Evaluation, evaluate
 
 MAX_TOKENS = 100_000
 MAX_PROMPT = 1_000_000
 SOURCES: Registry[Callable[[Path | str], Path]] = Registry("model source")
 """What finds the run of a MODEL; the entry lies in a package above, which can convert models."""
+MAX_STRATEGIES = 16
 
 
 class Piece(NamedTuple):
@@ -45,7 +49,7 @@ class Piece(NamedTuple):
     exit: int
     """The exit that the token left after, counted from 0."""
     drafter: str = ""
-    """Who drafted the token; nobody where the model itself wrote it."""
+    """Which drafter drafted the token; empty where the model itself wrote it."""
 
 
 class Generated(str):
@@ -53,7 +57,7 @@ class Generated(str):
 
     prompt: str
     depth: str
-    """The depth that was asked for."""
+    """The depth that it was written at."""
     deepest: int
     """The last exit that may have run, counted from 1."""
     pieces: list[Piece]
@@ -74,7 +78,9 @@ class Model:
     """An opened run."""
 
     def __init__(self, session: LoadedTextRun, runtime: str | None = None, weights: str = "float32") -> None:
-        self.session, self.runtime, self.precision = session, runtime, weights
+        self.session, self.runtime, self.precision = session, runtime, check_precision(weights)
+        self._strategies: dict[tuple[str, bool, str], DecodeStrategy] = {}
+        """By depth, whether it is greedy, and draft: what they lay out is laid out once."""
 
     @cached_property
     def engine(self) -> Engine:
@@ -92,7 +98,7 @@ class Model:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_piece: Callable[[Piece], None] | None = None,
     ) -> Generated:
         """Continue a text, or the tokens of one, by at most `tokens`; `on_piece` gets each part as it comes.
@@ -107,7 +113,17 @@ class Model:
         began = time.perf_counter()
         if depth is None:
             depth = default_depth(self.session) if draft is None else "speculate"
-        strategy = strategy_of(depth, self.session, engine, sampling.greedy, draft)
+        key = depth, sampling.greedy, str(draft)
+        if key not in self._strategies:
+            if len(self._strategies) == MAX_STRATEGIES:
+                self._strategies.clear()
+            self._strategies[key] = strategy_of(depth, self.session, engine, sampling.greedy, draft)
+            paused = time.perf_counter()  # a runtime's sessions are made once too, when a stage first runs
+            self._strategies[key].warm_up()
+            began += time.perf_counter() - paused
+        strategy = self._strategies[key]
+        if isinstance(strategy, Speculate):
+            strategy.drafter.policy.forget()  # the same seed writes the same text
         pieces: list[Piece] = []
         tokenizer = self.session.tokenizer
         begin = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -121,6 +137,7 @@ class Model:
             pieces[-1] = last._replace(text=last.text + rest)
             if on_piece is not None:
                 on_piece(last._replace(text=rest))
+        sequence.close_drafters()
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         seconds = time.perf_counter() - began
         return _generated(stream.text, text, depth, strategy, sequence, pieces, seconds)
@@ -133,24 +150,36 @@ class Model:
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """What the model predicts behind each token: (time, vocab), or (rows, time, vocab) of rows."""
-        inputs = torch.as_tensor(tokens, device=next(self.session.stack.parameters()).device)
-        if inputs.dim() not in (1, 2) or not inputs.numel() or inputs.is_floating_point():
-            raise ConfigError(
-                f"tokens have shape {tuple(inputs.shape)}",
-                remedy="give token numbers, (time,) or (rows, time)",
-            )
         vocab, context = self.session.config.model.vocab, self.session.config.model.context
+        allowed = (
+            f"numbers of 0..{vocab - 1}, (time,) or (sequences, time), at most {context} of each sequence"
+        )
+        try:
+            inputs = torch.as_tensor(tokens, device=next(self.session.stack.parameters()).device)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(setting="tokens", given=tokens, allowed=allowed) from None
+        if inputs.dim() not in (1, 2) or not inputs.numel() or inputs.is_floating_point():
+            raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
         if not 0 <= int(inputs.min()) <= int(inputs.max()) < vocab or inputs.shape[-1] > context:
-            raise ConfigError(
-                f"tokens go from {int(inputs.min())} to {int(inputs.max())}, {inputs.shape[-1]} in a row",
-                remedy=f"give at most {context} numbers from 0 to {vocab - 1}",
-            )
-        rows = inputs if inputs.dim() == 2 else inputs[None]
-        logits: Tensor = Predictor(self.session.stack, self.session.plan)(rows)
+            raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
+        sequences = inputs if inputs.dim() == 2 else inputs[None]
+        if self.precision == "float32":
+            logits: Tensor = Predictor(self.session.stack, self.session.plan)(sequences)
+        else:  # the quantised weights are the engine's
+            full, (count, length) = FixedDepth(self.engine), sequences.shape
+            batch = full.engine.start(sequences.tolist())
+            full.engine.run(batch, full.stage)
+            logits = full.predictions(batch, [length] * count).view(count, length, -1)
         return logits if inputs.dim() == 2 else logits[0]
 
     def evaluate(self, data: Path | str | None = None, limit_bytes: int | None = None) -> Evaluation:
         """Readings on the run's held-out text, or on all of the text at `data`."""
+        if self.precision != "float32":
+            raise ConfigError(
+                setting="weights",
+                given=self.precision,
+                remedy="load it with weights float32, or compare both with: topograd eval RUN --weights",
+            )
         text: Text = heldout_text(self.session, None if data is None else Path(data), limit_bytes)
         return evaluate(self.session.stack, self.session.plan, text)
 
@@ -169,6 +198,9 @@ def load(
 
     It writes with the faster runtime, or with torch or onnx; `weights` may be int8 or int4 there.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(setting="model", given=model, allowed="a path, or hf:ORG/NAME")
+    check_precision(weights)  # before the model is read
     return Model(open_session(SOURCES["any"](model), checkpoint), runtime, weights)
 
 
@@ -179,13 +211,22 @@ def generate(model: Model | Path | str, prompt: str = "", tokens: int = 200, **s
 
 
 def check_request(prompt: str | Sequence[int], tokens: int) -> None:
-    """Refuse what nobody can have meant."""
-    if not 0 <= tokens <= MAX_TOKENS:
-        raise ConfigError(setting="tokens", given=tokens, allowed=f"at least 0 and at most {MAX_TOKENS}")
+    """Whether a text can be continued so: types and sizes."""
+    if not isinstance(tokens, Integral) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_TOKENS:
+        allowed = f"a whole number, at least 0 and at most {MAX_TOKENS}"
+        raise ConfigError(setting="tokens", given=tokens, allowed=allowed)
+    whole = isinstance(prompt, str) or (
+        isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt)
+    )
+    if not whole:
+        raise ConfigError(setting="prompt", given=prompt, allowed="a text, or a list of token numbers")
     if len(prompt) > MAX_PROMPT:
         unit = "characters" if isinstance(prompt, str) else "tokens"
         raise ConfigError(
-            f"the prompt has {len(prompt)} {unit}", remedy=f"give at most {MAX_PROMPT}, the end of the text"
+            f"the prompt has {len(prompt)} {unit}",
+            setting="prompt",
+            given=len(prompt),
+            remedy=f"give at most {MAX_PROMPT}, the end of the text",
         )
 
 
@@ -226,6 +267,6 @@ def _generated(
     if isinstance(strategy, Speculate):
         made.drafted, made.accepted = tally.drafted, tally.accepted
         made.by_drafter = {name: (c.drafted, c.accepted) for name, c in tally.by.items()}
-    elif depth == "speculate":  # the calibration found that drafts do not pay here
+    elif depth == "speculate":  # the calibration says that drafts do not pay here
         made.drafted, made.accepted = 0, 0
     return made

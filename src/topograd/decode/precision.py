@@ -1,4 +1,4 @@
-"""What quantised weights cost: bits per byte and the likeliest tokens, exit by exit, against float32.
+"""Quantisation cost: bits per byte and top-1 agreement of every exit, against float32.
 
     bpb          total nats of the targets / (ln 2 · bytes that they decode to), of each exit
     agreement    share of held-out tokens, teacher-forced, where an exit's likeliest token is float32's

@@ -1,13 +1,12 @@
-"""What `topograd retrofit` gave a run, read from its adapter: a draft stage, a table of the model's own text,
-and exits.
+"""The adapter that `topograd retrofit` gives a run: a draft stage, a table of the model's own text, exits.
 
     stage.*    the parameters of the draft stage, with its vocabulary
     table.*    the keys, tokens and shares of the table
-    exit.K.*   the translator of the exit with head K (`nn/translator.py`), where exits were asked for
+    exit.K.*   the translator of the exit with head K (`nn/translator.py`), where it has exits
 
 The adapter lies in the run's folder as `draft/`, or wherever `--draft` says. It names its base by hash, so
-one of another model is refused (`runs/adapter.py`). Exits are read where the adapter is the run's own: they
-belong to what the run's prefixes predict, and to its calibration.
+one of another model raises RunError (`runs/adapter.py`). Exits are read where the adapter is the run's own:
+they belong to what the run's prefixes predict, and to its calibration.
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ def open_retrofit(session: LoadedTextRun, folder: Path | str | None = None) -> R
     if adapter is None:
         raise ConfigError(
             f"{session.run.folder} has no draft stage",
+            setting="draft",
             remedy=f"make one with: topograd retrofit {session.run.folder}",
         )
     adapter.check_base(session)
@@ -70,7 +70,10 @@ def open_retrofit(session: LoadedTextRun, folder: Path | str | None = None) -> R
         table = NGramTable.from_tensors(adapter.tensors)
     except (KeyError, RuntimeError, ValueError, IndexError) as problem:
         raise RunError(
-            f"{adapter.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
+            f"{adapter.folder} does not fit its base ({_line(problem)})",
+            setting="adapter",
+            given=adapter.folder,
+            remedy="retrofit it again",
         ) from None
     return Retrofitted(stage, table, adapter)
 
@@ -94,7 +97,10 @@ def open_exits(session: LoadedTextRun) -> dict[int, Translator]:
         return _translators(session, adapter.tensors)
     except (KeyError, RuntimeError, ValueError) as problem:
         raise RunError(
-            f"{adapter.folder} does not fit its base ({_line(problem)})", remedy="retrofit it again"
+            f"{adapter.folder} does not fit its base ({_line(problem)})",
+            setting="adapter",
+            given=adapter.folder,
+            remedy="retrofit it again",
         ) from None
 
 
@@ -117,7 +123,7 @@ def _exits_adapter(session: LoadedTextRun) -> Adapter | None:
 
 
 def _translators(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> dict[int, Translator]:
-    like, found = next(session.stack.parameters()), {}
+    like, translators = next(session.stack.parameters()), {}
     names = [name.split(".") for name in tensors if name.startswith("exit.")]
     for head in sorted({int(name[1]) for name in names}):
         start = f"exit.{head}."
@@ -125,14 +131,14 @@ def _translators(session: LoadedTextRun, tensors: Mapping[str, Tensor]) -> dict[
             translator = Translator(session.stack.width)
         own = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
         translator.load_state_dict(own)
-        found[head] = translator.to(like.device, like.dtype).eval().requires_grad_(False)
-    return found
+        translators[head] = translator.to(like.device, like.dtype).eval().requires_grad_(False)
+    return translators
 
 
 def retrofit_tensors(
     stage: DraftStage, table: NGramTable, exits: Mapping[int, Translator] | None = None
 ) -> dict[str, Tensor]:
-    """What a adapter keeps."""
+    """What an adapter keeps."""
     own = {f"stage.{name}": t.detach().cpu() for name, t in stage.state_dict().items()}
     return own | table.tensors() | exit_tensors(exits or {})
 

@@ -1,4 +1,4 @@
-"""Drawing tokens, and verifying tokens that something cheaper has drawn.
+"""Sampling of tokens, and the acceptance rule of sampled drafts.
 
     p = softmax(z / T)     over the top_k largest logits, then over the fewest likeliest tokens whose
                            probability, among those, reaches top_p ("The Curious Case of Neural Text
@@ -73,7 +73,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     z = logits.detach().cpu().double()
     if not z.isfinite().all():
         raise DivergenceError(
-            "the model's logits are not finite, so it cannot write", remedy="train it again"
+            "the model's logits are not finite, so it cannot write",
+            setting="logits",
+            remedy="train it again",
         )
     if sampling.greedy:
         return F.one_hot(z.argmax(-1), z.shape[-1]).double()

@@ -1,4 +1,4 @@
-"""A sequence: one text while it is decoded, with everything that is its own."""
+"""A sequence: one text while it is decoded, with its watermarks, sampling and drafter state."""
 
 from __future__ import annotations
 

@@ -33,5 +33,8 @@ class DecodeSettings:
         check_numbers(self, bytes=BYTES, rows=SIZE)
         if self.prompts * self.tokens * self.rounds > MAX_TOKENS:
             raise ConfigError(
-                f"more than {MAX_TOKENS} tokens would be written by each mode", remedy="ask for fewer"
+                f"more than {MAX_TOKENS} tokens would be written by each mode",
+                setting="tokens",
+                given=self.tokens,
+                remedy="ask for fewer",
             )

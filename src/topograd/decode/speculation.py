@@ -13,8 +13,8 @@ have written:
 and one token of the full model follows. What the draft stages computed is not computed again. A rejected
 draft is forgotten by taking every watermark back to the last accepted token.
 
-The drafts of all sequences of a batch are verified in one pass, whoever drafted them and however long they
-are. Source: "Product of Experts" §5.4.
+The drafts of all sequences of a batch are verified in one pass, whichever drafter they
+are of and however long they are. Source: "Product of Experts" §5.4.
 
 Limits. In float32, the same position in another batch shape is rounded differently: where the full model's
 two best logits are closer than that, the token can differ from token-by-token decoding. In float64 none did.
@@ -79,8 +79,8 @@ class Speculate(DecodeStrategy):
         self.engine.run(batch, self.full)
         logits = self.engine.logits(batch, self.full, counts)
         verdicts = _verified(batch, drafts, logits, counts)
-        kept = [n + accepted for n, (accepted, _) in zip(start, verdicts, strict=True)]
-        batch[0].cache.truncate(batch, kept)
+        lengths = [n + accepted for n, (accepted, _) in zip(start, verdicts, strict=True)]
+        batch[0].cache.truncate(batch, lengths)
         self.engine.append(batch, [[token] for _, token in verdicts])
         return [
             self._emitted(sequence, draft, *verdict)

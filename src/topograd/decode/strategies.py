@@ -65,6 +65,18 @@ class DecodeStrategy(ABC):
         """How many layers a token runs at most."""
         return sum(len(self.engine.plan.stages[stage].layers) for stage in self.prompt_stages)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Let the runtime make what it makes when a stage or a head first runs, for a prompt and a token."""
+        if self.engine.runtime.name == "torch":
+            return
+        batch = self.engine.start([[0, 0]])
+        for _ in range(2):
+            for stage in (*self.first_stages(), *self.last_stages()):
+                self.engine.run(batch, stage)
+                self.engine.logits(batch, stage)
+            self.engine.append(batch, [[0]])
+
     def _needed(self, after: list[int]) -> list[int]:
         """The stages that predictions after these read, and all that those read."""
         plan = self.engine.plan
@@ -106,7 +118,10 @@ class PathEnsemble(DecodeStrategy):
         for path, weight in weights.items():
             if not 0 < weight < float("inf"):
                 raise ConfigError(
-                    f"path {path_name(path)} has weight {weight}", remedy="a weight is a positive number"
+                    f"path {path_name(path)} has weight {weight}",
+                    setting="weights",
+                    given=weight,
+                    remedy="a weight is a positive number",
                 )
         self.engine, self.ends = engine.branched(list(weights))
         for path in weights:
@@ -114,6 +129,8 @@ class PathEnsemble(DecodeStrategy):
                 known = ", ".join(str(k + 1) for k in engine.exits)
                 raise ConfigError(
                     f"path {path_name(path)} ends at a stage that was not trained to predict",
+                    setting="weights",
+                    given=path_name(path),
                     remedy=f"these were: {known}",
                 )
         self.weights = list(weights.values())
@@ -135,7 +152,7 @@ class PathEnsemble(DecodeStrategy):
 
 
 Finished = Callable[[int, Emitted], bool]
-"""Whether a sequence ends with a token; asked after each token that is handed out."""
+"""Whether a sequence ends with a token; called after each token."""
 
 
 def generate_tokens(

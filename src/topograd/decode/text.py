@@ -1,4 +1,4 @@
-"""From tokens to the text that may be shown, as they come.
+"""Incremental detokenisation with stop strings.
 
 Tokens are byte strings, so a character of several bytes waits for the last of them. Bytes that are not UTF-8
 become U+FFFD, as in `Tokenizer.decode`; the separator becomes nothing.
@@ -36,8 +36,15 @@ class TextStream:
     stopped: bool
     """Whether a stop string came; then no more text does."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        _check(stops)
+    def __init__(self, tokenizer: Tokenizer, stops: str | Sequence[str] = ()) -> None:
+        """`stops` is one stop string, or several."""
+        stops = [stops] if isinstance(stops, str) else stops
+        if not isinstance(stops, Sequence) or len(stops) > MAX_STOPS:
+            raise ConfigError(setting="stop", given=stops, allowed=f"a text, or at most {MAX_STOPS} of them")
+        for stop in stops:
+            if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+                allowed = f"texts of 1 to {MAX_STOP_CHARACTERS} characters"
+                raise ConfigError(setting="stop", given=stop, allowed=allowed)
         self.text = ""
         self.stopped = False
         self._pieces = tokenizer.pieces
@@ -73,15 +80,3 @@ class TextStream:
             if any(stop.startswith(end) for stop in self._stops):
                 return start
         return len(text)
-
-
-def _check(stops: Sequence[str]) -> None:
-    if len(stops) > MAX_STOPS:
-        raise ConfigError(f"{len(stops)} stop strings are given", remedy=f"give at most {MAX_STOPS}")
-    for stop in stops:
-        if not stop:
-            raise ConfigError("a stop string is empty", remedy="give at least one character, or leave it out")
-        if len(stop) > MAX_STOP_CHARACTERS:
-            raise ConfigError(
-                f"a stop string has {len(stop)} characters", remedy=f"give at most {MAX_STOP_CHARACTERS}"
-            )

@@ -1,4 +1,4 @@
-"""Leaving early, token by token: the approximate mode.
+"""WAND early exit: tokens leave at the first exit that is sure enough. Approximate.
 
 After each exit stage whose threshold is finite, a token whose margin exceeds it is written at once; its
 later stages stay pending, and the next token that goes deeper runs the whole queue (`cache.py`). So what is
@@ -42,11 +42,16 @@ class Wand(DecodeStrategy):
         if len(thresholds) != engine.last:
             raise ConfigError(
                 f"{len(thresholds)} thresholds for {engine.last + 1} stages",
+                setting="thresholds",
+                given=list(thresholds),
                 remedy="calibrate this run again",
             )
         if bounds is not None and len(bounds) != engine.last:
             raise ConfigError(
-                f"{len(bounds)} bounds for {engine.last} exits", remedy="calibrate this run again"
+                f"{len(bounds)} bounds for {engine.last} exits",
+                setting="bounds",
+                given=list(bounds),
+                remedy="calibrate this run again",
             )
         self.engine, self.exit = engine, engine.last
         self.exits = [(k, tau) for k, tau in enumerate(thresholds) if tau < math.inf]
@@ -96,7 +101,7 @@ class Wand(DecodeStrategy):
     def _last(self, batch: Batch, rows: list[int], before: dict[int, Tensor]) -> dict[int, int]:
         """The tokens of full depth, for rows that have run all stages."""
         engine, stage = self.engine, self.engine.exits[-1]
-        found: dict[int, int] = {}
+        chosen: dict[int, int] = {}
         if self.bounds is not None and before:
             bound = self.bounds[self.exits[-1][0]]
             for row in rows:
@@ -105,12 +110,12 @@ class Wand(DecodeStrategy):
                     best, place = engine.logits([batch[row]], stage, tokens=candidates)[0].max(-1)
                     (value,), (token,) = read_together(best[None], candidates.take(place)[None])
                     check_finite([value])
-                    found[row] = token
-        rest = [row for row in rows if row not in found]
+                    chosen[row] = token
+        rest = [row for row in rows if row not in chosen]
         if rest:
             some = [batch[row] for row in rest]
-            found |= dict(zip(rest, choose(engine.logits(some, stage), some), strict=True))
-        return found
+            chosen |= dict(zip(rest, choose(engine.logits(some, stage), some), strict=True))
+        return chosen
 
 
 def survivors(logits: Tensor, bound: float) -> Tensor:

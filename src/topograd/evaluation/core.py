@@ -1,4 +1,4 @@
-"""CORE of a model at every depth: items to tokens to choices, logged as it goes, and the centred mean.
+"""CORE benchmark at every depth: items, choices, a log of items, and the centred mean.
 
     accuracy_k    share of a task's items that depth k answers as its file says
     centred_k     (accuracy_k - b) / (1 - b)                             `tasks.py`
@@ -123,7 +123,10 @@ def evaluate_core(
     if not files:
         names = ", ".join(task.file for task in tasks[:4])
         raise DataError(
-            f"{request.folder} holds no file of these tasks", remedy=f"it should hold some such as {names}"
+            f"{request.folder} holds no file of these tasks",
+            setting="folder",
+            given=request.folder,
+            remedy=f"it should hold some such as {names}",
         )
     absent = [task.label for task in tasks if task.label not in files]
     items = {task.label: read_items(task, files[task.label]) for task in tasks if task.label in files}
@@ -168,8 +171,8 @@ def _score_block(
     ]
     scores = scorer.score([bundle for bundle, _ in each])
     return [
-        {"task": task.label, "item": i, **judged(task, items[i], bundle, found), "cut": bool(cut)}
-        for i, (bundle, cut), found in zip(block, each, scores, strict=True)
+        {"task": task.label, "item": i, **judged(task, items[i], bundle, each_score), "cut": bool(cut)}
+        for i, (bundle, cut), each_score in zip(block, each, scores, strict=True)
     ]
 
 

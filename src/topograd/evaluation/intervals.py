@@ -1,4 +1,4 @@
-"""Bootstrap intervals: how far another sample of items would move a number.
+"""Bootstrap intervals of accuracies over items.
 
     c_ik         1 where depth k answers item i, else 0; n items
     w            multinomial counts of n draws with replacement, the same for all depths

@@ -1,4 +1,4 @@
-"""A run as a model of lm-eval, at a depth that is an argument. Needs the extra `eval`, and nothing else does.
+"""lm-eval adapter of a run, at any depth. Needs the extra `eval`.
 
     lm_eval.simple_evaluate(model=RunLM("runs/mine", depth="prefix:1"), tasks=[...])
 
@@ -68,7 +68,7 @@ class RunLM(TemplateLM):
         bundles: dict[tuple[int, ...], list[int]] = {}
         for place, (_, before, _) in enumerate(requests):
             bundles.setdefault(tuple(before), []).append(place)
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         rows: list[TokenRow] = []
         for _, before, after in requests:
             row, cut = token_row(before, after, self.max_length)
@@ -77,8 +77,8 @@ class RunLM(TemplateLM):
         scores = self.scorer.score([[rows[place] for place in places] for places in bundles.values()])
         for places, each in zip(bundles.values(), scores, strict=True):
             for place, score in zip(places, each, strict=True):
-                found[place] = score.total[0], bool(score.greedy.all())
-        return [found[place] for place in range(len(requests))]
+                results[place] = score.total[0], bool(score.greedy.all())
+        return [results[place] for place in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Every token of a text once, with as much context as fits: windows of lm-eval's own cutting."""

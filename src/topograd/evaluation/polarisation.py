@@ -1,4 +1,4 @@
-"""Two models on the same tasks: is one weaker everywhere, or do they differ task by task?
+"""Polarisation of two models: task-by-task differences of accuracy, and their spread.
 
     Δ_t          accuracy of the first minus that of the other on task t
     interval     of Δ_t, over items drawn for both alike (`intervals.py`): both were asked the same
@@ -75,8 +75,8 @@ def group_of(label: str) -> str:
 
 def _groups(differences: dict[str, float]) -> dict[str, float]:
     """The mean difference of each group that has a task."""
-    found = {
+    by_group = {
         group: [differences[label] for label in labels if label in differences]
         for group, labels in GROUPS.items()
     }
-    return {group: float(np.mean(values)) for group, values in found.items() if values}
+    return {group: float(np.mean(values)) for group, values in by_group.items() if values}

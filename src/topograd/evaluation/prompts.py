@@ -1,4 +1,4 @@
-"""An item of a task as tokens: what is shown before it, and which of its tokens are scored.
+"""Few-shot prompts: an item of a task as tokens, and which of them are scored.
 
 Text. Examples come first, each with its answer and a blank line behind it; then the item:
 

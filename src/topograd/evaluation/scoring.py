@@ -1,4 +1,4 @@
-"""How likely a model finds given tokens, at every depth, from one pass.
+"""Log-probabilities of given tokens at every depth, from one pass.
 
     z_k(t)       logits of depth k before token t; log p_k(t) = z_k(t)_t - logsumexp z_k(t)
     score        Σ_t log p_k(t) over the scored tokens t = start..n-1 of a sequence
@@ -117,13 +117,15 @@ class Scorer:
                 if len(row.tokens) - 1 > self.context:
                     raise ConfigError(
                         f"a sequence has {len(row.tokens)} tokens and the model reads {self.context}",
+                        setting="tokens",
+                        given=len(row.tokens),
                         remedy="cut it",
                     )
         scores: list[list[Score]] = [[] for _ in bundles]
         done = 0
         for batch in self._batches(bundles):
-            for place, found in zip(batch, self._batch([bundles[i] for i in batch]), strict=True):
-                scores[place] = found
+            for place, result in zip(batch, self._batch([bundles[i] for i in batch]), strict=True):
+                scores[place] = result
             done += len(batch)
             if on_more is not None:
                 on_more(done, len(bundles))
@@ -153,8 +155,8 @@ class Scorer:
             Score(*(torch.cat([getattr(part[i], name) for part in parts]) for name in _COLUMNS))
             for i in range(len(rows))
         ]
-        found = iter(joined)
-        return [[next(found) for _ in bundle] for bundle in batch]
+        results = iter(joined)
+        return [[next(results) for _ in bundle] for bundle in batch]
 
 
 _COLUMNS = ("logprob", "logit", "rank", "greedy")
@@ -189,6 +191,8 @@ def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
                 known = ", ".join(str(k + 1) for k in engine.exits)
                 raise ConfigError(
                     f"path {path_name(path)} ends at a stage that does not predict",
+                    setting="depth",
+                    given=depth,
                     remedy=f"these do: {known}",
                 )
         branched, ends = engine.branched(list(weights))

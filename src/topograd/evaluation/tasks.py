@@ -1,4 +1,4 @@
-"""The tasks of CORE: their labels, files, few-shot counts and baselines, and their items.
+"""CORE tasks: labels, files, few-shot counts, baselines and items.
 
 CORE ("DataComp-LM", its low-variance set of 22 tasks) as nanochat computes it: the mean over labels of
 
@@ -115,29 +115,43 @@ def core_name(tasks: int) -> str:
 def find_files(folder: Path, tasks: Sequence[Task]) -> dict[str, Path]:
     """The file of each task that has one in the folder, by label."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder", remedy="give one that holds task files such as copa.jsonl")
+        raise DataError(
+            f"{folder} is no folder",
+            setting="folder",
+            given=folder,
+            remedy="give one that holds task files such as copa.jsonl",
+        )
     wanted = {task.file for task in tasks}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.jsonl")):
         if path.name in wanted and path.is_file():
-            found.setdefault(path.name, path)
-    return {task.label: found[task.file] for task in tasks if task.file in found}
+            files.setdefault(path.name, path)
+    return {task.label: files[task.file] for task in tasks if task.file in files}
 
 
 def read_items(task: Task, path: Path) -> list[Item]:
     """Every item of a task's file, in nanochat's order; one that cannot be scored is refused."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise DataError(f"{path} has more than {MAX_BYTES} bytes", remedy="give a task file")
+            raise DataError(
+                f"{path} has more than {MAX_BYTES} bytes",
+                setting="file",
+                given=path,
+                remedy="give a task file",
+            )
         lines = read_bytes(path).decode().split("\n")  # a text may hold other ends of lines
     except OSError as problem:
-        raise DataError(f"{path} cannot be read ({problem.strerror})") from None
+        raise DataError(f"{path} cannot be read ({problem.strerror})", setting="file", given=path) from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8", remedy="give a task file in JSON lines") from None
+        raise DataError(
+            f"{path} is not UTF-8", setting="file", given=path, remedy="give a task file in JSON lines"
+        ) from None
     items = [_item(task, path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if len(items) <= task.shots:
         raise DataError(
             f"{path} has {len(items)} items and {task.label} shows {task.shots} of them before each",
+            setting="items",
+            given=len(items),
             remedy=f"give at least {task.shots + 1}",
         )
     random.Random(SHUFFLE_SEED).shuffle(items)
@@ -161,9 +175,16 @@ def _item(task: Task, path: Path, number: int, line: str) -> Item:
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
-        raise DataError(f"{where} is no JSON", remedy="restore the file") from None
+        raise DataError(
+            f"{where} is no JSON", setting="line", given=where, remedy="restore the file"
+        ) from None
     if not isinstance(item, dict):
-        raise DataError(f"{where} holds no JSON object", remedy=f"an item of {task.label} is one")
+        raise DataError(
+            f"{where} holds no JSON object",
+            setting="line",
+            given=where,
+            remedy=f"an item of {task.label} is one",
+        )
     if task.kind == "multiple_choice":
         _check_text(task, where, item, "query")
         _check_gold(task, where, item, "choices")
@@ -178,22 +199,35 @@ def _item(task: Task, path: Path, number: int, line: str) -> Item:
 
 def _check_text(task: Task, where: str, item: Item, key: str) -> None:
     if not isinstance(item.get(key), str):
-        raise DataError(f"{where} has no {key!r}", remedy=f"an item of {task.label} needs that text")
+        raise DataError(
+            f"{where} has no {key!r}", setting=key, remedy=f"an item of {task.label} needs that text"
+        )
     if key == "continuation" and not item[key].strip():
-        raise DataError(f"{where} has nothing in {key!r}", remedy=f"an item of {task.label} needs that text")
+        raise DataError(
+            f"{where} has nothing in {key!r}", setting=key, remedy=f"an item of {task.label} needs that text"
+        )
 
 
 def _check_gold(task: Task, where: str, item: Item, options: str) -> None:
     given = item.get(options)
     if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
         raise DataError(
-            f"{where} has no {options!r}", remedy=f"an item of {task.label} needs a list of texts"
+            f"{where} has no {options!r}",
+            setting=options,
+            remedy=f"an item of {task.label} needs a list of texts",
         )
     if not 2 <= len(given) <= MAX_CHOICES:
-        raise DataError(f"{where} has {len(given)} {options}", remedy=f"give 2 to {MAX_CHOICES}")
+        raise DataError(
+            f"{where} has {len(given)} {options}",
+            setting=options,
+            given=len(given),
+            remedy=f"give 2 to {MAX_CHOICES}",
+        )
     gold = item.get("gold")
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(given):
         raise DataError(
             f"{where} has no gold answer (gold is {gold!r})",
+            setting="gold",
+            given=gold,
             remedy=f"give one of 0 to {len(given) - 1}, or leave the item out",
         )

@@ -1,4 +1,4 @@
-"""Scores of texts: a context, continuations of it, and what each depth of a model makes of them.
+"""Scores of texts: log-probabilities of continuations of a context, at each depth.
 
 Tokens. A context is encoded as a prompt is (`Model.encode`), and a continuation by what it adds to the tokens
 of the whole: encode(context + continuation) behind as many tokens as encode(context) has. Space at the end
@@ -73,9 +73,9 @@ def score_texts(
     return [
         [
             _scored(model.session.tokenizer, text, tokens, score, cut)
-            for text, (_, tokens), score, (_, cut) in zip(texts, each, found, bundle, strict=True)
+            for text, (_, tokens), score, (_, cut) in zip(texts, each, results, bundle, strict=True)
         ]
-        for (_, texts), each, found, bundle in zip(requests, pairs, scores, bundles, strict=True)
+        for (_, texts), each, results, bundle in zip(requests, pairs, scores, bundles, strict=True)
     ]
 
 
@@ -92,6 +92,8 @@ def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int
     if len(context) + len(continuation) > MAX_PROMPT:
         raise ConfigError(
             f"context and continuation have {len(context) + len(continuation)} characters",
+            setting="continuation",
+            given=len(context) + len(continuation),
             remedy=f"give at most {MAX_PROMPT}",
         )
     words = context.rstrip()
@@ -103,7 +105,10 @@ def encode_pair(model: Model, context: str, continuation: str) -> tuple[list[int
     )
     if not after:
         raise ConfigError(
-            f"the continuation {continuation!r} has no token of its own", remedy="give some text"
+            f"the continuation {continuation!r} has no token of its own",
+            setting="continuation",
+            given=continuation,
+            remedy="give some text",
         )
     return before, after
 
@@ -112,7 +117,10 @@ def token_row(before: Sequence[int], after: Sequence[int], context: int) -> tupl
     """Tokens to score behind others, and how many of the others had to be left out."""
     if len(after) > context:
         raise ConfigError(
-            f"the continuation has {len(after)} tokens and the model reads {context}", remedy="shorten it"
+            f"the continuation has {len(after)} tokens and the model reads {context}",
+            setting="continuation",
+            given=len(after),
+            remedy="shorten it",
         )
     row = TokenRow([*before, *after], len(before)).cut(context + 1)
     return row, len(before) + len(after) - len(row.tokens)

@@ -1,1 +1,1 @@
-"""What runs a model that writes: torch, or a session of ONNX Runtime for each stage."""
+"""Inference backends: PyTorch, or a session of ONNX Runtime for each stage."""

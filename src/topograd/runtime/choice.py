@@ -1,9 +1,9 @@
-"""Which runtime a model is run with.
+"""Choice of an inference backend and of a precision.
 
 By rule, what was measured to be faster (docs/results, `benchmarks/llama_cpp.py`): ONNX Runtime if it can run
 the model, since it was at every size and number of rows that was tried; torch for everything else: float64,
 other devices, layers that are not written as operators, and where onnxruntime is not installed. Weights are
-float32 unless somebody asks for less.
+float32 unless less is asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def runtime_of(
     weights: str = "float32",
     made: dict[str, Quantized] | None = None,
 ) -> Runtime | None:
-    """The runtime that is asked for (torch, onnx or onnx:PROVIDER), by default the faster; None is torch.
+    """The runtime of that name (torch, onnx or onnx:PROVIDER), by default the faster; None is torch.
 
     `made` holds matrices that are quantised already.
     """
@@ -49,7 +49,12 @@ def runtime_of(
     if not installed():
         if name is None and precision == "float32":
             return None
-        raise ConfigError("the runtime onnx is not installed", remedy="pip install onnx onnxruntime")
+        raise ConfigError(
+            "the runtime onnx is not installed",
+            setting="runtime",
+            given=name,
+            remedy="pip install onnx onnxruntime",
+        )
     from topograd.runtime.onnx_runtime import OnnxRuntime, unsupported_reason
 
     if name is None and precision == "float32" and unsupported_reason(stack) is not None:

@@ -1,4 +1,4 @@
-"""A graph of ONNX operators, written node by node, and the session that runs it.
+"""ONNX graphs written node by node, and their sessions.
 
 Weights are not written into the graph: a session is handed the memory that holds them, so that no graph comes
 near the two gigabytes that its format allows, and nothing is held twice but what ONNX Runtime packs for its

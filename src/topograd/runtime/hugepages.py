@@ -1,4 +1,4 @@
-"""Weights in large pages of memory, where the system has them.
+"""Transparent huge pages for weights, where the system has them.
 
 A token reads all weights once, so the processor looks up the place of every page: of 2 MB there are 512 times
 fewer than of 4 KB. On Linux, memory that is there already can be collected into such pages (`MADV_COLLAPSE`,
@@ -28,7 +28,7 @@ _worker: ThreadPoolExecutor | None = None
 
 
 def anonymous() -> list[Span]:
-    """Spans of addresses that can be written and are no file's, in order; none where nobody says."""
+    """Spans of addresses that can be written and are no file's, in order; none where that is unknown."""
     if sys.platform != "linux" or not _MAPS.exists():
         return []
     spans = []
@@ -42,17 +42,17 @@ def anonymous() -> list[Span]:
 
 def added(now: Sequence[Span], before: Sequence[Span]) -> list[Span]:
     """The parts of `now` that `before` has not, in whole large pages."""
-    found = []
+    spans = []
     for start, stop in now:
         for low, high in sorted(before):
             if high <= start or low >= stop:
                 continue
             if low > start:
-                found.append((start, low))
+                spans.append((start, low))
             start = max(start, high)
         if start < stop:
-            found.append((start, stop))
-    whole = [(-(-start // LARGE) * LARGE, stop // LARGE * LARGE) for start, stop in found]
+            spans.append((start, stop))
+    whole = [(-(-start // LARGE) * LARGE, stop // LARGE * LARGE) for start, stop in spans]
     return [(start, stop) for start, stop in whole if start < stop]
 
 

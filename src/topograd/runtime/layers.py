@@ -1,4 +1,4 @@
-"""Layers of our stacks as ONNX operators: attention over a cache, and the MLP.
+"""Transformer layers as ONNX operators: attention over a cache, and the MLP.
 
 Keys and values lie in buffers (slots, kv heads, C, head width) that a layer writes in place (an input that is
 bound as output too). So going back is a matter of smaller positions: what lies behind is not seen until it is

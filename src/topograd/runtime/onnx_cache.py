@@ -1,4 +1,4 @@
-"""A stage's cache in ONNX Runtime, and how its sessions run new positions of any sequences.
+"""KV cache of a stage in ONNX Runtime, for new positions of any sequences.
 
 A session takes its inputs and gives its outputs in memory that was bound before. So for every shape of a run
 there is a *binding*: arrays that are bound once and filled for each run. What all stages of a run read beside
@@ -19,6 +19,7 @@ Limits: float32 on a CPU; for one thread at a time, like any cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -134,16 +135,16 @@ class Binding:
         self.session, self.frame = session, frame
         self.h = np.zeros_like(frame.x0)
         self.outputs = [np.zeros_like(frame.x0) for _ in outputs]
-        kept = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in states.items()}
+        cached = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in states.items()}
         own = onnxruntime.OrtValue.ortvalue_from_numpy(self.h)
         self.binding = session.binding()
-        known = {**frame.values, **kept, **fixed, "h": own}
+        known = {**frame.values, **cached, **fixed, "h": own}
         for name in session.inputs:
             self.binding.bind_ortvalue_input(name, known[name])
         results = {
             n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in zip(outputs, self.outputs, strict=True)
         }
-        results |= {f"{name}.new": value for name, value in kept.items()}
+        results |= {f"{name}.new": value for name, value in cached.items()}
         for name in session.outputs:
             self.binding.bind_ortvalue_output(name, results[name])
         self._states = states  # the memory that is bound
@@ -154,6 +155,25 @@ class Binding:
 
 
 Frames = dict[tuple[Any, ...], GroupedFrame | PackedFrame]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """New positions of sequences in one room, packed: `columns` of the spans that run."""
+
+    h: Array
+    """(N, width), like x0."""
+    x0: Array
+    spans: Spans
+    columns: slice
+    groups: Sequence[Group]
+    wanted: Sequence[int]
+    """Which of the stage's taps are returned."""
+
+    @property
+    def tokens(self) -> list[int]:
+        assert self.spans.tokens is not None
+        return self.spans.tokens[self.columns]
 
 
 class OnnxStageCache(StageCache):
@@ -199,8 +219,8 @@ class OnnxStageCache(StageCache):
         spans = ctx.spans
         if spans.tokens is None:
             spans.tokens = ctx.inputs[0].tolist()
-        found = self._run(h[0].numpy(), ctx.x0[0].numpy(), spans, range(len(self.taps)))
-        return {tap: torch.from_numpy(a)[None] for tap, a in zip(self.taps, found, strict=True)}
+        states = self._run(h[0].numpy(), ctx.x0[0].numpy(), spans, range(len(self.taps)))
+        return {tap: torch.from_numpy(a)[None] for tap, a in zip(self.taps, states, strict=True)}
 
     def run_arrays(self, h: Array, x0: Array, spans: Spans) -> Array:
         """The hidden states (N, width) behind the last layer; overwritten by the next run."""
@@ -214,62 +234,42 @@ class OnnxStageCache(StageCache):
         grouped = self._grouped_session
         parts: list[list[Array]] = []
         for columns, groups in _rooms(spans):
+            new = NewTokens(h[columns], x0[columns], spans, columns, groups, wanted)
             if grouped is not None and len(groups) == 1 and groups[0].rows == 1:
-                found = self._one(grouped, h[columns], x0[columns], spans, columns, groups[0], wanted)
+                parts.append(self._run_one(grouped, new))
             elif grouped is not None and all(group.count == 1 for group in groups):
-                found = self._next(grouped, h[columns], x0[columns], spans, columns, groups, wanted)
+                parts.append(self._run_next(grouped, new))
             else:
-                found = self._packed(h[columns], x0[columns], spans, columns, groups, wanted)
-            parts.append(found)
+                parts.append(self._run_packed(new))
             for group in groups:
                 for slot, start in zip(range(group.low, group.high), group.starts, strict=True):
                     self._held[group.room, slot] = start + group.count
         if len(parts) == 1:
             return parts[0]
-        return [np.concatenate([found[i] for found in parts]) for i in range(len(wanted))]
+        return [np.concatenate([part[i] for part in parts]) for i in range(len(wanted))]
 
-    def _one(
-        self,
-        session: Session,
-        h: Array,
-        x0: Array,
-        spans: Spans,
-        columns: slice,
-        group: Group,
-        wanted: Sequence[int],
-    ) -> list[Array]:
+    def _run_one(self, session: Session, new: NewTokens) -> list[Array]:
         """New positions of one sequence."""
-        bound = self._grouped(session, group.room, group.low, group.high, group.slots, len(h), h.shape[1])
+        (group,), (count, width) = new.groups, new.h.shape
+        bound = self._grouped(session, group.room, group.low, group.high, group.slots, count, width)
         frame = bound.frame
         assert isinstance(frame, GroupedFrame)
-        if frame.filled is not spans:
-            assert spans.tokens is not None
-            tokens = spans.tokens[columns]
+        if frame.filled is not new.spans:
             self.fixed.check(group.stop)
-            frame.fill(np.array([tokens]), x0, group.starts, self.fixed.most)
-            frame.filled = spans if len(spans.groups) == 1 else None
-        bound.h[0] = h
+            frame.fill(np.array([new.tokens]), new.x0, group.starts, self.fixed.most)
+            frame.filled = new.spans if len(new.spans.groups) == 1 else None
+        bound.h[0] = new.h
         bound.run()
-        return [bound.outputs[i][0] for i in wanted]
+        return [bound.outputs[i][0] for i in new.wanted]
 
-    def _next(
-        self,
-        session: Session,
-        h: Array,
-        x0: Array,
-        spans: Spans,
-        columns: slice,
-        groups: Sequence[Group],
-        wanted: Sequence[int],
-    ) -> list[Array]:
+    def _run_next(self, session: Session, new: NewTokens) -> list[Array]:
         """One new position of each of several sequences."""
-        assert spans.tokens is not None
-        tokens = spans.tokens[columns]
+        h, tokens, groups = new.h, new.tokens, new.groups
         slots = [slot for group in groups for slot in range(group.low, group.high)]
         starts = [start for group in groups for start in group.starts]
         self.fixed.check(max(starts) + 1)
         room, most = groups[0].room, groups[0].slots
-        results = [np.empty_like(h) for _ in wanted]
+        results = [np.empty_like(h) for _ in new.wanted]
         first = 0
         for i in range(1, len(slots) + 1):
             if i < len(slots) and slots[i] - slots[i - 1] <= GAP + 1:
@@ -283,30 +283,23 @@ class OnnxStageCache(StageCache):
             all_starts = [self._held.get((room, slot), 0) for slot in range(low, high)]
             all_tokens, all_x0 = np.zeros((high - low, 1), np.int64), np.zeros_like(frame.x0)
             for place, j in zip(places, part, strict=True):
-                all_starts[place], all_tokens[place], all_x0[place] = starts[j], tokens[j], x0[j]
+                all_starts[place], all_tokens[place], all_x0[place] = starts[j], tokens[j], new.x0[j]
             frame.fill(all_tokens, all_x0, all_starts, self.fixed.most)
             frame.filled = None
             bound.h[places, 0] = h[first:i]
             bound.run()
-            for result, k in zip(results, wanted, strict=True):
+            for result, k in zip(results, new.wanted, strict=True):
                 result[first:i] = bound.outputs[k][places, 0]
             first = i
         return results
 
-    def _packed(
-        self,
-        h: Array,
-        x0: Array,
-        spans: Spans,
-        columns: slice,
-        groups: Sequence[Group],
-        wanted: Sequence[int],
-    ) -> list[Array]:
+    def _run_packed(self, new: NewTokens) -> list[Array]:
         """Any new positions of any sequences."""
-        low, high = groups[0].low, groups[-1].high
-        # Few shapes, so that bindings are found again: columns that are none fill up the last eight.
-        wide, size, room = max(group.count for group in groups), len(h), groups[0].room
-        if len(spans.places) > 1:
+        groups, count = new.groups, len(new.h)
+        low, high, room = groups[0].low, groups[-1].high, groups[0].room
+        # Few shapes, so that bindings are used again: columns that are none fill up the last eight.
+        wide, size = max(group.count for group in groups), count
+        if len(new.spans.places) > 1:
             wide, size = 1 << (wide - 1).bit_length(), -(-size // PADDED) * PADDED
         session = self.runtime.session(self.planned)
         assert session is not None, "any stage can be packed"
@@ -318,24 +311,22 @@ class OnnxStageCache(StageCache):
             frame_key = "packed", *shape
             if frame_key not in self.frames:
                 self._forget_frames()
-                self.frames[frame_key] = PackedFrame(*shape, heads, h.shape[1], self.fixed.windows)
+                self.frames[frame_key] = PackedFrame(*shape, heads, new.h.shape[1], self.fixed.windows)
             bound = self._bind(key, session, self.frames[frame_key], room, groups[0].slots, low, high, size)
         frame = bound.frame
         assert isinstance(frame, PackedFrame)
-        if frame.filled != (spans, columns.start):
-            assert spans.tokens is not None
-            tokens = spans.tokens[columns]
+        if frame.filled != (new.spans, new.columns.start):
             self.fixed.check(max(group.stop for group in groups))
             rows = [
                 (slot - low, start, group.count)
                 for group in groups
                 for slot, start in zip(range(group.low, group.high), group.starts, strict=True)
             ]
-            frame.fill(tokens, x0, rows, self.fixed.most)
-            frame.filled = spans, columns.start
-        bound.h[0, : len(h)] = h
+            frame.fill(new.tokens, new.x0, rows, self.fixed.most)
+            frame.filled = new.spans, new.columns.start
+        bound.h[0, :count] = new.h
         bound.run()
-        return [bound.outputs[i][0, : len(h)] for i in wanted]
+        return [bound.outputs[i][0, :count] for i in new.wanted]
 
     def _grouped(
         self, session: Session, room: int, low: int, high: int, slots: int, columns: int, width: int
@@ -362,10 +353,10 @@ class OnnxStageCache(StageCache):
         columns: int,
     ) -> Binding:
         states: dict[str, Array] = {}
-        for index, kept in zip(self.planned.layers, self.slots, strict=True):
-            assert kept is not None
-            states[f"keys.{index}"] = kept.keys.array(room, slots)[low:high]
-            states[f"values.{index}"] = kept.values.array(room, slots)[low:high]
+        for index, layer in zip(self.planned.layers, self.slots, strict=True):
+            assert layer is not None
+            states[f"keys.{index}"] = layer.keys.array(room, slots)[low:high]
+            states[f"values.{index}"] = layer.values.array(room, slots)[low:high]
         bound = Binding(session, frame, states, self.fixed.values, self._names)
         if columns <= MAX_COLUMNS:
             for old in [k for k in self._bindings if k[1] == room and k[2] != slots]:

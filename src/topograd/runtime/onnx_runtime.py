@@ -1,4 +1,4 @@
-"""ONNX Runtime as what runs a model: a session for the layers of each stage, and one for each head.
+"""ONNX Runtime backend: a session for the layers of each stage, and one for each head.
 
 A session belongs to an interval of layers, so that paths through the stages share them, and is made when a
 plan first asks for it. All sessions share one pool of threads, as many as torch had when the first was made:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 HEAD_MULTIPLE = 16
 """What GroupQueryAttention wants a head's width to be a multiple of."""
 MAX_BOUND = 32
-"""Numbers of rows for which a head is kept bound."""
+"""Numbers of positions for which a head stays bound."""
 _pool: int | None = None
 
 
@@ -54,6 +54,8 @@ def shared_settings(provider: str = "cpu") -> Settings:
     if wanted not in names:
         raise ConfigError(
             f"onnxruntime has no provider {provider!r} here",
+            setting="provider",
+            given=provider,
             remedy=f"it has {', '.join(sorted(names))}: install the onnxruntime that has it",
         )
     threads = torch.get_num_threads()
@@ -61,7 +63,7 @@ def shared_settings(provider: str = "cpu") -> Settings:
         try:
             onnxruntime.set_global_thread_pool_sizes(threads, 1)
             _pool = threads
-        except Exception:  # somebody has made a session in this process: the pool is as it is
+        except Exception:  # this process has sessions already: the pool is as it is
             _pool = 0
     return Settings(names[wanted], None if _pool else threads)  # beside a shared pool there can be no other
 
@@ -99,7 +101,7 @@ class Fixed:
 
 
 class HeadSession:
-    """A head's session, with its input bound for each number of rows that was asked for."""
+    """A head's session, with its input bound for each number of positions that was run."""
 
     def __init__(self, session: Session, width: int) -> None:
         self.session, self.inputs, self.width, self.run = session, width, session.width, session.run
@@ -132,7 +134,8 @@ class OnnxRuntime:
         problem = unsupported_reason(stack)
         if problem is not None:
             instead = "use --runtime torch" if precision == "float32" else "leave --weights out"
-            raise ConfigError(f"{problem}, so onnxruntime cannot run it", remedy=instead)
+            setting = "runtime" if precision == "float32" else "weights"
+            raise ConfigError(f"{problem}, so onnxruntime cannot run it", setting=setting, remedy=instead)
         self.stack, self.precision = cast("Transformer", stack), precision
         self.settings = shared_settings(provider)
         self.made = {} if made is None else made
@@ -289,7 +292,7 @@ class OnnxRuntime:
         if which not in self._heads:
             self._heads[which] = HeadSession(self.head_graph(which).session(self.settings), self.stack.width)
         session = self._heads[which]
-        logits = np.empty((len(flat), session.width), np.float32)  # anew: whoever asked may keep it
+        logits = np.empty((len(flat), session.width), np.float32)  # anew: the caller may keep it
         binding, h = session.rows(len(flat))
         h[:] = flat.numpy()
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)

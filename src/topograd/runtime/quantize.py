@@ -1,4 +1,4 @@
-"""Weights in blocks of 32 small integers: int8 with a scale, int4 with a scale and a minimum.
+"""Block-quantised weights, 32 integers a block: int8 with a scale, int4 with a scale and a minimum.
 
 For a matrix W (out, in), each row's inputs in blocks of 32, with integers q, a scale d and a minimum m per
 block:
@@ -57,12 +57,10 @@ class Quantized:
 
 def check_precision(name: str) -> Precision:
     """The precision of that name."""
-    found: Precision | None = next((each for each in get_args(Precision) if each == name), None)
-    if found is None:
-        raise ConfigError(
-            f"weights {name!r} are unknown", remedy=f"choose one of {', '.join(get_args(Precision))}"
-        )
-    return found
+    precision: Precision | None = next((each for each in get_args(Precision) if each == name), None)
+    if precision is None:
+        raise ConfigError(setting="weights", given=name, allowed=f"one of {', '.join(get_args(Precision))}")
+    return precision
 
 
 def quantize(weight: NDArray[np.float32], precision: Precision) -> Quantized:
@@ -125,7 +123,9 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
         with safe_open(file, "numpy") as opened:
             known = opened.metadata() or {}
             if known.get("weights") != weights or known.get("precision") != precision:
-                raise RunError(f"{file} is of other weights than this run's", remedy=again)
+                raise RunError(
+                    f"{file} is of other weights than this run's", setting="weights", given=file, remedy=again
+                )
             names = set(opened.keys())
             return {
                 name: Quantized(
@@ -137,4 +137,4 @@ def load_weights(file: Path, precision: Precision, weights: str) -> dict[str, Qu
                 for name in sorted({name.rpartition(":")[0] for name in names})
             }
     except (SafetensorError, OSError) as problem:
-        raise RunError(f"{file} is damaged ({problem})", remedy=again) from None
+        raise RunError(f"{file} is damaged ({problem})", setting="file", given=file, remedy=again) from None

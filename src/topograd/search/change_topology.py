@@ -121,7 +121,7 @@ def check_searchable(config: TrainConfig, graph: str) -> None:
             )
     if table.prediction not in KINDS:
         raise ConfigError(
-            setting="prediction", given=table.prediction, allowed=f"one of {', '.join(WORDS)} in a search"
+            setting="prediction", given=table.prediction, allowed=f"one of {', '.join(KINDS)} in a search"
         )
     if table.teacher == AVERAGE_TEACHER:
         raise ConfigError(

@@ -144,6 +144,9 @@ class ExpectedGainPolicy:
         raw = promised / self.trust(name)
         self._observed[name] = MEMORY * before + raw, MEMORY * right + accepted
 
+    def forget(self) -> None:
+        self._observed.clear()
+
     def trust(self, name: str) -> float:
         """What a drafter's rates are multiplied by: accepted over promised guesses, at most 1."""
         promised, accepted = self._observed.get(name, (0.0, 0.0))

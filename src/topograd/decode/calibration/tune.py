@@ -216,12 +216,12 @@ def _round(
     computing = next((name for name in names if name in text.computed), None)
     while start + drafted < text.lengths[index]:
         place = start + drafted
-        found = {name: text.looked_up[name][index][place] for name in names if name in text.looked_up}
-        name, count = policy.choose(drafted, chance, found, computing, 1)
+        guesses = {name: text.looked_up[name][index][place] for name in names if name in text.looked_up}
+        name, count = policy.choose(drafted, chance, guesses, computing, 1)
         if name is None:
             break
         if name != computing:
-            for good, _ in found[name][:count]:
+            for good, _ in guesses[name][:count]:
                 right = right and good
                 drafted, accepted = drafted + 1, accepted + right
             break
