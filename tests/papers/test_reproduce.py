@@ -37,7 +37,7 @@ def test_the_page(call: Any, tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("--paper", "x"), "paper 'x' is unknown; choose one of product-of-experts"),
-        (("--state", "maybe"), "invalid choice 'maybe'"),
+        (("--state", "maybe"), " is 'maybe'; it must be one of"),
         (("--markdown", "--json"), "--markdown and --json are both given; give one of them"),
     ],
 )

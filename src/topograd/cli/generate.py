@@ -112,6 +112,8 @@ class Decoding:
 class Generate(Decoding):
     """Continue a text. Only the layers that a token needs are computed."""
 
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The old name of topograd chat."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the text as a page in which each token shows the stage that it left after."""
 

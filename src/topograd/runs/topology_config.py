@@ -247,6 +247,7 @@ class TopologyConfig:
             message = str(error)
             if self.graph in ("chain", "targets") and message.startswith("composition "):
                 message = f"partition {message.removeprefix('composition ')}"  # as the setting is called
+                raise ConfigError(message, setting="partition", given=self.partition) from None
             raise ConfigError(message) from None
         return topology
 
@@ -255,6 +256,8 @@ class TopologyConfig:
         if topology.layers != layers:
             raise ConfigError(
                 f"{self._named()} has {topology.layers} layers and the model has {layers}",
+                setting=_USES[self.graph][0],
+                given=getattr(self, _USES[self.graph][0]),
                 remedy=f"give parts that add up to {layers}",
             )
         heads: Literal["shared", "per-stage"] = "shared" if self.heads == "shared" else "per-stage"
@@ -438,5 +441,10 @@ def depth_weight(stop: int, layers: int, scale: float) -> float:
 def _relay(name: str, kind: str) -> str:
     known = (*PLAIN_RELAYS, "gate", "residual-gate", "low-rank", "linear", "sigmoid")
     if kind not in known:
-        raise ConfigError(setting=name, given=kind, allowed=f"one of {', '.join(known)}")
+        raise ConfigError(
+            f"{name} {kind!r} is unknown",
+            setting=name,
+            given=kind,
+            remedy=f"choose one of {', '.join(known)}",
+        )
     return kind
