@@ -139,16 +139,18 @@ def commands() -> list[tuple[str, str, list[str]]]:
 def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     from papers.__main__ import VERBS as PAPERS_VERBS
     from papers.__main__ import main as papers
-    from topograd.cli.main import VERBS, main
+    from topograd.cli.main import ALIASES, VERBS, main
 
     programs = {"topograd": (main, VERBS), "python -m papers": (papers, PAPERS_VERBS)}
-    deeper = ("bench", "check", "search", "space")
+    deeper = ("bench", "check", "completion", "config", "search", "space", "specialist")
     known: dict[tuple[str, ...], str] = {}
     for where, program, words in commands():
         if program == "python":
             assert (ROOT / words[0]).is_file(), where
             continue
         run, verbs = programs[program]
+        verb = words[0]
+        words = [*ALIASES[verb].split(), *words[1:]] if verb in ALIASES else words
         verb = words[0]
         assert verb in verbs or verb.startswith("-"), where
         if verb.startswith("-"):
@@ -158,7 +160,7 @@ def test_every_command_names_a_verb_and_flags_that_exist(capsys: pytest.CaptureF
         if "--task" in words:  # each task has flags of its own
             path = (*path, "--task", words[words.index("--task") + 1])
         if (program, *path) not in known:
-            assert run([*path, "--help"]) == 0, where
+            assert run([*path, "--help-all"]) == 0, where
             known[program, *path] = capsys.readouterr().out
         for word in words:
             if word.startswith("--"):

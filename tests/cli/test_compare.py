@@ -78,6 +78,8 @@ def test_runs_on_different_text_are_pointed_out(
     answer = call("compare", staged, tmp_path / "run", "--json")
     assert answer.code == 0
     assert "differ in eval_bytes" in answer.err
+    assert "these runs were trained for 12, 1 steps" in answer.err
+    assert "steps" not in call("compare", staged, staged, "--json").err
 
 
 def test_a_table_for_people(staged: Path, backprop: Path, call: Any) -> None:

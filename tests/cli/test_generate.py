@@ -284,7 +284,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_else(
         ("--seed -1", "--seed is -1"),
         ("--prompt", "--prompt has no value"),
         ("--stages 1 --depth full", "--depth and --stages are both given"),
-        ("--depth deep", "--depth is 'deep'; it must be full, prefix:J"),
+        ("--depth deep", "--depth 'deep' is unknown; use full, prefix:J"),
         ("--depth prefix:3", "exit 3 does not exist; the model has 2 stages that predict: give 1 to 2"),
         ("--depth prefix:0", "exit 0 does not exist"),
         ("--depth path:2", "begins with stage 2, which was trained to hear another stage"),

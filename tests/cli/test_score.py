@@ -33,10 +33,7 @@ def test_what_cannot_be_is_one_line(staged: Path, call: Any) -> None:
     context = ("score", staged, "--context", "a")
     assert "--continuation is missing; give the text to score" in call(*context).refusal
     assert "has no token of its own" in call(*context, "--continuation", "").refusal
-    assert (
-        "--depth is 'deep'; it must be full"
-        in call(*context, "--continuation", "b", "--depth", "deep").refusal
-    )
+    assert "--depth 'deep' is unknown" in call(*context, "--continuation", "b", "--depth", "deep").refusal
     long = call(*context, "--continuation", "stage " * 40).refusal
     assert "tokens and the model reads 16; shorten it" in long
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from topograd.cli.main import main
+from topograd.serve.request_schema import SHARED
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,9 @@ def test_bad_input_is_one_line(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_help_says_which_temperature_a_request_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "A request without a temperature is sampled at 1" in capsys.readouterr().out
+    assert SHARED["temperature"].default == 1.0

@@ -15,7 +15,7 @@ from topograd.decode import model as module
 from topograd.decode.model import Model, load
 from topograd.runs.session import LoadedTextRun
 
-TENSORS = "draft/adapter_model.safetensors"
+TENSORS = "draft/topograd_adapter.safetensors"
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,12 @@ COMMANDS = [*([verb] for verb in VERBS), *(["check", name] for name in CHECKS)]
 def test_help_lists_every_verb(call: Any) -> None:
     answer = call("--help")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("usage: python -m papers VERB ...")
+    assert answer.out.startswith("usage: python -m papers COMMAND ...")
     for verb in VERBS:
         assert f"\n  {verb} " in answer.out
-    assert "'study' is not a verb; choose one of list, run, reproduce, pages, check" in call("study").refusal
+    assert (
+        "'study' is not a command; choose one of list, run, reproduce, pages, check" in call("study").refusal
+    )
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -147,7 +147,7 @@ def test_all_of_them(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("leak --all", "--all is given and so is leak; give one of them"),
         ("leak --preset demo", "--preset is demo; study leak has the presets tiny, small"),
         ("experiment-z", "study is 'experiment-z'; it must be one of stage0-depth"),
-        ("experiment-a --preset huge", "invalid choice 'huge'"),
+        ("experiment-a --preset huge", " is 'huge'; it must be one of"),
         ("experiment-a --preset tiny --seeds 0", "--seeds is 0; it must be at least 1"),
     ],
 )

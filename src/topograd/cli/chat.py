@@ -9,7 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from topograd.cli.console import note, parse, print_json
-from topograd.cli.generate import Decoding, Writer, note_long, numbers, open_model, warn_untrained, writer_of
+from topograd.cli.generate import (
+    Decoding,
+    Writer,
+    note_long,
+    numbers,
+    open_model,
+    warm_up,
+    warn_untrained,
+    writer_of,
+)
 from topograd.errors import TopogradError
 
 if TYPE_CHECKING:
@@ -90,10 +99,10 @@ class _Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = self.encode(render_chat(self.template, messages, special_tokens=self.special))
         note_long(len(tokens), self.model, "conversation")
+        settings = self.args.settings(len(self.model.session.plan.predicting()))
+        warm_up(self.args, self.model, settings)
         made = self.model.generate(
-            tokens,
-            on_piece=lambda piece: self.writer.show(piece.text, writer_of(piece)),
-            **self.args.settings(len(self.model.session.plan.predicting())),
+            tokens, on_piece=lambda piece: self.writer.show(piece.text, writer_of(piece)), **settings
         )
         self.writer.end(made)
         warn_untrained(made, self.model)

@@ -45,6 +45,12 @@ def run(argv: list[str]) -> int:
         if len({getattr(config, name) for config in settings}) > 1:
             what = "accuracies" if "accuracy" in kinds else "bits per byte"
             note(f"these runs differ in {name}: their {what} were measured on different data")
+    steps = [row["steps"] for row in comparison["runs"]]
+    if len(set(steps)) > 1:
+        note(
+            f"these runs were trained for {', '.join(map(str, steps))} steps: a gap between them is of the "
+            "training's length too"
+        )
     if args.json:
         print_json(comparison)
     else:

@@ -112,6 +112,8 @@ class Decoding:
 class Generate(Decoding):
     """Continue a text. Only the layers that a token needs are computed."""
 
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The old name of topograd chat."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the text as a page in which each token shows the stage that it left after."""
 
@@ -223,11 +225,19 @@ def _continue(args: Generate, model: Model, settings: dict[str, Any], writer: Wr
             begin()
         writer.show(piece.text, writer_of(piece))
 
+    warm_up(args, model, settings)
     made = model.generate(args.prompt, on_piece=on_piece, **settings)
     if not begun:
         begin()
     warn_untrained(made, model)
     return made
+
+
+def warm_up(args: Decoding, model: Model, settings: dict[str, Any]) -> None:
+    """With --json, write a few tokens first: a runtime makes its sessions at first use, which takes seconds,
+    and --json has the speed."""
+    if args.json and args.tokens > 0:
+        model.generate("", **settings | {"tokens": 3, "stop": ()})
 
 
 def note_long(tokens: int, model: Model, what: str) -> None:

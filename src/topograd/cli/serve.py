@@ -21,7 +21,11 @@ TOKEN = "TOPOGRAD_TOKEN"
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve a run's model: /v1/completions, /v1/chat/completions, and a playground at the address itself."""
+    """Serve a model: /v1/completions, /v1/chat/completions, and a playground at the address itself.
+
+    A request without a temperature is sampled at 1, as OpenAI's interface has it; chat and generate here take
+    the likeliest token. Send "temperature": 0 for that.
+    """
 
     model: OptionalModel = None
     specialists: Annotated[str | None, tyro.conf.arg(metavar="A,B")] = None
@@ -33,7 +37,7 @@ class Serve:
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The model's id; by default the folder's name."""
     token: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
-    """What clients must send as Authorization: Bearer TOKEN; better set TOPOGRAD_TOKEN, which nobody sees."""
+    """What clients must send as Authorization: Bearer TOKEN; better set TOPOGRAD_TOKEN, which other users of the machine do not see."""
     runtime: Annotated[str | None, tyro.conf.arg(metavar="torch|onnx")] = None
     """What runs the model; by default ONNX Runtime for few texts and torch for many, where they can."""
     weights: WeightsFlag = "float32"
@@ -45,7 +49,7 @@ def run(argv: list[str]) -> int:
     args = parse(Serve, argv, "serve")
     token = args.token or os.environ.get(TOKEN) or None
     if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port is {args.port}", remedy="it must be from 0 to 65535")
+        raise ConfigError(setting="port", given=args.port, allowed="from 0 to 65535")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -58,8 +62,10 @@ def run(argv: list[str]) -> int:
 
     if token is None and not is_loopback(args.host):
         raise ConfigError(
-            f"--host {args.host} can be reached from elsewhere, so clients must show a token: "
-            f"set {TOKEN} or pass --token"
+            setting="host",
+            given=args.host,
+            problem=f"--host {args.host} can be reached from elsewhere, so clients must show a token: "
+            f"set {TOKEN} or pass --token",
         )
     with bind(args.host, args.port) as sock:
         folders = [Path(part.strip()) for part in (args.specialists or "").split(",") if part.strip()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from topograd.cli.console import note, print_json
 from topograd.cli.main import INTERRUPTED
 from topograd.cli.train import Train, finished, show, train
-from topograd.errors import CheckpointError, DivergenceError
+from topograd.errors import CheckpointError, DivergenceError, ParallelError
 from topograd.parallel.settings import ParallelConfig, wait_for_first_rank
 
 if TYPE_CHECKING:
@@ -38,8 +39,19 @@ def train_on_ranks(args: Train, config: ParallelConfig) -> int:
             raise
         wait_for_first_rank()
         return 2  # of all ranks alike: rank 0 says it
+    except ParallelError as error:
+        error.remedy = "; ".join(filter(None, (error.remedy, _how_to_continue(Path(folder), args))))
+        raise
     finally:
         leave()
+
+
+def _how_to_continue(folder: Path, args: Train) -> str:
+    """What to type after a rank was lost: the last checkpoint set is whole, on as many processes or on one."""
+    again = f"topograd train --resume {shlex.quote(str(folder))}"
+    here, all_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("WORLD_SIZE", "1")
+    start = f"torchrun --nproc-per-node {here}" if here == all_ranks else "torchrun as before"
+    return f"continue with: {start} -m {again} --parallel {args.parallel} (or in one process: {again})"
 
 
 def _train(args: Train, ranks: Ranks, folder: Path) -> int:

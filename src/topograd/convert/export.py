@@ -121,7 +121,7 @@ def _write_adapter(folder: Path, session: LoadedTextRun, stack: Transformer) -> 
     if not tensors and len(session.plan.stages) == 1 and not run.calibration_file.is_file():
         return
     run.manifest.verify(run.calibration_file.name)
-    settings: dict[str, Any] = {"peft_type": "LORA"} if config.tune.lora_rank else {}
+    settings: dict[str, Any] = {}
     if config.tune.lora_rank:
         rank = config.tune.lora_rank
         settings |= {"r": rank, "lora_alpha": config.tune.lora_alpha or 2 * rank, "merged": True}

@@ -89,9 +89,11 @@ def strategy_of(
     if kind == "speculate":
         return _speculate(depth, rest, session, engine, greedy, draft, costs)
     raise ConfigError(
+        f"depth {depth!r} is unknown",
         setting="depth",
         given=depth,
-        allowed="full, prefix:J, path:1,3, branches:1-4*3+1-2, wand[:RULE[:NUMBER]] or speculate[:WHO[+WHO]]",
+        remedy="use full, prefix:J, path:1,3, branches:1-4*3+1-2, wand or speculate, "
+        "wand:RULE:NUMBER or speculate:WHO+WHO",
     )
 
 

@@ -200,7 +200,12 @@ def depth_of(engine: Engine, depth: str) -> tuple[Engine, list[Terms]]:
         after = branched.plan.prediction.after
         paths = zip(ends, weights.values(), strict=True)
         return branched, [tuple((k, w * weight / total) for end, weight in paths for k, w in after(end))]
-    raise ConfigError(setting="depth", given=depth, allowed="full, prefix:J, path:1,3 or branches:1-4*3+1-2")
+    raise ConfigError(
+        f"depth {depth!r} is unknown",
+        setting="depth",
+        given=depth,
+        remedy="use full, prefix:J, path:1,3 or branches:1-4*3+1-2",
+    )
 
 
 def common(bundle: Bundle) -> int:

@@ -145,7 +145,10 @@ class GPTConfig(BlockConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise StackError(
-                    setting=name, given=getattr(self, name), allowed=f"one of {', '.join(allowed)}"
+                    f"{name} {getattr(self, name)!r} is unknown",
+                    setting=name,
+                    given=getattr(self, name),
+                    remedy=f"choose one of {', '.join(allowed)}",
                 )
         if self.architecture not in ARCHITECTURES:
             _check_mixer(self.architecture)

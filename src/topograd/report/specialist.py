@@ -165,4 +165,4 @@ def _pair(axes: Any, steps: Sequence[int], pairs: Sequence[tuple[float, float]],
 
 def _settings(settings: Row) -> Table:
     rows = tuple((key, str(value)) for key, value in sorted(settings.items()))
-    return Table("As adapter_config.json has it", ("setting", "value"), rows)
+    return Table("As topograd_adapter.json has it", ("setting", "value"), rows)

@@ -1,13 +1,16 @@
 """Adapters: small folders that add tensors to a run and refer to it by hash.
 
-    adapter_model.safetensors   what was added, and nothing of the base
-    adapter_config.json         what it is: the keys that PEFT users know, and under "topograd" the identity
-                                of the base (SHA-256 of its weights and of its tokenizer), the size and
-                                SHA-256 of the tensors, and the digest of the file itself
-    README.md                   a model card, for people; it is not read
+    topograd_adapter.safetensors   what was added, and nothing of the base
+    topograd_adapter.json          what it is: its settings, and under "topograd" the identity of the base
+                                   (SHA-256 of its weights and of its tokenizer), the size and SHA-256 of the
+                                   tensors, and the digest of the file itself
+    README.md                      a model card, for people; it is not read
+
+The names are not PEFT's (adapter_config.json, adapter_model.safetensors), which would load such a folder and
+ignore its tensors; until version 0.2 they were, and such folders are still read.
 
 An adapter has a `kind` ("specialist", "lora", "draft"), tensors by name, and settings: plain JSON at the top
-level of adapter_config.json. Opening one verifies every byte of both files; `open_base` opens the run that it
+level of the config. Opening one verifies every byte of both files; `open_base` opens the run that it
 belongs to, at the checkpoint with the right weights; any other run raises RunError.
 
 How a kill is survived. A new adapter is written beside its place and renamed. One that is written again goes
@@ -40,13 +43,13 @@ from topograd.runs.tensor_files import contiguous
 if TYPE_CHECKING:
     from topograd.runs.session import LoadedTextRun
 
-CONFIG = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
+CONFIG, TENSORS = "topograd_adapter.json", "topograd_adapter.safetensors"
+OLD_CONFIG, OLD_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CARD = "README.md"
 FORMAT = "topograd-adapter"
 VERSION = 1
 RESERVED = ("topograd", "base_model_name_or_path")
-"""Keys of adapter_config.json that are not settings."""
+"""Keys of the config that are not settings."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +160,13 @@ def update_adapter(
     if old != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
         raise RunError(f"{adapter.folder} has tensors of other names or shapes", remedy="write a new adapter")
     content, digest = _serialized(tensors)
-    before = {adapter.digest: (adapter.folder / TENSORS).stat().st_size}
+    config_file, tensors_file = _files(adapter.folder)
+    before = {adapter.digest: tensors_file.stat().st_size}
     allowed = _config(adapter.kind, adapter.base, adapter.settings, before | {digest: len(content)})
-    write_json(adapter.folder / CONFIG, allowed)
-    write_atomic(adapter.folder / TENSORS, content)
+    write_json(config_file, allowed)
+    write_atomic(tensors_file, content)
     final = _config(adapter.kind, adapter.base, settings, {digest: len(content)})
-    write_json(adapter.folder / CONFIG, final)
+    write_json(config_file, final)
     if card is not None:
         write_atomic(adapter.folder / CARD, _card(adapter.kind, adapter.base, card))
     return open_adapter(adapter.folder, adapter.kind)
@@ -171,14 +175,15 @@ def update_adapter(
 def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
     """Read an adapter, if every byte of it is right and it is of the `kind` that is wanted."""
     folder = Path(folder)
-    if not (folder / CONFIG).is_file():
+    config_file, tensors_file = _files(folder)
+    if not config_file.is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
         raise RunError(f"{folder} is no {kind or 'adapter'}: it {what}", setting="folder", given=folder)
-    config = read_json(folder / CONFIG)
+    config = read_json(config_file)
     own = config.get("topograd") if isinstance(config, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
         raise RunError(
-            f"{folder / CONFIG} was not written by topograd, so it names no base", remedy="give another one"
+            f"{config_file} was not written by topograd, so it names no base", remedy="give another one"
         )
     if own.get("version") != VERSION:
         raise RunError(
@@ -186,11 +191,11 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
         )
     if own.get("sha256") != _digest(config):
         raise CheckpointError(
-            f"{folder / CONFIG} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
+            f"{config_file} is damaged (its SHA-256 is not the recorded one)", remedy="restore it"
         )
     if kind is not None and own["kind"] != kind:
         raise RunError(f"{folder} is a {own['kind']}", setting="kind", given=own["kind"], allowed=f"a {kind}")
-    tensors, digest = _read_tensors(folder / TENSORS, own["tensors"])
+    tensors, digest = _read_tensors(tensors_file, own["tensors"])
     base = BaseIdentity(Path(config["base_model_name_or_path"]), **own["base"])
     settings = {key: value for key, value in config.items() if key not in RESERVED}
     return Adapter(folder, own["kind"], base, settings, tensors, digest)
@@ -198,7 +203,13 @@ def open_adapter(folder: Path | str, kind: str | None = None) -> Adapter:
 
 def is_adapter(folder: Path | str) -> bool:
     """Whether a folder looks like one; its contents are not read."""
-    return (Path(folder) / CONFIG).is_file()
+    return _files(Path(folder))[0].is_file()
+
+
+def _files(folder: Path) -> tuple[Path, Path]:
+    """The config and the tensors of an adapter, by their names of today or of version 0.2."""
+    old = not (folder / CONFIG).is_file() and (folder / OLD_CONFIG).is_file()
+    return (folder / OLD_CONFIG, folder / OLD_TENSORS) if old else (folder / CONFIG, folder / TENSORS)
 
 
 def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
@@ -209,7 +220,7 @@ def _serialized(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
 def _config(
     kind: str, base: BaseIdentity, settings: Mapping[str, Any], tensors: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The content of adapter_config.json; `tensors` maps the SHA-256 that the file may have to its size."""
+    """The content of the config; `tensors` maps the SHA-256 that the file may have to its size."""
     for key in RESERVED:
         if key in settings:
             raise RunError(setting="settings", given=key, allowed=f"without {', '.join(RESERVED)}")
@@ -221,7 +232,7 @@ def _config(
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of the values of an adapter_config.json but for its own digest, whatever their layout."""
+    """SHA-256 of the values of a config but for its own digest, whatever their layout."""
     own = {key: value for key, value in config["topograd"].items() if key != "sha256"}
     return hashlib.sha256(dump_json({**config, "topograd": own}).encode()).hexdigest()
 

@@ -422,5 +422,10 @@ def depth_weight(stop: int, layers: int, scale: float) -> float:
 def _relay(name: str, kind: str) -> str:
     known = (*PLAIN_RELAYS, "gate", "residual-gate", "low-rank", "linear", "sigmoid")
     if kind not in known:
-        raise ConfigError(setting=name, given=kind, allowed=f"one of {', '.join(known)}")
+        raise ConfigError(
+            f"{name} {kind!r} is unknown",
+            setting=name,
+            given=kind,
+            remedy=f"choose one of {', '.join(known)}",
+        )
     return kind

@@ -48,7 +48,7 @@ RANK = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a specialist is made of; kept in its adapter_config.json."""
+    """What a specialist is made of; kept in its topograd_adapter.json."""
 
     layers: int = 1
     first_layer: int = 0
@@ -70,7 +70,7 @@ class Shape:
         return cls(**known, tokens=tokens)
 
     def settings(self) -> dict[str, Any]:
-        """As adapter_config.json has it."""
+        """As topograd_adapter.json has it."""
         return {"peft_type": "TOPOGRAD_SPECIALIST", "task_type": "CAUSAL_LM", **asdict(self)}
 
 

@@ -75,7 +75,7 @@ def test_tables_fit_a_terminal() -> None:
         ("simulate --width 8 --examples 4 --eta 1e308", "take a smaller eta"),
         ("kernel --width 100000 --examples 1000", "choose a smaller --examples, --depth or --width"),
         ("simulate --depth 2 --steps 1000000000", "choose a smaller --depth, --width, --examples or --steps"),
-        ("simulate --eta nan", "--eta was given 'nan'; it must be a finite number"),
+        ("simulate --eta nan", "--eta is 'nan'; it must be a finite number"),
     ],
 )
 def test_bad_input_is_one_line(words: str, why: str, call: Any) -> None:

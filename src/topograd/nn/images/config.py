@@ -86,7 +86,12 @@ class ImageConfig(ModelSpec):
         if len(self.shape) != 3 or not all(1 <= size <= SIZE[1] for size in self.shape):
             raise StackError(setting="shape", given=self.shape, allowed="channels, height and width")
         if not all(1 <= width <= SIZE[1] for width in self.widths):
-            raise StackError(setting="widths", given=self.widths, allowed=f"each in 1..{SIZE[1]:.0f}")
+            raise StackError(
+                f"widths are {self.widths}",
+                setting="widths",
+                given=self.widths,
+                remedy=f"each must lie in 1..{SIZE[1]:.0f}",
+            )
         if self.family == "mlp" and self.classes in self.widths:
             raise StackError(
                 f"widths are {self.widths} and there are {self.classes} classes: a hidden layer "

@@ -217,7 +217,10 @@ class TransformerConfig(BlockConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise StackError(
-                    setting=name, given=getattr(self, name), allowed=f"one of {', '.join(allowed)}"
+                    f"{name} {getattr(self, name)!r} is unknown",
+                    setting=name,
+                    given=getattr(self, name),
+                    remedy=f"choose one of {', '.join(allowed)}",
                 )
         self._check_sizes()
         self._check_numbers()
