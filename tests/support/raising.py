@@ -12,9 +12,7 @@ from topograd.errors import TopogradError
 
 
 @contextmanager
-def refused(
-    kind: type[BaseException], **fields: Any
-) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+def refused(kind: type[BaseException], **fields: Any) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """Expect an error of `kind` whose fields (setting, given, allowed, remedy) have these values."""
     with pytest.raises(kind) as caught:
         yield caught

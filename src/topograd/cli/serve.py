@@ -21,7 +21,10 @@ TOKEN = "TOPOGRAD_TOKEN"
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve a run's model: /v1/completions, /v1/chat/completions, and a playground at the address itself."""
+    """Serve a run's model: /v1/completions, /v1/chat/completions, and a playground at the address itself.
+
+    As with OpenAI's API, a request without a temperature is sampled at temperature 1; 0 is greedy.
+    """
 
     folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DIR]")] = None
     """The run's folder; the model that comes with the package if not given."""

@@ -41,8 +41,9 @@ HEALTHY = {
     "dead directions, of those followed": ("0 or 1", "1"),
     "layers whose inputs use every direction": ("84 % to all", "all"),
 }
-"""Readings of trained models and of an untrained one: `topograd inspect --scans 1` of the packaged model (width
-256, 3,600 steps), of the demo's staged and backprop runs (width 96, 400 steps), and of the latter at step 1."""
+"""Readings of trained models and of an untrained one: `topograd inspect --scans 1` of the packaged model
+(width 256, 3,600 steps), of the demo's staged and backprop runs (width 96, 400 steps), and of the staged run
+at step 1."""
 MAX_NAMES = 60  # directions whose names fit beside the figure
 
 

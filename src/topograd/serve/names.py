@@ -1,4 +1,4 @@
-"""Model ids: a name, and behind a colon how deep its tokens go, for clients that cannot send fields.
+"""Model ids with a depth: `name:depth`, for clients that cannot send the field `depth`.
 
     reference                  the model as it is
     reference:prefix-1         depth prefix:1
@@ -6,7 +6,7 @@
     reference:wand-0.001       depth wand:flip-rate:0.001
     reference:wand-rival-gain-1.5, :path-1,3, :branches-1-3*2+1-2, :speculate-4-0.5, :speculate-lookup
 
-A depth may also be written behind the colon as it is: reference:prefix:1.
+A depth may also follow the colon as it is: reference:prefix:1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def split_id(model: str) -> tuple[str, str | None]:
     """The name and the depth of a model id; None where it names no depth."""
     if len(model) > MAX_CHARACTERS:
         raise ConfigError(
-            f"the model id has {len(model)} characters", remedy=f"give at most {MAX_CHARACTERS}"
+            f"model has {len(model)} characters", setting="model", allowed=f"at most {MAX_CHARACTERS}"
         )
     name, colon, suffix = model.partition(":")
     return name, depth_of_suffix(suffix) if colon else None
@@ -47,7 +47,9 @@ def depth_of_suffix(suffix: str) -> str:
     kind, rest = re.fullmatch(r"([a-z]*)[-:]?(.*)", suffix, re.DOTALL).groups()  # type: ignore[union-attr]
     if kind not in FAMILIES:
         raise ConfigError(
-            f"the model id's depth {suffix!r} is unknown",
+            f"the depth {suffix!r} in the model id is unknown",
+            setting="model",
+            given=suffix,
             remedy=f"use one of {', '.join(FAMILIES)}, such as prefix-1",
         )
     if not rest:
@@ -64,11 +66,11 @@ def depth_of_suffix(suffix: str) -> str:
 
 
 def known_depths(session: LoadedTextRun) -> list[str]:
-    """Depths that a model has without more being said, as suffixes of its id."""
+    """The depths that /v1/models lists, as suffixes of a model id."""
     exits = len(session.plan.predicting())
-    found = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]
+    depths = ["full", *(f"prefix-{j}" for j in range(1, exits)), "speculate", "speculate-lookup"]
     try:
         load_calibration(session)
     except TopogradError:
-        return found
-    return [*found, "wand", "wand-0.001", "wand-0.01"]
+        return depths
+    return [*depths, "wand", "wand-0.001", "wand-0.01"]

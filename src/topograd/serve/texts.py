@@ -1,4 +1,4 @@
-"""From a request's fields to jobs: prompts to tokens, ids to depths, settings to a sampling."""
+"""Jobs of a request: prompts to tokens, model ids to depths, parameters to a sampling."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SAFE = re.compile(
 )
 """Depths that a request may name: none of the server's folders."""
 OnProgress = Callable[[int], Callable[[Progress], None]]
-"""For each choice of a request who hears of its progress."""
+"""The callback of each choice of a request."""
 
 
 @dataclass
 class ServedModel:
-    """The model that is served, and what a request may ask of it."""
+    """The model that is served, with its limits and names."""
 
     model: Model
     limits: Limits
@@ -51,10 +51,10 @@ class ServedModel:
         self.depths = known_depths(session)
         """What /v1/models lists: a calibration is read here, and not while requests wait."""
 
-    def depth(self, asked: Mapping[str, Any]) -> str:
+    def depth(self, params: Mapping[str, Any]) -> str:
         """The depth of a request, by its model id and its field; they must not disagree."""
         try:
-            name, named = (self.name, None) if asked["model"] is None else split_id(asked["model"])
+            name, named = (self.name, None) if params["model"] is None else split_id(params["model"])
         except ConfigError as error:
             raise RequestError(str(error), "model", 404, "model_not_found") from None
         if name != self.name:
@@ -64,7 +64,7 @@ class ServedModel:
                 404,
                 "model_not_found",
             )
-        wanted = asked.get("depth")
+        wanted = params.get("depth")
         if wanted is not None and named is not None and wanted != named:
             raise RequestError(
                 f"the model id says depth {named} and the field depth says {wanted[:100]}; give one", "depth"
@@ -96,9 +96,9 @@ class ServedModel:
             return [self.checked(given, rows=rows)]
         return [encode(item) if isinstance(item, str) else self.checked(item, rows=rows) for item in given]
 
-    def vocabulary(self, asked: Mapping[str, Any]) -> Vocabulary | None:
+    def vocabulary(self, params: Mapping[str, Any]) -> Vocabulary | None:
         """The tokens of the specialists that a request switches on; None without any."""
-        return None if self.specialists is None or not asked["specialists"] else self.specialists.vocabulary
+        return None if self.specialists is None or not params["specialists"] else self.specialists.vocabulary
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, as the model was trained to read them."""
@@ -122,7 +122,7 @@ class ServedModel:
         return tokens
 
     def room(self, prompt: Sequence[int], tokens: int | None) -> int:
-        """How many tokens may follow a prompt: as many as are asked for, or what is left of the context."""
+        """How many tokens may follow a prompt: as many as are requested, or what is left of the context."""
         if tokens is None and len(prompt) < self.context:
             return self.context - len(prompt)
         if len(prompt) + (tokens or 0) > self.context or (len(prompt) == self.context and tokens is None):
@@ -136,23 +136,23 @@ class ServedModel:
 
     def jobs(
         self,
-        asked: Mapping[str, Any],
+        params: Mapping[str, Any],
         prompts: Sequence[list[int]],
         tokens: int | None,
         on_progress: OnProgress,
     ) -> list[Job]:
         """The texts of a request: n for each prompt."""
-        count = asked["n"]
+        count = params["n"]
         most = self.limits.choices
         if len(prompts) * count > most:
             raise RequestError(
                 f"{len(prompts)} prompts times n = {count} are more texts than {most}; ask for less",
                 "n",
             )
-        active = self.active(asked)
-        depth = self.depth(asked)
-        stops = [asked["stop"]] if isinstance(asked["stop"], str) else list(asked["stop"])
-        seed = secrets.randbelow(2**63) if asked["seed"] is None else asked["seed"] % 2**63
+        active = self.active(params)
+        depth = self.depth(params)
+        stops = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"])
+        seed = secrets.randbelow(2**63) if params["seed"] is None else params["seed"] % 2**63
         deadline = time.perf_counter() + self.limits.seconds
         made = []
         for i, prompt in enumerate(prompts):
@@ -162,25 +162,25 @@ class ServedModel:
                     prompt=prompt,
                     tokens=room,
                     depth=depth,
-                    sampling=self._sampling(asked, (seed + k) % 2**63),
+                    sampling=self._sampling(params, (seed + k) % 2**63),
                     stream=TextStream(self.tokenizer, stops),
                     on_progress=on_progress(i * count + k),
                     specialists=active,
-                    stop_ids=frozenset() if asked["ignore_eos"] else self.stop_ids,
+                    stop_ids=frozenset() if params["ignore_eos"] else self.stop_ids,
                     deadline=deadline,
                 )
                 made.append(job)
         return made
 
-    def active(self, asked: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    def active(self, params: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
         """The specialists of a request with their weights, which are 1 unless they are given."""
-        names, weights = asked["specialists"], asked["weights"]
+        names, weights = params["specialists"], params["weights"]
         known = [] if self.specialists is None else self.specialists.names
         for name in names:
             if name not in known or names.count(name) > 1:
-                said = ", ".join(known) or "none"
                 raise RequestError(
-                    f"specialist {name[:100]!r} is unknown or named twice; this server has: {said}",
+                    f"specialist {name[:100]!r} is unknown or named twice; this server has: "
+                    f"{', '.join(known) or 'none'}",
                     "specialists",
                 )
         if weights and len(weights) != len(names):
@@ -190,13 +190,13 @@ class ServedModel:
         return tuple(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
     @staticmethod
-    def _sampling(asked: Mapping[str, Any], seed: int) -> Sampling:
-        top_k = asked["top_k"]
+    def _sampling(params: Mapping[str, Any], seed: int) -> Sampling:
+        top_k = params["top_k"]
         try:
             return Sampling(
-                temperature=float(asked["temperature"]),
+                temperature=float(params["temperature"]),
                 top_k=None if top_k is None or top_k < 1 else top_k,
-                top_p=None if asked["top_p"] == 1 else float(asked["top_p"]),
+                top_p=None if params["top_p"] == 1 else float(params["top_p"]),
                 seed=seed,
             )
         except TopogradError as error:
